@@ -1,0 +1,248 @@
+"""Whose bytes are these: from a lazily loaded mlx-lm model and its checkpoint to units and parameter sources.
+
+Which tensor of the checkpoint becomes which parameter is found by object identity, not by name: ``mlx_lm`` lets its
+caller choose the model class (``get_model_classes``), so the arrays that its ``sanitize`` is given can be seen. One
+that comes out of loading as a parameter is the same Python object: a *direct* parameter, whose bytes can be read from
+the file at any time. Everything else was computed on the way: a *derived* one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm import utils as mlx_lm_utils
+
+from mlx_flash.checkpoint.safetensors import Checkpoint, TensorRecord
+from mlx_flash.errors import CheckpointError
+
+SMALL_BYTES = 64 * 1024
+"""A tensor at most this large, and a small part of its unit, is kept in memory always: reading it costs a disk access
+and saves nothing. One-dimensional ones (norms, biases) are kept whatever their size; some models use the next layer's."""
+
+SMALL_SHARE = 1 / 1024
+
+
+@dataclass(slots=True, eq=False)
+class Parameter:
+    """One array of the module tree.
+
+    Attributes:
+        name: its path in the model, such as ``model.layers.3.mlp.down_proj.weight``.
+        container: the module, dict or list that holds the array.
+        key: under which key or index.
+        array: the lazily loaded array; never evaluated while its bytes are streamed.
+        record: where its bytes lie, or None when mlx-lm computed it while loading.
+    """
+
+    name: str
+    container: dict[str, Any] | list[Any]
+    key: Any
+    array: mx.array
+    record: TensorRecord | None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the array in bytes."""
+        return int(self.array.nbytes)
+
+    def bind(self, array: mx.array) -> None:
+        """Makes the module use another array of the same shape and dtype."""
+        if isinstance(self.container, dict):
+            dict.__setitem__(self.container, self.key, array)
+        else:
+            self.container[self.key] = array
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """A module whose large parameters are made resident together.
+
+    Attributes:
+        name: the module's path in the model.
+        module: the module.
+        large: the parameters worth streaming: direct and not small.
+        small: the rest, always resident.
+    """
+
+    name: str
+    module: nn.Module
+    large: list[Parameter] = field(default_factory=list)
+    small: list[Parameter] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the large parameters."""
+        return sum(parameter.nbytes for parameter in self.large)
+
+
+@dataclass(slots=True, eq=False)
+class ModelLayout:
+    """A model, split into what can be streamed and how.
+
+    Attributes:
+        layers: one unit a layer, in the order of ``model.layers``; called whole.
+        heads: linear layers outside of them, such as ``lm_head``; can be computed row tile by row tile.
+        embeddings: tables outside of them; a lookup needs a few rows.
+        resident: every other array of the model, constants such as RoPE tables included.
+        head_of_embedding: True when the embedding table must also serve as the head, since nothing else does.
+    """
+
+    layers: list[Unit]
+    heads: list[Unit]
+    embeddings: list[Unit]
+    resident: list[Parameter]
+    head_of_embedding: bool
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units."""
+        return [*self.layers, *self.heads, *self.embeddings]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        small = [parameter for unit in self.units for parameter in unit.small]
+        return sum(unit.nbytes for unit in self.units) + sum(p.nbytes for p in [*small, *self.resident])
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What :func:`load_lazily` found.
+
+    Attributes:
+        model: mlx-lm's model, every weight a lazily loaded array.
+        config: its configuration, as mlx-lm returns it.
+        names: checkpoint tensor name of each array that was read, by ``id``.
+        keep_alive: those arrays, so that no ``id`` is used twice.
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    names: dict[int, str]
+    keep_alive: list[mx.array]
+
+
+def load_lazily(directory: Path, model_config: dict[str, Any] | None = None) -> LoadedModel:
+    """Builds mlx-lm's model without reading its weights, and remembers which array came from which tensor.
+
+    Args:
+        directory: the model directory.
+        model_config: entries that replace those of ``config.json``, as in ``mlx_lm.utils.load_model``.
+    """
+    loaded: dict[str, mx.array] = {}
+    original: list[type[nn.Module]] = []
+
+    def recording_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        model_class, args_class = mlx_lm_utils._get_classes(config)
+        original.append(model_class)
+        return _recording_class(model_class, loaded), args_class
+
+    model, config = mlx_lm_utils.load_model(
+        directory, lazy=True, model_config=model_config, get_model_classes=recording_classes
+    )
+    model.__class__ = original[0]
+    return LoadedModel(model, config, {id(array): name for name, array in loaded.items()}, list(loaded.values()))
+
+
+def _recording_class(model_class: type[nn.Module], loaded: dict[str, mx.array]) -> type[nn.Module]:
+    """A subclass that notes the arrays as they come from the files, before ``sanitize`` turns them into parameters."""
+
+    def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        loaded.update(weights)
+        inherited: Callable[..., dict[str, mx.array]] | None = getattr(super(recording, self), "sanitize", None)
+        return inherited(weights) if inherited is not None else weights
+
+    recording: type[nn.Module] = type(
+        model_class.__name__,
+        (model_class,),
+        {"sanitize": sanitize, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__},
+    )
+    return recording
+
+
+def iter_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any, Any, mx.array]]:
+    """Every array in a module's tree, private constants included: (name, container, key, array)."""
+    yield from _iter_arrays(module, prefix, set())
+
+
+def _iter_arrays(container: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, Any, Any, mx.array]]:
+    if id(container) in seen:
+        return
+    seen.add(id(container))
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    for key, value in items:
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, mx.array):
+            yield name, container, key, value
+        elif isinstance(value, dict | list):
+            yield from _iter_arrays(value, name, seen)
+        elif isinstance(value, tuple):
+            for i, item in enumerate(value):
+                if isinstance(item, dict | list):
+                    yield from _iter_arrays(item, f"{name}.{i}", seen)
+
+
+def make_layout(loaded: LoadedModel, checkpoint: Checkpoint) -> ModelLayout:
+    """Finds the units of a model and the source of each of its parameters.
+
+    Raises:
+        CheckpointError: the model has no list of layers.
+    """
+    model = loaded.model
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = [Unit(names[id(layer)], layer) for layer in _streamable_layers(model) if id(layer) in names]
+    inside = {id(module) for unit in layers for module in unit.module.modules()}
+    outside = [Unit(name, module) for name, module in model.named_modules() if id(module) not in inside]
+    heads = [unit for unit in outside if isinstance(unit.module, nn.Linear | nn.QuantizedLinear)]
+    embeddings = [unit for unit in outside if isinstance(unit.module, nn.Embedding | nn.QuantizedEmbedding)]
+    taken: set[tuple[int, Any]] = set()
+    for unit in [*layers, *heads, *embeddings]:
+        _assign(unit, _parameters(unit.module, unit.name, loaded, checkpoint), taken)
+    rest = _parameters(model, "", loaded, checkpoint)
+    return ModelLayout(
+        layers=[unit for unit in layers if unit.large],
+        heads=[unit for unit in heads if unit.large],
+        embeddings=[unit for unit in embeddings if unit.large],
+        resident=[p for p in rest if (id(p.container), p.key) not in taken],
+        head_of_embedding=_serves_as_head(heads, embeddings),
+    )
+
+
+def _streamable_layers(model: nn.Module) -> list[nn.Module]:
+    """The model's layers, each once. Those that are not called (the model reaches into them) cannot be streamed."""
+    layers = getattr(model, "layers", None)
+    if layers is None:
+        raise CheckpointError(
+            f"{type(model).__module__}.{type(model).__name__} has no 'layers': nothing can be streamed"
+        )
+    distinct = {id(layer): layer for layer in layers if isinstance(layer, nn.Module)}
+    return [layer for layer in distinct.values() if any("__call__" in vars(base) for base in type(layer).__mro__)]
+
+
+def _parameters(module: nn.Module, prefix: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Iterator[Parameter]:
+    for name, container, key, array in iter_parameters(module, prefix):
+        record = checkpoint.tensors.get(loaded.names.get(id(array), ""))
+        if record is not None and record.nbytes != array.nbytes:
+            record = None  # mlx reads this dtype as another one
+        yield Parameter(name, container, key, array, record)
+
+
+def _assign(unit: Unit, parameters: Iterator[Parameter], taken: set[tuple[int, Any]]) -> None:
+    candidates = list(parameters)
+    limit = min(SMALL_BYTES, SMALL_SHARE * sum(parameter.nbytes for parameter in candidates))
+    for parameter in candidates:
+        large = parameter.record is not None and parameter.array.ndim > 1 and parameter.nbytes > limit
+        (unit.large if large else unit.small).append(parameter)
+    if unit.large:
+        taken.update((id(parameter.container), parameter.key) for parameter in candidates)
+
+
+def _serves_as_head(heads: list[Unit], embeddings: list[Unit]) -> bool:
+    """Whether an embedding table has to be the head too: no linear layer has as many outputs as it has rows."""
+    outputs = {unit.module["weight"].shape[0] for unit in heads}
+    return any(unit.module["weight"].shape[0] not in outputs for unit in embeddings if unit.large)

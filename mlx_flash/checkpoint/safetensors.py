@@ -1,0 +1,354 @@
+"""Where every tensor of a safetensors checkpoint lies, read from the headers alone.
+
+A safetensors file is an 8-byte little-endian header length, a JSON header, and the
+data section; a tensor's ``data_offsets`` count from the start of the data section.
+Every offset that leaves this module is absolute and was checked against the file.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from reprlib import repr as brief
+from typing import BinaryIO, NoReturn
+
+from ..errors import CheckpointError, CheckpointNotFoundError, HeaderError, IndexFileError
+
+# fmt: off
+DTYPE_SIZES: Mapping[str, int] = {
+    "BOOL": 1, "U8": 1, "I8": 1,
+    "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}
+"""Item size in bytes of every dtype of the format whose items are whole bytes."""
+# fmt: on
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit on the length of a header."""
+
+_LENGTH_BYTES = 8
+_MAX_SIZE = 2**63 - 1
+_AGAIN = "Hint: download it again."
+_ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of bytes in a file.
+
+    Attributes:
+        path: the file.
+        offset: first byte, counted from the start of the file.
+        nbytes: length in bytes.
+    """
+
+    path: Path
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """Offset of the first byte after the run."""
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One tensor, or a range of its rows: what it is and where its bytes are.
+
+    Attributes:
+        name: the tensor's name in the checkpoint.
+        dtype: the format's name of the dtype, a key of `DTYPE_SIZES`.
+        shape: dimensions, row-major; ``()`` for a scalar.
+        extent: the tensor's bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    extent: Extent
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor in bytes."""
+        return self.extent.nbytes
+
+    @property
+    def itemsize(self) -> int:
+        """Size of one item in bytes."""
+        return DTYPE_SIZES[self.dtype]
+
+    def rows(self, start: int, stop: int) -> TensorRecord:
+        """Return the record of rows ``start`` to ``stop`` (exclusive) along axis 0.
+
+        Returns:
+            A record of the same name and dtype, shape ``(stop - start, *shape[1:])``,
+            whose extent lies inside this one.
+
+        Raises:
+            ValueError: the tensor has no axis 0, or not ``0 <= start <= stop <= shape[0]``.
+        """
+        if not self.shape:
+            raise ValueError(f"rows {start}:{stop} of tensor {self.name!r}: a 0-d tensor has no rows")
+        count, *rest = self.shape
+        if not 0 <= start <= stop <= count:
+            raise ValueError(f"rows {start}:{stop} of tensor {self.name!r}: it has rows 0:{count}")
+        row_bytes = self.nbytes // count if count else 0
+        extent = Extent(self.extent.path, self.extent.offset + start * row_bytes, (stop - start) * row_bytes)
+        return TensorRecord(self.name, self.dtype, (stop - start, *rest), extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file.
+
+    Attributes:
+        path: the file.
+        nbytes: size of the file in bytes.
+        data_offset: first byte of the data section, ``8 +`` the header's length.
+        tensors: the file's tensors by ascending offset.
+        metadata: the header's ``__metadata__``, empty when there is none.
+        header_digest: SHA-256 of the JSON header, in hexadecimal.
+    """
+
+    path: Path
+    nbytes: int
+    data_offset: int
+    tensors: tuple[TensorRecord, ...]
+    metadata: Mapping[str, str]
+    header_digest: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The safetensors files of a model folder.
+
+    Attributes:
+        directory: the folder.
+        shards: its files in the order in which mlx-lm loads them.
+        tensors: the tensors that mlx-lm ends up with, by name.
+    """
+
+    directory: Path
+    shards: tuple[Shard, ...]
+    tensors: Mapping[str, TensorRecord]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all of `tensors` in bytes."""
+        return sum(record.nbytes for record in self.tensors.values())
+
+
+def read_shard(path: Path) -> Shard:
+    """Read and validate the header of one safetensors file; its data is not touched.
+
+    Holes between tensors are accepted, although the format forbids them, because MLX
+    loads such files.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        HeaderError: the file is truncated, or its header breaks the format.
+        CheckpointError: the file cannot be read.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            raw = _read_header(file, path)
+    except OSError as fault:
+        _refuse_unreadable(path, "file", fault)
+    header = _parse_object(raw, f"{path}: the header", HeaderError)
+    # MLX writes null where it has no metadata to write.
+    found = header.pop("__metadata__", None)
+    metadata = _check_str_map({} if found is None else found, f"{path}: __metadata__", HeaderError)
+    data_offset = _LENGTH_BYTES + len(raw)
+    records = [_parse_entry(path, name, entry, data_offset) for name, entry in header.items()]
+    records.sort(key=lambda record: (record.extent.offset, record.extent.nbytes))
+    _check_layout(path, records, size)
+    return Shard(path, size, data_offset, tuple(records), metadata, hashlib.sha256(raw).hexdigest())
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """Read and validate the headers of all shards of a model folder, and its index if any.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder, or no shard in it.
+        HeaderError: a shard is truncated, or its header breaks the format.
+        IndexFileError: the index is malformed or contradicts the files.
+        CheckpointError: the folder or a file in it cannot be read.
+    """
+    names = _list_names(directory)
+    shards = tuple(read_shard(path) for path in _find_shards(directory, names))
+    if INDEX_NAME in names:
+        _check_index(directory / INDEX_NAME, shards)
+    tensors: dict[str, TensorRecord] = {}
+    for shard in shards:
+        tensors.update({record.name: record for record in shard.tensors})
+    return Checkpoint(directory, shards, tensors)
+
+
+def _refuse_unreadable(path: Path, kind: str, fault: OSError) -> NoReturn:
+    if isinstance(fault, FileNotFoundError | NotADirectoryError):
+        raise CheckpointNotFoundError(f"{path}: no such {kind}. Hint: check the path, or download it again.") from fault
+    reason = fault.strerror or fault
+    raise CheckpointError(f"{path}: cannot read this {kind}: {reason}. Hint: check its permissions.") from fault
+
+
+def _read_header(file: BinaryIO, path: Path) -> bytes:
+    length = int.from_bytes(_read_exactly(file, path, _LENGTH_BYTES, "header length"), "little")
+    if length > MAX_HEADER_BYTES:
+        raise HeaderError(
+            f"{path}: the first 8 bytes promise a header of {length} bytes, the format allows {MAX_HEADER_BYTES}: "
+            "this is no safetensors file. Hint: it may be a Git LFS pointer or an error page; download it again."
+        )
+    raw = _read_exactly(file, path, length, "header")
+    if not raw.startswith(b"{"):
+        raise HeaderError(f"{path}: the header must start with '{{', it starts with {raw[:8]!r}. {_AGAIN}")
+    return raw
+
+
+def _read_exactly(file: BinaryIO, path: Path, count: int, what: str) -> bytes:
+    raw = file.read(count)
+    if len(raw) < count:
+        raise HeaderError(f"{path}: read {len(raw)} of {count} bytes of the {what}: the file is truncated. {_AGAIN}")
+    return raw
+
+
+def _parse_object(raw: bytes, what: str, error: type[CheckpointError]) -> dict[str, object]:
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as fault:
+        raise error(f"{what} is not valid UTF-8 JSON: {fault}. {_AGAIN}") from fault
+    if not isinstance(value, dict):
+        raise error(f"{what} must be a JSON object, found {brief(value)}. {_AGAIN}")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result: dict[str, object] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"duplicate key {key!r}")
+        result[key] = value
+    return result
+
+
+def _check_str_map(value: object, what: str, error: type[CheckpointError]) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise error(f"{what} must map strings to strings, found {brief(value)}")
+    return value
+
+
+def _parse_entry(path: Path, name: str, entry: object, data_offset: int) -> TensorRecord:
+    where = f"{path}: tensor {name!r}"
+    if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
+        raise HeaderError(f"{where}: its entry must hold exactly dtype, shape and data_offsets, found {brief(entry)}")
+    dtype, shape = entry["dtype"], entry["shape"]
+    needed = _count_bytes(where, dtype, shape)
+    offsets = entry["data_offsets"]
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise HeaderError(f"{where}: data_offsets must be two integers from 0 to 2**63 - 1, found {brief(offsets)}")
+    begin, end = offsets
+    if end - begin != needed:
+        raise HeaderError(
+            f"{where}: {dtype} of shape {brief(shape)} takes {needed} bytes, "
+            f"its data_offsets [{begin}, {end}] span {end - begin}"
+        )
+    return TensorRecord(name, dtype, tuple(shape), Extent(path, data_offset + begin, needed))
+
+
+def _is_size(value: object) -> bool:
+    # bool is a subclass of int, but true is no size in JSON.
+    return type(value) is int and 0 <= value <= _MAX_SIZE
+
+
+def _count_bytes(where: str, dtype: object, shape: object) -> int:
+    if not isinstance(dtype, str) or dtype not in DTYPE_SIZES:
+        raise HeaderError(f"{where}: unknown dtype {brief(dtype)}, supported are {', '.join(DTYPE_SIZES)}")
+    if not isinstance(shape, list) or not all(map(_is_size, shape)):
+        raise HeaderError(f"{where}: shape must be a list of integers from 0 to 2**63 - 1, found {brief(shape)}")
+    # Zeros are left out of the bound, so that it does not depend on the order of the dimensions.
+    bound = DTYPE_SIZES[dtype]
+    for dimension in shape:
+        bound *= dimension or 1
+        if bound > _MAX_SIZE:
+            raise HeaderError(f"{where}: {dtype} of shape {brief(shape)} takes more than 2**63 - 1 bytes")
+    return 0 if 0 in shape else bound
+
+
+def _check_layout(path: Path, records: list[TensorRecord], size: int) -> None:
+    last = max(records, key=lambda record: record.extent.end, default=None)
+    if last is not None and last.extent.end > size:
+        raise HeaderError(
+            f"{path}: tensor {last.name!r} needs {last.extent.end} bytes of file, found {size}: "
+            f"the file is truncated. {_AGAIN}"
+        )
+    for left, right in pairwise(record for record in records if record.nbytes):
+        if right.extent.offset < left.extent.end:
+            raise HeaderError(
+                f"{path}: tensor {right.name!r} starts at byte {right.extent.offset}, inside tensor {left.name!r}, "
+                f"which ends at byte {left.extent.end}"
+            )
+
+
+def _list_names(directory: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in directory.iterdir())
+    except OSError as fault:
+        _refuse_unreadable(directory, "folder", fault)
+
+
+def _find_shards(directory: Path, names: list[str]) -> list[Path]:
+    # The call of mlx_lm.utils.load_model, unsorted and unescaped: where two shards hold a
+    # tensor of one name, the later shard wins, so the order must be the same.
+    paths = [Path(found) for found in glob.glob(str(directory / "model*.safetensors"))]  # noqa: PTH207
+    is_pattern = glob.escape(str(directory)) != str(directory)
+    if is_pattern and {path.parent for path in paths} != {directory}:
+        raise CheckpointNotFoundError(
+            f"{directory}: mlx-lm takes '*', '?' and '[' in this path for a pattern, which matches other folders "
+            "or none. Hint: rename the folder."
+        )
+    if not paths:
+        raise CheckpointNotFoundError(
+            f"no model*.safetensors in {directory}, which holds {brief(names)}. "
+            "Hint: give the folder of the downloaded safetensors weights."
+        )
+    return paths
+
+
+def _check_index(path: Path, shards: Iterable[Shard]) -> None:
+    try:
+        raw = path.read_bytes()
+    except OSError as fault:
+        raise IndexFileError(f"{path}: cannot be read: {fault.strerror or fault}. {_AGAIN}") from fault
+    weight_map = _parse_object(raw, str(path), IndexFileError).get("weight_map")
+    files = _check_str_map(weight_map, f"{path}: weight_map", IndexFileError)
+    for file_name in dict.fromkeys(files.values()):
+        _check_index_file(path, file_name)
+    held = {shard.path.name: {record.name for record in shard.tensors} for shard in shards}
+    for name, file_name in files.items():
+        if file_name in held and name not in held[file_name]:
+            raise IndexFileError(
+                f"{path}: tensor {name!r} should be in {file_name}, whose header does not name it. "
+                "Hint: the index belongs to other files; download both again."
+            )
+
+
+def _check_index_file(index: Path, file_name: str) -> None:
+    if file_name in ("", ".", "..") or "/" in file_name or "\\" in file_name:
+        raise IndexFileError(f"{index}: weight_map names the file {file_name!r}, which is outside the folder")
+    try:
+        (index.parent / file_name).stat()
+    except (OSError, ValueError) as fault:
+        raise IndexFileError(
+            f"{index}: weight_map names the file {file_name!r}, which is not there. "
+            "Hint: the download is incomplete; start it again."
+        ) from fault

@@ -1,0 +1,78 @@
+"""Every error mlx-flash raises on purpose.
+
+    FlashError
+    ├── ConfigError (ValueError)              a setting is not what it should be
+    │   └── BudgetError                       the RAM budget cannot hold the plan
+    ├── CheckpointError (ValueError)          the model directory is not a usable checkpoint
+    │   ├── CheckpointNotFoundError (FileNotFoundError)
+    │   ├── HeaderError                       a safetensors header breaks the format
+    │   └── IndexFileError                    model.safetensors.index.json contradicts the files
+    ├── ReadError (OSError)                   bytes could not be read while running
+    │   ├── TruncatedFileError                the file ends before the tensor does
+    │   └── FileChangedError                  the file is not the one the model was loaded from
+    ├── StreamedWeightsError (RuntimeError)   an operation that would see slot contents as weights
+    └── ClosedError (RuntimeError)            the model was closed
+
+An error says what was asked, what was found, where, and, when the user can act, a hint.
+"""
+
+from __future__ import annotations
+
+
+class FlashError(Exception):
+    """Base class of all errors of mlx-flash."""
+
+
+class ConfigError(FlashError, ValueError):
+    """A setting has a wrong type, is out of range, or contradicts another one."""
+
+
+class BudgetError(ConfigError):
+    """The RAM budget cannot hold the plan.
+
+    Attributes:
+        minimum_bytes: the smallest workable budget in bytes.
+    """
+
+    def __init__(self, message: str, minimum_bytes: int) -> None:
+        super().__init__(message)
+        self.minimum_bytes = minimum_bytes
+
+
+class CheckpointError(FlashError, ValueError):
+    """The model directory is not a usable checkpoint."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """The directory, or a file it must hold, does not exist."""
+
+
+class HeaderError(CheckpointError):
+    """A safetensors header breaks the format."""
+
+
+class IndexFileError(CheckpointError):
+    """``model.safetensors.index.json`` contradicts the files beside it."""
+
+
+class ReadError(FlashError, OSError):
+    """Bytes of a tensor could not be read while running.
+
+    The model stays usable: the next forward pass reads the bytes again.
+    """
+
+
+class TruncatedFileError(ReadError):
+    """A file ends before the bytes that its header promised."""
+
+
+class FileChangedError(ReadError):
+    """A file is not, or no longer, the one the model was loaded from."""
+
+
+class StreamedWeightsError(FlashError, RuntimeError):
+    """An operation would read or write slot contents as if they were weights."""
+
+
+class ClosedError(FlashError, RuntimeError):
+    """The model was closed."""

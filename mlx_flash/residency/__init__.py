@@ -1,0 +1,1 @@
+"""What stays in memory, and how much memory there is."""

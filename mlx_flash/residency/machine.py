@@ -1,0 +1,95 @@
+"""The machine in numbers: its memory, its disk, its processor."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_flash.checkpoint.layout import ModelLayout
+from mlx_flash.config import FlashConfig
+from mlx_flash.residency.memory import available_memory, footprint, total_memory
+from mlx_flash.residency.plan import Machine
+from mlx_flash.storage.probe import DiskProfile, disk_profile
+from mlx_flash.streaming.swap import clone_with
+
+_PROBE_BYTES = {mx.cpu: 4 << 20, mx.gpu: 32 << 20}
+_QUANTIZED_SHARE = 16
+"""MLX's CPU back end is far slower with packed weights."""
+
+_FALLBACK_BYTES_PER_SECOND = 10e9
+
+
+def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Machine:
+    """Measures what a plan depends on.
+
+    Args:
+        shard: a file of the checkpoint, to probe its disk.
+        layout: the model, whose kind of matrix product is timed.
+        config: its ``io``, ``read_size_mb`` and ``queue_depth`` replace what the probe finds best.
+    """
+    compute = compute_bytes_per_second(layout)
+    disk = disk_profile(shard, config.io != "buffered")
+    return Machine(
+        total_memory=total_memory(),
+        available_memory=available_memory(),
+        base_bytes=footprint(),
+        disk=DiskProfile(
+            disk.bytes_per_second,
+            int(config.read_size_mb * 1e6) if config.read_size_mb else disk.read_size,
+            config.queue_depth or disk.queue_depth,
+            disk.direct,
+        ),
+        compute_bytes_per_second=compute,
+        has_buffer_cache=mx.default_device() == mx.gpu,
+    )
+
+
+def compute_bytes_per_second(layout: ModelLayout) -> float:
+    """Weight bytes a second in a matrix-vector product of the kind that the model's layers are made of."""
+    linear = _largest_linear(layout)
+    if linear is None:
+        return _FALLBACK_BYTES_PER_SECOND
+    part = _some_rows(linear)
+    dtype = part["scales"].dtype if "scales" in part else part["weight"].dtype
+    x = mx.ones((1, 1, _inputs(linear)), dtype=dtype)
+    mx.eval(x, part.parameters())
+    nbytes = sum(array.nbytes for array in part.values() if isinstance(array, mx.array))
+    return nbytes / min(_seconds(part, x) for _ in range(3))
+
+
+def _largest_linear(layout: ModelLayout) -> nn.Module | None:
+    modules = [
+        (parameter.nbytes, parameter.container)
+        for unit in layout.layers[:1]
+        for parameter in unit.large
+        if isinstance(parameter.container, nn.Linear | nn.QuantizedLinear)
+    ]
+    return max(modules, key=lambda entry: entry[0])[1] if modules else None
+
+
+def _some_rows(linear: nn.Module) -> nn.Module:
+    weight = linear["weight"]
+    limit = _PROBE_BYTES[mx.DeviceType(mx.default_device().type)]
+    limit //= _QUANTIZED_SHARE if "scales" in linear and mx.default_device() == mx.cpu else 1
+    num_rows = weight.shape[0]
+    rows = max(1, min(num_rows, limit * num_rows // max(1, weight.nbytes)))
+    arrays = {
+        key: mx.zeros((rows, *array.shape[1:]), dtype=array.dtype)
+        for key, array in linear.items()
+        if isinstance(array, mx.array) and array.ndim and array.shape[0] == num_rows
+    }
+    return clone_with(linear, arrays)
+
+
+def _inputs(linear: nn.Module) -> int:
+    columns = int(linear["weight"].shape[1])
+    return columns * 32 // linear.bits if isinstance(linear, nn.QuantizedLinear) else columns
+
+
+def _seconds(module: nn.Module, x: mx.array) -> float:
+    began = time.perf_counter()
+    mx.eval(module(x))
+    return time.perf_counter() - began

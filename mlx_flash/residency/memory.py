@@ -1,0 +1,93 @@
+"""How much memory there is, and how much of it this process has.
+
+The *footprint* is what a budget is compared with. On macOS it is ``phys_footprint``, the number the system itself
+limits and Activity Monitor shows; on Linux it is the resident set, shared libraries included.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+import psutil
+
+
+def footprint() -> int:
+    """Bytes of memory that this process holds now."""
+    if sys.platform == "darwin":
+        return _darwin_footprint()[0]
+    return _linux_status("VmRSS") if sys.platform == "linux" else int(psutil.Process().memory_info().rss)
+
+
+def peak_footprint() -> int:
+    """The most bytes that this process ever held."""
+    if sys.platform == "darwin":
+        return _darwin_footprint()[1]
+    return _linux_status("VmHWM") if sys.platform == "linux" else int(psutil.Process().memory_info().rss)
+
+
+def total_memory() -> int:
+    """Bytes of memory this process could ever have: the machine's, or the limit of the control group it runs in."""
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroup_limits())])
+
+
+def available_memory() -> int:
+    """Bytes of memory that can be taken now without making the system swap."""
+    inside = [limit - used for limit, used in _cgroup_limits()]
+    return max(0, min([int(psutil.virtual_memory().available), *inside]))
+
+
+def _linux_status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise OSError(f"/proc/self/status has no {field}: is /proc mounted?")
+
+
+def _cgroup_limits() -> list[tuple[int, int]]:
+    """(limit, unreclaimable use) in bytes of the memory control groups of this process, v1 and v2."""
+    try:
+        entries = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except FileNotFoundError:
+        return []  # not Linux
+    found = []
+    for _, controllers, group in entries:
+        if controllers == "":
+            found.append(_cgroup_limit(Path("/sys/fs/cgroup" + group), "memory.max", "anon"))
+        elif "memory" in controllers.split(","):
+            found.append(_cgroup_limit(Path("/sys/fs/cgroup/memory" + group), "memory.limit_in_bytes", "rss"))
+    return [entry for entry in found if entry is not None]
+
+
+def _cgroup_limit(group: Path, limit_file: str, used_field: str) -> tuple[int, int] | None:
+    try:
+        limit = (group / limit_file).read_text().strip()
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (FileNotFoundError, PermissionError):
+        return None  # the controller is not on, or this mount shows another tree
+    return None if limit == "max" else (int(limit), int(stat.get(used_field, 0)))
+
+
+class _RUsageInfo(ctypes.Structure):
+    """``struct rusage_info_v4`` of macOS's <sys/resource.h>; only the footprints are used."""
+
+    _fields_ = (
+        ("ri_uuid", ctypes.c_uint8 * 16),
+        ("before_footprint", ctypes.c_uint64 * 7),
+        ("ri_phys_footprint", ctypes.c_uint64),
+        ("between", ctypes.c_uint64 * 20),
+        ("ri_lifetime_max_phys_footprint", ctypes.c_uint64),
+        ("after", ctypes.c_uint64 * 16),
+    )
+
+
+def _darwin_footprint() -> tuple[int, int]:
+    """(now, lifetime maximum) from ``proc_pid_rusage``."""
+    info = _RUsageInfo()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.proc_pid_rusage(os.getpid(), 4, ctypes.byref(info)) != 0:
+        raise OSError(ctypes.get_errno(), "proc_pid_rusage failed")
+    return int(info.ri_phys_footprint), int(info.ri_lifetime_max_phys_footprint)

@@ -1,0 +1,173 @@
+"""The numbers a plan is made of, taken from a model's layout and configuration. Nothing is read or computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_flash.checkpoint.layout import ModelLayout, Parameter, Unit
+from mlx_flash.storage.placement import place
+
+CACHE_STEP = 256
+"""mlx-lm's KV cache grows by this many tokens."""
+
+_DEFAULT_EXPERTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSize:
+    """A unit that is streamed or pinned whole.
+
+    Attributes:
+        name: its path in the model.
+        nbytes: bytes of its large parameters.
+        buffer_bytes: memory they take in a slot, padding included.
+        read_bytes: bytes read from disk to fill it.
+        num_rows: output rows, for a unit that can be cut into row tiles; else None.
+        copies: whether its reads go through a bounce buffer.
+    """
+
+    name: str
+    nbytes: int
+    buffer_bytes: int
+    read_bytes: int
+    num_rows: int | None = None
+    copies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TableSize:
+    """An embedding table; its rows can be read one by one.
+
+    Attributes:
+        unit: the table as a unit with rows.
+        is_head: whether every output also needs the whole table.
+    """
+
+    unit: UnitSize
+    is_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSizes:
+    """What one forward call allocates beside weights and KV cache, in bytes.
+
+    Attributes:
+        per_token: intermediate results of the widest layer, for each new token.
+        scores_per_pair: attention scores for each pair of a new token and a token in context; 0 where the back end
+            never stores them.
+        logits_per_token: one row of the output head.
+        embedding_per_token: one row of the embedding tables.
+    """
+
+    per_token: int
+    scores_per_pair: int
+    logits_per_token: int
+    embedding_per_token: int
+
+    def nbytes(self, num_tokens: int, context_length: int, *, all_logits: bool) -> int:
+        """Bytes for one call.
+
+        Args:
+            num_tokens: new tokens, over all sequences.
+            context_length: tokens each of them attends to.
+            all_logits: whether the head is computed for every new token, as a tiled one is, or only for the last.
+        """
+        rows = num_tokens if all_logits else 1
+        scores = self.scores_per_pair * num_tokens * max(context_length, num_tokens)
+        return num_tokens * (self.per_token + self.embedding_per_token) + scores + 4 * rows * self.logits_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """A model in numbers.
+
+    Attributes:
+        layers: in calling order.
+        heads: linear layers outside the layers.
+        tables: embedding tables.
+        resident_bytes: everything that is always in memory.
+        kv_bytes_per_token: KV cache of all layers for one token.
+        activations: what a forward call allocates.
+    """
+
+    layers: tuple[UnitSize, ...]
+    heads: tuple[UnitSize, ...]
+    tables: tuple[TableSize, ...]
+    resident_bytes: int
+    kv_bytes_per_token: int
+    activations: ActivationSizes
+
+    @property
+    def nbytes(self) -> int:
+        """All weights."""
+        units = [*self.layers, *self.heads, *(table.unit for table in self.tables)]
+        return sum(unit.nbytes for unit in units) + self.resident_bytes
+
+
+def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> ModelSizes:
+    """Takes the numbers of a model.
+
+    Args:
+        layout: its units.
+        config: its configuration, with the key names Hugging Face uses.
+        alignment: what kernels want addresses to be multiples of.
+    """
+    text = config.get("text_config", config)
+    small = [parameter for unit in layout.units for parameter in unit.small]
+    tables = [_unit_size(unit, alignment, rows=True) for unit in layout.embeddings]
+    return ModelSizes(
+        layers=tuple(_unit_size(unit, alignment) for unit in layout.layers),
+        heads=tuple(_unit_size(unit, alignment, rows=True) for unit in layout.heads),
+        tables=tuple(TableSize(table, layout.head_of_embedding and i == 0) for i, table in enumerate(tables)),
+        resident_bytes=sum(parameter.nbytes for parameter in [*small, *layout.resident]),
+        kv_bytes_per_token=_kv_bytes_per_token(layout, text),
+        activations=_activations(layout, text),
+    )
+
+
+def _unit_size(unit: Unit, alignment: int, rows: bool = False) -> UnitSize:
+    placement = place([p.record for p in unit.large if p.record is not None], alignment)
+    num_rows = int(unit.module["weight"].shape[0]) if rows else None
+    return UnitSize(unit.name, unit.nbytes, placement.nbytes, placement.read_bytes, num_rows, placement.copies)
+
+
+def working_itemsize(parameters: list[Parameter]) -> int:
+    """Item size in bytes of the floating-point dtype a unit computes in; packed weights are integers."""
+    sizes = [int(p.array.itemsize) for p in parameters if mx.issubdtype(p.array.dtype, mx.floating)]
+    return max(sizes, default=2)
+
+
+def _kv_bytes_per_token(layout: ModelLayout, config: dict[str, Any]) -> int:
+    """Keys and values of every layer; an upper bound for models that keep less."""
+    itemsize = max((working_itemsize([*unit.large, *unit.small]) for unit in layout.layers), default=2)
+    heads = config.get("num_attention_heads") or 1
+    hidden = config.get("hidden_size") or 0
+    width = (config.get("num_key_value_heads") or heads) * (config.get("head_dim") or hidden // heads)
+    return 2 * width * itemsize * len(layout.layers)
+
+
+def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes:
+    itemsize = max((working_itemsize([*unit.large, *unit.small]) for unit in layout.layers), default=2)
+    widths = [sum(_outputs(p, config) for p in unit.large) for unit in layout.layers]
+    # The CPU back end's attention stores scores and their softmax; the GPU ones compute both in fast memory.
+    scores = 3 * (config.get("num_attention_heads") or 1) if mx.default_device() == mx.cpu else 0
+    heads = [int(unit.module["weight"].shape[0]) for unit in [*layout.heads, *layout.embeddings]]
+    rows = sum(p.nbytes // p.array.shape[0] for unit in layout.embeddings for p in unit.large)
+    return ActivationSizes(
+        per_token=2 * itemsize * max(widths, default=0),
+        scores_per_pair=scores * itemsize,
+        logits_per_token=max(heads, default=0) * max(itemsize, 4),
+        embedding_per_token=2 * rows,
+    )
+
+
+def _outputs(parameter: Parameter, config: dict[str, Any]) -> int:
+    """Numbers that a weight matrix, or a stack of experts' matrices, makes of one token."""
+    shape = parameter.array.shape
+    if parameter.key != "weight" or len(shape) < 2:
+        return 0
+    experts = min(shape[0], config.get("num_experts_per_tok") or _DEFAULT_EXPERTS) if len(shape) == 3 else 1
+    return int(shape[-2]) * int(experts)

@@ -1,0 +1,1 @@
+"""Bytes from disk into memory that the caller owns."""

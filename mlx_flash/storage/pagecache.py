@@ -1,0 +1,74 @@
+"""What each operating system offers to read past its page cache, or to empty it behind us."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+from pathlib import Path
+
+DIRECT_ALIGNMENT = max(mmap.PAGESIZE, 4096)
+"""Direct reads need their file offset, length and memory address to be multiples of this many bytes."""
+
+_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+def open_direct(path: Path) -> int | None:
+    """Opens a file for reads that bypass the page cache.
+
+    Linux uses ``O_DIRECT`` and tries one read, since some file systems accept the flag and refuse the reads; macOS
+    uses ``F_NOCACHE``.
+
+    Returns:
+        A file descriptor, or None where the file system or the operating system cannot.
+    """
+    if sys.platform == "darwin":
+        import fcntl
+
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+        return fd
+    if sys.platform != "linux":
+        return None
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            return None
+        raise
+    if _can_read_direct(fd):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _can_read_direct(fd: int) -> bool:
+    with mmap.mmap(-1, DIRECT_ALIGNMENT) as page:
+        try:
+            os.preadv(fd, [page], 0)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                return False
+            raise
+    return True
+
+
+def open_buffered(path: Path) -> int:
+    """Opens a file for reads through the page cache, without read-ahead: our reads are as large as they should be."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if sys.platform == "linux":
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    return fd
+
+
+def drop_cached(fd: int, offset: int, nbytes: int) -> None:
+    """Asks the operating system to forget the cached pages of a byte range. A hint: nothing depends on it."""
+    if nbytes <= 0:
+        return
+    if sys.platform == "linux":
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+    elif sys.platform == "darwin":
+        start = offset - offset % mmap.ALLOCATIONGRANULARITY
+        with mmap.mmap(fd, offset + nbytes - start, prot=mmap.PROT_READ, offset=start) as pages:
+            pages.madvise(mmap.MADV_DONTNEED)

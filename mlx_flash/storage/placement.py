@@ -1,0 +1,148 @@
+"""Where tensors lie in a buffer, and which reads put them there.
+
+A direct read needs file offset, memory address and length to be multiples of ``DIRECT_ALIGNMENT``. So tensors that
+are neighbours in their file become one *segment*, whose range is widened to whole pages; the segment is given an
+aligned place in the buffer, and every tensor in it lands at an address equal to its file offset modulo the page.
+Nothing is copied. That works when the file offsets are multiples of what the kernels need; where they are not (mlx
+saves safetensors with headers of any length), the segment is read into a small bounce buffer and its tensors are
+copied to aligned places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_flash.checkpoint.safetensors import TensorRecord
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+
+MERGE_GAP = 64 * 1024
+"""Neighbours at most this many bytes apart are read as one: reading the gap costs less than another read."""
+
+COPY_ALIGNMENT = 256
+"""Tensors that are copied anyway start at a multiple of this, as MLX's own GPU allocations do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor's bytes: ``[offset, offset + nbytes)`` of the file go to ``buffer_offset``."""
+
+    name: str
+    offset: int
+    nbytes: int
+    buffer_offset: int
+
+    @property
+    def end(self) -> int:
+        """First byte of the file after the piece."""
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One contiguous range of a file, read by one or more positional reads.
+
+    Attributes:
+        path: the file.
+        offset: first byte of the range, a multiple of ``DIRECT_ALIGNMENT``.
+        nbytes: length of the range, a multiple of ``DIRECT_ALIGNMENT``; it may reach past the end of the file.
+        buffer_offset: where the range lands when it is read in place; None when its pieces must be copied.
+        pieces: the tensors in the range, in file order.
+    """
+
+    path: Path
+    offset: int
+    nbytes: int
+    buffer_offset: int | None
+    pieces: tuple[Piece, ...]
+
+    @property
+    def wanted_end(self) -> int:
+        """First byte after the last piece: what a read must reach to be complete."""
+        return max(piece.end for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A buffer's contents.
+
+    Attributes:
+        nbytes: size of the buffer.
+        segments: the reads that fill it.
+        offsets: for each tensor, in the order given, where it starts in the buffer.
+    """
+
+    nbytes: int
+    segments: tuple[Segment, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that direct reads transfer to fill the buffer: whole pages, gaps included."""
+        return sum(segment.nbytes for segment in self.segments)
+
+    @property
+    def copies(self) -> bool:
+        """Whether any segment goes through a bounce buffer."""
+        return any(segment.buffer_offset is None for segment in self.segments)
+
+
+def place(records: Sequence[TensorRecord], alignment: int = 1) -> Placement:
+    """Lays tensors out in one buffer.
+
+    Args:
+        records: the tensors; the same one may appear twice.
+        alignment: what the back end's kernels want addresses to be multiples of, a power of two up to a page. The
+            item size of each tensor is kept in any case.
+    """
+    cursor = 0
+    segments: list[Segment] = []
+    offsets = [0] * len(records)
+    for run in _runs(records):
+        segment, cursor = _segment([(i, records[i]) for i in run], cursor, alignment)
+        segments.append(segment)
+        for index, piece in zip(run, segment.pieces, strict=True):
+            offsets[index] = piece.buffer_offset
+    return Placement(cursor, tuple(segments), tuple(offsets))
+
+
+def _runs(records: Sequence[TensorRecord]) -> Iterable[list[int]]:
+    """Indices of the non-empty tensors, grouped into neighbours in one file."""
+    order = sorted(
+        (i for i, record in enumerate(records) if record.nbytes),
+        key=lambda i: (str(records[i].extent.path), records[i].extent.offset),
+    )
+    run: list[int] = []
+    for i in order:
+        if run and not _neighbours(records[run[-1]], records[i]):
+            yield run
+            run = []
+        run.append(i)
+    if run:
+        yield run
+
+
+def _neighbours(left: TensorRecord, right: TensorRecord) -> bool:
+    gap = right.extent.offset - left.extent.end
+    return left.extent.path == right.extent.path and 0 <= gap <= MERGE_GAP
+
+
+def _segment(run: list[tuple[int, TensorRecord]], cursor: int, alignment: int) -> tuple[Segment, int]:
+    records = [record for _, record in run]
+    start = records[0].extent.offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+    end = _round_up(records[-1].extent.end, DIRECT_ALIGNMENT)
+    in_place = all(record.extent.offset % max(alignment, record.itemsize) == 0 for record in records)
+    pieces = []
+    place_at = cursor
+    for record in records:
+        at = cursor + record.extent.offset - start if in_place else _round_up(place_at, COPY_ALIGNMENT)
+        pieces.append(Piece(record.name, record.extent.offset, record.nbytes, at))
+        place_at = at + record.nbytes
+    after = cursor + end - start if in_place else _round_up(place_at, DIRECT_ALIGNMENT)
+    segment = Segment(records[0].extent.path, start, end - start, cursor if in_place else None, tuple(pieces))
+    return segment, after
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

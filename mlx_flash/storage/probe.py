@@ -1,0 +1,144 @@
+"""A short look at a disk: how fast it reads, with reads of which size and how many at once."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import platform
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.placement import Piece, Segment
+from mlx_flash.storage.reader import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, Reader
+
+CANDIDATES = ((2 << 20, 4), (2 << 20, 8), (4 << 20, 4), (4 << 20, 8), (8 << 20, 4), (16 << 20, 2))
+"""(read size in bytes, queue depth). Small reads and a depth of 1 are far from any SSD's bandwidth."""
+
+SAMPLE_BYTES = 64 << 20
+"""Read for each candidate, at another place of the file each time."""
+
+MAX_AGE_SECONDS = 7 * 24 * 3600
+WORTH_IT = 1.05
+"""A later candidate replaces an earlier one, which needs less memory, only when it is this much faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskProfile:
+    """How to read a disk, and how fast that is.
+
+    Attributes:
+        bytes_per_second: bandwidth of cold reads.
+        read_size: bytes of one read.
+        queue_depth: reads in flight at once.
+        direct: whether reads bypass the page cache.
+    """
+
+    bytes_per_second: float
+    read_size: int
+    queue_depth: int
+    direct: bool
+
+
+def cache_directory() -> Path:
+    """Where mlx-flash keeps what it can always find out again."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "mlx-flash"
+    home = Path.home()
+    return (home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache") / "mlx-flash"
+
+
+def disk_profile(path: Path, direct: bool) -> DiskProfile:
+    """The profile of the disk that holds a file: the one remembered from the last days, or a new one.
+
+    Args:
+        path: a file to read from; nothing is written to its disk. Files too small to tell are not remembered.
+        direct: whether to read past the page cache where the file system can.
+    """
+    status = path.stat()
+    key = f"{platform.node()}:{status.st_dev}:{'direct' if direct else 'buffered'}"
+    remembered = _remembered(key)
+    if remembered is not None:
+        return remembered
+    profile = probe_disk(path, direct)
+    if status.st_size >= 2 * SAMPLE_BYTES:
+        _remember(key, profile)
+    return profile
+
+
+def probe_disk(path: Path, direct: bool) -> DiskProfile:
+    """Measures. Takes about half a second on a disk of 1 GB/s; reads a small file once, with the default settings."""
+    nbytes = path.stat().st_size
+    if nbytes < 2 * SAMPLE_BYTES:
+        return _measure(path, direct, DEFAULT_READ_SIZE, DEFAULT_QUEUE_DEPTH, 0, nbytes)
+    best: DiskProfile | None = None
+    for i, (read_size, queue_depth) in enumerate(CANDIDATES):
+        start = (nbytes - SAMPLE_BYTES) * i // len(CANDIDATES) // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+        found = _measure(path, direct, read_size, queue_depth, start, SAMPLE_BYTES)
+        if best is None or found.bytes_per_second > best.bytes_per_second * WORTH_IT:
+            best = found
+    assert best is not None
+    return best
+
+
+def _measure(path: Path, direct: bool, read_size: int, queue_depth: int, start: int, nbytes: int) -> DiskProfile:
+    window = read_size * queue_depth
+    reader = Reader([path], direct=direct, read_size=read_size, queue_depth=queue_depth)
+    try:
+        with mmap.mmap(-1, max(window, DIRECT_ALIGNMENT)) as buffer:
+            view = memoryview(buffer)
+            began = time.perf_counter()
+            for offset in range(start, start + nbytes, window):
+                length = min(window, start + nbytes - offset)
+                reader.submit([_segment(path, offset, length)], view).wait()
+            seconds = time.perf_counter() - began
+            view.release()
+        return DiskProfile(max(nbytes, 1) / max(seconds, 1e-9), read_size, queue_depth, reader.is_direct)
+    finally:
+        reader.close()
+
+
+def _segment(path: Path, offset: int, nbytes: int) -> Segment:
+    whole = -(-nbytes // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+    return Segment(path, offset, whole, 0, (Piece("(disk probe)", offset, nbytes, 0),))
+
+
+def _profiles_file() -> Path:
+    return cache_directory() / "disks.json"
+
+
+def _load_profiles() -> dict[str, dict[str, float]]:
+    try:
+        profiles = json.loads(_profiles_file().read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return profiles if isinstance(profiles, dict) else {}
+
+
+def _remembered(key: str) -> DiskProfile | None:
+    entry = _load_profiles().get(key)
+    try:
+        if entry is None or time.time() - entry["time"] > MAX_AGE_SECONDS:
+            return None
+        return DiskProfile(
+            float(entry["bytes_per_second"]),
+            int(entry["read_size"]),
+            int(entry["queue_depth"]),
+            bool(entry["direct"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None  # written by another version: measure again
+
+
+def _remember(key: str, profile: DiskProfile) -> None:
+    profiles = _load_profiles()
+    profiles[key] = {**asdict(profile), "time": time.time()}
+    file = _profiles_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as out:
+        json.dump(profiles, out, indent=1)
+    Path(out.name).replace(file)

@@ -1,0 +1,295 @@
+"""Parallel positional reads from shard files into memory that the caller owns.
+
+Worker threads see file descriptors, numbers and memoryviews, never an MLX object: MLX's streams belong to threads.
+``os.preadv`` releases the GIL and writes straight into the caller's memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mlx_flash.errors import ClosedError, ReadError, TruncatedFileError
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT, drop_cached
+from mlx_flash.storage.placement import Piece, Segment
+from mlx_flash.storage.source import SourceFile
+
+RETRIES = 3
+"""How often a read that failed with an I/O error is tried again."""
+
+RETRY_SECONDS = 0.02
+
+DEFAULT_READ_SIZE = 4 << 20
+DEFAULT_QUEUE_DEPTH = 4
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What was read so far.
+
+    Attributes:
+        nbytes: bytes transferred from files.
+        busy_seconds: time during which at least one read was in flight.
+        num_reads: reads that ended, retries not counted.
+        num_retries: reads tried again after an I/O error.
+    """
+
+    nbytes: int = 0
+    busy_seconds: float = 0.0
+    num_reads: int = 0
+    num_retries: int = 0
+
+
+class Ticket:
+    """Reads under way that fill one buffer. Made by :meth:`Reader.submit`."""
+
+    def __init__(self, reader: Reader, segments: Sequence[Segment], buffer: memoryview, keep_cached: bool) -> None:
+        self._reader = reader
+        self._segments = segments
+        self._buffer = buffer
+        self._keep_cached = keep_cached
+        self._futures = self._start()
+
+    def _start(self) -> list[Future[None]]:
+        return self._reader._start(self._segments, self._buffer, self._keep_cached)
+
+    def done(self) -> bool:
+        """Whether no read is left to wait for."""
+        return all(future.done() for future in self._futures)
+
+    def wait(self) -> None:
+        """Returns when every byte is in the buffer.
+
+        Raises:
+            ReadError: bytes could not be read, or the file changed; it names the tensor, file and offset.
+        """
+        try:
+            self._gather()
+            if self._reader._reopen_changed(self._segments):
+                # What was read before the change was noticed may come from a file half written.
+                self._futures = self._start()
+                self._gather()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _gather(self) -> None:
+        for future in self._futures:
+            future.result()
+
+    def cancel(self) -> None:
+        """Returns when no read writes to the buffer any more; those not yet begun never will."""
+        for future in self._futures:
+            future.cancel()
+        wait(self._futures)
+
+
+class Reader:
+    """Reads segments of files with a pool of threads.
+
+    Args:
+        paths: every file that will be read.
+        direct: read past the page cache where the file system can.
+        read_size: bytes of one read; rounded up to whole pages.
+        queue_depth: reads in flight at once.
+
+    Raises:
+        CheckpointError: a file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        paths: Iterable[Path],
+        *,
+        direct: bool = True,
+        read_size: int = DEFAULT_READ_SIZE,
+        queue_depth: int = DEFAULT_QUEUE_DEPTH,
+    ) -> None:
+        self.read_size = -(-read_size // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+        self.queue_depth = queue_depth
+        self.stats = ReadStats()
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._busy_since = 0.0
+        self._local = threading.local()
+        self._files: dict[Path, SourceFile] = {}
+        self._closed = False
+        try:
+            for path in paths:
+                self._files[path] = SourceFile(path, direct)
+        except BaseException:
+            self._close_files()
+            raise
+        self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="mlx-flash-reader")
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether every file is read past the page cache."""
+        return all(file.direct_fd is not None for file in self._files.values())
+
+    def submit(self, segments: Sequence[Segment], buffer: memoryview, *, keep_cached: bool = False) -> Ticket:
+        """Starts reading.
+
+        Args:
+            segments: what to read.
+            buffer: writable bytes whose address is a multiple of ``DIRECT_ALIGNMENT``; the caller keeps its hands off
+                until the ticket was waited for or cancelled.
+            keep_cached: read through the page cache and leave the pages there, one task a segment: for small reads
+                that come again, such as embedding rows.
+
+        Raises:
+            ClosedError: the reader was closed.
+        """
+        return Ticket(self, segments, buffer, keep_cached)
+
+    def _start(self, segments: Sequence[Segment], buffer: memoryview, keep_cached: bool) -> list[Future[None]]:
+        if self._closed:
+            raise ClosedError("the reader was closed. Hint: load the model again.")
+        return [
+            self._pool.submit(self._read, segment, start, stop, buffer, keep_cached)
+            for segment in segments
+            for start, stop in self._chunks(segment, keep_cached)
+        ]
+
+    def _chunks(self, segment: Segment, whole: bool) -> Iterable[tuple[int, int]]:
+        step = segment.nbytes if whole else self.read_size
+        end = segment.offset + segment.nbytes
+        return ((start, min(start + step, end)) for start in range(segment.offset, end, step))
+
+    def _reopen_changed(self, segments: Sequence[Segment]) -> bool:
+        changed = False
+        for segment in segments:
+            file = self._files[segment.path]
+            if not file.is_unchanged():
+                file.reopen(segment.pieces[0].name)
+                changed = True
+        return changed
+
+    def _read(self, segment: Segment, start: int, stop: int, buffer: memoryview, keep_cached: bool) -> None:
+        """One task: the part ``[start, stop)`` of a segment."""
+        file = self._files[segment.path]
+        self._begin()
+        nbytes = 0
+        try:
+            if keep_cached or file.direct_fd is None:
+                nbytes = self._read_buffered(file, segment, start, stop, buffer, keep_cached)
+            elif segment.buffer_offset is not None:
+                at = segment.buffer_offset + start - segment.offset
+                nbytes = self._read_direct(file.direct_fd, segment, start, buffer[at : at + stop - start])
+            else:
+                nbytes = self._read_bounced(file.direct_fd, segment, start, stop, buffer)
+        finally:
+            self._end(nbytes)
+
+    def _read_direct(self, fd: int, segment: Segment, start: int, target: memoryview) -> int:
+        return self._fill(fd, segment, start, target, min(len(target), segment.wanted_end - start), DIRECT_ALIGNMENT)
+
+    def _read_bounced(self, fd: int, segment: Segment, start: int, stop: int, buffer: memoryview) -> int:
+        bounce = self._bounce_buffer()[: stop - start]
+        nbytes = self._read_direct(fd, segment, start, bounce)
+        for offset, part in _parts(segment, start, stop, buffer):
+            source = bounce[offset - start : offset - start + len(part)]
+            np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(source, np.uint8))  # releases the GIL
+        return nbytes
+
+    def _read_buffered(
+        self, file: SourceFile, segment: Segment, start: int, stop: int, buffer: memoryview, keep_cached: bool
+    ) -> int:
+        fd = file.buffered_fd
+        nbytes = sum(
+            self._fill(fd, segment, offset, part, len(part), 1) for offset, part in _parts(segment, start, stop, buffer)
+        )
+        if not keep_cached:
+            drop_cached(fd, start, min(stop, segment.wanted_end) - start)
+        return nbytes
+
+    def _fill(self, fd: int, segment: Segment, offset: int, target: memoryview, needed: int, alignment: int) -> int:
+        """Reads until ``needed`` bytes are in ``target``. Returns how many came; more may, up to the whole target."""
+        got = retries = 0
+        while got < needed:
+            try:
+                count = os.preadv(fd, [target[got:]], offset + got)
+            except OSError as error:
+                if error.errno != errno.EIO or retries == RETRIES:
+                    raise _read_error(segment, offset + got, error) from error
+                retries += 1
+                with self._lock:
+                    self.stats.num_retries += 1
+                time.sleep(RETRY_SECONDS * retries)
+                continue
+            progress = got + count if got + count >= needed else (got + count) // alignment * alignment
+            if progress <= got:  # nothing came, or less than the one page a direct read could go on from
+                raise _truncated_error(segment, offset, got + count, needed)
+            got = progress
+        return got
+
+    def _bounce_buffer(self) -> memoryview:
+        buffer: memoryview | None = getattr(self._local, "bounce", None)
+        if buffer is None:
+            buffer = self._local.bounce = memoryview(mmap.mmap(-1, self.read_size))
+        return buffer
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._in_flight == 0:
+                self._busy_since = time.perf_counter()
+            self._in_flight += 1
+
+    def _end(self, nbytes: int) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            self.stats.nbytes += nbytes
+            self.stats.num_reads += 1
+            if self._in_flight == 0:
+                self.stats.busy_seconds += time.perf_counter() - self._busy_since
+
+    def close(self) -> None:
+        """Ends the threads and closes the files. Harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def _parts(segment: Segment, start: int, stop: int, buffer: memoryview) -> Iterable[tuple[int, memoryview]]:
+    """The pieces of ``[start, stop)``: the file offset of each, and where its bytes go."""
+    for piece in segment.pieces:
+        low, high = max(start, piece.offset), min(stop, piece.end)
+        if low < high:
+            at = piece.buffer_offset + low - piece.offset
+            yield low, buffer[at : at + high - low]
+
+
+def _tensor_at(segment: Segment, offset: int) -> Piece:
+    return next((piece for piece in segment.pieces if offset < piece.end), segment.pieces[-1])
+
+
+def _read_error(segment: Segment, offset: int, error: OSError) -> ReadError:
+    piece = _tensor_at(segment, offset)
+    return ReadError(
+        f"cannot read '{piece.name}' ({piece.nbytes} bytes at offset {piece.offset}) in {segment.path}: "
+        f"{error.strerror} at offset {offset}. Hint: check the disk; the next call reads it again."
+    )
+
+
+def _truncated_error(segment: Segment, offset: int, got: int, needed: int) -> TruncatedFileError:
+    piece = _tensor_at(segment, offset + got)
+    return TruncatedFileError(
+        f"read {got} of {needed} bytes at offset {offset}, of '{piece.name}' ({piece.nbytes} bytes at offset "
+        f"{piece.offset}) in {segment.path}: the file is truncated. Hint: put the file back or download it again; the "
+        "next call reads it again."
+    )

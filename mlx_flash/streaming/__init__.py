@@ -1,0 +1,1 @@
+"""Weights that flow through a few reusable buffers while the model runs."""

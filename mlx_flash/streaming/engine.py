@@ -1,0 +1,178 @@
+"""Carries a plan out on a model, and undoes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_flash.checkpoint.layout import ModelLayout, Parameter, Unit
+from mlx_flash.checkpoint.safetensors import TensorRecord
+from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.storage.placement import Placement, place
+from mlx_flash.storage.reader import Reader, Ticket
+from mlx_flash.streaming.layers import (
+    EmbeddingRows,
+    HeadState,
+    LayerState,
+    StreamedLayer,
+    TableState,
+    Tile,
+    TiledLinear,
+    tile_module,
+)
+from mlx_flash.streaming.slots import Arena, bind
+from mlx_flash.streaming.stream import WeightStream
+from mlx_flash.streaming.swap import SwappedClass, restore_class, swap_class
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read so far, bytes to read) while pinned weights are loaded."""
+
+
+@dataclass(slots=True)
+class _Pinning:
+    """A unit on its way into memory."""
+
+    unit: Unit
+    placement: Placement
+    arena: Arena
+    ticket: Ticket
+
+
+class Engine:
+    """The weights of one model, on their way.
+
+    Args:
+        layout: the model's units.
+        plan: what to do with them.
+        reader: reads the checkpoint; closed by :meth:`close`.
+        alignment: what kernels want addresses to be multiples of.
+        poison: fill released slots with NaN bytes.
+        progress: is told how far loading is.
+
+    Attributes:
+        stream: the ring of streamed units.
+        reader: the reader.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        plan: ResidencyPlan,
+        reader: Reader,
+        alignment: int,
+        poison: bool,
+        progress: Progress | None = None,
+    ) -> None:
+        self.reader = reader
+        self.stream = WeightStream([], reader, poison)
+        self._alignment = alignment
+        self._changed: list[nn.Module] = []
+        self._bound: list[Parameter] = []
+        self._streamed: set[tuple[int, object]] = set()
+        try:
+            for parameter in [p for unit in layout.units for p in unit.small] + layout.resident:
+                mx.eval(parameter.array)
+            self._pin(_pinned_units(layout, plan), progress or (lambda done, total: None))
+            slots = [Arena(plan.streaming.slot_bytes) for _ in range(plan.streaming.num_slots)]
+            self.stream = WeightStream(slots, reader, poison)
+            self._start_streaming(layout, plan)
+        except BaseException:
+            self.close()
+            raise
+
+    def _pin(self, units: list[Unit], progress: Progress) -> None:
+        """Reads the pinned units, the next one while the last one is bound."""
+        done, total = 0, sum(unit.nbytes for unit in units)
+        progress(done, total)
+        under_way: list[_Pinning] = []
+        try:
+            for unit in [*units, None, None]:
+                if unit is not None:
+                    under_way.append(self._begin_pinning(unit))
+                if under_way and (len(under_way) > 2 or unit is None):
+                    done += self._finish_pinning(under_way.pop(0))
+                    progress(done, total)
+        except BaseException:
+            for pinning in under_way:
+                pinning.ticket.cancel()
+            raise
+
+    def _begin_pinning(self, unit: Unit) -> _Pinning:
+        placement = place(_records(unit.large), self._alignment)
+        arena = Arena(placement.nbytes)
+        return _Pinning(unit, placement, arena, self.reader.submit(placement.segments, arena.memory))
+
+    def _finish_pinning(self, pinning: _Pinning) -> int:
+        pinning.ticket.wait()
+        self._bound += pinning.unit.large
+        bind(pinning.unit.large, pinning.placement, pinning.arena)
+        return pinning.unit.nbytes
+
+    def _start_streaming(self, layout: ModelLayout, plan: ResidencyPlan) -> None:
+        layers, heads, tables = set(plan.streaming.layers), dict(plan.streaming.heads), set(plan.streaming.tables)
+        for unit in layout.layers:
+            if unit.name in layers:
+                self._stream_layer(unit)
+        for unit in layout.heads:
+            if unit.name in heads:
+                self._swap(unit, TiledLinear, self._tile(unit, heads[unit.name]))
+        for unit in layout.embeddings:
+            if unit.name in tables:
+                head = self._tile(unit, heads[unit.name]) if unit.name in heads else None
+                self._swap(unit, EmbeddingRows, TableState(unit.large, self.reader, head))
+        self.stream.start()
+
+    def _stream_layer(self, unit: Unit) -> None:
+        placement = place(_records(unit.large), self._alignment)
+        index, arena = self.stream.add(unit.name, placement)
+        self._bound += unit.large
+        bind(unit.large, placement, arena)
+        self._swap(unit, StreamedLayer, LayerState(index, self.stream))
+
+    def _tile(self, unit: Unit, rows: int) -> HeadState:
+        num_rows = unit.module["weight"].shape[0]
+        ranges = [(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
+        return HeadState([self._stream_tile(unit, start, stop) for start, stop in ranges], self.stream)
+
+    def _stream_tile(self, unit: Unit, start: int, stop: int) -> Tile:
+        placement = place([record.rows(start, stop) for record in _records(unit.large)], self._alignment)
+        index, arena = self.stream.add(f"{unit.name}[{start}:{stop}]", placement)
+        views = {
+            parameter.key: arena.view(offset, (stop - start, *parameter.array.shape[1:]), parameter.array.dtype)
+            for parameter, offset in zip(unit.large, placement.offsets, strict=True)
+        }
+        return Tile(index, tile_module(unit, start, stop, views))
+
+    def _swap(self, unit: Unit, mixin: type[SwappedClass], state: object) -> None:
+        swap_class(unit.module, mixin, state)
+        self._changed.append(unit.module)
+        self._streamed.update((id(parameter.container), parameter.key) for parameter in unit.large)
+
+    def is_streamed(self, container: object, key: object) -> bool:
+        """Whether the array that a module holds under a key is not (or not all the time) in memory."""
+        return (id(container), key) in self._streamed
+
+    def close(self) -> None:
+        """Stops reading, gives every module its own class and its lazily loaded arrays back. Harmless when repeated."""
+        self.stream.close()
+        for module in self._changed:
+            restore_class(module)
+        for parameter in self._bound:
+            parameter.bind(parameter.array)
+        self._changed.clear()
+        self._bound.clear()
+        self._streamed.clear()
+        self.stream = WeightStream([], self.reader, poison=False)  # lets go of the slots
+        self.reader.close()
+
+
+def _pinned_units(layout: ModelLayout, plan: ResidencyPlan) -> list[Unit]:
+    streamed = {*plan.streaming.layers, *dict(plan.streaming.heads), *plan.streaming.tables}
+    return [unit for unit in layout.units if unit.name not in streamed]
+
+
+def _records(parameters: list[Parameter]) -> list[TensorRecord]:
+    return [parameter.record for parameter in parameters if parameter.record is not None]

@@ -1,0 +1,205 @@
+"""Modules that compute with weights which are in memory only while they run.
+
+A module is changed by giving it a subclass of its own class, and changed back by giving it its class back. Attribute
+access, ``isinstance``, parameter names and the model's own forward loop, masks and caches stay what they were; no
+forward pass is written again here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_flash.checkpoint.layout import Parameter, Unit
+from mlx_flash.storage.placement import Piece, Segment
+from mlx_flash.storage.reader import Reader
+from mlx_flash.streaming.slots import Arena
+from mlx_flash.streaming.stream import WeightStream
+from mlx_flash.streaming.swap import SwappedClass, clone_with, own_class, state_of
+
+_ATOMS = (int, float, str, bytes, type(None), mx.Dtype, np.ndarray)
+_MAX_DEPTH = 8
+
+
+def arrays_in(*roots: Any) -> list[mx.array]:
+    """Every array reachable from some objects through dicts, sequences, and attributes, modules excepted.
+
+    A call's effects are in its result and in what it was given: caches, shared dicts, objects of any class.
+    """
+    found: list[mx.array] = []
+    _collect(roots, found, set(), 0)
+    return found
+
+
+def _collect(value: Any, found: list[mx.array], seen: set[int], depth: int) -> None:
+    if isinstance(value, mx.array):
+        found.append(value)
+        return
+    if isinstance(value, _ATOMS) or isinstance(value, nn.Module) or depth > _MAX_DEPTH or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        children: Any = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        children = value
+    else:
+        children = _attributes(value)
+    for child in children:
+        _collect(child, found, seen, depth + 1)
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    yield from getattr(value, "__dict__", {}).values()
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(value, name, None)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """What a streamed layer needs: its number in the stream, and the stream."""
+
+    index: int
+    stream: WeightStream
+
+
+class StreamedLayer(SwappedClass):
+    """A layer that runs once its weights have arrived and lets them go when its effects are computed."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state: LayerState = state_of(self)
+        run = partial(own_class(cast(nn.Module, self)).__call__, self)
+        return run_resident(state.stream, state.index, run, args, kwargs)
+
+
+def run_resident(stream: WeightStream, index: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Acquire, call, evaluate, release.
+
+    The outputs alone are not enough: a recurrent state or an indexer's keys do not feed them, and would later be
+    computed from whatever the slot holds by then.
+    """
+    stream.acquire(index)
+    try:
+        result = run(*args, **kwargs)
+        mx.eval(arrays_in(result, args, kwargs))
+    finally:
+        stream.release(index)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of a head: the number of the streamed unit that holds them, and a module that has only them."""
+
+    index: int
+    module: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class HeadState:
+    """A head that is computed tile by tile."""
+
+    tiles: Sequence[Tile]
+    stream: WeightStream
+
+    def apply(self, method: Callable[[nn.Module, mx.array], mx.array], x: mx.array) -> mx.array:
+        """Calls the module's own method on every tile. Returns the outputs side by side, ``(..., rows)``."""
+        outputs = [run_resident(self.stream, t.index, partial(method, t.module), (x,), {}) for t in self.tiles]
+        return mx.concatenate(outputs, axis=-1)
+
+
+class TiledLinear(SwappedClass):
+    """A linear layer whose output rows pass through the slots, tile by tile."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        state: HeadState = state_of(self)
+        return state.apply(cast(Any, own_class(cast(nn.Module, self)).__call__), x)
+
+
+@dataclass(frozen=True, slots=True)
+class TableState:
+    """An embedding table on disk; ``head`` is set when it serves as the output head too."""
+
+    parameters: Sequence[Parameter]
+    reader: Reader
+    head: HeadState | None
+
+
+class EmbeddingRows(SwappedClass):
+    """An embedding that reads just the rows it looks up."""
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        state: TableState = state_of(self)
+        module = cast(nn.Module, self)
+        wanted, positions = np.unique(_checked_ids(ids, module["weight"].shape[0]), return_inverse=True)
+        rows = dict(zip([p.key for p in state.parameters], _read_rows(state, wanted), strict=True))
+        local = mx.array(positions.reshape(ids.shape).astype(np.uint32))
+        return cast(mx.array, own_class(module).__call__(clone_with(module, rows), local))
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """The table as output head."""
+        state: TableState = state_of(self)
+        own: Any = own_class(cast(nn.Module, self))
+        if state.head is None:
+            return cast(mx.array, own.as_linear(self, x))
+        return state.head.apply(own.as_linear, x)
+
+
+def _checked_ids(ids: mx.array, num_rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Row numbers, negative ones counted from the end as MLX does.
+
+    Raises:
+        IndexError: the table has no such row. (MLX itself would read whatever lies there.)
+    """
+    found = np.array(ids).astype(np.int64)
+    found = np.where(found < 0, found + num_rows, found)
+    if found.size and not (0 <= found.min() and found.max() < num_rows):
+        raise IndexError(f"token ids from {found.min()} to {found.max()}: the embedding has rows 0 to {num_rows - 1}")
+    return found
+
+
+def _read_rows(state: TableState, wanted: np.ndarray[Any, np.dtype[Any]]) -> list[mx.array]:
+    """Reads rows ``wanted`` (ascending, distinct) of every parameter of the table."""
+    arenas, tickets, arrays = [], [], []
+    for parameter in state.parameters:
+        row_bytes = parameter.nbytes // parameter.array.shape[0]
+        arena = Arena(len(wanted) * row_bytes)
+        segments = row_segments(parameter, [int(i) for i in wanted], state.reader.queue_depth)
+        tickets.append(state.reader.submit(segments, arena.memory, keep_cached=True))
+        arenas.append(arena)
+    for ticket in tickets:
+        ticket.wait()
+    for parameter, arena in zip(state.parameters, arenas, strict=True):
+        arrays.append(arena.view(0, (len(wanted), *parameter.array.shape[1:]), parameter.array.dtype))
+    return arrays
+
+
+def row_segments(parameter: Parameter, rows: Sequence[int], num_tasks: int) -> list[Segment]:
+    """Reads that put some rows of a table one after another, in about ``num_tasks`` tasks."""
+    assert parameter.record is not None
+    extent = parameter.record.extent
+    row_bytes = parameter.nbytes // parameter.array.shape[0]
+    pieces = [
+        Piece(parameter.record.name, extent.offset + row * row_bytes, row_bytes, i * row_bytes)
+        for i, row in enumerate(rows)
+    ]
+    step = max(1, -(-len(pieces) // num_tasks))
+    groups = [tuple(pieces[i : i + step]) for i in range(0, len(pieces), step)]
+    return [Segment(extent.path, group[0].offset, group[-1].end - group[0].offset, None, group) for group in groups]
+
+
+def tile_module(unit: Unit, start: int, stop: int, views: dict[str, mx.array]) -> nn.Module:
+    """The part of a linear layer or embedding that has rows ``start`` to ``stop``: ``views`` of the large parameters,
+    slices of the small ones that have a value a row (a bias)."""
+    num_rows = unit.module["weight"].shape[0]
+    small = {p.key: p.array for p in unit.small if p.array.ndim and p.array.shape[0] == num_rows}
+    arrays = {key: array[start:stop] for key, array in small.items()}
+    mx.eval(arrays)
+    return clone_with(unit.module, {**arrays, **views})

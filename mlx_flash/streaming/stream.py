@@ -1,0 +1,157 @@
+"""The ring: which unit's weights are in which slot, and what is read next.
+
+A unit is bound to one slot for good. A slot is refilled only after it was released, so reading ahead can never
+overwrite weights in use, whatever the number of units and slots. What follows what is learned from the calls
+themselves; a wrong guess costs one read that was not asked for, never a wrong result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_flash.storage.placement import Placement
+from mlx_flash.storage.reader import Reader, Ticket
+from mlx_flash.streaming.slots import Arena
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedUnit:
+    """What the ring knows of a unit.
+
+    Attributes:
+        name: for people.
+        placement: the reads that fill a slot with the unit's weights.
+        slot: index of the slot it lives in.
+    """
+
+    name: str
+    placement: Placement
+    slot: int
+
+
+@dataclass(slots=True)
+class StreamStats:
+    """What the ring did so far.
+
+    Attributes:
+        num_acquired: units that were waited for.
+        num_unpredicted: those whose read had not been started ahead.
+        wait_seconds: time spent waiting for their bytes.
+    """
+
+    num_acquired: int = 0
+    num_unpredicted: int = 0
+    wait_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Slot:
+    arena: Arena
+    unit: int | None = None
+    ticket: Ticket | None = None
+    held: bool = False
+
+
+class WeightStream:
+    """Fills slots ahead of the calls that need them.
+
+    Not for several threads at once: the caller holds a lock around a whole forward pass.
+
+    Args:
+        slots: the buffers.
+        reader: reads the bytes.
+        poison: fill released slots with NaN bytes.
+    """
+
+    def __init__(self, slots: Sequence[Arena], reader: Reader, poison: bool) -> None:
+        self.stats = StreamStats()
+        self.units: list[StreamedUnit] = []
+        self._slots = [_Slot(arena) for arena in slots]
+        self._reader = reader
+        self._poison = poison
+        self._successor: list[int] = []
+        self._last: int | None = None
+
+    def add(self, name: str, placement: Placement) -> tuple[int, Arena]:
+        """Adds a unit after the ones there are; the last one is expected to be followed by the first.
+
+        Returns:
+            The unit's number, and the memory its weights will be in.
+        """
+        index = len(self.units)
+        self.units.append(StreamedUnit(name, placement, index % len(self._slots)))
+        self._successor.append(0)
+        if index:
+            self._successor[index - 1] = index
+        return index, self._slots[self.units[index].slot].arena
+
+    def start(self) -> None:
+        """Begins to read ahead."""
+        if self.units:
+            self._read_ahead(len(self.units) - 1)
+
+    def acquire(self, index: int) -> None:
+        """Returns when the unit's weights are in its slot; they stay until :meth:`release`.
+
+        Raises:
+            ReadError: they could not be read. The unit is not held then, and may be acquired again.
+        """
+        self._learn(index)
+        slot = self._slots[self.units[index].slot]
+        self.stats.num_acquired += 1
+        if slot.unit != index:
+            self.stats.num_unpredicted += 1
+            self._empty(slot)
+            self._fill(slot, index)
+        began = time.perf_counter()
+        try:
+            if slot.ticket is not None:
+                slot.ticket.wait()
+        except BaseException:
+            self._empty(slot)
+            raise
+        finally:
+            self.stats.wait_seconds += time.perf_counter() - began
+        slot.ticket, slot.held = None, True
+
+    def release(self, index: int) -> None:
+        """Gives the unit's slot back; everything that reads it must have been evaluated. Starts the next reads."""
+        slot = self._slots[self.units[index].slot]
+        slot.held, slot.unit = False, None
+        if self._poison:
+            slot.arena.poison()
+        self._read_ahead(index)
+
+    def close(self) -> None:
+        """Returns when nothing writes to a slot any more."""
+        for slot in self._slots:
+            self._empty(slot)
+
+    def _learn(self, index: int) -> None:
+        if self._last is not None:
+            self._successor[self._last] = index
+        self._last = index
+
+    def _read_ahead(self, after: int) -> None:
+        """Starts filling every empty slot with the first unit expected after this one that lives in it."""
+        num_empty = sum(slot.unit is None for slot in self._slots)
+        index = after
+        for _ in self.units:
+            if not num_empty:
+                return
+            index = self._successor[index]
+            slot = self._slots[self.units[index].slot]
+            if slot.unit is None:
+                self._fill(slot, index)
+                num_empty -= 1
+
+    def _fill(self, slot: _Slot, index: int) -> None:
+        slot.unit = index
+        slot.ticket = self._reader.submit(self.units[index].placement.segments, slot.arena.memory)
+
+    def _empty(self, slot: _Slot) -> None:
+        if slot.ticket is not None:
+            slot.ticket.cancel()
+        slot.unit, slot.ticket, slot.held = None, None, False

@@ -1,0 +1,52 @@
+"""Changing what a module does by changing its class, and changing it back."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+_STATE = "_flash_state"
+
+
+class SwappedClass:
+    """Base of the mixins whose ``__call__`` answers in place of the module's own."""
+
+
+def swap_class(module: nn.Module, mixin: type[SwappedClass], state: object) -> None:
+    """Gives a module a subclass of its own class, whose calls the mixin answers. :func:`restore_class` undoes it."""
+    object.__setattr__(module, _STATE, state)
+    object.__setattr__(module, "__class__", _mixed(type(module), mixin))
+
+
+def restore_class(module: nn.Module) -> None:
+    """Gives a module its own class back and forgets the state."""
+    object.__delattr__(module, _STATE)
+    object.__setattr__(module, "__class__", own_class(module))
+
+
+def own_class(module: Any) -> Any:
+    """The class a module had before :func:`swap_class`, or has now if it was not swapped."""
+    return type(module).__bases__[1] if isinstance(module, SwappedClass) else type(module)
+
+
+def state_of(module: object) -> Any:
+    """What :func:`swap_class` was given."""
+    return vars(module)[_STATE]
+
+
+def clone_with(module: nn.Module, arrays: dict[str, mx.array]) -> nn.Module:
+    """A module of the same own class and settings that holds other arrays."""
+    own = own_class(module)
+    clone = cast(nn.Module, own.__new__(own))
+    dict.update(clone, module)
+    dict.update(clone, arrays)
+    clone.__dict__.update({key: value for key, value in vars(module).items() if key != _STATE})
+    return clone
+
+
+@cache
+def _mixed(cls: type[nn.Module], mixin: type[SwappedClass]) -> type[nn.Module]:
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})

@@ -1,0 +1,878 @@
+#!/usr/bin/env python3
+"""Write a random-weight model directory of any size in constant memory.
+
+The result loads with stock mlx-lm: weights in safetensors shards, config.json, and a byte-level tokenizer with a chat
+template, all made without network. Names, shapes and dtypes come from the mlx-lm model built from the config and never
+evaluated, so every architecture of mlx-lm works. A tensor's values depend on the seed and its name alone: the same
+model written with another layout, shard size or naming holds the same numbers.
+
+Example:
+    python scripts/make_random_model.py /tmp/model --size-gb 20 --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import hashlib
+import importlib
+import io
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+Config = dict[str, Any]
+Array = np.ndarray[Any, Any]
+Fill = Callable[[np.random.Generator, int], Array]
+
+# Values are made in blocks of this many, each from its own random stream, so that any slice of a tensor can be made
+# alone. Memory is bounded by a few blocks per worker whatever the size of the model.
+BLOCK = 1 << 18
+WORKERS = min(8, os.cpu_count() or 1)
+
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "I64": 8, "U16": 2, "U8": 1, "I8": 1, "BOOL": 1}
+DTYPE_CODES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint32": "U32",
+    "int32": "I32",
+    "int64": "I64",
+    "uint16": "U16",
+    "uint8": "U8",
+    "int8": "I8",
+    "bool": "BOOL",
+}
+MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+AFFINE_GROUPS = (32, 64, 128)
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+CLASS_NAMES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+SHAPE_DEFAULTS = {
+    "architecture": "llama",
+    "layers": 24,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "heads": 32,
+    "kv_heads": 8,
+    "vocab_size": 32000,
+    "experts": 8,
+    "experts_per_token": 2,
+    "tie_word_embeddings": False,
+}
+LAYER_KEYS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+
+# Where Hugging Face's checkpoints and mlx-lm's differ. An architecture in neither table is refused, not guessed.
+SAME_NAMES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"})
+PROJECTIONS = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
+EXPERT_NAMES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "qwen2_moe": ("mlp.switch_mlp", "mlp.experts", PROJECTIONS),
+    "qwen3_moe": ("mlp.switch_mlp", "mlp.experts", PROJECTIONS),
+    "olmoe": ("mlp.switch_mlp", "mlp.experts", PROJECTIONS),
+    "mixtral": (
+        "block_sparse_moe.switch_mlp",
+        "block_sparse_moe.experts",
+        {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
+    ),
+}
+
+
+class UsageError(Exception):
+    """A request that cannot be met as given; reported in one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the message as a usage error."""
+        raise UsageError(message)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor to write.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        shape: Its shape.
+        dtype: Its safetensors dtype code.
+        fill: Makes the first n values of a block from the block's random stream.
+        source: The name that keys the random stream; a slice of a larger tensor keeps the larger one's.
+        start: Where in the source's values this tensor begins.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    fill: Fill
+    source: str
+    start: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.count * ITEM_BYTES[self.dtype]
+
+
+# Values
+
+
+def normal(std: float) -> Fill:
+    """Make normally distributed values."""
+
+    def fill(rng: np.random.Generator, count: int) -> Array:
+        values = rng.standard_normal(count, dtype=np.float32)
+        values *= np.float32(std)
+        return values
+
+    return fill
+
+
+def constant(value: float) -> Fill:
+    """Make equal values."""
+    return lambda _rng, count: np.full(count, value, np.float32)
+
+
+def given(values: Array) -> Fill:
+    """Make the given values (fewer than a block)."""
+    return lambda _rng, count: values[:count]
+
+
+def words(mask: int) -> Fill:
+    """Make uniform 32-bit words, and-ed with a mask."""
+    return lambda rng, count: rng.integers(0, 1 << 32, count, dtype=np.uint32) & np.uint32(mask)
+
+
+def spread(middle: float) -> Fill:
+    """Make values uniform between half and one and a half times the middle."""
+    return lambda rng, count: (rng.random(count, dtype=np.float32) + np.float32(0.5)) * np.float32(middle)
+
+
+def round_to_bfloat16(values: Array) -> Array:
+    """Round finite float32 values to bfloat16, ties to even, as their 16 bits."""
+    bits = values.view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    odd += np.uint32(0x7FFF)
+    odd += bits
+    odd >>= np.uint32(16)
+    return odd.astype(np.uint16)
+
+
+def encode(values: Array, dtype: str) -> Array:
+    """Bring values into the bytes of a safetensors dtype."""
+    if dtype == "BF16":
+        return round_to_bfloat16(np.ascontiguousarray(values, np.float32))
+    numpy_types = {"F32": "<f4", "F16": "<f2", "BOOL": "?"}
+    kind = numpy_types.get(dtype) or f"<{dtype[0].lower()}{ITEM_BYTES[dtype]}"
+    return np.ascontiguousarray(values, np.dtype(kind))
+
+
+def make_piece(seed: int, tensor: Tensor, block: int, low: int, high: int) -> Array:
+    """Make the values [low, high) of one block of a tensor, encoded."""
+    key = hashlib.sha256(f"{seed}\0{tensor.source}\0{block}".encode()).digest()
+    rng = np.random.Generator(np.random.SFC64(int.from_bytes(key[:16], "little")))
+    return encode(tensor.fill(rng, high)[low:], tensor.dtype)
+
+
+def pieces(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Split a tensor into (block, low, high) in order."""
+    position, end = tensor.start, tensor.start + tensor.count
+    while position < end:
+        block, low = divmod(position, BLOCK)
+        high = min(BLOCK, low + end - position)
+        yield block, low, high
+        position += high - low
+
+
+def make_all(seed: int, tensors: Iterable[Tensor], pool: ThreadPoolExecutor) -> Iterator[Array]:
+    """Yield the encoded values of all tensors in order, a bounded number of pieces ahead."""
+    waiting: deque[Future[Array]] = deque()
+    for tensor in tensors:
+        for block, low, high in pieces(tensor):
+            waiting.append(pool.submit(make_piece, seed, tensor, block, low, high))
+            if len(waiting) >= 2 * WORKERS:
+                yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+# Which tensors a model has
+
+
+def layers() -> Any:
+    """The module mlx.nn, imported late so that a mistaken command line is told of at once."""
+    return importlib.import_module("mlx.nn")
+
+
+def build_model(config: Config) -> Any:
+    """Build the mlx-lm model of a config; nothing is evaluated, so nothing is allocated."""
+    from mlx_lm.utils import _get_classes
+
+    try:
+        model_class, args_class = _get_classes(config)
+        return model_class(args_class.from_dict(config))
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+        name = config.get("model_type", "?")
+        raise UsageError(f"mlx-lm cannot build a {name!r} model from this config: {error!r}") from error
+
+
+def quantize(model: Any, config: Config) -> Config:
+    """Quantize a model lazily as the config says, leaving alone what cannot be; returns the complete config."""
+    from mlx_lm.utils import quantize_model
+
+    settings = config["quantization"]
+    group, bits, mode = settings["group_size"], settings["bits"], settings.get("mode", "affine")
+    if any(isinstance(value, dict) for value in settings.values()):
+
+        def chosen(path: str, module: Any) -> Any:
+            fits = hasattr(module, "to_quantized") and module.weight.shape[-1] % group == 0
+            return settings.get(path, fits)
+
+        layers().quantize(model, group, bits, mode=mode, class_predicate=chosen)
+        return config
+    plain = {key: value for key, value in config.items() if not key.startswith("quantization")}
+    with contextlib.redirect_stdout(io.StringIO()):
+        completed: Config = quantize_model(model, plain, group, bits, mode)[1]
+    return completed
+
+
+def e4m3(code: int) -> float:
+    """Value of a positive 8-bit float with 4 exponent and 3 mantissa bits."""
+    exponent, mantissa = code >> 3, code & 7
+    return mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+def element_rms(mode: str, bits: int) -> float:
+    """Root mean square of a quantized element before its scale, for the random words written here."""
+    if mode == "affine":
+        return math.sqrt((4**bits - 1) / 12)
+    values = [e4m3(code) for code in range(64)] if mode == "mxfp8" else FP4_VALUES
+    return math.sqrt(sum(value * value for value in values) / len(values))
+
+
+def scale_fill(mode: str, scale: float) -> Fill:
+    """Make the scales of a quantized tensor, in the mode's own encoding."""
+    if mode == "affine":
+        return spread(scale)
+    if mode == "nvfp4":
+        return constant(min(range(1, 127), key=lambda code: abs(e4m3(code) - scale)))
+    return constant(min(254, max(0, round(127 + math.log2(scale)))))
+
+
+class Describer:
+    """Decides dtype and values of each parameter of an unevaluated model."""
+
+    def __init__(self, model: Any, dtype: str) -> None:
+        """Take the modules of a model, whose floating parameters will have the dtype."""
+        nn = layers()
+        self._modules = dict(model.named_modules())
+        self._dtype = DTYPE_CODES[dtype]
+        self._casts: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _name: True)
+        kinds = (nn.Embedding, nn.QuantizedEmbedding)
+        self._embeddings = {path for path, module in self._modules.items() if isinstance(module, kinds)}
+        self._tied = not self._has_head()
+
+    def _has_head(self) -> bool:
+        """Whether a module other than the embedding has a row for each token."""
+        rows = {self._modules[path].weight.shape[0] for path in self._embeddings}
+        others = (module for path, module in self._modules.items() if path not in self._embeddings)
+        return any(
+            "weight" in module and module.weight.ndim == 2 and module.weight.shape[0] in rows for module in others
+        )
+
+    def describe(self, name: str, parameter: Any) -> Tensor:
+        """Describe one parameter."""
+        path, _, leaf = name.rpartition(".")
+        code = DTYPE_CODES[str(parameter.dtype).rpartition(".")[2]]
+        if code.startswith(("F", "BF")) and self._casts(name):
+            code = self._dtype
+        module = self._modules.get(path, {})
+        if "scales" in module and leaf in ("weight", "scales", "biases"):
+            fill = self._quantized_fill(path, leaf, module)
+        else:
+            fill = self._fill(path, leaf, parameter.shape, code)
+        # The biases follow from the scales, so both read the same stream.
+        source = f"{path}.scales" if leaf == "biases" else name
+        return Tensor(name, tuple(parameter.shape), code, fill, source)
+
+    def _quantized_fill(self, path: str, leaf: str, module: Any) -> Fill:
+        std = self._std(path, module.weight.shape[-1] * 32 // module.bits)
+        scale = std / element_rms(module.mode, module.bits)
+        if leaf == "weight":
+            # The top exponent bit of each byte stays clear: the all-ones codes mean NaN.
+            return words(0xBFBFBFBF if module.mode == "mxfp8" else 0xFFFFFFFF)
+        centre = -(2**module.bits - 1) / 2 if leaf == "biases" else 1.0
+        return scale_fill(module.mode, scale * centre) if leaf == "scales" else spread(scale * centre)
+
+    def _fill(self, path: str, leaf: str, shape: tuple[int, ...], code: str) -> Fill:
+        if code not in ("F32", "F16", "BF16"):
+            return constant(0)
+        if leaf == "bias":
+            return normal(0.02)
+        module_name = path.rpartition(".")[2]
+        norm = leaf == "weight" and ("norm" in module_name or len(shape) == 1)
+        if norm or leaf == "global_scale" or math.prod(shape) == 1:
+            return constant(1)
+        if len(shape) < 2:
+            return constant(1) if "norm" in leaf else normal(0.02)
+        fan_in = math.prod(shape[1:]) if "conv" in module_name else shape[-1]
+        return normal(self._std(path, fan_in))
+
+    def _std(self, path: str, fan_in: int) -> float:
+        # A tied embedding of deviation 1 would dominate the residual stream, and the model only echo its last token.
+        return 1.0 if path in self._embeddings and not self._tied else 1 / math.sqrt(fan_in)
+
+
+def list_tensors(config: Config, dtype: str) -> tuple[list[Tensor], Config]:
+    """List the tensors of a config's model in the model's order.
+
+    Args:
+        config: A config.json, with "quantization" when the weights are quantized.
+        dtype: The dtype of floating parameters.
+
+    Returns:
+        The tensors, and the config completed with what the quantization decided per module.
+    """
+    from mlx.utils import tree_flatten
+
+    model = build_model(config)
+    if "quantization" in config:
+        try:
+            config = quantize(model, config)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"cannot quantize this model so: {error}") from error
+    describer = Describer(model, dtype)
+    return [describer.describe(name, parameter) for name, parameter in tree_flatten(model.parameters())], config
+
+
+# Hugging Face's names
+
+
+def to_huggingface(tensors: list[Tensor], config: Config) -> list[Tensor]:
+    """Rename and split tensors into the checkpoint that mlx-lm's sanitize turns into the given ones."""
+    model_type = config["model_type"]
+    if "quantization" in config:
+        raise UsageError("--naming huggingface does not go with quantization: those checkpoints are mlx-lm's own")
+    if model_type in EXPERT_NAMES:
+        return split_experts(tensors, *EXPERT_NAMES[model_type])
+    if model_type not in SAME_NAMES:
+        known = ", ".join(sorted(SAME_NAMES | EXPERT_NAMES.keys()))
+        raise UsageError(f"--naming huggingface is not known for {model_type!r}; known: {known}")
+    return add_rotary_buffers(tensors, config) if model_type == "llama" else tensors
+
+
+def split_experts(tensors: list[Tensor], stacked: str, separate: str, names: dict[str, str]) -> list[Tensor]:
+    """Split stacked expert tensors into one tensor per expert, expert after expert."""
+    pattern = re.compile(rf"(.*\.){re.escape(stacked)}\.(\w+)\.weight")
+    placed: list[tuple[tuple[int, int], Tensor]] = []
+    first: dict[str, int] = {}
+    for index, tensor in enumerate(tensors):
+        match = pattern.fullmatch(tensor.name)
+        if match is None:
+            placed.append(((index, 0), tensor))
+            continue
+        prefix, projection = match[1], match[2]
+        place = first.setdefault(prefix, index)
+        for expert in range(tensor.shape[0]):
+            name = f"{prefix}{separate}.{expert}.{names[projection]}.weight"
+            placed.append(((place, expert), take_row(tensor, expert, name)))
+    return [tensor for _, tensor in sorted(placed, key=lambda entry: entry[0])]
+
+
+def take_row(tensor: Tensor, row: int, name: str) -> Tensor:
+    """One row of a tensor's first axis as a tensor of its own, with the same values."""
+    shape = tensor.shape[1:]
+    return replace(tensor, name=name, shape=shape, start=tensor.start + row * math.prod(shape))
+
+
+def add_rotary_buffers(tensors: list[Tensor], config: Config) -> list[Tensor]:
+    """Add the rotary frequencies that old Llama checkpoints carry and mlx-lm drops."""
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    exponents = np.arange(0, size, 2, dtype=np.float64) / size
+    fill = given((float(config.get("rope_theta", 10000)) ** -exponents).astype(np.float32))
+    result = []
+    for tensor in tensors:
+        result.append(tensor)
+        if tensor.name.endswith("self_attn.o_proj.weight"):
+            name = tensor.name.replace("o_proj.weight", "rotary_emb.inv_freq")
+            result.append(Tensor(name, (len(exponents),), "F32", fill, name))
+    return result
+
+
+# The config
+
+
+def check_shape(shape: Config) -> None:
+    """Refuse shapes that no model can have."""
+    for key, value in shape.items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise UsageError(f"--{key.replace('_', '-')} must be at least 1")
+    if shape["hidden_size"] % shape["heads"]:
+        raise UsageError(f"--hidden-size {shape['hidden_size']} is not divisible by --heads {shape['heads']}")
+    if shape["hidden_size"] // shape["heads"] % 2:
+        raise UsageError("--hidden-size / --heads must be even, for the rotary embedding")
+    if shape["heads"] % shape["kv_heads"]:
+        raise UsageError(f"--heads {shape['heads']} is not divisible by --kv-heads {shape['kv_heads']}")
+    if shape["experts_per_token"] > shape["experts"]:
+        raise UsageError("--experts-per-token is larger than --experts")
+
+
+def preset_config(shape: Config) -> Config:
+    """Make the config of one of the architectures that the command line can shape."""
+    check_shape(shape)
+    model_type = shape["architecture"]
+    config: Config = {
+        "model_type": model_type,
+        "architectures": [CLASS_NAMES[model_type]],
+        "hidden_size": shape["hidden_size"],
+        "intermediate_size": shape["intermediate_size"],
+        "num_hidden_layers": shape["layers"],
+        "num_attention_heads": shape["heads"],
+        "num_key_value_heads": shape["kv_heads"],
+        "head_dim": shape["hidden_size"] // shape["heads"],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 32768,
+        "vocab_size": shape["vocab_size"],
+        "tie_word_embeddings": shape["tie_word_embeddings"],
+    }
+    return config | expert_config(shape)
+
+
+def expert_config(shape: Config) -> Config:
+    """The part of a config that only a mixture of experts has."""
+    count, used = shape["experts"], shape["experts_per_token"]
+    if shape["architecture"] == "mixtral":
+        return {"num_local_experts": count, "num_experts_per_tok": used}
+    if shape["architecture"] == "qwen3_moe":
+        sparse: Config = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+        sizes = {"moe_intermediate_size": shape["intermediate_size"], "num_experts": count, "num_experts_per_tok": used}
+        return sparse | sizes
+    return {}
+
+
+def read_config(path: Path) -> Config:
+    """Read a config.json."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UsageError(f"{path} is not a model's config: it has no model_type")
+    return config
+
+
+def text_part(config: Config) -> Config:
+    """The part of a config that describes the language model."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def with_layers(config: Config, layers: int) -> Config:
+    """Copy a config with another number of layers; per-layer lists are repeated to the new length."""
+    config = copy.deepcopy(config)
+    part = text_part(config)
+    key = next((key for key in LAYER_KEYS if key in part), None)
+    if key is None:
+        raise UsageError("this config does not say its number of layers, so it cannot be changed")
+    old, part[key] = part[key], layers
+    for name, value in part.items():
+        if isinstance(value, list) and len(value) == old:
+            part[name] = list(itertools.islice(itertools.cycle(value), layers))
+    return config
+
+
+def fit_size(config: Config, dtype: str, gigabytes: float) -> Config:
+    """Choose the number of layers that brings a model nearest to a size in decimal GB."""
+    target = gigabytes * 1e9
+
+    def size(layers: int) -> int:
+        return sum(tensor.nbytes for tensor in list_tensors(with_layers(config, layers), dtype)[0])
+
+    # Far enough in to be past leading layers of another kind, and a multiple of usual periods of layer types.
+    few, many = 12, 24
+    slope = (size(many) - size(few)) / (many - few)
+    guess = max(1, round(few + (target - size(few)) / slope))
+    best = min({max(1, guess + step) for step in (-1, 0, 1)}, key=lambda layers: abs(size(layers) - target))
+    if abs(size(best) - target) > 0.1 * target:
+        message = f"{best} layers of this shape make {size(best) / 1e9:.4g} GB, too far from {gigabytes:g} GB"
+        raise UsageError(f"{message}; choose other sizes")
+    return with_layers(config, best)
+
+
+def quantization_settings(args: argparse.Namespace) -> Config | None:
+    """The quantization asked for on the command line."""
+    if args.quantize_bits is None and args.mode is None:
+        if args.group_size is not None:
+            raise UsageError("--group-size needs --quantize-bits or --mode")
+        return None
+    mode = args.mode or "affine"
+    group, bits = args.group_size or MODES[mode][0], args.quantize_bits or MODES[mode][1]
+    allowed = (AFFINE_GROUPS, AFFINE_BITS) if mode == "affine" else tuple((value,) for value in MODES[mode])
+    if group not in allowed[0] or bits not in allowed[1]:
+        raise UsageError(f"mode {mode} takes --quantize-bits in {allowed[1]} and --group-size in {allowed[0]}")
+    return {"group_size": group, "bits": bits, "mode": mode}
+
+
+def base_config(args: argparse.Namespace) -> Config:
+    """The config that the arguments name, before dtype and quantization."""
+    given_shape = {key: getattr(args, key) for key in SHAPE_DEFAULTS if getattr(args, key) is not None}
+    if args.config is None:
+        return preset_config(SHAPE_DEFAULTS | given_shape)
+    config = read_config(args.config)
+    layers = given_shape.pop("layers", None)
+    if given_shape:
+        flags = ", ".join(f"--{key.replace('_', '-')}" for key in given_shape)
+        raise UsageError(f"{flags}: does not go with --config, whose shapes count")
+    if layers is not None and layers < 1:
+        raise UsageError("--layers must be at least 1")
+    return config if layers is None else with_layers(config, layers)
+
+
+def choose_dtype(args: argparse.Namespace, config: Config) -> str:
+    """The dtype asked for, or the config's own."""
+    part = text_part(config)
+    own = [holder.get(key) for holder in (config, part) for key in ("torch_dtype", "dtype")]
+    dtype = args.dtype or next((name for name in own if name), "bfloat16")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise UsageError(f"unknown dtype {dtype!r}; one of bfloat16, float16, float32")
+    return str(dtype)
+
+
+def finish_config(args: argparse.Namespace) -> Config:
+    """The config to write, complete but for what quantization adds per module."""
+    config = base_config(args)
+    config["torch_dtype"] = choose_dtype(args, config)
+    for part in (config, text_part(config)):
+        part.update(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
+    settings = quantization_settings(args)
+    if settings is not None:
+        config["quantization"] = settings
+    elif "quantization_config" in config and "quantization" not in config:
+        raise UsageError("this config names a quantization_config that is not mlx-lm's; remove it from the config")
+    if "quantization" in config:
+        config["quantization_config"] = config["quantization"]
+    return config if args.size_gb is None else fit_size(config, config["torch_dtype"], args.size_gb)
+
+
+# The tokenizer
+
+
+def grown_words(count: int, alphabet: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield merges of (known token, letter) that add one new token each: pairs first, then longer ones."""
+    letters = list("etaoinshrdlucmfwypvbgkjqxz")
+    tokens = ["Ġ", *letters] if "Ġ" in alphabet else letters
+    while count > 0:
+        merges = list(itertools.islice(((token, letter) for token in tokens for letter in letters), count))
+        yield from merges
+        count -= len(merges)
+        tokens = [token + letter for token, letter in merges]
+
+
+def make_tokenizer(vocab_size: int) -> Any:
+    """Make a byte-level tokenizer with exactly one token for each row of the embedding."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    base = [*SPECIAL_TOKENS, *alphabet]
+    if vocab_size < len(base):
+        raise UsageError(f"the vocabulary needs at least {len(base)} tokens; this model has {vocab_size}")
+    merges = list(grown_words(vocab_size - len(base), alphabet))
+    names = base + [left + right for left, right in merges]
+    vocab = {name: index for index, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def tokenizer_config() -> Config:
+    """The tokenizer_config.json of the tokenizer."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL_TOKENS[BOS_ID],
+        "eos_token": SPECIAL_TOKENS[EOS_ID],
+        "pad_token": SPECIAL_TOKENS[PAD_ID],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 32768,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def vocabulary_size(config: Config) -> int:
+    """The number of tokens of the model."""
+    size = text_part(config).get("vocab_size", config.get("vocab_size"))
+    if not isinstance(size, int):
+        raise UsageError("this config does not say its vocab_size")
+    return size
+
+
+# The files
+
+
+def write_file(path: Path, chunks: Iterable[Any]) -> None:
+    """Write a file under another name and rename it, so that a killed run leaves nothing that looks complete."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file."""
+    write_file(path, [json.dumps(value, indent=4).encode() + b"\n"])
+
+
+def make_header(tensors: list[Tensor], metadata_format: str, by_name: bool) -> bytes:
+    """Make the head of a safetensors file whose data are the tensors in order."""
+    ends = itertools.accumulate((tensor.nbytes for tensor in tensors), initial=0)
+    entries = {
+        tensor.name: {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [start, start + tensor.nbytes],
+        }
+        for tensor, start in zip(tensors, ends, strict=False)
+    }
+    ordered = dict(sorted(entries.items())) if by_name else entries
+    text = json.dumps({"__metadata__": {"format": metadata_format}, **ordered}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def split_shards(tensors: list[Tensor], limit: float) -> list[list[Tensor]]:
+    """Split tensors in order into shards of at most the limit, or of one tensor."""
+    shards: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def shard_names(count: int) -> list[str]:
+    """File names of the shards."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def shuffled(tensors: list[Tensor]) -> list[Tensor]:
+    """Order tensors like mlx's writer does: by a hash of their names."""
+    return sorted(tensors, key=lambda tensor: hashlib.sha256(tensor.name.encode()).digest())
+
+
+class Progress:
+    """One line on the terminal that says how far the writing is."""
+
+    def __init__(self, total: int) -> None:
+        """Start at zero of a total of bytes."""
+        self._total, self._done = total, 0
+        self._began = self._shown = time.monotonic()
+        self._visible = sys.stderr.isatty()
+
+    def count(self, chunks: Iterable[Array]) -> Iterator[Array]:
+        """Pass chunks on, counting their bytes."""
+        for chunk in chunks:
+            yield chunk
+            self._done += chunk.nbytes
+            if self._visible and time.monotonic() - self._shown > 0.2:
+                self._show()
+
+    def _show(self) -> None:
+        self._shown = time.monotonic()
+        speed = self._done / 1e6 / (self._shown - self._began)
+        line = f"{self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {speed:.0f} MB/s"
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+    def finish(self) -> float:
+        """Clear the line; returns the seconds since the start."""
+        if self._visible:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        return time.monotonic() - self._began
+
+
+def write_weights(args: argparse.Namespace, tensors: list[Tensor], progress: Progress) -> int:
+    """Write the shards and their index; returns the number of shards."""
+    shards = split_shards(tensors, args.shard_size_gb * 1e9)
+    names = shard_names(len(shards))
+    is_shuffled = args.layout == "shuffled"
+    metadata_format = "pt" if args.naming == "huggingface" else "mlx"
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for name, shard in zip(names, shards, strict=True):
+            ordered = shuffled(shard) if is_shuffled else shard
+            head = make_header(ordered, metadata_format, is_shuffled)
+            body = progress.count(make_all(args.seed, ordered, pool))
+            write_file(args.out / name, itertools.chain([head], body))
+    if len(shards) > 1:
+        write_index(args.out, dict(zip(names, shards, strict=True)))
+    return len(shards)
+
+
+def write_index(out: Path, shards: dict[str, list[Tensor]]) -> None:
+    """Write the index that says which shard holds which tensor."""
+    places = {tensor.name: name for name, shard in shards.items() for tensor in shard}
+    total = sum(tensor.nbytes for shard in shards.values() for tensor in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    write_json(out / "model.safetensors.index.json", index)
+
+
+def prepare(out: Path, force: bool, nbytes: int) -> None:
+    """Make the output folder; refuse to overwrite one in use, or to fill the disk."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is not a directory")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise UsageError(f"{out} is not empty; --force overwrites the model in it")
+    out.mkdir(parents=True, exist_ok=True)
+    remove_model(out)
+    free = shutil.disk_usage(out).free
+    if nbytes > free:
+        raise UsageError(f"the model needs {nbytes / 1e9:.2f} GB, and {out} has {free / 1e9:.2f} GB free")
+
+
+def remove_model(out: Path) -> None:
+    """Remove an earlier model's files, the config first: without it the rest is no model."""
+    (out / "config.json").unlink(missing_ok=True)
+    for pattern in ("model*.safetensors", "model.safetensors.index.json", "tokenizer*.json", ".*.partial"):
+        for path in out.glob(pattern):
+            path.unlink()
+
+
+def create(args: argparse.Namespace) -> str:
+    """Write the model that the arguments describe; returns a line about it."""
+    tensors, config = list_tensors(plan := finish_config(args), plan["torch_dtype"])
+    if args.naming == "huggingface":
+        tensors = to_huggingface(tensors, config)
+    tokenizer = make_tokenizer(vocabulary_size(config))
+    size = sum(tensor.nbytes for tensor in tensors)
+    prepare(args.out, args.force, size)
+    progress = Progress(size)
+    files = write_weights(args, tensors, progress)
+    write_file(args.out / "tokenizer.json", [tokenizer.to_str().encode()])
+    write_json(args.out / "tokenizer_config.json", tokenizer_config())
+    write_json(args.out / "config.json", config)
+    seconds = progress.finish()
+    speed = size / 1e6 / max(seconds, 1e-9)
+    contents = f"{size / 1e9:.4g} GB, {len(tensors)} tensors, {files} files"
+    return f"wrote {args.out}: {contents}, {seconds:.1f} seconds ({speed:.0f} MB/s)"
+
+
+# The command line
+
+
+def positive(text: str) -> float:
+    """Read a number above zero."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above zero")
+    return value
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that shape a model without --config."""
+    group = parser.add_argument_group("shape", "defaults: " + ", ".join(f"{k} {v}" for k, v in SHAPE_DEFAULTS.items()))
+    group.add_argument("--architecture", choices=list(CLASS_NAMES))
+    for name in ("layers", "hidden-size", "intermediate-size", "heads", "kv-heads", "vocab-size"):
+        group.add_argument(f"--{name}", type=int, metavar="N")
+    for name in ("experts", "experts-per-token"):
+        group.add_argument(f"--{name}", type=int, metavar="N", help="for mixtral and qwen3_moe")
+    group.add_argument("--tie-word-embeddings", action="store_true", default=None)
+    group.add_argument("--config", type=Path, metavar="FILE", help="a config.json of any mlx-lm architecture instead")
+    group.add_argument("--size-gb", type=positive, metavar="GB", help="choose the number of layers for this size")
+
+
+def add_format_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments about values and files."""
+    group = parser.add_argument_group("values and files")
+    group.add_argument("--dtype", metavar="NAME", help="bfloat16 (default, or the config's), float16 or float32")
+    group.add_argument("--quantize-bits", type=int, metavar="N", help="quantize to N bits")
+    group.add_argument("--group-size", type=int, metavar="N", help="values per scale (default 64, or the mode's)")
+    group.add_argument("--mode", choices=list(MODES), help="kind of quantization (default affine)")
+    group.add_argument("--shard-size-gb", type=positive, default=1.0, metavar="GB", help="largest file (default 1)")
+    group.add_argument("--naming", choices=["mlx", "huggingface"], default="mlx", help="whose tensor names")
+    group.add_argument("--layout", choices=["shuffled", "sequential"], default="shuffled", help="order inside a file")
+    group.add_argument("--seed", type=int, default=0, metavar="N")
+    group.add_argument("--force", action="store_true", help="overwrite the model in OUT")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = Parser(description="Write a random-weight model of any size in constant memory.", allow_abbrev=False)
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory to write")
+    add_shape_arguments(parser)
+    add_format_arguments(parser)
+    args = parser.parse_args(arguments)
+    if args.size_gb is not None and args.layers is not None:
+        raise UsageError("--size-gb chooses the layers: give it or --layers")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: The command line without the program's name.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        print(create(parse(arguments)))
+    except UsageError as error:
+        print(f"make_random_model: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"make_random_model: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

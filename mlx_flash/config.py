@@ -24,10 +24,11 @@ class FlashConfig:
     Attributes:
         ram_budget_gb: what the whole process may use at its peak, in decimal GB; ``"min"`` is the smallest workable
             budget; None takes 70 % of the memory that is free when the model is loaded.
-        context_length: tokens of KV cache the plan sets memory aside for, over all sequences. A longer context is not
-            refused: pinned weights make room for it while there are any.
+        context_length: tokens of KV cache the plan sets memory aside for, over all sequences. None plans for 4096, or
+            for less where those would take more than a quarter of the budget. A call that would need more memory than
+            the budget has left is refused.
         prefill_step_size: the most new tokens in one forward call the plan sets memory aside for. None plans for
-            mlx-lm's default, or for less where that would take more than a quarter of the budget.
+            mlx-lm's default, or for less where that would take more than a fifth of the budget.
         num_slots: buffers that the streamed units take turns in. None lets the plan choose.
         io: ``"direct"`` reads past the operating system's page cache, ``"buffered"`` through it; ``"auto"`` is direct
             where the file system can.
@@ -38,7 +39,7 @@ class FlashConfig:
     """
 
     ram_budget_gb: Budget = None
-    context_length: int = 1024
+    context_length: int | None = None
     prefill_step_size: int | None = None
     num_slots: int | None = None
     io: IOMode = "auto"

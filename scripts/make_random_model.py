@@ -235,7 +235,7 @@ def make_all(seed: int, tensors: Iterable[Tensor], pool: ThreadPoolExecutor) -> 
 # Which tensors a model has
 
 
-def layers() -> Any:
+def mlx_nn() -> Any:
     """The module mlx.nn, imported late so that a mistaken command line is told of at once."""
     return importlib.import_module("mlx.nn")
 
@@ -264,7 +264,7 @@ def quantize(model: Any, config: Config) -> Config:
             fits = hasattr(module, "to_quantized") and module.weight.shape[-1] % group == 0
             return settings.get(path, fits)
 
-        layers().quantize(model, group, bits, mode=mode, class_predicate=chosen)
+        mlx_nn().quantize(model, group, bits, mode=mode, class_predicate=chosen)
         return config
     plain = {key: value for key, value in config.items() if not key.startswith("quantization")}
     with contextlib.redirect_stdout(io.StringIO()):
@@ -300,7 +300,7 @@ class Describer:
 
     def __init__(self, model: Any, dtype: str) -> None:
         """Take the modules of a model, whose floating parameters will have the dtype."""
-        nn = layers()
+        nn = mlx_nn()
         self._modules = dict(model.named_modules())
         self._dtype = DTYPE_CODES[dtype]
         self._casts: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _name: True)
@@ -310,11 +310,9 @@ class Describer:
 
     def _has_head(self) -> bool:
         """Whether a module other than the embedding has a row for each token."""
-        rows = {self._modules[path].weight.shape[0] for path in self._embeddings}
+        tokens = max((self._modules[path].weight.shape[0] for path in self._embeddings), default=0)
         others = (module for path, module in self._modules.items() if path not in self._embeddings)
-        return any(
-            "weight" in module and module.weight.ndim == 2 and module.weight.shape[0] in rows for module in others
-        )
+        return any("weight" in module and module.weight.shape[0] == tokens for module in others)
 
     def describe(self, name: str, parameter: Any) -> Tensor:
         """Describe one parameter."""
@@ -378,7 +376,8 @@ def list_tensors(config: Config, dtype: str) -> tuple[list[Tensor], Config]:
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"cannot quantize this model so: {error}") from error
     describer = Describer(model, dtype)
-    return [describer.describe(name, parameter) for name, parameter in tree_flatten(model.parameters())], config
+    leaves: Any = tree_flatten(model.parameters())
+    return [describer.describe(name, parameter) for name, parameter in leaves], config
 
 
 # Hugging Face's names
@@ -586,9 +585,12 @@ def finish_config(args: argparse.Namespace) -> Config:
     if settings is not None:
         config["quantization"] = settings
     elif "quantization_config" in config and "quantization" not in config:
-        raise UsageError("this config names a quantization_config that is not mlx-lm's; remove it from the config")
+        raise UsageError(
+            "this config has a quantization_config that is not mlx-lm's; remove it or give --quantize-bits"
+        )
     if "quantization" in config:
         config["quantization_config"] = config["quantization"]
+    check_vocabulary(config)
     return config if args.size_gb is None else fit_size(config, config["torch_dtype"], args.size_gb)
 
 
@@ -612,8 +614,6 @@ def make_tokenizer(vocab_size: int) -> Any:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     base = [*SPECIAL_TOKENS, *alphabet]
-    if vocab_size < len(base):
-        raise UsageError(f"the vocabulary needs at least {len(base)} tokens; this model has {vocab_size}")
     merges = list(grown_words(vocab_size - len(base), alphabet))
     names = base + [left + right for left, right in merges]
     vocab = {name: index for index, name in enumerate(names)}
@@ -643,6 +643,13 @@ def vocabulary_size(config: Config) -> int:
     if not isinstance(size, int):
         raise UsageError("this config does not say its vocab_size")
     return size
+
+
+def check_vocabulary(config: Config) -> None:
+    """Refuse a vocabulary without room for all bytes and the special tokens."""
+    least, size = len(SPECIAL_TOKENS) + 256, vocabulary_size(config)
+    if size < least:
+        raise UsageError(f"the vocabulary needs at least {least} tokens; this model has {size}")
 
 
 # The files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -43,6 +44,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
             disk.direct,
         ),
         compute_bytes_per_second=compute,
+        barrier_seconds=barrier_seconds(),
         has_buffer_cache=mx.default_device() == mx.gpu,
     )
 
@@ -58,6 +60,13 @@ def compute_bytes_per_second(layout: ModelLayout) -> float:
     mx.eval(x, part.parameters())
     nbytes = sum(array.nbytes for array in part.values() if isinstance(array, mx.array))
     return nbytes / min(_seconds(part, x) for _ in range(3))
+
+
+def barrier_seconds() -> float:
+    """What it takes to compute next to nothing and wait for it."""
+    x = mx.zeros((1,))
+    mx.eval(x)
+    return min(_seconds(mx.negative, x) for _ in range(5))
 
 
 def _largest_linear(layout: ModelLayout) -> nn.Module | None:
@@ -89,7 +98,7 @@ def _inputs(linear: nn.Module) -> int:
     return columns * 32 // linear.bits if isinstance(linear, nn.QuantizedLinear) else columns
 
 
-def _seconds(module: nn.Module, x: mx.array) -> float:
+def _seconds(function: Callable[[mx.array], mx.array], x: mx.array) -> float:
     began = time.perf_counter()
-    mx.eval(module(x))
+    mx.eval(function(x))
     return time.perf_counter() - began

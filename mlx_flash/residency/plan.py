@@ -1,7 +1,6 @@
 """What stays in memory: a pure function from sizes, settings and machine to a plan that adds up.
 
-The access pattern of a forward pass is a cycle, where a least-recently-used cache hits nothing; a fixed pinned part hits
-its share. Pinned layers are spread evenly between streamed ones, so that reading overlaps computing.
+A forward pass reads in a cycle, where a least-recently-used cache hits nothing; a fixed pinned part hits its share. What is streamed is spread evenly over the layers, so that reading overlaps computing.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError
-from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes, UnitSize
+from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes, TensorSize, UnitSize
 from mlx_flash.storage.probe import DiskProfile
 
 MB = 1_000_000
@@ -21,8 +20,13 @@ RUNTIME_BYTES = 40 * MB
 AUTO_SHARE = 0.7
 """Share of the free memory that a budget of None takes."""
 
-ACTIVATION_SHARE = 0.25
+ACTIVATION_SHARE = 0.2
 """Share of the budget that a forward call's activations may take when the plan chooses the prefill step."""
+
+KV_SHARE = 0.25
+"""Share of the budget that the KV cache may take when the plan chooses the context length."""
+
+CONTEXT_LENGTHS = (4096, 2048, 1024, 512, 256)
 
 PREFILL_STEPS = (2048, 1024, 512, 256, 128, 64, 32, 16)
 """2048 is mlx-lm's default."""
@@ -31,11 +35,13 @@ MAX_SLOTS = 3
 WORTH_A_SLOT = 0.98
 """One more slot must bring the predicted time below this share of what it was."""
 
+SEARCH_STEPS = 16
+
 HEAD_TILE_BYTES = 32 << 20
 """Tile size for a head that is streamed while no layer is."""
 
 TILE_ROW_MULTIPLE = 64
-TILE_SLACK_BYTES = 128 * 1024
+TILE_SLACK_BYTES = 192 * 1024
 """Padding to pages and alignment that a tile may need beside its rows."""
 
 
@@ -49,6 +55,7 @@ class Machine:
         base_bytes: footprint of the process before any weight.
         disk: how the checkpoint's disk reads.
         compute_bytes_per_second: weight bytes the processor works through when decoding.
+        barrier_seconds: what it costs to wait for a layer's result before the next layer is begun.
         has_buffer_cache: whether MLX keeps freed buffers (GPU back ends do).
     """
 
@@ -57,6 +64,7 @@ class Machine:
     base_bytes: int
     disk: DiskProfile
     compute_bytes_per_second: float
+    barrier_seconds: float
     has_buffer_cache: bool
 
 
@@ -65,7 +73,7 @@ class Streaming:
     """What flows through the slots on every pass.
 
     Attributes:
-        layers: names of the streamed layers.
+        layers: of each layer that is not in memory whole, its name and the names of the parameters that are read.
         heads: rows a tile of each head, or embedding table serving as head, that is computed tile by tile.
         tables: names of the embedding tables of which rows are read on demand.
         num_slots: number of slots.
@@ -74,7 +82,7 @@ class Streaming:
         seconds: predicted time of that pass.
     """
 
-    layers: tuple[str, ...] = ()
+    layers: tuple[tuple[str, tuple[str, ...]], ...] = ()
     heads: tuple[tuple[str, int], ...] = ()
     tables: tuple[str, ...] = ()
     num_slots: int = 0
@@ -147,6 +155,23 @@ class ResidencyPlan:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What is given."""
+
+    sizes: ModelSizes
+    config: FlashConfig
+    machine: Machine
+
+
+@dataclass(frozen=True, slots=True)
+class _Reserve:
+    """What is set aside for tokens."""
+
+    prefill_step_size: int
+    context_length: int
+
+
 def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
     """Decides what stays in memory.
 
@@ -158,7 +183,8 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
     Raises:
         BudgetError: the budget, or the machine, is too small; it names the smallest workable budget.
     """
-    smallest = _smallest(sizes, config, machine)
+    task = _Task(sizes, config, machine)
+    smallest = _smallest(task)
     minimum = _round_up(smallest.peak_bytes, MB)
     budget = config.budget_bytes
     if budget == "min":
@@ -167,8 +193,7 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
         budget = max(minimum, int(machine.available_memory * AUTO_SHARE))
     if budget < minimum:
         raise BudgetError(_too_small(budget, minimum, smallest), minimum)
-    best = _best(sizes, config, machine, budget) or smallest
-    plan = replace(best, budget_bytes=budget, minimum_bytes=minimum)
+    plan = replace(_best(task, budget) or smallest, budget_bytes=budget, minimum_bytes=minimum)
     if plan.peak_bytes > machine.total_memory:
         raise BudgetError(
             f"the plan needs {plan.peak_bytes / GB:.2f} GB, but this process can have {machine.total_memory / GB:.2f} GB "
@@ -186,56 +211,73 @@ def _too_small(budget: int, minimum: int, smallest: ResidencyPlan) -> str:
     )
 
 
-def _smallest(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
-    """One slot, nothing pinned, the shortest prefill step."""
-    step = config.prefill_step_size or min(PREFILL_STEPS[-1], config.context_length)
-    slots = config.num_slots or 1
-    return _assemble(sizes, config, machine, step, slots, frozenset(), head_pinned=False)
+def _smallest(task: _Task) -> ResidencyPlan:
+    """As few slots as allowed, nothing pinned, the shortest prefill step."""
+    config = task.config
+    step = config.prefill_step_size or PREFILL_STEPS[-1]
+    context = config.context_length or PREFILL_STEPS[-1]
+    streamed = [unit.tensors for unit in task.sizes.layers]
+    return _assemble(task, _Reserve(min(step, context), context), config.num_slots or 1, streamed, head_pinned=False)
 
 
-def _best(sizes: ModelSizes, config: FlashConfig, machine: Machine, budget: int) -> ResidencyPlan | None:
-    """The fastest plan that fits, with the longest prefill step that leaves the weights their room."""
-    for step in _prefill_steps(config):
-        plans = list(_candidates(sizes, config, machine, budget, step))
-        affordable = [p for p in plans if config.prefill_step_size or p.activation_bytes <= ACTIVATION_SHARE * budget]
-        if affordable:
-            return _fastest(affordable)
+def _best(task: _Task, budget: int) -> ResidencyPlan | None:
+    """The fastest plan that fits, with the longest context and prefill step that leave the weights their room."""
+    for reserve in _reserves(task, budget):
+        plans = list(_candidates(task, budget, reserve))
+        if plans:
+            return _fastest(plans)
     return None
 
 
-def _prefill_steps(config: FlashConfig) -> Iterator[int]:
-    if config.prefill_step_size is not None:
-        yield config.prefill_step_size
-        return
-    longest = next((s for s in reversed(PREFILL_STEPS) if s >= config.context_length), PREFILL_STEPS[0])
-    yield from (step for step in PREFILL_STEPS if step <= longest)
+def _reserves(task: _Task, budget: int) -> Iterator[_Reserve]:
+    """What to set aside for tokens, most first. What the user asked for is not cut; what was left open is."""
+    config, sizes = task.config, task.sizes
+    for context in [config.context_length] if config.context_length else CONTEXT_LENGTHS:
+        kv_bytes = sizes.kv_bytes_per_token * context
+        if not config.context_length and context > CONTEXT_LENGTHS[-1] and kv_bytes > KV_SHARE * budget:
+            continue
+        longest = next((s for s in reversed(PREFILL_STEPS) if s >= context), PREFILL_STEPS[0])
+        for step in [config.prefill_step_size] if config.prefill_step_size else PREFILL_STEPS:
+            nbytes = sizes.activations.nbytes(step, context, all_logits=False)
+            if config.prefill_step_size or (step <= longest and nbytes <= ACTIVATION_SHARE * budget):
+                yield _Reserve(step, context)
+    if not config.context_length:
+        yield _Reserve(config.prefill_step_size or PREFILL_STEPS[-1], PREFILL_STEPS[-1])
 
 
-def _candidates(
-    sizes: ModelSizes, config: FlashConfig, machine: Machine, budget: int, step: int
-) -> Iterator[ResidencyPlan]:
-    """For each number of slots, fewest first, the plan that pins the most."""
-    everything = _everything(sizes, config, machine, step)
+def _candidates(task: _Task, budget: int, reserve: _Reserve) -> Iterator[ResidencyPlan]:
+    """Everything in memory if that fits; else, for each number of slots and way to cut layers, the most pinned."""
+    everything = _everything(task, reserve)
     if everything.peak_bytes <= budget:
         yield everything
         return
-    for num_slots in [config.num_slots] if config.num_slots else range(1, MAX_SLOTS + 1):
-        for head_pinned in (True, False):
-            plan = _most_pinned(sizes, config, machine, budget, step, num_slots, head_pinned)
-            if plan is not None:
-                yield plan
-                break
+    for num_slots in [task.config.num_slots] if task.config.num_slots else range(1, MAX_SLOTS + 1):
+        for whole_layers in (True, False):
+            for head_pinned in (True, False):
+                plan = _most_pinned(task, budget, reserve, num_slots, whole_layers, head_pinned)
+                if plan is not None:
+                    yield plan
+                    break
 
 
 def _most_pinned(
-    sizes: ModelSizes, config: FlashConfig, machine: Machine, budget: int, step: int, num_slots: int, head_pinned: bool
+    task: _Task, budget: int, reserve: _Reserve, num_slots: int, whole_layers: bool, head_pinned: bool
 ) -> ResidencyPlan | None:
-    for count in range(len(sizes.layers), -1, -1):
-        pinned = frozenset(sizes.layers[i].name for i in spread(count, len(sizes.layers)))
-        plan = _assemble(sizes, config, machine, step, num_slots, pinned, head_pinned=head_pinned)
-        if plan.peak_bytes <= budget:
-            return plan
-    return None
+    """Finds by bisection how few of the layers' bytes can be streamed within the budget."""
+    total = sum(unit.nbytes for unit in task.sizes.layers)
+    best, low, high = None, 0, total
+    for _ in range(SEARCH_STEPS):
+        streamed = spread(task.sizes.layers, high if best is None else (low + high) // 2, whole_layers)
+        plan = _assemble(task, reserve, num_slots, streamed, head_pinned=head_pinned)
+        fits = plan.peak_bytes <= budget
+        if best is None and not fits:
+            return None
+        middle = high if best is None else (low + high) // 2
+        if fits:
+            best, high = plan, middle
+        else:
+            low = middle
+    return best
 
 
 def _fastest(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
@@ -246,49 +288,83 @@ def _fastest(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
     return best
 
 
-def spread(count: int, total: int) -> list[int]:
-    """``count`` of ``total`` positions, as evenly apart as whole numbers allow."""
-    return [(2 * j + 1) * total // (2 * count) for j in range(count)]
+def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[tuple[TensorSize, ...]]:
+    """Chooses which tensors of each layer are streamed, so that every stretch of layers has its share of the target.
+
+    Args:
+        layers: the layers.
+        target: bytes to stream, over all layers.
+        whole_layers: stream a layer whole or not at all; fewer layers are waited for then.
+    """
+    total = sum(unit.nbytes for unit in layers)
+    chosen, passed, done = [], 0, 0
+    for unit in layers:
+        passed += unit.nbytes
+        due = target * passed // max(total, 1) - done
+        tensors = _whole(unit, due) if whole_layers else _some(unit, due)
+        done += sum(tensor.nbytes for tensor in tensors)
+        chosen.append(tensors)
+    return chosen
 
 
-def _everything(sizes: ModelSizes, config: FlashConfig, machine: Machine, step: int) -> ResidencyPlan:
+def _whole(unit: UnitSize, due: int) -> tuple[TensorSize, ...]:
+    return unit.tensors if 2 * due >= unit.nbytes else ()
+
+
+def _some(unit: UnitSize, due: int) -> tuple[TensorSize, ...]:
+    """Tensors of together about ``due`` bytes, the largest first."""
+    kept = []
+    for tensor in sorted(unit.tensors, key=lambda t: t.nbytes, reverse=True):
+        if 2 * due >= tensor.nbytes:
+            kept.append(tensor)
+            due -= tensor.nbytes
+    return tuple(tensor for tensor in unit.tensors if tensor in kept)
+
+
+def _everything(task: _Task, reserve: _Reserve) -> ResidencyPlan:
     """All weights in memory: nothing is streamed, the model runs as mlx-lm's own."""
-    units = [*sizes.layers, *sizes.heads, *(table.unit for table in sizes.tables)]
-    seconds = sizes.nbytes / machine.compute_bytes_per_second
-    return _add_up(sizes, config, machine, step, units, Streaming(seconds=seconds))
+    sizes = task.sizes
+    pinned = sum(u.buffer_bytes for u in [*sizes.layers, *sizes.heads, *(table.unit for table in sizes.tables)])
+    return _add_up(task, reserve, pinned, Streaming(seconds=sizes.nbytes / task.machine.compute_bytes_per_second))
 
 
 def _assemble(
-    sizes: ModelSizes,
-    config: FlashConfig,
-    machine: Machine,
-    step: int,
+    task: _Task,
+    reserve: _Reserve,
     num_slots: int,
-    pinned_layers: frozenset[str],
+    streamed: Sequence[tuple[TensorSize, ...]],
     *,
     head_pinned: bool,
 ) -> ResidencyPlan:
-    streamed = [unit for unit in sizes.layers if unit.name not in pinned_layers]
-    pinned = [unit for unit in sizes.layers if unit.name in pinned_layers]
+    sizes = task.sizes
     heads = [*sizes.heads, *(table.unit for table in sizes.tables if table.is_head)]
-    if head_pinned:
-        pinned, heads = [*pinned, *heads], []
-    slot = max((unit.buffer_bytes for unit in streamed), default=HEAD_TILE_BYTES if heads else 0)
-    slot = max([slot, *(TILE_ROW_MULTIPLE * _row_bytes(head) + TILE_SLACK_BYTES for head in heads)])
-    tiles = {head.name: tile_rows(head, slot) for head in heads}
-    num_units = len(streamed) + sum(-(-(h.num_rows or 0) // tiles[h.name]) for h in heads)
-    num_slots = min(num_slots, num_units)
-    kept = {unit.name for unit in pinned}
+    tiled = [] if head_pinned else heads
+    slot = _slot_bytes(streamed, tiled)
+    tiles = {head.name: tile_rows(head, slot) for head in tiled}
+    num_units = sum(map(bool, streamed)) + sum(_num_tiles(head, tiles[head.name]) for head in tiled)
+    kept = {head.name for head in heads} if head_pinned else set()
+    pinned = sum(unit.buffer_bytes for unit in [*sizes.layers, *heads]) - sum(unit.buffer_bytes for unit in tiled)
     streaming = Streaming(
-        layers=tuple(unit.name for unit in streamed),
+        layers=tuple((u.name, tuple(t.name for t in ts)) for u, ts in zip(sizes.layers, streamed, strict=True) if ts),
         heads=tuple(tiles.items()),
         tables=tuple(table.unit.name for table in sizes.tables if table.unit.name not in kept),
-        num_slots=num_slots,
-        slot_bytes=slot if num_slots else 0,
-        read_bytes=sum(unit.read_bytes for unit in [*streamed, *heads]),
-        seconds=_predict(sizes.layers, pinned_layers, pinned, heads, tiles, num_slots, machine),
+        num_slots=min(num_slots, num_units),
+        slot_bytes=slot if num_units else 0,
+        read_bytes=sum(tensor.nbytes for ts in streamed for tensor in ts) + sum(head.nbytes for head in tiled),
     )
-    return _add_up(sizes, config, machine, step, pinned, streaming)
+    streaming = replace(streaming, seconds=_predict(task, streaming, streamed, heads))
+    return _add_up(task, reserve, pinned - sum(t.buffer_bytes for ts in streamed for t in ts), streaming)
+
+
+def _slot_bytes(streamed: Sequence[tuple[TensorSize, ...]], tiled: Sequence[UnitSize]) -> int:
+    layers = max((sum(tensor.buffer_bytes for tensor in tensors) for tensors in streamed), default=0)
+    least = max((TILE_ROW_MULTIPLE * _row_bytes(head) + TILE_SLACK_BYTES for head in tiled), default=0)
+    usual = HEAD_TILE_BYTES if tiled and not layers else 0
+    return max(layers, least, usual)
+
+
+def _num_tiles(head: UnitSize, rows: int) -> int:
+    return -(-(head.num_rows or 0) // rows)
 
 
 def tile_rows(head: UnitSize, slot_bytes: int) -> int:
@@ -305,10 +381,9 @@ def _row_bytes(head: UnitSize) -> int:
     return -(-head.nbytes // head.num_rows)
 
 
-def _add_up(
-    sizes: ModelSizes, config: FlashConfig, machine: Machine, step: int, pinned: list[UnitSize], streaming: Streaming
-) -> ResidencyPlan:
-    context = _round_up(config.context_length, CACHE_STEP)
+def _add_up(task: _Task, reserve: _Reserve, pinned_bytes: int, streaming: Streaming) -> ResidencyPlan:
+    sizes, machine = task.sizes, task.machine
+    context = _round_up(reserve.context_length, CACHE_STEP)
     units = [*sizes.layers, *sizes.heads, *(table.unit for table in sizes.tables)]
     bounce = machine.disk.direct and any(unit.copies for unit in units)
     num_layers = max(1, len(sizes.layers))
@@ -318,18 +393,18 @@ def _add_up(
         model_bytes=sizes.nbytes,
         base_bytes=machine.base_bytes + RUNTIME_BYTES,
         resident_bytes=sizes.resident_bytes,
-        pinned_bytes=sum(unit.buffer_bytes for unit in pinned),
+        pinned_bytes=pinned_bytes,
         streaming=streaming,
         # A cache that grows holds its old and its new arrays for a moment, one layer at a time.
         kv_bytes=sizes.kv_bytes_per_token * context * (num_layers + 1) // num_layers,
-        activation_bytes=sizes.activations.nbytes(step, context, all_logits=bool(streaming.heads)),
+        activation_bytes=sizes.activations.nbytes(reserve.prefill_step_size, context, all_logits=bool(streaming.heads)),
         bounce_bytes=machine.disk.read_size * machine.disk.queue_depth if bounce else 0,
         read_size=machine.disk.read_size,
         queue_depth=machine.disk.queue_depth,
         disk_bytes_per_second=machine.disk.bytes_per_second,
-        cache_limit=_cache_limit(config, machine),
-        prefill_step_size=step,
-        context_length=config.context_length,
+        cache_limit=_cache_limit(task.config, machine),
+        prefill_step_size=reserve.prefill_step_size,
+        context_length=reserve.context_length,
     )
 
 
@@ -341,23 +416,20 @@ def _cache_limit(config: FlashConfig, machine: Machine) -> int:
 
 
 def _predict(
-    layers: Sequence[UnitSize],
-    pinned_layers: frozenset[str],
-    pinned: Sequence[UnitSize],
-    heads: Sequence[UnitSize],
-    tiles: dict[str, int],
-    num_slots: int,
-    machine: Machine,
+    task: _Task, streaming: Streaming, streamed: Sequence[tuple[TensorSize, ...]], heads: Sequence[UnitSize]
 ) -> float:
     """Seconds of a decoding pass, from a simulation of the ring."""
-    disk, compute = machine.disk.bytes_per_second, machine.compute_bytes_per_second
-    steps = [(0.0 if unit.name in pinned_layers else unit.read_bytes / disk, unit.nbytes / compute) for unit in layers]
-    names = {unit.name for unit in layers}
-    steps += [(0.0, unit.nbytes / compute) for unit in pinned if unit.name not in names]
+    disk, compute = task.machine.disk.bytes_per_second, task.machine.compute_bytes_per_second
+    barrier, tiles = task.machine.barrier_seconds, dict(streaming.heads)
+    steps = []
+    for unit, tensors in zip(task.sizes.layers, streamed, strict=True):
+        read = sum(tensor.nbytes for tensor in tensors) / disk
+        steps.append((read, unit.nbytes / compute + (barrier if tensors else 0.0)))
     for head in heads:
-        count = -(-(head.num_rows or 0) // tiles[head.name])
-        steps += [(head.read_bytes / disk / count, head.nbytes / compute / count)] * count
-    return simulate(steps, num_slots)
+        count = _num_tiles(head, tiles[head.name]) if head.name in tiles else 1
+        read = head.nbytes / disk / count if head.name in tiles else 0.0
+        steps += [(read, head.nbytes / compute / count)] * count
+    return simulate(steps, streaming.num_slots)
 
 
 def simulate(steps: Sequence[tuple[float, float]], num_slots: int, num_passes: int = 4) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash.checkpoint.layout import ModelLayout, Parameter, Unit
-from mlx_flash.storage.placement import place
+from mlx_flash.storage.placement import padded_bytes, place
 
 CACHE_STEP = 256
 """mlx-lm's KV cache grows by this many tokens."""
@@ -17,24 +17,45 @@ _DEFAULT_EXPERTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class UnitSize:
-    """A unit that is streamed or pinned whole.
+class TensorSize:
+    """A tensor that can be pinned or streamed.
 
     Attributes:
-        name: its path in the model.
-        nbytes: bytes of its large parameters.
-        buffer_bytes: memory they take in a slot, padding included.
-        read_bytes: bytes read from disk to fill it.
-        num_rows: output rows, for a unit that can be cut into row tiles; else None.
-        copies: whether its reads go through a bounce buffer.
+        name: the parameter's path in the model.
+        nbytes: its bytes on disk and in memory.
+        buffer_bytes: what it takes of a buffer at most, padding included.
     """
 
     name: str
     nbytes: int
     buffer_bytes: int
-    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSize:
+    """A unit in numbers.
+
+    Attributes:
+        name: its path in the model.
+        tensors: its large parameters.
+        num_rows: output rows, for a unit that can be cut into row tiles; else None.
+        copies: whether its direct reads go through a bounce buffer.
+    """
+
+    name: str
+    tensors: tuple[TensorSize, ...]
     num_rows: int | None = None
     copies: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory for all its tensors."""
+        return sum(tensor.buffer_bytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +150,9 @@ def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> Mode
 
 
 def _unit_size(unit: Unit, alignment: int, rows: bool = False) -> UnitSize:
-    placement = place([p.record for p in unit.large if p.record is not None], alignment)
-    num_rows = int(unit.module["weight"].shape[0]) if rows else None
-    return UnitSize(unit.name, unit.nbytes, placement.nbytes, placement.read_bytes, num_rows, placement.copies)
+    tensors = tuple(TensorSize(p.name, p.nbytes, padded_bytes(p.nbytes)) for p in unit.large)
+    copies = place([p.record for p in unit.large if p.record is not None], alignment).copies
+    return UnitSize(unit.name, tensors, int(unit.module["weight"].shape[0]) if rows else None, copies)
 
 
 def working_itemsize(parameters: list[Parameter]) -> int:

@@ -17,8 +17,8 @@ from pathlib import Path
 from mlx_flash.checkpoint.safetensors import TensorRecord
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 
-MERGE_GAP = 64 * 1024
-"""Neighbours at most this many bytes apart are read as one: reading the gap costs less than another read."""
+MERGE_GAP = DIRECT_ALIGNMENT
+"""Neighbours at most this many bytes apart are read as one: the page between them is read anyway."""
 
 COPY_ALIGNMENT = 256
 """Tensors that are copied anyway start at a multiple of this, as MLX's own GPU allocations do."""
@@ -86,6 +86,12 @@ class Placement:
     def copies(self) -> bool:
         """Whether any segment goes through a bounce buffer."""
         return any(segment.buffer_offset is None for segment in self.segments)
+
+
+def padded_bytes(nbytes: int) -> int:
+    """What a tensor takes of a buffer at most, wherever it lies in its file: the sum over some tensors is never less
+    than the size of their :class:`Placement`."""
+    return (-(-nbytes // DIRECT_ALIGNMENT) + 2) * DIRECT_ALIGNMENT
 
 
 def place(records: Sequence[TensorRecord], alignment: int = 1) -> Placement:

@@ -37,7 +37,7 @@ class ReadStats:
     """What was read so far.
 
     Attributes:
-        nbytes: bytes transferred from files.
+        nbytes: bytes of tensors that were read; the rest of the pages they lie on is not counted.
         busy_seconds: time during which at least one read was in flight.
         num_reads: reads that ended, retries not counted.
         num_retries: reads tried again after an I/O error.
@@ -181,39 +181,36 @@ class Reader:
         nbytes = 0
         try:
             if keep_cached or file.direct_fd is None:
-                nbytes = self._read_buffered(file, segment, start, stop, buffer, keep_cached)
+                self._read_buffered(file.buffered_fd, segment, start, stop, buffer, keep_cached)
             elif segment.buffer_offset is not None:
                 at = segment.buffer_offset + start - segment.offset
-                nbytes = self._read_direct(file.direct_fd, segment, start, buffer[at : at + stop - start])
+                self._read_direct(file.direct_fd, segment, start, buffer[at : at + stop - start])
             else:
-                nbytes = self._read_bounced(file.direct_fd, segment, start, stop, buffer)
+                self._read_bounced(file.direct_fd, segment, start, stop, buffer)
+            nbytes = sum(len(part) for _, part in _parts(segment, start, stop, buffer))
         finally:
             self._end(nbytes)
 
-    def _read_direct(self, fd: int, segment: Segment, start: int, target: memoryview) -> int:
-        return self._fill(fd, segment, start, target, min(len(target), segment.wanted_end - start), DIRECT_ALIGNMENT)
+    def _read_direct(self, fd: int, segment: Segment, start: int, target: memoryview) -> None:
+        self._fill(fd, segment, start, target, min(len(target), segment.wanted_end - start), DIRECT_ALIGNMENT)
 
-    def _read_bounced(self, fd: int, segment: Segment, start: int, stop: int, buffer: memoryview) -> int:
+    def _read_bounced(self, fd: int, segment: Segment, start: int, stop: int, buffer: memoryview) -> None:
         bounce = self._bounce_buffer()[: stop - start]
-        nbytes = self._read_direct(fd, segment, start, bounce)
+        self._read_direct(fd, segment, start, bounce)
         for offset, part in _parts(segment, start, stop, buffer):
             source = bounce[offset - start : offset - start + len(part)]
             np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(source, np.uint8))  # releases the GIL
-        return nbytes
 
     def _read_buffered(
-        self, file: SourceFile, segment: Segment, start: int, stop: int, buffer: memoryview, keep_cached: bool
-    ) -> int:
-        fd = file.buffered_fd
-        nbytes = sum(
-            self._fill(fd, segment, offset, part, len(part), 1) for offset, part in _parts(segment, start, stop, buffer)
-        )
+        self, fd: int, segment: Segment, start: int, stop: int, buffer: memoryview, keep_cached: bool
+    ) -> None:
+        for offset, part in _parts(segment, start, stop, buffer):
+            self._fill(fd, segment, offset, part, len(part), 1)
         if not keep_cached:
             drop_cached(fd, start, min(stop, segment.wanted_end) - start)
-        return nbytes
 
-    def _fill(self, fd: int, segment: Segment, offset: int, target: memoryview, needed: int, alignment: int) -> int:
-        """Reads until ``needed`` bytes are in ``target``. Returns how many came; more may, up to the whole target."""
+    def _fill(self, fd: int, segment: Segment, offset: int, target: memoryview, needed: int, alignment: int) -> None:
+        """Reads until ``needed`` bytes are in ``target``; more may come, up to the whole target."""
         got = retries = 0
         while got < needed:
             try:
@@ -230,7 +227,6 @@ class Reader:
             if progress <= got:  # nothing came, or less than the one page a direct read could go on from
                 raise _truncated_error(segment, offset, got + count, needed)
             got = progress
-        return got
 
     def _bounce_buffer(self) -> memoryview:
         buffer: memoryview | None = getattr(self._local, "bounce", None)

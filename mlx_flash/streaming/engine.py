@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,9 +34,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class _Pinning:
-    """A unit on its way into memory."""
+    """Parameters on their way into memory."""
 
-    unit: Unit
+    parameters: list[Parameter]
     placement: Placement
     arena: Arena
     ticket: Ticket
@@ -75,7 +76,7 @@ class Engine:
         try:
             for parameter in [p for unit in layout.units for p in unit.small] + layout.resident:
                 mx.eval(parameter.array)
-            self._pin(_pinned_units(layout, plan), progress or (lambda done, total: None))
+            self._pin(_pinned_parts(layout, plan), progress or (lambda done, total: None))
             slots = [Arena(plan.streaming.slot_bytes) for _ in range(plan.streaming.num_slots)]
             self.stream = WeightStream(slots, reader, poison)
             self._start_streaming(layout, plan)
@@ -83,54 +84,56 @@ class Engine:
             self.close()
             raise
 
-    def _pin(self, units: list[Unit], progress: Progress) -> None:
-        """Reads the pinned units, the next one while the last one is bound."""
-        done, total = 0, sum(unit.nbytes for unit in units)
+    def _pin(self, parts: list[list[Parameter]], progress: Progress) -> None:
+        """Reads what is pinned, part by part, always one part ahead."""
+        done, total = 0, sum(parameter.nbytes for part in parts for parameter in part)
         progress(done, total)
-        under_way: list[_Pinning] = []
+        under_way: deque[_Pinning] = deque()
         try:
-            for unit in [*units, None, None]:
-                if unit is not None:
-                    under_way.append(self._begin_pinning(unit))
-                if under_way and (len(under_way) > 2 or unit is None):
-                    done += self._finish_pinning(under_way.pop(0))
+            for part in parts:
+                under_way.append(self._begin_pinning(part))
+                if len(under_way) > 1:
+                    done += self._finish_pinning(under_way.popleft())
                     progress(done, total)
-        except BaseException:
+            while under_way:
+                done += self._finish_pinning(under_way.popleft())
+                progress(done, total)
+        finally:
             for pinning in under_way:
                 pinning.ticket.cancel()
-            raise
 
-    def _begin_pinning(self, unit: Unit) -> _Pinning:
-        placement = place(_records(unit.large), self._alignment)
+    def _begin_pinning(self, parameters: list[Parameter]) -> _Pinning:
+        placement = place(_records(parameters), self._alignment)
         arena = Arena(placement.nbytes)
-        return _Pinning(unit, placement, arena, self.reader.submit(placement.segments, arena.memory))
+        return _Pinning(parameters, placement, arena, self.reader.submit(placement.segments, arena.memory))
 
     def _finish_pinning(self, pinning: _Pinning) -> int:
         pinning.ticket.wait()
-        self._bound += pinning.unit.large
-        bind(pinning.unit.large, pinning.placement, pinning.arena)
-        return pinning.unit.nbytes
+        self._bound += pinning.parameters
+        bind(pinning.parameters, pinning.placement, pinning.arena)
+        return sum(parameter.nbytes for parameter in pinning.parameters)
 
     def _start_streaming(self, layout: ModelLayout, plan: ResidencyPlan) -> None:
-        layers, heads, tables = set(plan.streaming.layers), dict(plan.streaming.heads), set(plan.streaming.tables)
+        layers, heads, tables = dict(plan.streaming.layers), dict(plan.streaming.heads), set(plan.streaming.tables)
         for unit in layout.layers:
             if unit.name in layers:
-                self._stream_layer(unit)
+                self._stream_layer(unit, set(layers[unit.name]))
         for unit in layout.heads:
             if unit.name in heads:
-                self._swap(unit, TiledLinear, self._tile(unit, heads[unit.name]))
+                self._swap(unit, TiledLinear, self._tile(unit, heads[unit.name]), unit.large)
         for unit in layout.embeddings:
             if unit.name in tables:
                 head = self._tile(unit, heads[unit.name]) if unit.name in heads else None
-                self._swap(unit, EmbeddingRows, TableState(unit.large, self.reader, head))
+                self._swap(unit, EmbeddingRows, TableState(unit.large, self.reader, head), unit.large)
         self.stream.start()
 
-    def _stream_layer(self, unit: Unit) -> None:
-        placement = place(_records(unit.large), self._alignment)
+    def _stream_layer(self, unit: Unit, names: set[str]) -> None:
+        parameters = [parameter for parameter in unit.large if parameter.name in names]
+        placement = place(_records(parameters), self._alignment)
         index, arena = self.stream.add(unit.name, placement)
-        self._bound += unit.large
-        bind(unit.large, placement, arena)
-        self._swap(unit, StreamedLayer, LayerState(index, self.stream))
+        self._bound += parameters
+        bind(parameters, placement, arena)
+        self._swap(unit, StreamedLayer, LayerState(index, self.stream), parameters)
 
     def _tile(self, unit: Unit, rows: int) -> HeadState:
         num_rows = unit.module["weight"].shape[0]
@@ -146,10 +149,10 @@ class Engine:
         }
         return Tile(index, tile_module(unit, start, stop, views))
 
-    def _swap(self, unit: Unit, mixin: type[SwappedClass], state: object) -> None:
+    def _swap(self, unit: Unit, mixin: type[SwappedClass], state: object, streamed: list[Parameter]) -> None:
         swap_class(unit.module, mixin, state)
         self._changed.append(unit.module)
-        self._streamed.update((id(parameter.container), parameter.key) for parameter in unit.large)
+        self._streamed.update((id(parameter.container), parameter.key) for parameter in streamed)
 
     def is_streamed(self, container: object, key: object) -> bool:
         """Whether the array that a module holds under a key is not (or not all the time) in memory."""
@@ -169,9 +172,12 @@ class Engine:
         self.reader.close()
 
 
-def _pinned_units(layout: ModelLayout, plan: ResidencyPlan) -> list[Unit]:
-    streamed = {*plan.streaming.layers, *dict(plan.streaming.heads), *plan.streaming.tables}
-    return [unit for unit in layout.units if unit.name not in streamed]
+def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Parameter]]:
+    """The large parameters that stay in memory, unit by unit."""
+    elsewhere = {*dict(plan.streaming.heads), *plan.streaming.tables}
+    streamed = {name for _, names in plan.streaming.layers for name in names}
+    parts = [unit.large for unit in layout.units if unit.name not in elsewhere]
+    return [kept for part in parts if (kept := [p for p in part if p.name not in streamed])]
 
 
 def _records(parameters: list[Parameter]) -> list[TensorRecord]:

@@ -1,0 +1,447 @@
+"""Tests of the helper scripts: the random-weight model writer and the smaller machine."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+MAKE = SCRIPTS / "make_random_model.py"
+MACHINE = SCRIPTS / "small_machine"
+TINY = ["--layers=2", "--hidden-size=64", "--intermediate-size=128", "--heads=4", "--kv-heads=2", "--vocab-size=300"]
+EXPERTS = ["--experts=4", "--experts-per-token=2", "--dtype=float32"]
+
+
+def run_make(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(MAKE), str(out), *arguments], capture_output=True, text=True)
+
+
+def make(out: Path, *arguments: str) -> Path:
+    result = run_make(out, *TINY, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("\n") == 1
+    assert str(out) in result.stdout
+    return out
+
+
+def refused(out: Path, *arguments: str) -> str:
+    result = run_make(out, *arguments)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def read_headers(folder: Path) -> dict[str, dict[str, Any]]:
+    headers = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            assert size % 8 == 0
+            headers[path.name] = json.loads(file.read(size))
+    return headers
+
+
+def read_tensors(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    tensors = {}
+    for name, header in read_headers(folder).items():
+        raw = (folder / name).read_bytes()
+        data = raw[8 + int.from_bytes(raw[:8], "little") :]
+        for tensor, entry in header.items():
+            if tensor != "__metadata__":
+                start, end = entry["data_offsets"]
+                tensors[tensor] = (entry["dtype"], entry["shape"], data[start:end])
+    return tensors
+
+
+def stored_order(header: dict[str, Any]) -> list[str]:
+    names = [name for name in header if name != "__metadata__"]
+    return sorted(names, key=lambda name: header[name]["data_offsets"])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a tiny model that tests only read, once for each set of arguments."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def model(*arguments: str) -> Path:
+        return make(folder / (" ".join(arguments) or "tiny"), *arguments)
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def tiny(made: Callable[..., Path]) -> Path:
+    return made()
+
+
+def generate(folder: Path, count: int = 5) -> list[int]:
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(folder, strict=True)
+    tokens = [7, 8, 100]
+    for _ in range(count):
+        logits = model(mx.array([tokens]))[0, -1].astype(mx.float32)
+        assert bool(mx.isfinite(logits).all())
+        assert float(mx.std(logits)) > 0.1
+        tokens.append(int(mx.argmax(logits)))
+    return tokens[3:]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--dtype=float32"],
+        ["--dtype=float16", "--tie-word-embeddings"],
+        ["--dtype=bfloat16", "--layers=24"],
+        ["--mode=affine"],
+        ["--quantize-bits=4", "--tie-word-embeddings"],
+        ["--mode=mxfp4"],
+        ["--mode=mxfp8"],
+    ],
+    ids=" ".join,
+)
+def test_model_loads_strictly_and_generates(made: Callable[..., Path], arguments: list[str]) -> None:
+    tokens = generate(made(*arguments))
+    assert len(tokens) == 5
+    assert all(0 <= token < 300 for token in tokens)
+
+
+def test_config_says_what_was_made(made: Callable[..., Path]) -> None:
+    config = json.loads((made("--mode=nvfp4") / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["torch_dtype"] == "bfloat16"
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
+    assert config["quantization"] == {"group_size": 16, "bits": 4, "mode": "nvfp4"}
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
+def test_quantized_weights_have_the_deviation_of_the_others(made: Callable[..., Path], mode: str) -> None:
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(made(f"--mode={mode}"))
+    layer = model.layers[0].mlp.down_proj
+    weight = mx.dequantize(layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode)
+    values = weight.astype(mx.float32) * 128**0.5
+    assert abs(float(mx.mean(values))) < 0.1
+    assert 0.6 < float(mx.std(values)) < 1.6
+
+
+def test_weights_are_rounded_normals_and_norms_are_one(tiny: Path, made: Callable[..., Path]) -> None:
+    exact = read_tensors(made("--dtype=float32"))
+    dtype, shape, raw = exact["model.layers.1.mlp.down_proj.weight"]
+    values = np.frombuffer(raw, np.float32)
+    assert (dtype, shape) == ("F32", [64, 128])
+    assert abs(values.std() * 128**0.5 - 1) < 0.05
+    _, _, rounded = read_tensors(tiny)["model.layers.1.mlp.down_proj.weight"]
+    wide = (np.frombuffer(rounded, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    assert np.all(np.abs(wide - values) <= np.abs(values) * 2.0**-8)
+    assert np.all(np.frombuffer(exact["model.norm.weight"][2], np.float32) == 1)
+
+
+def test_rounding_to_bfloat16_is_to_nearest_even(tiny: Path, made: Callable[..., Path]) -> None:
+    import mlx.core as mx
+
+    exact = read_tensors(made("--dtype=float32"))
+    for name, (_, _, raw) in read_tensors(tiny).items():
+        values = mx.array(np.frombuffer(exact[name][2], np.float32))
+        assert np.array(values.astype(mx.bfloat16).view(mx.uint16)).tobytes() == raw
+
+
+def test_same_seed_same_bytes_other_seed_other_bytes(tiny: Path, tmp_path: Path) -> None:
+    again = make(tmp_path / "m")
+    assert (again / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+    before = read_tensors(again)["lm_head.weight"]
+    assert read_tensors(make(again, "--seed=1", "--force"))["lm_head.weight"] != before
+
+
+def test_layout_and_sharding_change_the_files_but_no_value(tiny: Path, made: Callable[..., Path]) -> None:
+    other = made("--layout=sequential", "--shard-size-gb=0.00005")
+    headers = read_headers(other)
+    assert len(headers) > 2
+    assert all(re.fullmatch(rf"model-\d{{5}}-of-{len(headers):05d}\.safetensors", name) for name in headers)
+    assert read_tensors(other) == read_tensors(tiny)
+    index = json.loads((other / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {k: f for f, h in headers.items() for k in h if k != "__metadata__"}
+    assert index["metadata"]["total_size"] == sum(len(raw) for _, _, raw in read_tensors(other).values())
+    assert generate(other) == generate(tiny)
+
+
+def test_layouts_order_the_data(tiny: Path, made: Callable[..., Path]) -> None:
+    (header,) = read_headers(tiny).values()
+    sequential = read_headers(made("--layout=sequential", "--shard-size-gb=0.00005")).values()
+    order = [name for part in sequential for name in stored_order(part)]
+    assert all(list(part) == ["__metadata__", *stored_order(part)] for part in sequential)
+    assert order[0] == "model.embed_tokens.weight"
+    assert order[-1] == "lm_head.weight"
+    assert stored_order(header) != order
+    assert header["__metadata__"] == {"format": "mlx"}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "mixtral"])
+def test_huggingface_naming_loads_to_the_same_model(made: Callable[..., Path], architecture: str) -> None:
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import load_model
+
+    arguments = [f"--architecture={architecture}", *EXPERTS]
+    theirs = made("--naming=huggingface", "--shard-size-gb=0.0001", *arguments)
+    ours = made(*arguments)
+    (marker,) = {
+        "llama": ["self_attn.rotary_emb.inv_freq"],
+        "qwen3_moe": ["mlp.experts.3.gate_proj.weight"],
+        "mixtral": ["block_sparse_moe.experts.3.w2.weight"],
+    }[architecture]
+    assert f"model.layers.1.{marker}" in read_tensors(theirs)
+    models = [dict(tree_flatten(load_model(folder, strict=True)[0].parameters())) for folder in (theirs, ours)]
+    assert models[0].keys() == models[1].keys()
+    assert all(mx.array_equal(value, models[1][name]) for name, value in models[0].items())
+
+
+def test_any_architecture_from_a_config(tmp_path: Path) -> None:
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+        "num_key_value_heads": 1,
+        "vocab_size": 280,
+        "sliding_window_pattern": 2,
+    }
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "gemma3", "vocab_size": 280, "text_config": text}))
+    result = run_make(tmp_path / "m", f"--config={config}", "--layers=4", "--dtype=float32")
+    assert result.returncode == 0, result.stderr
+    assert len(generate(tmp_path / "m")) == 5
+    assert any("layers.3." in name for name in read_tensors(tmp_path / "m"))
+
+
+def test_a_config_quantized_per_module_keeps_its_choices(tmp_path: Path, made: Callable[..., Path]) -> None:
+    first = made("--mode=affine")
+    config = json.loads((first / "config.json").read_text())
+    path = "model.layers.0.mlp.up_proj"
+    config["quantization"] |= {path: {"group_size": 32, "bits": 8}, "lm_head": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run_make(tmp_path / "second", f"--config={tmp_path / 'config.json'}")
+    assert result.returncode == 0, result.stderr
+    tensors = read_tensors(tmp_path / "second")
+    assert tensors[f"{path}.weight"][1] == [128, 16]
+    assert "lm_head.scales" not in tensors
+    assert len(generate(tmp_path / "second")) == 5
+
+
+def test_tokenizer_round_trip_and_chat_template(tiny: Path) -> None:
+    from mlx_lm.utils import load_tokenizer
+
+    tokenizer = load_tokenizer(tiny)
+    text = "Hello, wörld!  two spaces\n\ttab 日本 🙂"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert max(tokens) < 300
+    assert tokenizer.decode(tokens) == text
+    assert len(tokenizer) == 300
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert chat == "<|bos|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.encode(chat, add_special_tokens=False)[:2] == [1, 3]
+    assert tokenizer.eos_token_ids == {2}
+
+
+def test_tokenizer_has_a_token_for_each_row_of_a_large_embedding(tmp_path: Path) -> None:
+    from mlx_lm.utils import load_tokenizer
+
+    tokenizer = load_tokenizer(make(tmp_path / "m", "--vocab-size=20000"))
+    assert len(tokenizer) == 20000
+    tokens = tokenizer.encode(" the rest", add_special_tokens=False)
+    assert len(tokens) < len(" the rest")
+    assert tokenizer.decode(tokens) == " the rest"
+    assert all(tokenizer.convert_ids_to_tokens(index) for index in range(0, 20000, 997))
+
+
+@pytest.mark.parametrize("arguments", [["--dtype=float32"], ["--quantize-bits=4"]], ids=" ".join)
+def test_size_in_gb_is_met(tmp_path: Path, arguments: list[str]) -> None:
+    make_arguments = [argument for argument in TINY if not argument.startswith("--layers")]
+    result = run_make(tmp_path / "m", "--size-gb=0.003", *make_arguments, *arguments)
+    assert result.returncode == 0, result.stderr
+    size = sum(len(raw) for _, _, raw in read_tensors(tmp_path / "m").values())
+    assert abs(size - 3e6) < 3e5
+
+
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
+    code = (
+        "import resource, runpy, sys; sys.argv = sys.argv[1:]\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+
+    def peak(width: int) -> float:
+        shape = ["--layers=1", "--hidden-size=1024", f"--intermediate-size={width}", "--heads=8", "--vocab-size=300"]
+        command = [sys.executable, "-c", code, str(MAKE), str(tmp_path / str(width)), *shape, "--dtype=float32"]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return float(output.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
+
+    # The large one has three tensors of 134 MB.
+    assert peak(32768) - peak(256) < 48e6
+
+
+def test_refuses_to_overwrite_without_force(tmp_path: Path) -> None:
+    out = make(tmp_path / "m", "--shard-size-gb=0.00005")
+    before = read_tensors(out)
+    assert "--force" in refused(out, *TINY, "--seed=1")
+    assert read_tensors(out) == before
+    (out / "notes.txt").write_text("mine")
+    make(out, "--seed=1", "--force")
+    assert len(read_headers(out)) == 1
+    assert not (out / "model.safetensors.index.json").exists()
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_killed_run_leaves_no_model(tmp_path: Path) -> None:
+    out = tmp_path / "m"
+    process = subprocess.Popen([sys.executable, str(MAKE), str(out), "--size-gb=4"])
+    deadline = time.monotonic() + 20
+    while not any(path.stat().st_size > 1e6 for path in out.glob(".*.partial")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert any(out.glob(".*.partial"))
+    assert not (out / "config.json").exists()
+    make(out, "--force")
+    assert {path.name for path in out.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--heads=5"], "not divisible by --heads"),
+        (["--dtype=float8"], "unknown dtype"),
+        (["--quantize-bits=7"], "--quantize-bits in"),
+        (["--vocab-size=100"], "at least 261"),
+        (["--layers=x"], "invalid int"),
+        (["--size-gb=0"], "not above zero"),
+        (["--config=absent.json"], "cannot read absent.json"),
+        (["--naming=huggingface", "--quantize-bits=4"], "does not go with quantization"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    assert message in refused(tmp_path / "m", *arguments)
+    assert not (tmp_path / "m").exists()
+
+
+def test_huggingface_naming_is_not_guessed(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_ctx": 64, "n_embd": 64, "n_head": 2, "n_layer": 1, "n_positions": 64}
+    config |= {"layer_norm_epsilon": 1e-5, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refused(tmp_path / "m", f"--config={tmp_path / 'config.json'}", "--naming=huggingface")
+    assert "not known for 'gpt2'" in message
+
+
+# The smaller machine
+
+
+def run_machine(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    result = subprocess.run([str(MACHINE), *arguments], capture_output=True, text=True, input=text)
+    if result.returncode == 77:
+        pytest.skip(result.stderr.strip())
+    return result
+
+
+def report_of(stderr: str) -> dict[str, str]:
+    line = stderr.strip().splitlines()[-1]
+    assert line.startswith("small_machine: ")
+    return dict(field.split("=") for field in line.split()[1:])
+
+
+@pytest.mark.parametrize("arguments", [[], ["1G"], ["1X", "true"], ["0", "true"], ["--cold", "1G", "true"]], ids=str)
+def test_machine_usage_errors(arguments: list[str]) -> None:
+    result = run_machine(*arguments)
+    assert result.returncode == 2
+    assert "usage" in result.stderr
+
+
+def test_machine_help() -> None:
+    result = run_machine("--help")
+    assert result.returncode == 0
+    assert "--warm" in result.stdout
+
+
+def test_machine_runs_a_command_and_reports() -> None:
+    code = "import sys; x = bytearray(50 << 20); print(sys.argv[1:], sys.stdin.read()); sys.exit(5)"
+    code = "import time; " + code.replace("sys.exit", "time.sleep(0.3); sys.exit")
+    result = run_machine("--warm", "200M", sys.executable, "-c", code, "a  b", "$x\"'*", text="in")
+    assert result.returncode == 5
+    assert result.stdout.strip() == repr(["a  b", "$x\"'*"]) + " in"
+    report = report_of(result.stderr)
+    assert (report["limit_MB"], report["status"], report["kills"]) == ("209.7", "5", "0")
+    assert 50 < float(report["anonymous_peak_MB"]) <= float(report["peak_MB"]) < 210
+    assert float(report["seconds"]) >= 0.3
+
+
+def test_machine_kills_what_exceeds_the_limit() -> None:
+    result = run_machine("--warm", "100M", sys.executable, "-c", "bytearray(300 << 20)")
+    assert result.returncode != 0
+    report = report_of(result.stderr)
+    assert int(report["kills"]) >= 1
+    assert float(report["peak_MB"]) < 110
+
+
+def test_machine_counts_the_page_cache_and_the_reads(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(1 << 20) * 80)
+    result = run_machine("40M", "cat", str(path))
+    report = report_of(result.stderr)
+    assert result.returncode == 0
+    assert float(report["anonymous_peak_MB"]) < 20
+    if "stays warm" not in result.stderr and float(report["read_MB"]) > 0:  # none where the files are in memory
+        assert float(report["read_MB"]) > 80
+        assert 30 < float(report["peak_MB"]) < 43
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
+def test_machine_forwards_signals(number: signal.Signals) -> None:
+    run_machine("--warm", "100M", "true")
+    code = "import time\nprint('ready', flush=True)\ntry: time.sleep(20)\nexcept KeyboardInterrupt: raise SystemExit(9)"
+    process = subprocess.Popen(
+        [str(MACHINE), "--warm", "100M", sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=10)
+    assert process.returncode == (9 if number == signal.SIGINT else 128 + number)
+    assert report_of(stderr)["status"] == str(process.returncode)
+
+
+def test_machine_ends_what_the_command_leaves_behind(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    result = run_machine("--warm", "100M", "bash", "-c", f"sleep 60 >/dev/null 2>&1 & echo $! >{mark}")
+    assert result.returncode == 0
+    state = Path(f"/proc/{mark.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"

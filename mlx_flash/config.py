@@ -78,7 +78,7 @@ def parse_budget(value: object) -> Budget:
         ConfigError: not a positive, finite number.
     """
     if value is None or value == "min":
-        return value  # type: ignore[return-value]
+        return value
     try:
         if isinstance(value, bool):
             raise TypeError

@@ -17,6 +17,7 @@ from mlx_flash.checkpoint.layout import ModelLayout, load_lazily, make_layout
 from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ClosedError, StreamedWeightsError
+from mlx_flash.residency.headroom import check_headroom
 from mlx_flash.residency.machine import look_at_machine
 from mlx_flash.residency.plan import ResidencyPlan, make_plan
 from mlx_flash.residency.sizes import measure
@@ -43,11 +44,14 @@ class FlashLLM(nn.Module):
     """
 
     def __init__(self, model: nn.Module, engine: Engine, plan: ResidencyPlan) -> None:
-        super().__init__()
-        hidden = vars(self)  # what nn.Module would put into the module tree if it were set as usual
-        hidden["_model"], hidden["_lock"], hidden["_closed"] = model, threading.RLock(), False
-        hidden["engine"], hidden["plan"] = engine, plan
-        hidden["_cache_limit"] = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
+        nn.Module.__init__(self)
+        # nn.Module would put the model into the module tree if it were set as usual.
+        object.__setattr__(self, "_model", model)
+        self.engine = engine
+        self.plan = plan
+        self._lock = threading.RLock()
+        self._closed = False
+        self._cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
         weakref.finalize(self, engine.reader.close)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,11 +60,14 @@ class FlashLLM(nn.Module):
         Raises:
             ReadError: weights could not be read. The model can be called again; give it a fresh prompt cache, since
                 the layers before the failure have added to the one given.
+            BudgetError: the call would need more memory than the budget has left.
             ClosedError: the model was closed.
         """
         with self._lock:
             if self._closed:
                 raise ClosedError("the model was closed. Hint: load it again.")
+            num_tokens = args[0].size if args and isinstance(args[0], mx.array) else 1
+            check_headroom(self.plan, num_tokens, kwargs.get("cache", args[1] if len(args) > 1 else None))
             return self._model(*args, **kwargs)
 
     def __getattr__(self, key: str) -> Any:
@@ -88,7 +95,7 @@ class FlashLLM(nn.Module):
         """
         with self._lock:
             if not self._closed:
-                vars(self)["_closed"] = True
+                self._closed = True
                 self.engine.close()
                 if self._cache_limit is not None:
                     mx.set_cache_limit(self._cache_limit)

@@ -22,7 +22,8 @@ from mlx_flash.errors import CheckpointError
 
 SMALL_BYTES = 64 * 1024
 """A tensor at most this large, and a small part of its unit, is kept in memory always: reading it costs a disk access
-and saves nothing. One-dimensional ones (norms, biases) are kept whatever their size; some models use the next layer's."""
+and saves nothing. One-dimensional ones (norms, biases) are kept whatever their size; some models use those of the next
+layer."""
 
 SMALL_SHARE = 1 / 1024
 

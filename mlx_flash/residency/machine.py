@@ -37,6 +37,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         total_memory=total_memory(),
         available_memory=available_memory(),
         base_bytes=footprint(),
+        active_bytes=int(mx.get_active_memory()),
         disk=DiskProfile(
             disk.bytes_per_second,
             int(config.read_size_mb * 1e6) if config.read_size_mb else disk.read_size,

@@ -1,6 +1,7 @@
 """What stays in memory: a pure function from sizes, settings and machine to a plan that adds up.
 
-A forward pass reads in a cycle, where a least-recently-used cache hits nothing; a fixed pinned part hits its share. What is streamed is spread evenly over the layers, so that reading overlaps computing.
+A forward pass reads in a cycle: a least-recently-used cache hits nothing there, a fixed pinned part hits its share.
+What is streamed is spread evenly over the layers, so that reading overlaps computing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError
-from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes, TensorSize, UnitSize
+from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes, ModelSizes, TensorSize, UnitSize
 from mlx_flash.storage.probe import DiskProfile
 
 MB = 1_000_000
@@ -32,7 +33,7 @@ PREFILL_STEPS = (2048, 1024, 512, 256, 128, 64, 32, 16)
 """2048 is mlx-lm's default."""
 
 MAX_SLOTS = 3
-WORTH_A_SLOT = 0.98
+WORTH_A_SLOT = 0.99
 """One more slot must bring the predicted time below this share of what it was."""
 
 SEARCH_STEPS = 16
@@ -53,6 +54,7 @@ class Machine:
         total_memory: bytes this process could ever have.
         available_memory: bytes that are free now.
         base_bytes: footprint of the process before any weight.
+        active_bytes: the part of it that MLX arrays of others take.
         disk: how the checkpoint's disk reads.
         compute_bytes_per_second: weight bytes the processor works through when decoding.
         barrier_seconds: what it costs to wait for a layer's result before the next layer is begun.
@@ -62,6 +64,7 @@ class Machine:
     total_memory: int
     available_memory: int
     base_bytes: int
+    active_bytes: int
     disk: DiskProfile
     compute_bytes_per_second: float
     barrier_seconds: float
@@ -100,6 +103,7 @@ class ResidencyPlan:
         minimum_bytes: the smallest budget that would do for these settings.
         model_bytes: all weights.
         base_bytes: the process before any weight, and what running adds to it.
+        active_bytes: the part of it that MLX arrays of others took when the plan was made.
         resident_bytes: small and derived parameters, always in memory.
         pinned_bytes: layers, heads and tables that stay in memory.
         streaming: the rest.
@@ -112,12 +116,15 @@ class ResidencyPlan:
         cache_limit: what MLX may keep of freed buffers.
         prefill_step_size: new tokens in a call that ``activation_bytes`` is enough for.
         context_length: tokens that ``kv_bytes`` is enough for.
+        kv_bytes_per_token: what one more token adds to the KV cache of all layers.
+        activations: what a forward call allocates, by its size.
     """
 
     budget_bytes: int
     minimum_bytes: int
     model_bytes: int
     base_bytes: int
+    active_bytes: int
     resident_bytes: int
     pinned_bytes: int
     streaming: Streaming
@@ -130,6 +137,8 @@ class ResidencyPlan:
     cache_limit: int
     prefill_step_size: int
     context_length: int
+    kv_bytes_per_token: int
+    activations: ActivationSizes
 
     @property
     def slots_bytes(self) -> int:
@@ -196,8 +205,8 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
     plan = replace(_best(task, budget) or smallest, budget_bytes=budget, minimum_bytes=minimum)
     if plan.peak_bytes > machine.total_memory:
         raise BudgetError(
-            f"the plan needs {plan.peak_bytes / GB:.2f} GB, but this process can have {machine.total_memory / GB:.2f} GB "
-            f"at most. Hint: the smallest workable budget is {minimum / GB:.3f} GB.",
+            f"the plan needs {plan.peak_bytes / GB:.2f} GB, but this process can have at most "
+            f"{machine.total_memory / GB:.2f} GB. Hint: the smallest workable budget is {minimum / GB:.3f} GB.",
             minimum,
         )
     return plan
@@ -206,8 +215,8 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
 def _too_small(budget: int, minimum: int, smallest: ResidencyPlan) -> str:
     parts = ", ".join(f"{name} {nbytes / MB:.0f} MB" for name, nbytes in smallest.parts() if nbytes >= MB)
     return (
-        f"ram_budget_gb is {budget / GB:g}, but this model needs at least {minimum / GB:.3f} with these settings: {parts}. "
-        f"Hint: give {minimum / GB:.3f} or more, or 'min'; a smaller context_length or prefill_step_size lowers it."
+        f"ram_budget_gb is {budget / GB:g}, but this model needs at least {minimum / GB:.3f} with these settings: "
+        f"{parts}. Hint: give {minimum / GB:.3f} or more, or 'min'; a smaller context_length or prefill_step_size lowers it."
     )
 
 
@@ -392,6 +401,7 @@ def _add_up(task: _Task, reserve: _Reserve, pinned_bytes: int, streaming: Stream
         minimum_bytes=0,
         model_bytes=sizes.nbytes,
         base_bytes=machine.base_bytes + RUNTIME_BYTES,
+        active_bytes=machine.active_bytes,
         resident_bytes=sizes.resident_bytes,
         pinned_bytes=pinned_bytes,
         streaming=streaming,
@@ -405,6 +415,8 @@ def _add_up(task: _Task, reserve: _Reserve, pinned_bytes: int, streaming: Stream
         cache_limit=_cache_limit(task.config, machine),
         prefill_step_size=reserve.prefill_step_size,
         context_length=reserve.context_length,
+        kv_bytes_per_token=sizes.kv_bytes_per_token,
+        activations=sizes.activations,
     )
 
 

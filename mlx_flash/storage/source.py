@@ -97,7 +97,7 @@ class SourceFile:
         except OSError as error:
             self.identity = FileIdentity(0, 0, expected, 0)
             raise FileChangedError(
-                f"cannot go on reading {where}: {error.strerror}. Hint: put the file back; the next call reads it again."
+                f"cannot go on reading {where}: {error.strerror}. Hint: put it back; the next call reads it again."
             ) from error
         found, self.identity = self.identity, FileIdentity(0, 0, expected, 0)
         if found.nbytes < expected:

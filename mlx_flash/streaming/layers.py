@@ -23,7 +23,7 @@ from mlx_flash.streaming.slots import Arena
 from mlx_flash.streaming.stream import WeightStream
 from mlx_flash.streaming.swap import SwappedClass, clone_with, own_class, state_of
 
-_ATOMS = (int, float, str, bytes, type(None), mx.Dtype, np.ndarray)
+_LEAVES = (int, float, str, bytes, type(None), mx.Dtype, np.ndarray, nn.Module)
 _MAX_DEPTH = 8
 
 
@@ -41,7 +41,7 @@ def _collect(value: Any, found: list[mx.array], seen: set[int], depth: int) -> N
     if isinstance(value, mx.array):
         found.append(value)
         return
-    if isinstance(value, _ATOMS) or isinstance(value, nn.Module) or depth > _MAX_DEPTH or id(value) in seen:
+    if isinstance(value, _LEAVES) or depth > _MAX_DEPTH or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, dict):

@@ -1,13 +1,14 @@
 """Memory that MLX computes from and threads read files into.
 
-An arena is one evaluated ``mx.array`` of bytes. Its memory, seen as a writable ``memoryview``, is what the reader fills;
-typed arrays that are views of it are what a model's modules hold. Nothing is copied between the two.
+An arena is one evaluated ``mx.array`` of bytes. Its memory, seen as a writable ``memoryview``, is what the reader
+fills; typed arrays that are views of it are what a model's modules hold. Nothing is copied between the two.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -32,7 +33,7 @@ class Arena:
         pages = -(-nbytes // DIRECT_ALIGNMENT) + 1  # MLX's CPU allocator aligns to 16 bytes only
         self._array = mx.zeros((pages, DIRECT_ALIGNMENT), dtype=mx.uint8)
         mx.eval(self._array)
-        everything = memoryview(self._array).cast("B")
+        everything = _memory(self._array).cast("B")
         self._start = -_address(everything) % DIRECT_ALIGNMENT
         self.nbytes = nbytes
         self.memory = everything[self._start : self._start + nbytes]
@@ -53,7 +54,7 @@ class Arena:
         index = within // dtype.size
         array = flat[index : index + size].reshape(*shape)
         mx.eval(array)
-        if size and _address(memoryview(array)) != _address(self.memory) + offset:
+        if size and _address(_memory(array)) != _address(self.memory) + offset:
             raise AssertionError(f"MLX copied a view of {array.nbytes} bytes at {offset}: it does not share the arena")
         return array
 
@@ -80,6 +81,10 @@ def kernel_alignment() -> int:
     GPU kernels and the libraries behind them choose by alignment, and so might give other bits; the CPU's do not.
     """
     return 16 if mx.default_device() == mx.gpu else 1
+
+
+def _memory(array: mx.array) -> memoryview:
+    return memoryview(cast(Any, array))  # MLX's stubs do not say that arrays have the buffer protocol
 
 
 def _address(buffer: memoryview) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ class SwappedClass:
 def swap_class(module: nn.Module, mixin: type[SwappedClass], state: object) -> None:
     """Gives a module a subclass of its own class, whose calls the mixin answers. :func:`restore_class` undoes it."""
     object.__setattr__(module, _STATE, state)
-    object.__setattr__(module, "__class__", _mixed(type(module), mixin))
+    object.__setattr__(module, "__class__", _mixed(cast(Hashable, type(module)), cast(Hashable, mixin)))
 
 
 def restore_class(module: nn.Module) -> None:
@@ -48,5 +49,5 @@ def clone_with(module: nn.Module, arrays: dict[str, mx.array]) -> nn.Module:
 
 
 @cache
-def _mixed(cls: type[nn.Module], mixin: type[SwappedClass]) -> type[nn.Module]:
+def _mixed(cls: Any, mixin: Any) -> Any:
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})

@@ -1,0 +1,69 @@
+"""Whether a forward call still fits the budget, asked before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from mlx_flash.config import GB
+from mlx_flash.errors import BudgetError
+from mlx_flash.residency.plan import MB, ResidencyPlan
+
+
+def check_headroom(plan: ResidencyPlan, num_tokens: int, cache: Sequence[Any] | None) -> None:
+    """Refuses a call that would take the process over its budget; nothing has changed when it raises.
+
+    Args:
+        plan: the plan of the model.
+        num_tokens: new tokens, over all sequences.
+        cache: mlx-lm's prompt cache, one entry a layer, or None.
+
+    Raises:
+        BudgetError: it names what to change.
+    """
+    context = max([num_tokens, *(entry.offset + num_tokens for entry in _plain(cache))])
+    activations = plan.activations.nbytes(num_tokens, context, all_logits=bool(plan.streaming.heads))
+    growth = _kv_growth(plan, num_tokens, cache)
+    elsewhere = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.cache_limit
+    in_use = int(mx.get_active_memory())
+    missing = elsewhere + in_use + activations + growth - plan.budget_bytes
+    if missing > 0:
+        raise BudgetError(
+            f"a forward call with {num_tokens} new tokens in a context of {context} would take the process to "
+            f"{(plan.budget_bytes + missing) / GB:.3f} GB: {elsewhere / MB:.0f} MB for the process itself, "
+            f"{in_use / MB:.0f} MB in arrays now, {activations / MB:.0f} MB of activations, {growth / MB:.0f} MB of KV "
+            f"cache; the budget is {plan.budget_bytes / GB:.3f} GB. {_hint(plan, num_tokens, context)}",
+            plan.budget_bytes + missing,
+        )
+
+
+def _hint(plan: ResidencyPlan, num_tokens: int, context: int) -> str:
+    if num_tokens > plan.prefill_step_size:
+        return f"Hint: pass prefill_step_size={plan.prefill_step_size} to mlx_lm, or raise ram_budget_gb."
+    if context > plan.context_length:
+        return f"Hint: load the model with FlashConfig(context_length={2 * context}), or raise ram_budget_gb."
+    return "Hint: let go of other arrays and models in this process, or raise ram_budget_gb."
+
+
+def _plain(cache: Sequence[Any] | None) -> list[KVCache]:
+    return [entry for entry in cache or () if isinstance(entry, KVCache)]
+
+
+def _kv_growth(plan: ResidencyPlan, num_tokens: int, cache: Sequence[Any] | None) -> int:
+    """Bytes the call will add to the KV cache.
+
+    Counts the caches that grow without bound; another kind shows up in the arrays in use at the next call.
+    """
+    entries = _plain(cache)
+    if not entries:
+        return 0
+    per_layer = plan.kv_bytes_per_token // len(entries)
+    grown = 0
+    for entry in entries:
+        allocated = 0 if entry.keys is None else entry.keys.shape[2]
+        if entry.offset + num_tokens > allocated:
+            grown += per_layer * (-(-num_tokens // entry.step) * entry.step)
+    return grown

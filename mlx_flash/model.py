@@ -191,14 +191,7 @@ def load_model(
     """
     config = config or FlashConfig()
     model, full_config, layout, plan = prepare(model_path, config, model_config)
-    reader = Reader(
-        _files(layout),
-        direct=config.io != "buffered",
-        read_size=plan.read_size,
-        queue_depth=plan.queue_depth,
-    )
-    engine = Engine(layout, plan, reader, kernel_alignment(), config.poison_released_slots, progress)
-    return FlashLLM(model, engine, plan), full_config
+    return start(model, layout, plan, config, progress), full_config
 
 
 def prepare(
@@ -212,6 +205,17 @@ def prepare(
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
     machine = look_at_machine(largest.path, layout, config)
     return loaded.model, loaded.config, layout, make_plan(sizes, config, machine)
+
+
+def start(
+    model: nn.Module, layout: ModelLayout, plan: ResidencyPlan, config: FlashConfig, progress: Progress | None = None
+) -> FlashLLM:
+    """Carries a plan out: reads what is pinned, and begins to stream the rest."""
+    reader = Reader(
+        _files(layout), direct=config.io != "buffered", read_size=plan.read_size, queue_depth=plan.queue_depth
+    )
+    engine = Engine(layout, plan, reader, kernel_alignment(), config.poison_released_slots, progress)
+    return FlashLLM(model, engine, plan)
 
 
 def _files(layout: ModelLayout) -> list[Path]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import BinaryIO, NoReturn
 
-from ..errors import CheckpointError, CheckpointNotFoundError, HeaderError, IndexFileError
+from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, HeaderError, IndexFileError
 
 # fmt: off
 DTYPE_SIZES: Mapping[str, int] = {

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import psutil
 
+_PROC = Path("/proc/self")
+_CGROUPS = Path("/sys/fs/cgroup")
+
 
 def footprint() -> int:
     """Bytes of memory that this process holds now."""
@@ -40,7 +43,7 @@ def available_memory() -> int:
 
 
 def _linux_status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in (_PROC / "status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:
             return int(value.split()[0]) * 1024
@@ -48,18 +51,25 @@ def _linux_status(field: str) -> int:
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:
-    """(limit, unreclaimable use) in bytes of the memory control groups of this process, v1 and v2."""
+    """(limit, unreclaimable use) in bytes of the memory control groups this process is in, v1 and v2."""
     try:
-        entries = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        entries = [line.split(":", 2) for line in (_PROC / "cgroup").read_text().splitlines()]
     except FileNotFoundError:
         return []  # not Linux
     found = []
     for _, controllers, group in entries:
         if controllers == "":
-            found.append(_cgroup_limit(Path("/sys/fs/cgroup" + group), "memory.max", "anon"))
+            found += [_cgroup_limit(at, "memory.max", "anon") for at in _and_parents(_CGROUPS, group)]
         elif "memory" in controllers.split(","):
-            found.append(_cgroup_limit(Path("/sys/fs/cgroup/memory" + group), "memory.limit_in_bytes", "rss"))
+            at_root = _CGROUPS / "memory"
+            found += [_cgroup_limit(at, "memory.limit_in_bytes", "total_rss") for at in _and_parents(at_root, group)]
     return [entry for entry in found if entry is not None]
+
+
+def _and_parents(root: Path, group: str) -> list[Path]:
+    """A group and those above it, whose limits hold too. In a container often only the root can be seen."""
+    at = root / group.lstrip("/")
+    return [at, *(parent for parent in at.parents if parent.is_relative_to(root))]
 
 
 def _cgroup_limit(group: Path, limit_file: str, used_field: str) -> tuple[int, int] | None:

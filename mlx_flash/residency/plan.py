@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError
 from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes, ModelSizes, TensorSize, UnitSize
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.probe import DiskProfile
 
 MB = 1_000_000
@@ -42,7 +43,7 @@ HEAD_TILE_BYTES = 32 << 20
 """Tile size for a head that is streamed while no layer is."""
 
 TILE_ROW_MULTIPLE = 64
-TILE_SLACK_BYTES = 192 * 1024
+TILE_SLACK_BYTES = 12 * DIRECT_ALIGNMENT
 """Padding to pages and alignment that a tile may need beside its rows."""
 
 
@@ -171,6 +172,7 @@ class _Task:
     sizes: ModelSizes
     config: FlashConfig
     machine: Machine
+    cache_limit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +194,9 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
     Raises:
         BudgetError: the budget, or the machine, is too small; it names the smallest workable budget.
     """
-    task = _Task(sizes, config, machine)
-    smallest = _smallest(task)
-    minimum = _round_up(smallest.peak_bytes, MB)
+    task = _Task(sizes, config, machine, _cache_limit(machine, 0))
+    smallest = _smallest(task, _least(config))
+    minimum = smallest.peak_bytes
     budget = config.budget_bytes
     if budget == "min":
         budget = minimum
@@ -202,56 +204,71 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
         budget = max(minimum, int(machine.available_memory * AUTO_SHARE))
     if budget < minimum:
         raise BudgetError(_too_small(budget, minimum, smallest), minimum)
+    task = replace(task, cache_limit=_cache_limit(machine, budget))
     plan = replace(_best(task, budget) or smallest, budget_bytes=budget, minimum_bytes=minimum)
     if plan.peak_bytes > machine.total_memory:
         raise BudgetError(
             f"the plan needs {plan.peak_bytes / GB:.2f} GB, but this process can have at most "
-            f"{machine.total_memory / GB:.2f} GB. Hint: the smallest workable budget is {minimum / GB:.3f} GB.",
+            f"{machine.total_memory / GB:.2f} GB. Hint: the smallest workable budget is {in_gb(minimum)} GB.",
             minimum,
         )
     return plan
 
 
+def in_gb(nbytes: int) -> str:
+    """A size in GB that is not below it when it is typed back in."""
+    return f"{_round_up(nbytes, MB) / GB:.3f}"
+
+
 def _too_small(budget: int, minimum: int, smallest: ResidencyPlan) -> str:
     parts = ", ".join(f"{name} {nbytes / MB:.0f} MB" for name, nbytes in smallest.parts() if nbytes >= MB)
     return (
-        f"ram_budget_gb is {budget / GB:g}, but this model needs at least {minimum / GB:.3f} with these settings: "
-        f"{parts}. Hint: give {minimum / GB:.3f} or more, or 'min'; a smaller context_length or prefill_step_size lowers it."
+        f"ram_budget_gb is {budget / GB:g}, but this model needs at least {in_gb(minimum)} with these settings: "
+        f"{parts}. Hint: give {in_gb(minimum)} or more, or 'min'; a smaller context_length or prefill_step_size "
+        "lowers it."
     )
 
 
-def _smallest(task: _Task) -> ResidencyPlan:
-    """As few slots as allowed, nothing pinned, the shortest prefill step."""
-    config = task.config
-    step = config.prefill_step_size or PREFILL_STEPS[-1]
-    context = config.context_length or PREFILL_STEPS[-1]
+def _smallest(task: _Task, reserve: _Reserve) -> ResidencyPlan:
+    """As few slots as allowed, no layer pinned; or everything in memory, for a tiny model."""
     streamed = [unit.tensors for unit in task.sizes.layers]
-    return _assemble(task, _Reserve(min(step, context), context), config.num_slots or 1, streamed, head_pinned=False)
+    num_slots = task.config.num_slots or 1
+    plans = [_assemble(task, reserve, num_slots, streamed, head_pinned=pinned) for pinned in (False, True)]
+    plans.append(_everything(task, reserve))
+    return min(plans, key=lambda plan: plan.peak_bytes)
+
+
+def _least(config: FlashConfig) -> _Reserve:
+    """The shortest prefill step and context, as far as they were left open. A cache grows by ``CACHE_STEP`` anyway."""
+    step = config.prefill_step_size or PREFILL_STEPS[-1]
+    context = config.context_length or max(CACHE_STEP, step)
+    return _Reserve(min(step, context), context)
 
 
 def _best(task: _Task, budget: int) -> ResidencyPlan | None:
     """The fastest plan that fits, with the longest context and prefill step that leave the weights their room."""
     for reserve in _reserves(task, budget):
-        plans = list(_candidates(task, budget, reserve))
-        if plans:
-            return _fastest(plans)
+        if _smallest(task, reserve).peak_bytes <= budget:
+            return _fastest(list(_candidates(task, budget, reserve)))
     return None
 
 
 def _reserves(task: _Task, budget: int) -> Iterator[_Reserve]:
     """What to set aside for tokens, most first. What the user asked for is not cut; what was left open is."""
     config, sizes = task.config, task.sizes
+    least = _least(config)
     for context in [config.context_length] if config.context_length else CONTEXT_LENGTHS:
         kv_bytes = sizes.kv_bytes_per_token * context
+        if context < least.prefill_step_size:
+            continue
         if not config.context_length and context > CONTEXT_LENGTHS[-1] and kv_bytes > KV_SHARE * budget:
             continue
         longest = next((s for s in reversed(PREFILL_STEPS) if s >= context), PREFILL_STEPS[0])
-        for step in [config.prefill_step_size] if config.prefill_step_size else PREFILL_STEPS:
+        for step in [least.prefill_step_size] if config.prefill_step_size else PREFILL_STEPS:
             nbytes = sizes.activations.nbytes(step, context, all_logits=False)
             if config.prefill_step_size or (step <= longest and nbytes <= ACTIVATION_SHARE * budget):
                 yield _Reserve(step, context)
-    if not config.context_length:
-        yield _Reserve(config.prefill_step_size or PREFILL_STEPS[-1], PREFILL_STEPS[-1])
+    yield least
 
 
 def _candidates(task: _Task, budget: int, reserve: _Reserve) -> Iterator[ResidencyPlan]:
@@ -322,19 +339,20 @@ def _whole(unit: UnitSize, due: int) -> tuple[TensorSize, ...]:
 
 def _some(unit: UnitSize, due: int) -> tuple[TensorSize, ...]:
     """Tensors of together about ``due`` bytes, the largest first."""
-    kept = []
+    kept = set()
     for tensor in sorted(unit.tensors, key=lambda t: t.nbytes, reverse=True):
         if 2 * due >= tensor.nbytes:
-            kept.append(tensor)
+            kept.add(tensor.name)
             due -= tensor.nbytes
-    return tuple(tensor for tensor in unit.tensors if tensor in kept)
+    return tuple(tensor for tensor in unit.tensors if tensor.name in kept)
 
 
 def _everything(task: _Task, reserve: _Reserve) -> ResidencyPlan:
     """All weights in memory: nothing is streamed, the model runs as mlx-lm's own."""
     sizes = task.sizes
     pinned = sum(u.buffer_bytes for u in [*sizes.layers, *sizes.heads, *(table.unit for table in sizes.tables)])
-    return _add_up(task, reserve, pinned, Streaming(seconds=sizes.nbytes / task.machine.compute_bytes_per_second))
+    used = sum(u.nbytes for u in [*sizes.layers, *sizes.heads, *(t.unit for t in sizes.tables if t.is_head)])
+    return _add_up(task, reserve, pinned, Streaming(seconds=used / task.machine.compute_bytes_per_second))
 
 
 def _assemble(
@@ -412,7 +430,7 @@ def _add_up(task: _Task, reserve: _Reserve, pinned_bytes: int, streaming: Stream
         read_size=machine.disk.read_size,
         queue_depth=machine.disk.queue_depth,
         disk_bytes_per_second=machine.disk.bytes_per_second,
-        cache_limit=_cache_limit(task.config, machine),
+        cache_limit=task.cache_limit,
         prefill_step_size=reserve.prefill_step_size,
         context_length=reserve.context_length,
         kv_bytes_per_token=sizes.kv_bytes_per_token,
@@ -420,11 +438,8 @@ def _add_up(task: _Task, reserve: _Reserve, pinned_bytes: int, streaming: Stream
     )
 
 
-def _cache_limit(config: FlashConfig, machine: Machine) -> int:
-    if not machine.has_buffer_cache:
-        return 0
-    budget = config.budget_bytes
-    return min(256 * MB, budget // 20) if isinstance(budget, int) else 64 * MB
+def _cache_limit(machine: Machine, budget: int) -> int:
+    return min(max(64 * MB, budget // 20), 256 * MB) if machine.has_buffer_cache else 0
 
 
 def _predict(

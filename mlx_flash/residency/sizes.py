@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -31,7 +32,7 @@ class TensorSize:
     buffer_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitSize:
     """A unit in numbers.
 
@@ -47,12 +48,12 @@ class UnitSize:
     num_rows: int | None = None
     copies: bool = False
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    @property
+    @cached_property
     def buffer_bytes(self) -> int:
         """Memory for all its tensors."""
         return sum(tensor.buffer_bytes for tensor in self.tensors)
@@ -101,7 +102,7 @@ class ActivationSizes:
         return num_tokens * (self.per_token + self.embedding_per_token) + scores + 4 * rows * self.logits_per_token
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelSizes:
     """A model in numbers.
 
@@ -121,7 +122,7 @@ class ModelSizes:
     kv_bytes_per_token: int
     activations: ActivationSizes
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """All weights."""
         units = [*self.layers, *self.heads, *(table.unit for table in self.tables)]

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 DIRECT_ALIGNMENT = max(mmap.PAGESIZE, 4096)
@@ -27,8 +28,7 @@ def open_direct(path: Path) -> int | None:
         import fcntl
 
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
-        return fd
+        return _kept_if(fd, lambda: fcntl.fcntl(fd, fcntl.F_NOCACHE, 1))
     if sys.platform != "linux":
         return None
     try:
@@ -37,21 +37,24 @@ def open_direct(path: Path) -> int | None:
         if error.errno in _UNSUPPORTED:
             return None
         raise
-    if _can_read_direct(fd):
-        return fd
-    os.close(fd)
-    return None
+    return _kept_if(fd, lambda: _read_page(fd))
 
 
-def _can_read_direct(fd: int) -> bool:
+def _kept_if(fd: int, trial: Callable[[], object]) -> int | None:
+    """The descriptor; closed, and None, where the file system refuses the trial."""
+    try:
+        trial()
+    except OSError as error:
+        os.close(fd)
+        if error.errno in _UNSUPPORTED:
+            return None
+        raise
+    return fd
+
+
+def _read_page(fd: int) -> None:
     with mmap.mmap(-1, DIRECT_ALIGNMENT) as page:
-        try:
-            os.preadv(fd, [page], 0)
-        except OSError as error:
-            if error.errno in _UNSUPPORTED:
-                return False
-            raise
-    return True
+        os.preadv(fd, [page], 0)
 
 
 def open_buffered(path: Path) -> int:

@@ -142,7 +142,7 @@ def _segment(run: list[tuple[int, TensorRecord]], cursor: int, alignment: int) -
     pieces = []
     place_at = cursor
     for record in records:
-        at = cursor + record.extent.offset - start if in_place else _round_up(place_at, COPY_ALIGNMENT)
+        at = cursor + record.extent.offset - start if in_place else _round_up(place_at, max(alignment, COPY_ALIGNMENT))
         pieces.append(Piece(record.name, record.extent.offset, record.nbytes, at))
         place_at = at + record.nbytes
     after = cursor + end - start if in_place else _round_up(place_at, DIRECT_ALIGNMENT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import platform
@@ -11,8 +12,9 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT, drop_cached, open_buffered
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.reader import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, Reader
 
@@ -86,20 +88,29 @@ def probe_disk(path: Path, direct: bool) -> DiskProfile:
 
 
 def _measure(path: Path, direct: bool, read_size: int, queue_depth: int, start: int, nbytes: int) -> DiskProfile:
-    window = read_size * queue_depth
     reader = Reader([path], direct=direct, read_size=read_size, queue_depth=queue_depth)
+    window = reader.read_size * queue_depth
     try:
-        with mmap.mmap(-1, max(window, DIRECT_ALIGNMENT)) as buffer:
-            view = memoryview(buffer)
-            began = time.perf_counter()
-            for offset in range(start, start + nbytes, window):
-                length = min(window, start + nbytes - offset)
-                reader.submit([_segment(path, offset, length)], view).wait()
-            seconds = time.perf_counter() - began
-            view.release()
+        if not reader.is_direct:
+            _forget_cached(path, start, nbytes)
+        buffer = memoryview(mmap.mmap(-1, window))
+        began = time.perf_counter()
+        for offset in range(start, start + nbytes, window):
+            length = min(window, start + nbytes - offset)
+            reader.submit([_segment(path, offset, length)], buffer).wait()
+        seconds = time.perf_counter() - began
         return DiskProfile(max(nbytes, 1) / max(seconds, 1e-9), read_size, queue_depth, reader.is_direct)
     finally:
         reader.close()
+
+
+def _forget_cached(path: Path, start: int, nbytes: int) -> None:
+    """What was just downloaded would be read at the speed of memory."""
+    fd = open_buffered(path)
+    try:
+        drop_cached(fd, start, nbytes)
+    finally:
+        os.close(fd)
 
 
 def _segment(path: Path, offset: int, nbytes: int) -> Segment:
@@ -111,34 +122,47 @@ def _profiles_file() -> Path:
     return cache_directory() / "disks.json"
 
 
-def _load_profiles() -> dict[str, dict[str, float]]:
+def _load_profiles() -> dict[str, Any]:
     try:
-        profiles = json.loads(_profiles_file().read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
+        profiles = json.loads(_profiles_file().read_bytes())
+    except (OSError, ValueError):
+        return {}  # not there, not to be read, not JSON: measuring again replaces it
     return profiles if isinstance(profiles, dict) else {}
 
 
 def _remembered(key: str) -> DiskProfile | None:
     entry = _load_profiles().get(key)
-    try:
-        if entry is None or time.time() - entry["time"] > MAX_AGE_SECONDS:
-            return None
-        return DiskProfile(
-            float(entry["bytes_per_second"]),
-            int(entry["read_size"]),
-            int(entry["queue_depth"]),
-            bool(entry["direct"]),
-        )
-    except (KeyError, TypeError, ValueError):
-        return None  # written by another version: measure again
+    match entry:
+        case {
+            "time": float(written),
+            "bytes_per_second": float(speed),
+            "read_size": int(read_size),
+            "queue_depth": int(queue_depth),
+            "direct": bool(is_direct),
+        }:
+            is_fresh = 0 <= time.time() - written <= MAX_AGE_SECONDS
+            if is_fresh and 0 < speed < math.inf and read_size > 0 and queue_depth > 0:
+                return DiskProfile(speed, read_size, queue_depth, is_direct)
+    return None  # too old, or written by another version
 
 
 def _remember(key: str, profile: DiskProfile) -> None:
     profiles = _load_profiles()
     profiles[key] = {**asdict(profile), "time": time.time()}
     file = _profiles_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _replace(file, json.dumps(profiles, indent=1))
+    except OSError:
+        return  # no place to remember it, such as a read-only home: it is measured again next time
+
+
+def _replace(file: Path, text: str) -> None:
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as out:
-        json.dump(profiles, out, indent=1)
-    Path(out.name).replace(file)
+        try:
+            out.write(text)
+            out.flush()
+            Path(out.name).replace(file)
+        except BaseException:
+            Path(out.name).unlink()
+            raise

@@ -11,8 +11,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import numpy as np
 from mlx_flash.errors import ClosedError, ReadError, TruncatedFileError
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT, drop_cached
 from mlx_flash.storage.placement import Piece, Segment
-from mlx_flash.storage.source import SourceFile
+from mlx_flash.storage.source import FileIdentity, SourceFile
 
 RETRIES = 3
 """How often a read that failed with an I/O error is tried again."""
@@ -49,6 +49,32 @@ class ReadStats:
     num_retries: int = 0
 
 
+class _Gate:
+    """Counts the tasks that may write to a buffer, until it is shut."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_inside = 0
+        self._is_shut = False
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._is_shut:
+                raise CancelledError
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._num_inside -= 1
+            self._changed.notify_all()
+
+    def shut(self) -> None:
+        """Returns when nobody is inside; nobody comes in any more."""
+        with self._changed:
+            self._is_shut = True
+            self._changed.wait_for(lambda: not self._num_inside)
+
+
 class Ticket:
     """Reads under way that fill one buffer. Made by :meth:`Reader.submit`."""
 
@@ -57,10 +83,20 @@ class Ticket:
         self._segments = segments
         self._buffer = buffer
         self._keep_cached = keep_cached
-        self._futures = self._start()
+        self._gate = _Gate()
+        self._futures: list[Future[None]] = []
+        try:
+            self._start()
+        except BaseException:
+            self.cancel()
+            raise
 
-    def _start(self) -> list[Future[None]]:
-        return self._reader._start(self._segments, self._buffer, self._keep_cached)
+    def _start(self) -> None:
+        self._gate = _Gate()  # an interrupt may hide a future from us, the gate knows its task all the same
+        self._futures.clear()
+        self._identities = self._reader._identities(self._segments)
+        for future in self._reader._start(self._segments, self._buffer, self._keep_cached, self._gate):
+            self._futures.append(future)
 
     def done(self) -> bool:
         """Whether no read is left to wait for."""
@@ -71,26 +107,37 @@ class Ticket:
 
         Raises:
             ReadError: bytes could not be read, or the file changed; it names the tensor, file and offset.
+            ClosedError: the reader was closed meanwhile.
         """
         try:
-            self._gather()
-            if self._reader._reopen_changed(self._segments):
+            error = self._gather()
+            while self._reader._reopen_changed(self._segments, self._identities):
                 # What was read before the change was noticed may come from a file half written.
-                self._futures = self._start()
-                self._gather()
+                self.cancel()
+                self._start()
+                error = self._gather()
+            if error is not None:
+                raise error
         except BaseException:
             self.cancel()
             raise
 
-    def _gather(self) -> None:
-        for future in self._futures:
-            future.result()
+    def _gather(self) -> ReadError | None:
+        try:
+            for future in self._futures:
+                future.result()
+        except ReadError as error:
+            return error
+        except CancelledError:
+            self._reader._check_open()
+            raise
+        return None
 
     def cancel(self) -> None:
         """Returns when no read writes to the buffer any more; those not yet begun never will."""
         for future in self._futures:
             future.cancel()
-        wait(self._futures)
+        self._gate.shut()
 
 
 class Reader:
@@ -118,6 +165,7 @@ class Reader:
         self.queue_depth = queue_depth
         self.stats = ReadStats()
         self._lock = threading.Lock()
+        self._reopening = threading.Lock()
         self._in_flight = 0
         self._busy_since = 0.0
         self._local = threading.local()
@@ -148,48 +196,65 @@ class Reader:
 
         Raises:
             ClosedError: the reader was closed.
+            ValueError: the buffer is too small.
         """
+        for segment in segments:
+            if _buffer_end(segment) > len(buffer):
+                raise ValueError(
+                    f"'{segment.pieces[-1].name}' ends at byte {_buffer_end(segment)} of a buffer of {len(buffer)}"
+                )
         return Ticket(self, segments, buffer, keep_cached)
 
-    def _start(self, segments: Sequence[Segment], buffer: memoryview, keep_cached: bool) -> list[Future[None]]:
+    def _start(
+        self, segments: Sequence[Segment], buffer: memoryview, keep_cached: bool, gate: _Gate
+    ) -> Iterator[Future[None]]:
+        self._check_open()
+        for segment in segments:
+            for start, stop in self._chunks(segment, keep_cached):
+                yield self._pool.submit(self._read, segment, start, stop, buffer, keep_cached, gate)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the reader was closed. Hint: load the model again.")
-        return [
-            self._pool.submit(self._read, segment, start, stop, buffer, keep_cached)
-            for segment in segments
-            for start, stop in self._chunks(segment, keep_cached)
-        ]
 
     def _chunks(self, segment: Segment, whole: bool) -> Iterable[tuple[int, int]]:
         step = segment.nbytes if whole else self.read_size
         end = segment.offset + segment.nbytes
         return ((start, min(start + step, end)) for start in range(segment.offset, end, step))
 
-    def _reopen_changed(self, segments: Sequence[Segment]) -> bool:
-        changed = False
-        for segment in segments:
-            file = self._files[segment.path]
-            if not file.is_unchanged():
-                file.reopen(segment.pieces[0].name)
-                changed = True
-        return changed
+    def _identities(self, segments: Sequence[Segment]) -> dict[Path, FileIdentity | None]:
+        return {segment.path: self._files[segment.path].identity for segment in segments}
 
-    def _read(self, segment: Segment, start: int, stop: int, buffer: memoryview, keep_cached: bool) -> None:
+    def _reopen_changed(self, segments: Sequence[Segment], seen: Mapping[Path, FileIdentity | None]) -> bool:
+        """Follows the files that changed. Returns whether one did since ``seen``, whoever noticed first."""
+        tensors = {segment.path: segment.pieces[0].name for segment in reversed(segments)}
+        with self._reopening:
+            for path, tensor in tensors.items():
+                if not self._files[path].is_unchanged():
+                    self._check_open()
+                    self._files[path].reopen(tensor)
+            return self._identities(segments) != seen
+
+    def _read(
+        self, segment: Segment, start: int, stop: int, buffer: memoryview, keep_cached: bool, gate: _Gate
+    ) -> None:
         """One task: the part ``[start, stop)`` of a segment."""
         file = self._files[segment.path]
-        self._begin()
-        nbytes = 0
-        try:
-            if keep_cached or file.direct_fd is None:
-                self._read_buffered(file.buffered_fd, segment, start, stop, buffer, keep_cached)
-            elif segment.buffer_offset is not None:
-                at = segment.buffer_offset + start - segment.offset
-                self._read_direct(file.direct_fd, segment, start, buffer[at : at + stop - start])
-            else:
-                self._read_bounced(file.direct_fd, segment, start, stop, buffer)
-            nbytes = sum(len(part) for _, part in _parts(segment, start, stop, buffer))
-        finally:
-            self._end(nbytes)
+        with gate:
+            self._begin()
+            nbytes = 0
+            try:
+                fd = None if keep_cached else file.direct_fd
+                if fd is None:
+                    self._read_buffered(file.buffered_fd, segment, start, stop, buffer, keep_cached)
+                elif segment.buffer_offset is not None:
+                    at = segment.buffer_offset + start - segment.offset
+                    self._read_direct(fd, segment, start, buffer[at : at + stop - start])
+                else:
+                    self._read_bounced(fd, segment, start, stop, buffer)
+                nbytes = sum(len(part) for _, part in _parts(segment, start, stop, buffer))
+            finally:
+                self._end(nbytes)
 
     def _read_direct(self, fd: int, segment: Segment, start: int, target: memoryview) -> None:
         self._fill(fd, segment, start, target, min(len(target), segment.wanted_end - start), DIRECT_ALIGNMENT)
@@ -215,6 +280,8 @@ class Reader:
         while got < needed:
             try:
                 count = os.preadv(fd, [target[got:]], offset + got)
+                if 0 < count < min(alignment, needed - got) and offset + got + count < os.fstat(fd).st_size:
+                    raise OSError(errno.EIO, "too few bytes came")  # for a direct read to go on from
             except OSError as error:
                 if error.errno != errno.EIO or retries == RETRIES:
                     raise _read_error(segment, offset + got, error) from error
@@ -223,10 +290,9 @@ class Reader:
                     self.stats.num_retries += 1
                 time.sleep(RETRY_SECONDS * retries)
                 continue
-            progress = got + count if got + count >= needed else (got + count) // alignment * alignment
-            if progress <= got:  # nothing came, or less than the one page a direct read could go on from
+            if count < min(alignment, needed - got):
                 raise _truncated_error(segment, offset, got + count, needed)
-            got = progress
+            got = got + count if got + count >= needed else (got + count) // alignment * alignment
 
     def _bounce_buffer(self) -> memoryview:
         buffer: memoryview | None = getattr(self._local, "bounce", None)
@@ -250,11 +316,10 @@ class Reader:
 
     def close(self) -> None:
         """Ends the threads and closes the files. Harmless when repeated."""
-        if self._closed:
-            return
         self._closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._close_files()
+        with self._reopening:
+            self._close_files()
 
     def _close_files(self) -> None:
         for file in self._files.values():
@@ -268,6 +333,11 @@ def _parts(segment: Segment, start: int, stop: int, buffer: memoryview) -> Itera
         if low < high:
             at = piece.buffer_offset + low - piece.offset
             yield low, buffer[at : at + high - low]
+
+
+def _buffer_end(segment: Segment) -> int:
+    pieces_end = max(piece.buffer_offset + piece.nbytes for piece in segment.pieces)
+    return pieces_end if segment.buffer_offset is None else max(pieces_end, segment.buffer_offset + segment.nbytes)
 
 
 def _tensor_at(segment: Segment, offset: int) -> Piece:

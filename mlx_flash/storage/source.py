@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, FileChangedError, TruncatedFileError
@@ -17,18 +18,37 @@ HEAD_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What ``os.stat`` says of a file; equal identities mean the same bytes, for all that a reader can know."""
+    """What ``os.stat`` says of a file; equal identities mean the same bytes, for all that a reader can know.
+
+    The time of the last change of its entry is one that nobody can set back, unlike the time of its last write.
+    """
 
     device: int
     inode: int
     nbytes: int
     modified_ns: int
+    changed_ns: int
 
 
 def identity_of(path: Path) -> FileIdentity:
-    """Raises: FileNotFoundError."""
+    """Raises: OSError."""
     status = path.stat()
-    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """An open file: which one it is, what it holds, and its descriptors."""
+
+    identity: FileIdentity
+    digest: bytes
+    buffered_fd: int
+    direct_fd: int | None
+
+    def close(self) -> None:
+        os.close(self.buffered_fd)
+        if self.direct_fd is not None:
+            os.close(self.direct_fd)
 
 
 class SourceFile:
@@ -41,6 +61,9 @@ class SourceFile:
         path: the file.
         direct: whether to open it for direct reads too.
 
+    Attributes:
+        identity: the file whose bytes are known to be right; None from a change until it was followed.
+
     Raises:
         CheckpointError: the file cannot be opened.
     """
@@ -48,39 +71,38 @@ class SourceFile:
     def __init__(self, path: Path, direct: bool) -> None:
         self.path = path
         self._want_direct = direct
-        self._retired: list[int] = []
         try:
-            self._open()
+            self._opened = _open(path, direct)
         except FileNotFoundError:
             raise CheckpointNotFoundError(f"cannot open {path}: there is no such file") from None
         except OSError as error:
             raise CheckpointError(
                 f"cannot open {path} for reading: {error.strerror}. Hint: check who may read it."
             ) from error
-        self._digest = self._sample()
+        self._to_close = [self._opened]
+        self.identity: FileIdentity | None = self._opened.identity
 
-    def _open(self) -> None:
-        self.identity = identity_of(self.path)
-        self.buffered_fd = open_buffered(self.path)
-        self.direct_fd = open_direct(self.path) if self._want_direct else None
+    @property
+    def buffered_fd(self) -> int:
+        """Reads through the page cache."""
+        return self._opened.buffered_fd
 
-    def _sample(self) -> bytes:
-        digest = hashlib.sha256(os.pread(self.buffered_fd, HEAD_BYTES, 0))
-        for i in range(SAMPLES):
-            digest.update(os.pread(self.buffered_fd, SAMPLE_BYTES, self.identity.nbytes * i // SAMPLES))
-        return digest.digest()
+    @property
+    def direct_fd(self) -> int | None:
+        """Reads past the page cache; None where that is not wanted or cannot be."""
+        return self._opened.direct_fd
 
     def is_unchanged(self) -> bool:
         """Whether the path still leads to the file that is open. Costs one ``stat``."""
         try:
             return identity_of(self.path) == self.identity
-        except FileNotFoundError:
-            return False
+        except OSError:
+            return False  # `reopen` says why
 
     def reopen(self, tensor: str) -> None:
         """Follows the path to the file that is there now, if it holds the same bytes.
 
-        Descriptors that reads may still use stay open until :meth:`close`.
+        Descriptors that reads may still use stay open until :meth:`close`, and stay in use when this raises.
 
         Args:
             tensor: the tensor that was wanted, for the error.
@@ -89,37 +111,61 @@ class SourceFile:
             TruncatedFileError: the file has become shorter.
             FileChangedError: the file is gone, or holds other bytes.
         """
-        expected = self.identity.nbytes
+        self.identity = None
         where = f"'{tensor}' from {self.path}"
-        self._retire()
         try:
-            self._open()
+            found = _open(self.path, self._want_direct)
         except OSError as error:
-            self.identity = FileIdentity(0, 0, expected, 0)
             raise FileChangedError(
-                f"cannot go on reading {where}: {error.strerror}. Hint: put it back; the next call reads it again."
+                f"cannot go on reading {where}: {error.strerror}. Hint: put the file back; the next call reads it again."
             ) from error
-        found, self.identity = self.identity, FileIdentity(0, 0, expected, 0)
-        if found.nbytes < expected:
+        expected, nbytes = self._opened.identity.nbytes, found.identity.nbytes
+        if nbytes < expected:
+            found.close()
             raise TruncatedFileError(
                 f"cannot go on reading {where}: the file was truncated while the model was running, from {expected} to "
-                f"{found.nbytes} bytes. Hint: put the file back; the next call reads it again."
+                f"{nbytes} bytes. Hint: put the file back; the next call reads it again."
             )
-        self.identity = found
-        if found.nbytes != expected or self._sample() != self._digest:
-            self.identity = FileIdentity(0, 0, expected, 0)
+        if nbytes != expected or found.digest != self._opened.digest:
+            found.close()
             raise FileChangedError(
                 f"cannot go on reading {where}: the file was replaced by another one while the model was running. "
                 "Hint: put the file back, or load the model again."
             )
+        self._follow(found)
 
-    def _retire(self) -> None:
-        self._retired += [fd for fd in (self.buffered_fd, self.direct_fd) if fd is not None and fd >= 0]
-        self.buffered_fd = self.direct_fd = -1
+    def _follow(self, found: _Opened) -> None:
+        old = self._opened
+        if (found.identity.device, found.identity.inode) == (old.identity.device, old.identity.inode):
+            found.close()  # the open descriptors lead to it
+            self._opened = replace(old, identity=found.identity)
+        else:
+            self._to_close.append(found)
+            self._opened = found
+        self.identity = found.identity
 
     def close(self) -> None:
         """Closes every descriptor. Harmless when repeated."""
-        self._retire()
-        for fd in self._retired:
-            os.close(fd)
-        self._retired.clear()
+        while self._to_close:
+            self._to_close.pop().close()
+
+
+def _open(path: Path, direct: bool) -> _Opened:
+    with ExitStack() as on_error:
+        identity = identity_of(path)
+        buffered_fd = open_buffered(path)
+        on_error.callback(os.close, buffered_fd)
+        direct_fd = open_direct(path) if direct else None
+        if direct_fd is not None:
+            on_error.callback(os.close, direct_fd)
+        digest = _sample(buffered_fd, identity.nbytes)
+        on_error.pop_all()
+    return _Opened(identity, digest, buffered_fd, direct_fd)
+
+
+def _sample(fd: int, nbytes: int) -> bytes:
+    digest = hashlib.sha256(os.pread(fd, HEAD_BYTES, 0))
+    last = max(0, nbytes - SAMPLE_BYTES)
+    for i in range(SAMPLES):
+        digest.update(os.pread(fd, SAMPLE_BYTES, last * i // (SAMPLES - 1)))
+    return digest.digest()

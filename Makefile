@@ -1,0 +1,43 @@
+# `make demo` and `make test` set up everything they need by themselves.
+
+PYTHON ?= python3
+VENV := .venv
+comma := ,
+BIN := $(VENV)/bin
+
+# MLX's back end: Metal comes with macOS; on Linux CUDA where a driver is, else the CPU.
+BACKEND ?= $(shell if [ "$$(uname -s)" != Linux ]; then echo metal; \
+	else cuda=$$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p'); \
+	case "$$cuda" in "") echo cpu;; 12) echo cuda12;; *) echo cuda13;; esac; fi)
+EXTRAS := dev$(if $(filter-out metal,$(BACKEND)),$(comma)$(BACKEND))
+INSTALLED := $(VENV)/.installed-$(BACKEND)
+
+.PHONY: demo test check format clean
+
+demo: $(INSTALLED)  ## build a model of 1 GB, run it in a third of that, and again in memory
+	$(BIN)/python scripts/demo.py
+
+test: $(INSTALLED)  ## run the tests
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)  ## lint, type-check, layering
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_layering.py
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) models .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "mlx-flash needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1)." \
+		"Hint: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	@touch $@

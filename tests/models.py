@@ -1,0 +1,137 @@
+"""Tiny random models on disk, and what stock mlx-lm makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.cache import make_prompt_cache
+
+VOCAB_SIZE = 1000
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 5,
+    "intermediate_size": 704,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB_SIZE,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+}
+
+GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "hidden_size": 128,
+    "num_hidden_layers": 6,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB_SIZE,
+    "sliding_window": 8,
+    "sliding_window_pattern": 3,
+}
+
+MAMBA2: dict[str, Any] = {
+    "model_type": "mamba2",
+    "num_heads": 8,
+    "head_dim": 32,
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "state_size": 16,
+    "num_hidden_layers": 4,
+    "layer_norm_epsilon": 1e-5,
+    "expand": 2,
+    "conv_kernel": 4,
+    "n_groups": 1,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "tie_word_embeddings": True,
+    "time_step_limit": (0.0, 100.0),
+    "time_step_rank": "auto",
+    "chunk_size": 16,
+    "ssm_state_size": 16,
+    "intermediate_size": 256,
+}
+
+
+def build(config: dict[str, Any], dtype: mx.Dtype = mx.float32, bits: int | None = None) -> nn.Module:
+    """A random model of mlx-lm; with ``bits`` set, quantized."""
+    mx.random.seed(7)
+    model_class, args_class = mlx_lm_utils._get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    model.update(tree_map(lambda a: (0.05 * mx.random.normal(a.shape)).astype(dtype), model.parameters()))
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+        config["quantization"] = {"group_size": 32, "bits": bits, "mode": "affine"}
+    mx.eval(model.parameters())
+    return model
+
+
+def save(
+    directory: Path,
+    config: dict[str, Any],
+    dtype: mx.Dtype = mx.float32,
+    *,
+    bits: int | None = None,
+    num_shards: int = 1,
+    header_shift: int = 0,
+) -> Path:
+    """Writes a random model. ``header_shift`` moves every tensor by so many bytes, as mlx's own writer happens to."""
+    config = dict(config)
+    model = build(config, dtype, bits)
+    weights = dict(tree_flatten(model.parameters()))
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    names = list(weights)
+    for i in range(num_shards):
+        name = "model.safetensors" if num_shards == 1 else f"model-{i + 1:05}-of-{num_shards:05}.safetensors"
+        shard = {key: weights[key] for key in names[i::num_shards]}
+        mx.save_safetensors(str(directory / name), shard, {"format": "mlx"})
+        pad_header(directory / name, header_shift)
+    return directory
+
+
+def pad_header(path: Path, shift: int) -> None:
+    """Rewrites a safetensors file so that its data begins ``shift`` bytes past a multiple of 64."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    padding = (shift - 8 - length) % 64
+    header = data[8 : 8 + length] + b" " * padding
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+
+
+def stock(directory: Path) -> nn.Module:
+    """The model as mlx-lm loads it, in memory."""
+    return mlx_lm_utils.load_model(directory)[0]
+
+
+def run(model: Any, chunks: Sequence[Sequence[int]]) -> list[mx.array]:
+    """Logits of successive forward calls on one prompt cache."""
+    cache = make_prompt_cache(model)
+    outputs = []
+    for chunk in chunks:
+        outputs.append(model(mx.array([list(chunk)]), cache=cache))
+        mx.eval(outputs[-1], [entry.state for entry in cache])
+    return outputs
+
+
+PREFILL_AND_DECODE = ([5, 17, 900, 3, 3, 42, 64, 99, 128, 7, 21], [12], [999], [0], [512, 4, 8])
+
+
+def same_bits(left: Sequence[mx.array], right: Sequence[mx.array]) -> bool:
+    """Whether all arrays are equal bit for bit, and finite."""
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and bool(mx.array_equal(a, b)) and bool(mx.isfinite(a).all())
+        for a, b in zip(left, right, strict=True)
+    )

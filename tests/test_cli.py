@@ -1,0 +1,241 @@
+"""The command line, run as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_flash import __version__, cli
+from mlx_flash.config import GB
+
+ROOT = Path(__file__).parents[1]
+ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 300"
+PROMPT = "Tell me\\nabout\\tthe sea."
+
+
+def run(*arguments: object, module: str = "mlx_flash", stdin: str = "") -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    return subprocess.run(command, input=stdin.encode(), capture_output=True, env=ENV, cwd=ROOT, timeout=60)
+
+
+def run_json(*arguments: object, stdin: str = "") -> dict[str, Any]:
+    done = run(*arguments, "--json", stdin=stdin)
+    assert done.returncode == 0, done.stderr.decode()
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def error_of(*arguments: object, status: int = 1) -> str:
+    done = run(*arguments)
+    assert done.returncode == status and done.stdout == b""
+    text = done.stderr.decode()
+    assert "Traceback" not in text
+    line = text.splitlines()[-1]
+    assert "error: " in line
+    return line
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny [llama]"
+    subprocess.run([sys.executable, ROOT / "scripts/make_random_model.py", path, *SHAPE.split()], check=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def report(model: Path) -> dict[str, Any]:
+    return run_json("generate", "--model", model, "--prompt", PROMPT, "-m", 24, "--ram-budget-gb", "min")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--prefill-step-size 8",
+        "--prefill-step-size 8 --temp 1 --top-p 0.9 --min-p 0.01 --top-k 50 --seed 3",
+        "--prefill-step-size 16 --system-prompt sys --prefill-response Sure --max-kv-size 40",
+        "--prefill-step-size 2048 --ignore-chat-template --extra-eos-token <|im_end|>",
+    ],
+)
+def test_text_is_that_of_mlx_lm(model: Path, flags: str) -> None:
+    command = ["generate", "--model", model, "--prompt", PROMPT, "--max-tokens", 30, *flags.split()]
+    streamed = run(*command, "--ram-budget-gb", "min")
+    expected = run(*command, "--verbose", "False", module="mlx_lm")
+    assert streamed.returncode == expected.returncode == 0
+    assert streamed.stdout == expected.stdout
+    assert run(*command, "--resident").stdout == expected.stdout
+
+
+def test_tokens_are_those_of_a_resident_run(model: Path, report: dict[str, Any]) -> None:
+    step = report["prefill_step_size"]
+    command = ["generate", "--model", model, "--prompt", PROMPT, "-m", 24, "--prefill-step-size", step]
+    resident = run_json(*command, "--resident")
+    assert resident["tokens"] == report["tokens"] and resident["text"] == report["text"]
+    assert (resident["mode"], resident["plan"], resident["bytes_read"]) == ("resident", None, None)
+    assert resident["budget_bytes"] is None and resident["peak_memory_bytes"] > 0
+
+
+def test_report_adds_up(report: dict[str, Any]) -> None:
+    plan = report["plan"]
+    assert report["mode"] == "streamed"
+    assert report["peak_memory_bytes"] <= report["budget_bytes"] == plan["budget_bytes"]
+    assert report["within_budget"] is True
+    assert report["bytes_read"] == report["prompt_bytes_read"] + report["generation_bytes_read"] > 0
+    assert report["bytes_read_per_token"] == pytest.approx(plan["streaming"]["read_bytes"], rel=0.25)
+    assert report["read_bytes_per_second"] > 0 and report["disk_speed_share"] > 0
+    assert 0 <= report["generation_wait_share"] <= 1 and 0 <= report["prompt_wait_share"] <= 1
+    assert report["generation_tokens"] == len(report["tokens"])
+    assert plan["context_length"] == report["prompt_tokens"] + 24
+    assert plan["peak_bytes"] == sum(part["bytes"] for part in plan["parts"]) <= plan["budget_bytes"]
+    assert report["prefill_as_mlx_lm"] is (report["prefill_step_size"] >= report["prompt_tokens"] - 1)
+    assert report["versions"]["mlx_flash"] == __version__
+
+
+def test_summary_goes_to_stderr(model: Path) -> None:
+    done = run("generate", "--model", model, "-m", 4, "--ram-budget-gb", "min", "--prefill-step-size", 4)
+    summary = done.stderr.decode()
+    assert done.stdout.endswith(b"\n")
+    for words in ("Prompt:", "Generation:", "Peak memory:", "within the budget of", "per token", "Waiting:"):
+        assert words in summary
+    assert "--prefill-step-size 4" in " ".join(summary.split())
+    assert all(len(line) <= 80 for line in summary.splitlines()) and "\x1b" not in summary
+
+
+def test_verbose_false_writes_text_alone(model: Path) -> None:
+    done = run("generate", "--model", model, "-m", 4, "--verbose", "False")
+    assert done.stderr == b"" and done.stdout.endswith(b"\n")
+
+
+def test_prompt_from_stdin(model: Path) -> None:
+    command = ["generate", "--model", model, "-m", 3]
+    piped = run_json(*command, "--prompt", "-", stdin="good morning")
+    assert piped["tokens"] == run_json(*command, "--prompt", "good morning")["tokens"]
+    assert piped["prompt_tokens"] > len("good morning")
+
+
+def test_one_token(model: Path) -> None:
+    report = run_json("generate", "--model", model, "-m", 1, "--ram-budget-gb", "min")
+    assert report["generation_tokens"] == 1 and report["generation_tokens_per_second"] is None
+    assert report["bytes_read_per_token"] is None and report["time_to_first_token_seconds"] > 0
+
+
+def test_plan_table(model: Path) -> None:
+    done = run("plan", "--model", model, "--ram-budget-gb", "min")
+    assert done.returncode == 0 and done.stderr == b""
+    table = done.stdout.decode()
+    for words in ("predicted peak", "smallest workable budget", "Streamed layers:", "lm_head", "tokens-per-sec"):
+        assert words in table
+    assert all(len(line) <= 80 for line in table.splitlines())
+
+
+def test_plan_json(model: Path) -> None:
+    plan = run_json("plan", "--model", model, "--ram-budget-gb", 1, "--context-length", 100, "--prefill-step-size", 32)
+    assert plan["budget_bytes"] == GB and plan["minimum_bytes"] <= GB
+    assert (plan["context_length"], plan["prefill_step_size"], plan["num_layers"]) == (100, 32, 3)
+    assert plan["streaming"]["layers"] == [] and plan["streaming"]["read_bytes"] == 0
+    assert plan["peak_bytes"] == sum(part["bytes"] for part in plan["parts"])
+    assert plan["tokens_per_second"] == pytest.approx(1 / plan["seconds_per_token"])
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"), [("abc", "number of GB"), ("nan", "finite"), ("-1", "above 0"), ("0", "above 0")]
+)
+def test_budget_that_is_none(budget: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["plan", "--model", "x", f"--ram-budget-gb={budget}"])
+    assert exit_.value.code == 2
+    assert f"ram_budget_gb is '{budget}'" in (text := capsys.readouterr().err) and words in text
+
+
+def test_budget_too_small(model: Path) -> None:
+    line = error_of("generate", "--model", model, "--ram-budget-gb", 0.01)
+    assert line.startswith("mlx-flash: error: ram_budget_gb is 0.01") and "at least" in line
+
+
+def test_model_that_is_not_there(tmp_path: Path) -> None:
+    assert f"no directory '{tmp_path}/none'" in error_of("generate", "--model", tmp_path / "none")
+    assert f"{tmp_path}/config.json" in error_of("generate", "--model", tmp_path)
+    assert str(tmp_path) in error_of("plan", "--model", tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json is not JSON" in error_of("generate", "--model", tmp_path)
+
+
+@pytest.mark.parametrize("flags", ["--max-tokens 0", "--max-tokens -2", "--chat-template-config [1]", "--io fast"])
+def test_usage_errors(flags: str) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["generate", "--model", "x", *flags.split()])
+    assert exit_.value.code == 2
+
+
+def test_no_arguments_show_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "generate" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--version"])
+    assert exit_.value.code == 0 and capsys.readouterr().out == f"mlx-flash {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ValueError("two\n lines"), 1, "error: two lines"),
+        (FileNotFoundError(2, "No such file", "x/y"), 1, "error: No such file: x/y"),
+        (KeyError("k"), 1, "KeyError: 'k'. Hint: --traceback"),
+    ],
+)
+def test_errors_are_one_line(
+    error: BaseException,
+    status: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "prepare", fail)
+    assert cli.main(["plan", "--model", str(ROOT)]) == status
+    text = capsys.readouterr().err
+    assert words in text and text.count("\n") == 1
+    if status == 1:
+        monkeypatch.setenv(cli.TRACEBACK_VARIABLE, "1")
+        cli.main(["plan", "--model", str(ROOT)])
+        assert "Traceback" in capsys.readouterr().err
+
+
+def start(model: Path, *flags: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "mlx_flash", "generate", "--model", str(model), "-m", "100000", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, cwd=ROOT)
+    assert process.stdout is not None and process.stdout.read(1)
+    return process
+
+
+def test_ctrl_c_ends_generation(model: Path) -> None:
+    process = start(model, "--ram-budget-gb", "min")
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    out, err = process.communicate(timeout=10)
+    assert time.monotonic() - began < 3
+    assert process.returncode == 130 and out.endswith(b"\n")
+    assert b"ended by: interrupted" in err and b"Traceback" not in err
+
+
+def test_broken_pipe_is_quiet(model: Path) -> None:
+    process = start(model, "--ram-budget-gb", "min")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait(timeout=10) == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()

@@ -1,0 +1,122 @@
+"""Swapped modules compute what they computed before, and swapping leaves no trace."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import CacheList, KVCache
+from models import LLAMA, VOCAB_SIZE, save, stock
+
+from mlx_flash.checkpoint.layout import load_lazily, make_layout
+from mlx_flash.checkpoint.safetensors import read_checkpoint
+from mlx_flash.storage.reader import Reader
+from mlx_flash.streaming.layers import EmbeddingRows, TableState, arrays_in
+from mlx_flash.streaming.swap import SwappedClass, clone_with, own_class, restore_class, state_of, swap_class
+
+
+class Doubled(SwappedClass):
+    def __call__(self, x: mx.array) -> Any:
+        return 2 * own_class(self).__call__(self, x)
+
+
+def test_swapping_a_class_has_an_exact_inverse() -> None:
+    linear = nn.Linear(3, 4)
+    before, attributes = type(linear), dict(vars(linear))
+    x = mx.ones((1, 3))
+    plain = linear(x)
+    swap_class(linear, Doubled, "state")
+    assert isinstance(linear, nn.Linear)
+    assert state_of(linear) == "state"
+    assert type(linear).__name__ == "Linear"
+    assert mx.array_equal(linear(x), 2 * plain)
+    assert list(linear.parameters()) == ["weight", "bias"]
+    restore_class(linear)
+    assert type(linear) is before
+    assert dict(vars(linear)) == attributes
+    assert mx.array_equal(linear(x), plain)
+
+
+def test_a_clone_has_the_own_class_and_other_arrays() -> None:
+    linear = nn.QuantizedLinear(64, 32, group_size=32, bits=4)
+    swap_class(linear, Doubled, None)
+    clone = clone_with(linear, {"weight": linear["weight"][:8]})
+    assert type(clone) is nn.QuantizedLinear
+    assert (clone.group_size, clone.bits, clone.mode) == (32, 4, linear.mode)
+    assert clone["weight"].shape[0] == 8
+    assert linear["weight"].shape[0] == 32
+
+
+@dataclass
+class Record:
+    inner: Any
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_every_reachable_array_is_found() -> None:
+    a = [mx.array(i) for i in range(9)]
+    cache = KVCache()
+    cache.keys, cache.values = a[0], a[1]
+    looped: dict[str, Any] = {"x": a[2]}
+    looped["self"] = looped
+    roots = (Record({"deep": [Slotted(a[3])]}), CacheList(cache), looped, Pair(a[4], (a[5], None, "text")), {6: a[6]})
+    found = {id(array) for array in arrays_in(*roots)}
+    assert found == {id(array) for array in a[:7]}
+    assert arrays_in(nn.Linear(2, 2)) == []
+
+
+@pytest.fixture(scope="module", params=["plain", "quantized"])
+def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("embedding")
+    save(directory, LLAMA, mx.bfloat16, bits=4 if request.param == "quantized" else None, header_shift=3)
+    layout = make_layout(load_lazily(directory), read_checkpoint(directory))
+    (unit,) = layout.embeddings
+    reader = Reader(sorted({p.record.extent.path for p in unit.large if p.record}))
+    swap_class(unit.module, EmbeddingRows, TableState(unit.large, reader, None))
+    yield unit.module, stock(directory).model.embed_tokens
+    reader.close()
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_embedding_rows_equal_the_whole_table(table: Any, data: st.DataObject) -> None:
+    streamed, reference = table
+    shape = data.draw(st.sampled_from([(1, 1), (1, 7), (2, 3), (4,), (1, 40)]))
+    size = mx.zeros(shape).size
+    ids = data.draw(st.lists(st.integers(-VOCAB_SIZE, VOCAB_SIZE - 1), min_size=size, max_size=size))
+    tokens = mx.array(ids).reshape(shape)
+    assert mx.array_equal(streamed(tokens), reference(tokens))
+
+
+def test_embedding_rows_that_do_not_exist(table: Any) -> None:
+    with pytest.raises(IndexError, match="rows 0 to 999"):
+        table[0](mx.array([[5, VOCAB_SIZE]]))
+
+
+def test_an_empty_lookup(table: Any) -> None:
+    if isinstance(table[0], nn.QuantizedEmbedding):
+        pytest.skip("MLX cannot dequantize nothing")
+    assert table[0](mx.zeros((1, 0), dtype=mx.int32)).shape == (1, 0, LLAMA["hidden_size"])
+
+
+def test_paths_are_real(tmp_path: Path) -> None:
+    save(tmp_path, LLAMA, mx.float32)
+    assert read_checkpoint(tmp_path).nbytes == 4 * sum(
+        array.size for _, array in mx.load(str(tmp_path / "model.safetensors")).items()
+    )

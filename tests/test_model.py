@@ -1,0 +1,297 @@
+"""A streamed model gives stock mlx-lm's bits, keeps its promises, and can be undone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import psutil
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models import llama
+from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, run, same_bits, save, stock
+
+import mlx_flash
+from mlx_flash import BudgetError, ClosedError, FlashConfig, FlashLLM, StreamedWeightsError, load_model
+from mlx_flash.model import prepare
+
+MODELS = {
+    "fp32": (mx.float32, None, {}),
+    "bf16": (mx.bfloat16, None, {}),
+    "bf16-tied": (mx.bfloat16, None, {"tie_word_embeddings": True}),
+    "4bit": (mx.bfloat16, 4, {"intermediate_size": 512}),
+    "4bit-tied": (mx.bfloat16, 4, {"intermediate_size": 512, "tie_word_embeddings": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Model directories by (name, layers), each written once."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def get(name: str, num_layers: int = 5) -> Path:
+        if (name, num_layers) not in made:
+            dtype, bits, changes = MODELS[name]
+            config = {**LLAMA, **changes, "num_hidden_layers": num_layers}
+            directory = tmp_path_factory.mktemp(f"{name}-{num_layers}")
+            # An odd header length, as mlx's own writer leaves it: every tensor goes through a bounce buffer.
+            made[name, num_layers] = save(
+                directory, config, dtype, bits=bits, num_shards=2, header_shift=num_layers % 2
+            )
+        return made[name, num_layers]
+
+    return get
+
+
+def config(**changes: Any) -> FlashConfig:
+    settings: dict[str, Any] = {"ram_budget_gb": "min", "context_length": 256, "poison_released_slots": True}
+    return FlashConfig(**{**settings, **changes})
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+def test_logits_equal_stock_at_every_budget(
+    directories: Any, name: str, io: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The models are smaller than what the size of this process varies by.
+    monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100_000_000)
+    directory = directories(name)
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    streamed_bytes = set()
+    for share in (0, 0.3, 0.6, 0.9, 4):
+        plan = prepare(directory, config(io=io))[3]
+        budget = (plan.minimum_bytes + 5 + share * plan.model_bytes) / 1e9
+        with load_model(directory, config(ram_budget_gb=budget, io=io))[0] as model:
+            assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+            streamed_bytes.add(model.plan.streaming.read_bytes)
+    assert len(streamed_bytes) > 1
+    assert min(streamed_bytes) == 0
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("num_layers", [5, 6])
+@pytest.mark.parametrize("name", ["bf16", "4bit-tied"])
+def test_logits_equal_stock_with_any_number_of_slots(
+    directories: Any, name: str, num_layers: int, num_slots: int
+) -> None:
+    directory = directories(name, num_layers)
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    with streamed_whole(directory, num_slots) as model:
+        assert model.plan.streaming.num_slots == num_slots
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        assert model.engine.stream.stats.num_unpredicted == 0
+
+
+def streamed_whole(directory: Path, num_slots: int = 2, tile_rows: int = 192) -> FlashLLM:
+    """A model of which all layers are streamed and the head is computed in tiles, whatever the planner would do."""
+    model, _, layout, plan = prepare(directory, config(num_slots=num_slots))
+    heads = layout.heads or layout.embeddings
+    slot = max(unit.nbytes for unit in layout.units) + 2_000_000
+    streaming = replace(
+        plan.streaming,
+        layers=tuple((unit.name, tuple(p.name for p in unit.large)) for unit in layout.layers),
+        heads=tuple((unit.name, tile_rows) for unit in heads),
+        tables=tuple(unit.name for unit in layout.embeddings),
+        num_slots=num_slots,
+        slot_bytes=slot,
+        read_bytes=sum(unit.nbytes for unit in [*layout.layers, *heads]),
+    )
+    plan = replace(plan, streaming=streaming, budget_bytes=plan.budget_bytes + num_slots * slot + 50_000_000)
+    return mlx_flash.model.start(model, layout, plan, config(num_slots=num_slots))
+
+
+@pytest.mark.parametrize("tile_rows", [64, 320, 1000])
+def test_tiled_heads_equal_stock(directories: Any, tile_rows: int) -> None:
+    for name in ("fp32", "bf16", "4bit", "bf16-tied", "4bit-tied"):
+        expected = run(stock(directories(name)), PREFILL_AND_DECODE)
+        with streamed_whole(directories(name), 2, tile_rows) as model:
+            assert same_bits(run(model, PREFILL_AND_DECODE), expected), name
+
+
+@pytest.mark.parametrize("architecture", [GEMMA3, MAMBA2], ids=lambda c: c["model_type"])
+def test_sliding_windows_and_recurrent_states(tmp_path: Path, architecture: dict[str, Any]) -> None:
+    directory = save(tmp_path / "model", architecture, mx.float32)
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    with streamed_whole(directory) as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        assert model.engine.stream.stats.num_acquired > 0
+
+
+def test_stale_weights_show(directories: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The poison works: without evaluating before release, the logits are visibly wrong."""
+    expected = run(stock(directories("bf16")), PREFILL_AND_DECODE)
+    monkeypatch.setattr("mlx_flash.streaming.layers.arrays_in", lambda *roots: [])
+    with streamed_whole(directories("bf16")) as model:
+        assert not same_bits(run(model, PREFILL_AND_DECODE), expected)
+
+
+def test_generate_step_gives_stock_tokens_and_logprobs(directories: Any) -> None:
+    directory = directories("fp32")
+    prompt = mx.array([1, 2, 3, 4, 5, 6, 7])
+    expected = list(generate_step(prompt, stock(directory), max_tokens=6, prefill_step_size=3))
+    with load_model(directory, config())[0] as model:
+        got = list(generate_step(prompt, model, max_tokens=6, prefill_step_size=3))
+    assert [token for token, _ in got] == [token for token, _ in expected]
+    assert same_bits([logprobs for _, logprobs in got], [logprobs for _, logprobs in expected])
+
+
+def test_bytes_read_are_the_plans(directories: Any) -> None:
+    with streamed_whole(directories("bf16")) as model:
+        row = LLAMA["hidden_size"] * 2
+        counts = []
+        for _ in range(4):
+            run(model, [[1]])
+            wait_for_reads(model)
+            counts.append(model.engine.reader.stats.nbytes)
+        assert {b - a for a, b in pairwise(counts)} == {model.plan.streaming.read_bytes + row}
+
+
+def wait_for_reads(model: FlashLLM) -> None:
+    for slot in model.engine.stream._slots:
+        if slot.ticket is not None:
+            slot.ticket.wait()
+
+
+def test_close_restores_a_plain_model(directories: Any) -> None:
+    directory = directories("bf16")
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    descriptors, threads = num_descriptors(), threading.active_count()
+    model, _ = load_model(directory, config())
+    inner = model._model
+    run(model, [[1, 2]])
+    plain = model.close()
+    assert plain is inner
+    assert type(plain) is llama.Model
+    assert {type(layer) for layer in plain.layers} == {llama.TransformerBlock}
+    assert {type(module) for module in plain.modules()} == {type(module) for module in stock(directory).modules()}
+    assert not any("_flash_state" in vars(module) for module in plain.modules())
+    assert same_bits(run(plain, PREFILL_AND_DECODE), expected)
+    assert threading.active_count() == threads
+    assert not any(thread.name.startswith("mlx-flash") for thread in threading.enumerate())
+    with pytest.raises(ClosedError, match="load it again"):
+        model(mx.array([[1]]))
+    model.close()
+    del plain, inner, model
+    assert num_descriptors() <= descriptors + 2  # mlx's own, of the lazily loaded arrays
+
+
+def num_descriptors() -> int:
+    return psutil.Process().num_fds()
+
+
+def test_threads_take_turns(directories: Any) -> None:
+    directory = directories("bf16")
+    prompts = [[[1, 2, 3], [4], [5]], [[9, 8], [7], [6], [5]], [[11] * 6, [2]]]
+    reference = stock(directory)
+    expected = [run(reference, prompt) for prompt in prompts]
+    results: dict[int, list[mx.array]] = {}
+    with load_model(directory, config(context_length=3 * 256))[0] as model:
+
+        def work(i: int) -> None:
+            with mx.stream(mx.new_stream(mx.cpu) if mx.default_device() == mx.cpu else mx.new_stream(mx.gpu)):
+                results[i] = run(model, prompts[i])
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(same_bits(results[i], expected[i]) for i in range(len(prompts)))
+
+
+def test_a_budget_too_small_names_the_smallest(directories: Any) -> None:
+    with pytest.raises(BudgetError, match="at least") as caught:
+        load_model(directories("bf16"), config(ram_budget_gb=0.01))
+    enough = (caught.value.minimum_bytes + 3_000_000) / 1e9
+    load_model(directories("bf16"), config(ram_budget_gb=enough))[0].close()
+
+
+def test_a_call_beyond_the_budget_is_refused_and_leaves_the_model_usable(directories: Any) -> None:
+    directory = directories("fp32")
+    expected = run(stock(directory), [[1, 2, 3]])
+    with load_model(directory, config(context_length=64, prefill_step_size=16))[0] as model:
+        with pytest.raises(BudgetError, match="prefill_step_size=16"):
+            run(model, [[1] * 4000])
+        assert same_bits(run(model, [[1, 2, 3]]), expected)
+
+
+def test_it_answers_like_the_model_it_wraps(directories: Any) -> None:
+    with load_model(directories("bf16"), config())[0] as model:
+        assert isinstance(model, nn.Module)
+        assert model.model_type == "llama"
+        assert model.layers is model._model.layers
+        assert [name for name, _ in model.named_modules()] == [name for name, _ in model._model.named_modules()]
+        assert not dict(model)
+        with pytest.raises(AttributeError):
+            _ = model.no_such_thing
+        assert not hasattr(model, "shards_of_what")
+
+
+def test_its_parameters_are_those_in_memory(directories: Any) -> None:
+    with load_model(directories("bf16"), config())[0] as model:
+        nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        assert nbytes <= model.plan.pinned_bytes + model.plan.resident_bytes
+        assert model.trainable_parameters() == {}
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda model: copy.deepcopy(model),
+        lambda model: pickle.dumps(model),
+        lambda model: model.save_weights("never.safetensors"),
+        lambda model: model.load_weights([]),
+        lambda model: model.update({}),
+        lambda model: model.set_dtype(mx.float16),
+    ],
+)
+def test_what_would_take_slots_for_weights_is_refused(directories: Any, operation: Any) -> None:
+    with load_model(directories("bf16"), config())[0] as model, pytest.raises(StreamedWeightsError, match="Hint"):
+        operation(model)
+
+
+def test_a_model_nobody_closed_ends_its_threads(directories: Any) -> None:
+    model, _ = load_model(directories("bf16"), config())
+    run(model, [[1]])
+    del model
+    gc.collect()
+    assert not any(thread.name.startswith("mlx-flash") for thread in threading.enumerate())
+
+
+PEAK_PROGRAM = """
+import sys
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_flash import FlashConfig, load_model
+from mlx_flash.residency.memory import peak_footprint
+budget = sys.argv[2] if sys.argv[2] == "min" else float(sys.argv[2])
+model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=budget, context_length=128))
+prompt = mx.array([i % 1000 for i in range(100)])
+for _ in generate_step(prompt, model, max_tokens=3, prefill_step_size=model.plan.prefill_step_size):
+    pass
+print(model.plan.budget_bytes, model.plan.peak_bytes, peak_footprint(), model.plan.streaming.read_bytes)
+"""
+
+
+@pytest.mark.parametrize("budget", ["min", "0.22"])
+def test_the_process_stays_within_the_budget(tmp_path: Path, budget: str) -> None:
+    shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8}
+    directory = save(tmp_path / "model", {**LLAMA, **shape}, mx.float32)
+    command = [sys.executable, "-c", PEAK_PROGRAM, str(directory), budget]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    budget_bytes, planned, peak, read = map(int, done.stdout.split())
+    assert read > 0, "the budget was meant to be smaller than the model"
+    assert peak <= budget_bytes
+    assert planned <= budget_bytes

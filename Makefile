@@ -5,10 +5,9 @@ VENV := .venv
 comma := ,
 BIN := $(VENV)/bin
 
-# MLX's back end: Metal comes with macOS; on Linux CUDA where a driver is, else the CPU.
-BACKEND ?= $(shell if [ "$$(uname -s)" != Linux ]; then echo metal; \
-	else cuda=$$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p'); \
-	case "$$cuda" in "") echo cpu;; 12) echo cuda12;; *) echo cuda13;; esac; fi)
+# MLX's back end: Metal comes with macOS; on Linux CUDA where its driver is, else the CPU.
+CUDA := $(shell nvidia-smi 2>/dev/null | grep -o 'CUDA Version: [0-9]*' | grep -o '[0-9]*$$')
+BACKEND ?= $(if $(filter-out Linux,$(shell uname -s)),metal,$(if $(CUDA),$(if $(filter 12,$(CUDA)),cuda12,cuda13),cpu))
 EXTRAS := dev$(if $(filter-out metal,$(BACKEND)),$(comma)$(BACKEND))
 INSTALLED := $(VENV)/.installed-$(BACKEND)
 
@@ -34,9 +33,8 @@ clean:
 	rm -rf $(VENV) models .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "mlx-flash needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1)." \
-		"Hint: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "mlx-flash needs Python 3.10 or newer. Hint: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'

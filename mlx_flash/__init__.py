@@ -1,6 +1,6 @@
 """Run mlx-lm models larger than memory, bit for bit."""
 
-from mlx_flash.config import FlashConfig
+from mlx_flash.config import FlashConfig, parse_budget
 from mlx_flash.errors import (
     BudgetError,
     CheckpointError,
@@ -36,4 +36,5 @@ __all__ = [
     "TruncatedFileError",
     "load",
     "load_model",
+    "parse_budget",
 ]

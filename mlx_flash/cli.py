@@ -115,6 +115,8 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
         mx.random.seed(args.seed)
     path = resolve(args.model)
     tokenizer = load_tokenizer(path, args)
+    for token in args.extra_eos_token:
+        tokenizer.add_eos_token(token)
     prompt = encode_prompt(tokenizer, args)
     began = time.perf_counter()
     model = load(path, args, len(prompt))
@@ -136,7 +138,12 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
 
 def plan(args: argparse.Namespace, out: TextIO) -> int:
     """``mlx-flash plan``: reads no weights."""
-    _, _, layout, made = prepare(resolve(args.model), make_config(args, args.context_length))
+    path = resolve(args.model)
+    tokenizer = None
+    with contextlib.suppress(OSError, ValueError):  # a folder without one can be planned for too
+        tokenizer = load_tokenizer(path, args)
+    _, _, layout, made = prepare(path, make_config(args, args.context_length))
+    del tokenizer  # it had to be there: it is part of the process when text is generated
     if args.json:
         print_json(planning_to_json(args.model, layout, made), out)
     else:
@@ -165,10 +172,7 @@ def load_tokenizer(path: Path, args: argparse.Namespace) -> Any:
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path / 'config.json'} is not JSON: {error}. Hint: download it again.") from error
     settings = {"trust_remote_code": args.trust_remote_code}
-    tokenizer = mlx_lm_utils.load_tokenizer(path, settings, eos_token_ids=eos_token_ids)
-    for token in args.extra_eos_token:
-        tokenizer.add_eos_token(token)
-    return tokenizer
+    return mlx_lm_utils.load_tokenizer(path, settings, eos_token_ids=eos_token_ids)
 
 
 def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:
@@ -324,6 +328,7 @@ def _add_command(commands: Any, name: str, words: str, run: Command) -> argparse
 
 def _add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="model directory, or Hugging Face repository")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer")
     parser.add_argument("--json", action="store_true", help="write one JSON object to stdout")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     add = parser.add_argument_group("streaming").add_argument
@@ -353,7 +358,6 @@ def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     add("--use-default-chat-template", action="store_true", help="accepted, without effect, as mlx-lm does")
     add("--chat-template-config", type=_json_object, default={}, metavar="JSON", help="for the chat template")
     add("--extra-eos-token", nargs="+", default=(), metavar="TOKEN", help="tokens that end generation")
-    add("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer")
     add("--resident", action="store_true", help="everything in memory, by mlx-lm alone: to compare with")
     add("--verbose", type=str2bool, default=True, metavar="BOOL", help="False: no progress bars and no summary")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ def error_of(*arguments: object, status: int = 1) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny [llama]"
+    path = tmp_path_factory.mktemp("models") / "tiny llama"
     subprocess.run([sys.executable, ROOT / "scripts/make_random_model.py", path, *SHAPE.split()], check=True)
     return path
 
@@ -215,27 +217,32 @@ def test_errors_are_one_line(
         assert "Traceback" in capsys.readouterr().err
 
 
-def start(model: Path, *flags: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "mlx_flash", "generate", "--model", str(model), "-m", "100000", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, cwd=ROOT)
-    assert process.stdout is not None and process.stdout.read(1)
-    return process
+@contextlib.contextmanager
+def generating(model: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that would take long, and whose first text has come."""
+    command = [sys.executable, "-m", "mlx_flash", "generate", "--model", str(model), "-m", "100000"]
+    command += ["--ram-budget-gb", "min"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None and process.stdout.read(1)
+            yield process
+        finally:
+            process.kill()
 
 
 def test_ctrl_c_ends_generation(model: Path) -> None:
-    process = start(model, "--ram-budget-gb", "min")
-    process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    out, err = process.communicate(timeout=10)
-    assert time.monotonic() - began < 3
+    with generating(model) as process:
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        out, err = process.communicate(timeout=10)
+        assert time.monotonic() - began < 3
     assert process.returncode == 130 and out.endswith(b"\n")
     assert b"ended by: interrupted" in err and b"Traceback" not in err
 
 
 def test_broken_pipe_is_quiet(model: Path) -> None:
-    process = start(model, "--ram-budget-gb", "min")
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    assert process.wait(timeout=10) == 141
-    assert process.stderr.read() == b""
-    process.stderr.close()
+    with generating(model) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.wait(timeout=10) == 141
+        assert process.stderr.read() == b""

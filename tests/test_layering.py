@@ -18,6 +18,7 @@ FLOORS = [
     ["residency.plan", "streaming.layers"],
     ["residency.machine", "residency.headroom", "streaming.engine"],
     ["model"],
+    ["report"],
     ["cli"],
 ]
 FREE = {"__init__", "__main__"}

@@ -23,7 +23,17 @@ from mlx_lm.models import llama
 from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, run, same_bits, save, stock
 
 import mlx_flash
-from mlx_flash import BudgetError, ClosedError, FlashConfig, FlashLLM, StreamedWeightsError, load_model
+from mlx_flash import (
+    BudgetError,
+    ClosedError,
+    FileChangedError,
+    FlashConfig,
+    FlashLLM,
+    ReadError,
+    StreamedWeightsError,
+    TruncatedFileError,
+    load_model,
+)
 from mlx_flash.model import prepare
 
 MODELS = {
@@ -93,9 +103,9 @@ def test_logits_equal_stock_with_any_number_of_slots(
         assert model.engine.stream.stats.num_unpredicted == 0
 
 
-def streamed_whole(directory: Path, num_slots: int = 2, tile_rows: int = 192) -> FlashLLM:
+def streamed_whole(directory: Path, num_slots: int = 2, tile_rows: int = 192, io: Any = "auto") -> FlashLLM:
     """A model of which all layers are streamed and the head is computed in tiles, whatever the planner would do."""
-    model, _, layout, plan = prepare(directory, config(num_slots=num_slots))
+    model, _, layout, plan = prepare(directory, config(num_slots=num_slots, io=io))
     heads = layout.heads or layout.embeddings
     slot = max(unit.nbytes for unit in layout.units) + 2_000_000
     streaming = replace(
@@ -108,7 +118,7 @@ def streamed_whole(directory: Path, num_slots: int = 2, tile_rows: int = 192) ->
         read_bytes=sum(unit.nbytes for unit in [*layout.layers, *heads]),
     )
     plan = replace(plan, streaming=streaming, budget_bytes=plan.budget_bytes + num_slots * slot + 50_000_000)
-    return mlx_flash.model.start(model, layout, plan, config(num_slots=num_slots))
+    return mlx_flash.model.start(model, layout, plan, config(num_slots=num_slots, io=io))
 
 
 @pytest.mark.parametrize("tile_rows", [64, 320, 1000])
@@ -267,6 +277,48 @@ def test_a_model_nobody_closed_ends_its_threads(directories: Any) -> None:
     del model
     gc.collect()
     assert not any(thread.name.startswith("mlx-flash") for thread in threading.enumerate())
+
+
+def shard_of_layers(directory: Path) -> Path:
+    return max(directory.glob("model*.safetensors"), key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+def test_a_shard_cut_short_while_running_is_named_and_can_come_back(tmp_path: Path, io: Any) -> None:
+    directory = save(tmp_path / "model", LLAMA, mx.bfloat16, num_shards=2)
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    shard = shard_of_layers(directory)
+    whole = shard.read_bytes()
+    with streamed_whole(directory, io=io) as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        with shard.open("r+b") as file:
+            file.truncate(len(whole) // 3)
+        for _ in range(2):
+            with pytest.raises(ReadError, match=rf"'(model\.layers\.\d|lm_head|model\.embed).*{shard.name}") as caught:
+                run(model, PREFILL_AND_DECODE)
+        assert isinstance(caught.value, TruncatedFileError)
+        shard.write_bytes(whole)
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+
+
+def test_a_shard_replaced_while_running_is_named_and_can_come_back(tmp_path: Path) -> None:
+    directory = save(tmp_path / "model", LLAMA, mx.bfloat16)
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    (shard,) = directory.glob("model*.safetensors")
+    other = tmp_path / "other.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    other.write_bytes(data)
+    with streamed_whole(directory) as model:
+        run(model, PREFILL_AND_DECODE)
+        shard.rename(tmp_path / "aside")
+        with pytest.raises(FileChangedError, match=r"'model.*model\.safetensors"):
+            run(model, PREFILL_AND_DECODE)
+        other.rename(shard)
+        with pytest.raises(FileChangedError, match="replaced by another"):
+            run(model, PREFILL_AND_DECODE)
+        (tmp_path / "aside").replace(shard)
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
 
 
 PEAK_PROGRAM = """

@@ -249,26 +249,40 @@ def _best(task: _Task, budget: int) -> ResidencyPlan | None:
     """The fastest plan that fits, with the longest context and prefill step that leave the weights their room."""
     for reserve in _reserves(task, budget):
         if _smallest(task, reserve).peak_bytes <= budget:
-            return _fastest(list(_candidates(task, budget, reserve)))
+            plans = list(_candidates(task, budget, reserve))
+            if plans:
+                return _fastest(plans)
     return None
 
 
 def _reserves(task: _Task, budget: int) -> Iterator[_Reserve]:
     """What to set aside for tokens, most first. What the user asked for is not cut; what was left open is."""
-    config, sizes = task.config, task.sizes
-    least = _least(config)
+    config, least = task.config, _least(task.config)
     for context in [config.context_length] if config.context_length else CONTEXT_LENGTHS:
-        kv_bytes = sizes.kv_bytes_per_token * context
+        kv_bytes = task.sizes.kv_bytes_per_token * context
         if context < least.prefill_step_size:
             continue
         if not config.context_length and context > CONTEXT_LENGTHS[-1] and kv_bytes > KV_SHARE * budget:
             continue
         longest = next((s for s in reversed(PREFILL_STEPS) if s >= context), PREFILL_STEPS[0])
-        for step in [least.prefill_step_size] if config.prefill_step_size else PREFILL_STEPS:
-            nbytes = sizes.activations.nbytes(step, context, all_logits=False)
-            if config.prefill_step_size or (step <= longest and nbytes <= ACTIVATION_SHARE * budget):
-                yield _Reserve(step, context)
+        steps = [step for step in PREFILL_STEPS if step <= longest]
+        for step in [least.prefill_step_size] if config.prefill_step_size else steps:
+            reserve = _Reserve(step, context)
+            if _is_modest(task, budget, reserve, all_logits=False):
+                yield reserve
     yield least
+
+
+def _is_modest(task: _Task, budget: int, reserve: _Reserve, *, all_logits: bool) -> bool:
+    """Whether the activations leave the weights their room, or are as small as they can be."""
+    if task.config.prefill_step_size or reserve == _least(task.config):
+        return True
+    return _activation_bytes(task, reserve, all_logits=all_logits) <= ACTIVATION_SHARE * budget
+
+
+def _activation_bytes(task: _Task, reserve: _Reserve, *, all_logits: bool) -> int:
+    context = _round_up(reserve.context_length, CACHE_STEP)
+    return task.sizes.activations.nbytes(reserve.prefill_step_size, context, all_logits=all_logits)
 
 
 def _candidates(task: _Task, budget: int, reserve: _Reserve) -> Iterator[ResidencyPlan]:
@@ -277,13 +291,13 @@ def _candidates(task: _Task, budget: int, reserve: _Reserve) -> Iterator[Residen
     if everything.peak_bytes <= budget:
         yield everything
         return
+    ways = (True, False) if _is_modest(task, budget, reserve, all_logits=True) else (True,)
     for num_slots in [task.config.num_slots] if task.config.num_slots else range(1, MAX_SLOTS + 1):
         for whole_layers in (True, False):
-            for head_pinned in (True, False):
+            for head_pinned in ways:
                 plan = _most_pinned(task, budget, reserve, num_slots, whole_layers, head_pinned)
                 if plan is not None:
                     yield plan
-                    break
 
 
 def _most_pinned(
@@ -425,7 +439,7 @@ def _add_up(task: _Task, reserve: _Reserve, pinned_bytes: int, streaming: Stream
         streaming=streaming,
         # A cache that grows holds its old and its new arrays for a moment, one layer at a time.
         kv_bytes=sizes.kv_bytes_per_token * context * (num_layers + 1) // num_layers,
-        activation_bytes=sizes.activations.nbytes(reserve.prefill_step_size, context, all_logits=bool(streaming.heads)),
+        activation_bytes=_activation_bytes(task, reserve, all_logits=bool(streaming.heads)),
         bounce_bytes=machine.disk.read_size * machine.disk.queue_depth if bounce else 0,
         read_size=machine.disk.read_size,
         queue_depth=machine.disk.queue_depth,

@@ -60,8 +60,12 @@ def _read_page(fd: int) -> None:
 def open_buffered(path: Path) -> int:
     """Opens a file for reads through the page cache, without read-ahead: our reads are as large as they should be."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    if sys.platform == "linux":
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    try:
+        if sys.platform == "linux":
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    except OSError:
+        os.close(fd)
+        raise
     return fd
 
 

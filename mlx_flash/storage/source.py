@@ -117,7 +117,8 @@ class SourceFile:
             found = _open(self.path, self._want_direct)
         except OSError as error:
             raise FileChangedError(
-                f"cannot go on reading {where}: {error.strerror}. Hint: put the file back; the next call reads it again."
+                f"cannot go on reading {where}: {error.strerror}. "
+                "Hint: put the file back; the next call reads it again."
             ) from error
         expected, nbytes = self._opened.identity.nbytes, found.identity.nbytes
         if nbytes < expected:

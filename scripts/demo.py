@@ -1,0 +1,67 @@
+"""Runs a model in a third of its size, then in memory, and compares.
+
+Builds a random-weight model of about 1 GB once (random weights babble, but they are read and multiplied like any), lets
+``mlx-flash generate`` run it with a budget of a third of that, and again with everything in memory, each in a process of
+its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def build(directory: Path, size_gb: float) -> None:
+    """Writes the model unless it is there."""
+    if (directory / "config.json").exists():
+        return
+    command = [sys.executable, str(ROOT / "scripts" / "make_random_model.py"), str(directory)]
+    subprocess.run([*command, "--size-gb", str(size_gb), "--force"], check=True)
+
+
+def generate(directory: Path, args: argparse.Namespace, *how: str) -> dict[str, Any]:
+    """One run of the command line; prints the command, returns its report."""
+    command = ["generate", "--model", str(directory), "--prompt", args.prompt, "--max-tokens", str(args.max_tokens)]
+    shown = " ".join(f"'{word}'" if " " in word else word for word in [*command, *how])
+    print(f"\n$ mlx-flash {shown}", flush=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "mlx_flash", *command, *how, "--json"], stdout=subprocess.PIPE, check=True, text=True
+    )
+    report: dict[str, Any] = json.loads(run.stdout)
+    peak, speed = report["peak_bytes"] / 1e9, report["generation_tokens_per_second"]
+    print(f"  peak {peak:.2f} GB, {speed:.2f} tokens/s")
+    return report
+
+
+def main() -> int:
+    """Builds, runs, compares. Returns 0 when the outputs are identical and the budget held."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo-1gb", help="where the model is, or goes")
+    parser.add_argument("--size-gb", type=float, default=1.0)
+    parser.add_argument("--prompt", default="Why is the sky blue?")
+    parser.add_argument("--max-tokens", type=int, default=16)
+    args = parser.parse_args()
+
+    build(args.model, args.size_gb)
+    nbytes = sum(shard.stat().st_size for shard in args.model.glob("model*.safetensors"))
+    budget = nbytes / 3e9
+    streamed = generate(args.model, args, "--ram-budget-gb", f"{budget:.3f}")
+    resident = generate(args.model, args, "--resident")
+
+    identical = streamed["tokens"] == resident["tokens"]
+    held = streamed["peak_bytes"] <= budget * 1e9
+    print(f"\nmodel           {nbytes / 1e9:.2f} GB")
+    print(f"peak, streamed  {streamed['peak_bytes'] / 1e9:.2f} GB of {budget:.2f} GB budget")
+    print(f"peak, resident  {resident['peak_bytes'] / 1e9:.2f} GB")
+    print(f"output          {'identical' if identical else 'DIFFERENT'} ({len(streamed['tokens'])} tokens)")
+    return 0 if identical and held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,760 @@
+"""The bytes in the buffer are the file's, whatever the way they are read, and nobody writes there afterwards."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_flash.checkpoint.safetensors import Extent, TensorRecord
+from mlx_flash.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ClosedError,
+    FileChangedError,
+    ReadError,
+    TruncatedFileError,
+)
+from mlx_flash.storage import reader as reader_module
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT, open_direct
+from mlx_flash.storage.placement import Placement, place
+from mlx_flash.storage.reader import RETRIES, Reader, Ticket
+
+# --- helpers ---------------------------------------------------------------------------
+
+PAGE = DIRECT_ALIGNMENT
+MODES = ("direct", "buffered", "kept")
+IN_PLACE, BOUNCED = 2 * PAGE, 2 * PAGE + 3
+"""Where the first tensor of a file starts; with an alignment of 16, the second cannot be read in place."""
+
+Preadv = Callable[[int, Sequence[memoryview], int], int]
+
+
+def write_file(path: Path, nbytes: int, seed: int = 0) -> Path:
+    path.write_bytes(np.random.default_rng(seed).bytes(nbytes))
+    return path
+
+
+def packed(path: Path, start: int, sizes: Sequence[int], gap: int = 0) -> list[TensorRecord]:
+    records = []
+    for i, nbytes in enumerate(sizes):
+        records.append(TensorRecord(f"{path.stem}.{i}", "U8", (nbytes,), Extent(path, start, nbytes)))
+        start += nbytes + gap
+    return records
+
+
+class Load:
+    """Tensors, where they go, and what should be there."""
+
+    def __init__(self, records: Sequence[TensorRecord], alignment: int = 16) -> None:
+        self.records = records
+        self.placement: Placement = place(records, alignment)
+        self.buffer = memoryview(mmap.mmap(-1, max(1, self.placement.nbytes)))
+        self.expected = [
+            made.extent.path.read_bytes()[made.extent.offset : made.extent.end] if made.nbytes else b""
+            for made in records
+        ]
+        self.nbytes = sum(made.nbytes for made in records)
+
+    def submit(self, reader: Reader, mode: str = "direct") -> Ticket:
+        return reader.submit(self.placement.segments, self.buffer, keep_cached=mode == "kept")
+
+    def found(self) -> list[bytes]:
+        return [
+            bytes(self.buffer[at : at + made.nbytes])
+            for made, at in zip(self.records, self.placement.offsets, strict=True)
+        ]
+
+    def check(self, reader: Reader, mode: str = "direct") -> None:
+        """Reads into a soiled buffer."""
+        self.soil()
+        self.submit(reader, mode).wait()
+        assert self.found() == self.expected
+
+    def soil(self) -> None:
+        np.frombuffer(self.buffer, np.uint8)[:] = 0xA5
+
+    def check_soiled(self) -> None:
+        assert (np.frombuffer(self.buffer, np.uint8) == 0xA5).all()
+
+
+def small_load(path: Path, start: int = IN_PLACE, count: int = 3, nbytes: int = 4 * PAGE) -> Load:
+    """A few tensors, the last of which ends where the file does, within a page."""
+    sizes = [nbytes] * (count - 1) + [nbytes + 129]
+    write_file(path, start + sum(sizes))
+    return Load(packed(path, start, sizes))
+
+
+def descriptors() -> int:
+    return len(list(Path("/dev/fd").iterdir()))
+
+
+def reader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("mlx-flash-reader")]
+
+
+@pytest.fixture
+def replace_preadv(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Preadv], Preadv]], None]:
+    """Replaces ``os.preadv`` by what a function makes of the real one."""
+
+    def replace(wrap: Callable[[Preadv], Preadv]) -> None:
+        monkeypatch.setattr(reader_module.os, "preadv", wrap(os.preadv))
+
+    return replace
+
+
+Replace = Callable[[Callable[[Preadv], Preadv]], None]
+
+
+def slowly(seconds: float) -> Callable[[Preadv], Preadv]:
+    def wrap(real: Preadv) -> Preadv:
+        def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            time.sleep(seconds)
+            return real(fd, buffers, offset)
+
+        return preadv
+
+    return wrap
+
+
+def failing(code: int, times: int, calls: list[int] | None = None) -> Callable[[Preadv], Preadv]:
+    """The first ``times`` reads fail."""
+    lock = threading.Lock()
+    seen = [] if calls is None else calls
+
+    def wrap(real: Preadv) -> Preadv:
+        def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            with lock:
+                seen.append(offset)
+                fails = len(seen) <= times
+            if fails:
+                raise OSError(code, os.strerror(code))
+            return real(fd, buffers, offset)
+
+        return preadv
+
+    return wrap
+
+
+def returning(count: Callable[[int], int]) -> Callable[[Preadv], Preadv]:
+    """Reads that stop after ``count(length)`` bytes."""
+
+    def wrap(real: Preadv) -> Preadv:
+        def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            whole = memoryview(mmap.mmap(-1, -(-len(buffers[0]) // PAGE) * PAGE))[: len(buffers[0])]
+            got = real(fd, [whole], offset)
+            wanted = min(got, count(got))
+            buffers[0][:wanted] = whole[:wanted]
+            return wanted
+
+        return preadv
+
+    return wrap
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    return tmp_path / "shard"
+
+
+@pytest.fixture
+def direct_shard(tmp_path: Path) -> Path:
+    path = write_file(tmp_path / "shard", PAGE)
+    fd = open_direct(path)
+    if fd is None:
+        pytest.skip("this file system has no direct reads")
+    os.close(fd)
+    return path
+
+
+def open_reader(path: Path, mode: str = "direct", read_size: int = PAGE, queue_depth: int = 4) -> Reader:
+    return Reader([path], direct=mode != "buffered", read_size=read_size, queue_depth=queue_depth)
+
+
+# --- bytes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [IN_PLACE, BOUNCED, 0, 1])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("read_size", "queue_depth"), [(PAGE, 1), (5 * PAGE - 1, 3), (1 << 20, 8), (6 << 20, 2)])
+def test_bytes_and_counts(shard: Path, start: int, mode: str, read_size: int, queue_depth: int) -> None:
+    sizes = [1, 700_001, 16, 400_000 if read_size > PAGE else 9, 123_457]
+    write_file(shard, start + sum(sizes) + 7 * (len(sizes) - 1))
+    load = Load(packed(shard, start, sizes, gap=7))
+    reader = open_reader(shard, mode, read_size, queue_depth)
+    try:
+        load.check(reader, mode)
+        assert reader.stats.nbytes == load.nbytes
+        assert reader.stats.num_retries == 0
+        assert reader.stats.num_reads >= -(-load.nbytes // reader.read_size) or mode == "kept"
+    finally:
+        reader.close()
+
+
+@pytest.fixture(scope="module")
+def two_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("files")
+    return [write_file(folder / "a", 600_001, 1), write_file(folder / "b", 37 * PAGE, 2)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_tensors_any_way(two_files: list[Path], data: st.DataObject) -> None:
+    records = []
+    for path in two_files:
+        end = path.stat().st_size
+        cuts = sorted(data.draw(st.lists(st.integers(0, end), max_size=8), label="cuts"))
+        pairs = list(zip(cuts, cuts[1:], strict=False))[:: data.draw(st.integers(1, 2))]
+        records += [TensorRecord(f"{low}", "U8", (high - low,), Extent(path, low, high - low)) for low, high in pairs]
+    mode = data.draw(st.sampled_from(MODES))
+    load = Load(data.draw(st.permutations(records)), data.draw(st.sampled_from((1, 16))))
+    reader = Reader(
+        two_files,
+        direct=mode != "buffered",
+        read_size=data.draw(st.sampled_from((1, PAGE, 3 * PAGE, 1 << 18))),
+        queue_depth=data.draw(st.integers(1, 8)),
+    )
+    try:
+        load.check(reader, mode)
+        assert reader.stats.nbytes == load.nbytes
+    finally:
+        reader.close()
+
+
+def test_direct_reads_are_direct(direct_shard: Path) -> None:
+    """None of the file's pages come to the page cache by a direct read."""
+    load = small_load(direct_shard, nbytes=100 * PAGE)
+    with direct_shard.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    reader = open_reader(direct_shard)
+    before = cached_pages(direct_shard)
+    load.check(reader)
+    assert reader.is_direct
+    assert cached_pages(direct_shard) == before
+    load.check(reader, "kept")
+    assert cached_pages(direct_shard) > before
+    reader.close()
+
+
+def test_buffered_reads_leave_no_pages_behind(direct_shard: Path) -> None:
+    load = small_load(direct_shard, nbytes=100 * PAGE)
+    with direct_shard.open("rb") as file:
+        os.fsync(file.fileno())
+    reader = open_reader(direct_shard, "buffered", read_size=1 << 20)
+    load.check(reader, "buffered")
+    assert not reader.is_direct
+    assert len(cached_pages(direct_shard)) < 10
+    reader.close()
+
+
+def cached_pages(path: Path) -> set[int]:
+    """Pages of a file that a read gets without waiting for the disk."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        pytest.skip("only Linux tells what is in its page cache")
+    found = set()
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        for offset in range(0, path.stat().st_size, PAGE):
+            try:
+                os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
+            except BlockingIOError:
+                continue
+            found.add(offset)
+    return found
+
+
+def test_many_tickets_at_once(shard: Path) -> None:
+    write_file(shard, 1_000_003)
+    loads = [Load(packed(shard, start, [90_000, 5, 100_000])) for start in range(0, 800_000, 100_001)]
+    reader = open_reader(shard, read_size=3 * PAGE)
+    tickets = [load.submit(reader) for load in loads]
+    for ticket, load in zip(reversed(tickets), reversed(loads), strict=True):
+        ticket.wait()
+        assert ticket.done()
+        assert load.found() == load.expected
+        ticket.wait()
+    reader.close()
+
+
+def test_nothing_to_read(shard: Path) -> None:
+    write_file(shard, 10)
+    reader = open_reader(shard)
+    ticket = reader.submit([], memoryview(bytearray(0)))
+    assert ticket.done()
+    ticket.wait()
+    ticket.cancel()
+    reader.close()
+
+
+@pytest.mark.parametrize("start", [IN_PLACE, BOUNCED])
+def test_buffer_that_is_too_small_is_refused(shard: Path, start: int) -> None:
+    load = small_load(shard, start)
+    reader = open_reader(shard)
+    last = load.placement.segments[-1].pieces[-1]
+    with pytest.raises(ValueError, match=r"shard\.2.* of a buffer of"):
+        reader.submit(load.placement.segments, load.buffer[: last.buffer_offset + last.nbytes - 1])
+    reader.close()
+
+
+# --- short and failing reads -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [IN_PLACE, BOUNCED])
+@pytest.mark.parametrize("mode", MODES)
+def test_short_reads(shard: Path, replace_preadv: Replace, start: int, mode: str) -> None:
+    load = small_load(shard, start, nbytes=20 * PAGE)
+    reader = open_reader(shard, mode, read_size=16 * PAGE)
+    chance = random.Random(1)
+    smallest = PAGE if reader.is_direct and mode != "kept" else 1
+    replace_preadv(returning(lambda got: chance.randint(smallest, max(got, smallest))))
+    load.check(reader, mode)
+    assert reader.stats.nbytes == load.nbytes
+    assert reader.stats.num_retries == 0
+    reader.close()
+
+
+def test_direct_read_of_less_than_a_page_is_tried_again(direct_shard: Path, replace_preadv: Replace) -> None:
+    load = small_load(direct_shard, nbytes=20 * PAGE)
+    reader = open_reader(direct_shard, read_size=1 << 20, queue_depth=1)
+    lengths = iter([5 * PAGE + 512, 512, 100])
+    replace_preadv(returning(lambda got: next(lengths, got)))
+    load.check(reader)
+    assert reader.stats.num_retries == 2
+    reader.close()
+
+
+def test_direct_reads_of_less_than_a_page_for_ever(direct_shard: Path, replace_preadv: Replace) -> None:
+    """The file is as long as ever, so it is not called truncated."""
+    load = small_load(direct_shard, nbytes=20 * PAGE)
+    reader = open_reader(direct_shard, read_size=1 << 20, queue_depth=1)
+    replace_preadv(returning(lambda got: 512))
+    with pytest.raises(ReadError, match=r"too few bytes came") as caught:
+        load.check(reader)
+    assert not isinstance(caught.value, TruncatedFileError)
+    reader.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("times", [1, 2, RETRIES])
+def test_io_error_that_goes_away(shard: Path, replace_preadv: Replace, mode: str, times: int) -> None:
+    load = small_load(shard)
+    reader = open_reader(shard, mode, queue_depth=1)
+    replace_preadv(failing(errno.EIO, times))
+    load.check(reader, mode)
+    assert reader.stats.num_retries == times
+    assert reader.stats.nbytes == load.nbytes
+    reader.close()
+
+
+@pytest.mark.parametrize("start", [IN_PLACE, BOUNCED])
+@pytest.mark.parametrize("mode", MODES)
+def test_io_error_that_stays(shard: Path, replace_preadv: Replace, start: int, mode: str) -> None:
+    load = small_load(shard, start)
+    bad = load.records[1].extent.offset + 5
+    reader = open_reader(shard, mode)
+    calls = []
+
+    def wrap(real: Preadv) -> Preadv:
+        def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if offset <= bad < offset + len(buffers[0]):
+                calls.append(offset)
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(fd, buffers, offset)
+
+        return preadv
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader_module.os, "preadv", wrap(os.preadv))
+        with pytest.raises(ReadError, match=os.strerror(errno.EIO)) as caught:
+            load.check(reader, mode)
+    assert str(shard) in str(caught.value)
+    # the page before the tensor's own first one may hold another tensor's end
+    assert f"'{load.records[1].name}'" in str(caught.value) or f"'{load.records[0].name}'" in str(caught.value)
+    assert f"at offset {calls[0]}." in str(caught.value)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert len(calls) == RETRIES + 1
+    assert reader.stats.num_retries == RETRIES
+    load.check(reader, mode)
+    reader.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENODEV, errno.ESTALE, errno.EBADF, errno.EINVAL, errno.ENXIO])
+def test_other_errors_are_not_tried_again(shard: Path, replace_preadv: Replace, code: int) -> None:
+    load = small_load(shard, count=1, nbytes=PAGE)
+    reader = open_reader(shard, read_size=1 << 20)
+    calls: list[int] = []
+    replace_preadv(failing(code, 1, calls))
+    with pytest.raises(ReadError, match=os.strerror(code)):
+        load.check(reader)
+    assert len(calls) == 1
+    load.check(reader)
+    reader.close()
+
+
+@pytest.mark.parametrize("start", [IN_PLACE, BOUNCED])
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_comes(shard: Path, replace_preadv: Replace, start: int, mode: str) -> None:
+    load = small_load(shard, start)
+    reader = open_reader(shard, mode, read_size=1 << 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader_module.os, "preadv", lambda fd, buffers, offset: 0)
+        with pytest.raises(TruncatedFileError, match=r"'shard\.0'.*truncated") as caught:
+            load.check(reader, mode)
+    assert str(shard) in str(caught.value)
+    load.check(reader, mode)
+    reader.close()
+
+
+def test_no_read_is_left_when_wait_raises(shard: Path, replace_preadv: Replace) -> None:
+    load = small_load(shard, count=8)
+    reader = open_reader(shard, queue_depth=3)
+
+    def wrap(real: Preadv) -> Preadv:
+        def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if offset == IN_PLACE:
+                raise OSError(errno.ENXIO, "gone")
+            time.sleep(0.1)
+            return real(fd, buffers, offset)
+
+        return preadv
+
+    replace_preadv(wrap)
+    with pytest.raises(ReadError, match="gone"):
+        load.submit(reader).wait()
+    load.soil()
+    time.sleep(0.25)
+    load.check_soiled()
+    reader.close()
+
+
+# --- interrupts, cancelling, closing ---------------------------------------------------
+
+
+def test_cancel_returns_when_nobody_writes(shard: Path, replace_preadv: Replace) -> None:
+    load = small_load(shard, count=12)
+    reader = open_reader(shard, queue_depth=3)
+    replace_preadv(slowly(0.1))
+    ticket = load.submit(reader)
+    time.sleep(0.05)
+    began = time.perf_counter()
+    ticket.cancel()
+    assert time.perf_counter() - began < 1
+    load.soil()
+    time.sleep(0.25)
+    load.check_soiled()
+    assert reader.stats.num_reads < 12
+    assert ticket.done()
+    ticket.cancel()
+    reader.close()
+
+
+def test_cancelled_tensors_are_read_by_the_next_ticket(shard: Path, replace_preadv: Replace) -> None:
+    load = small_load(shard, count=12)
+    reader = open_reader(shard, queue_depth=3)
+    replace_preadv(slowly(0.01))
+    load.submit(reader).cancel()
+    load.check(reader)
+    reader.close()
+
+
+def interrupt_after(seconds: float) -> threading.Timer:
+    target = threading.main_thread().ident
+    assert target is not None
+    timer = threading.Timer(seconds, signal.pthread_kill, (target, signal.SIGINT))
+    timer.start()
+    return timer
+
+
+def test_interrupt_while_waiting(shard: Path, replace_preadv: Replace) -> None:
+    load = small_load(shard, count=12)
+    reader = open_reader(shard, queue_depth=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader_module.os, "preadv", slowly(0.15)(os.preadv))
+        ticket = load.submit(reader)
+        timer = interrupt_after(0.05)
+        with pytest.raises(KeyboardInterrupt):
+            ticket.wait()
+        timer.join()
+        load.soil()
+        time.sleep(0.35)
+        load.check_soiled()
+    load.check(reader)
+    reader.close()
+
+
+def test_interrupt_inside_submit(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool has taken a task, but its future never came back: the interrupt struck between the two."""
+    load = small_load(shard, count=6)
+    reader = open_reader(shard, queue_depth=3)
+    real = ThreadPoolExecutor.submit
+    taken = []
+
+    def submit(pool: ThreadPoolExecutor, *args: Any) -> Future[None]:
+        taken.append(real(pool, *args))
+        if len(taken) == 3:
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+        return taken[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", submit)
+        patch.setattr(reader_module.os, "preadv", slowly(0.15)(os.preadv))
+        with pytest.raises(KeyboardInterrupt):
+            load.submit(reader)
+        load.soil()
+        time.sleep(0.35)
+        load.check_soiled()
+    load.check(reader)
+    reader.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_close_ends_threads_and_closes_files(shard: Path, mode: str) -> None:
+    load = small_load(shard)
+    before = descriptors()
+    assert not reader_threads()
+    reader = open_reader(shard, mode)
+    load.check(reader, mode)
+    assert reader_threads()
+    assert descriptors() > before
+    reader.close()
+    assert not reader_threads()
+    assert descriptors() == before
+    reader.close()
+    assert descriptors() == before
+    with pytest.raises(ClosedError):
+        load.submit(reader)
+
+
+def test_close_while_reads_are_under_way(shard: Path, replace_preadv: Replace) -> None:
+    load = small_load(shard, count=12)
+    before = descriptors()
+    reader = open_reader(shard, queue_depth=2)
+    replace_preadv(slowly(0.1))
+    ticket = load.submit(reader)
+    reader.close()
+    load.soil()
+    time.sleep(0.2)
+    load.check_soiled()
+    with pytest.raises(ClosedError):
+        ticket.wait()
+    assert descriptors() == before
+
+
+def test_wait_after_close_opens_nothing(shard: Path) -> None:
+    load = small_load(shard)
+    before = descriptors()
+    reader = open_reader(shard)
+    ticket = load.submit(reader)
+    while not ticket.done():
+        time.sleep(0.001)
+    reader.close()
+    ticket.wait()
+    assert load.found() == load.expected
+    shard.touch()
+    with pytest.raises(ClosedError):
+        ticket.wait()
+    assert descriptors() == before
+
+
+def test_interrupt_while_closing(shard: Path, replace_preadv: Replace) -> None:
+    load = small_load(shard, count=12)
+    before = descriptors()
+    reader = open_reader(shard, queue_depth=1)
+    replace_preadv(slowly(0.2))
+    load.submit(reader)
+    timer = interrupt_after(0.05)
+    with pytest.raises(KeyboardInterrupt):
+        reader.close()
+    timer.join()
+    with pytest.raises(ClosedError):
+        load.submit(reader)
+    reader.close()
+    assert descriptors() == before
+    assert not reader_threads()
+
+
+def test_missing_file(shard: Path, tmp_path: Path) -> None:
+    write_file(shard, 10)
+    before = descriptors()
+    with pytest.raises(CheckpointNotFoundError, match="missing"):
+        Reader([shard, tmp_path / "missing"])
+    assert descriptors() == before
+    assert not reader_threads()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_file(shard: Path, tmp_path: Path) -> None:
+    write_file(shard, 10)
+    locked = write_file(tmp_path / "locked", 10)
+    locked.chmod(0)
+    before = descriptors()
+    with pytest.raises(CheckpointError, match="locked.*Permission denied"):
+        Reader([shard, locked])
+    assert descriptors() == before
+
+
+def test_folder_instead_of_a_file(shard: Path, tmp_path: Path) -> None:
+    write_file(shard, 10)
+    before = descriptors()
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        Reader([shard, tmp_path])
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("function", ["pread", "preadv", "posix_fadvise"])
+def test_disk_error_while_opening_leaks_nothing(shard: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    write_file(shard, 10)
+    before = descriptors()
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    if not hasattr(os, function):
+        pytest.skip("not on this system")
+    monkeypatch.setattr(os, function, fail)
+    try:
+        reader = Reader([shard])
+    except CheckpointError as error:
+        assert "the disk is broken" in str(error)
+    else:
+        assert function == "preadv"  # where there are no direct reads, it is not called
+        reader.close()
+    assert descriptors() == before
+
+
+# --- counting --------------------------------------------------------------------------
+
+
+def test_busy_seconds_count_parallel_reads_once_and_pauses_never(shard: Path, replace_preadv: Replace) -> None:
+    load = small_load(shard, count=6, nbytes=PAGE)
+    reader = open_reader(shard, queue_depth=3)
+    replace_preadv(slowly(0.05))
+    waited = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        load.check(reader)
+        waited += time.perf_counter() - began
+        time.sleep(0.2)
+    assert reader.stats.num_reads == 2 * 7
+    assert 2 * 3 * 0.05 <= reader.stats.busy_seconds <= waited
+    reader.close()
+
+
+def test_failed_reads_count_no_bytes(shard: Path, replace_preadv: Replace) -> None:
+    load = small_load(shard, count=1, nbytes=PAGE)
+    reader = open_reader(shard, read_size=1 << 20)
+    replace_preadv(failing(errno.ENXIO, 1))
+    with pytest.raises(ReadError):
+        load.check(reader)
+    assert (reader.stats.nbytes, reader.stats.num_reads) == (0, 1)
+    load.check(reader)
+    assert (reader.stats.nbytes, reader.stats.num_reads) == (load.nbytes, 2)
+    reader.close()
+
+
+# --- files that change between two tickets or under one --------------------------------
+
+
+def test_change_seen_by_one_ticket_is_seen_by_the_others(shard: Path, replace_preadv: Replace) -> None:
+    """Both read while the file was half written; that the first one verified it must not bless what the second got."""
+    load, other = small_load(shard), small_load(shard)
+    whole = shard.read_bytes()
+    reader = open_reader(shard)
+    with shard.open("r+b") as file:
+        file.seek(IN_PLACE)
+        file.write(bytes(len(whole) - IN_PLACE))
+    tickets = [load.submit(reader), other.submit(reader)]
+    while not all(ticket.done() for ticket in tickets):
+        time.sleep(0.001)
+    assert load.found() != load.expected
+    with shard.open("r+b") as file:
+        file.write(whole)
+    for ticket in tickets:
+        ticket.wait()
+    assert load.found() == load.expected
+    assert other.found() == other.expected
+    reader.close()
+
+
+def test_change_during_the_second_reading(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is still being written while its change is followed is read until it holds still."""
+    load = small_load(shard)
+    whole = shard.read_bytes()
+    reader = open_reader(shard, read_size=1 << 20)
+    load.submit(reader).wait()
+    real, reads = os.preadv, []
+    middle = load.records[1].extent.offset + 17 * 7
+
+    def write(data: bytes) -> None:
+        with shard.open("r+b", buffering=0) as file:
+            file.seek(middle)
+            file.write(data)
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if len(buffers[0]) == PAGE:
+            return real(fd, buffers, offset)  # a trial of direct reads
+        reads.append(offset)
+        if len(reads) <= 2:
+            write(b"x")
+        count = real(fd, buffers, offset)
+        if len(reads) <= 2:
+            write(whole[middle : middle + 1])
+            time.sleep(0.02)  # so that the next change has another time
+        return count
+
+    monkeypatch.setattr(reader_module.os, "preadv", preadv)
+    load.check(reader)
+    assert len(reads) == 3
+    reader.close()
+
+
+def test_queued_reads_survive_a_reopening(shard: Path, replace_preadv: Replace) -> None:
+    """While one ticket follows a changed file, another one's reads find usable descriptors all the time."""
+    load, other = small_load(shard, count=2), small_load(shard, count=40, nbytes=PAGE)
+    records = packed(shard, IN_PLACE, [4 * PAGE])
+    load = Load(records)
+    reader = open_reader(shard, queue_depth=2)
+    copy = shard.with_name("copy")
+    replace_preadv(slowly(0.002))
+    for _ in range(4):
+        copy.write_bytes(shard.read_bytes())
+        first, second = load.submit(reader), other.submit(reader)
+        copy.replace(shard)
+        first.wait()
+        second.wait()
+        assert load.found() == load.expected
+        assert other.found() == other.expected
+    reader.close()
+
+
+def test_error_of_a_read_of_a_changed_file(shard: Path) -> None:
+    """The old file was emptied and a good one put in its place: reads of the old one fail, the next ones must not."""
+    load = small_load(shard)
+    whole = shard.read_bytes()
+    reader = open_reader(shard)
+    shard.write_bytes(b"")
+    with pytest.raises(TruncatedFileError, match=r"'shard\.0'.*truncated"):
+        load.check(reader)
+    back = shard.with_name("back")
+    back.write_bytes(whole)
+    back.replace(shard)
+    load.check(reader)
+    shard.unlink()
+    with pytest.raises(FileChangedError):
+        load.check(reader)
+    reader.close()

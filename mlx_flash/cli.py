@@ -1,6 +1,6 @@
 """The command line: ``mlx-flash generate`` and ``mlx-flash plan``.
 
-What was asked for goes to stdout, everything else to stderr. Flags that mlx-lm has keep its names and defaults.
+What was asked for goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -12,36 +12,22 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, TextIO, cast, get_args
+from typing import Any, TextIO, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.generate import (
-    DEFAULT_MAX_TOKENS,
-    DEFAULT_MIN_P,
-    DEFAULT_MIN_TOKENS_TO_KEEP,
-    DEFAULT_PREFILL_STEP_SIZE,
-    DEFAULT_PROMPT,
-    DEFAULT_QUANTIZED_KV_START,
-    DEFAULT_SEED,
-    DEFAULT_TEMP,
-    DEFAULT_TOP_K,
-    DEFAULT_TOP_P,
-    DEFAULT_XTC_PROBABILITY,
-    DEFAULT_XTC_THRESHOLD,
-    str2bool,
-    stream_generate,
-)
+from mlx_lm.generate import DEFAULT_PREFILL_STEP_SIZE, stream_generate
 from mlx_lm.sample_utils import make_sampler
 from rich.console import Console, RenderableType
 from rich.progress import DownloadColumn, MofNCompleteColumn
 
-from mlx_flash import __version__
-from mlx_flash.config import Budget, FlashConfig, IOMode, parse_budget
-from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigError, FlashError
+from mlx_flash.arguments import make_parser
+from mlx_flash.checkpoint.layout import load_config
+from mlx_flash.config import FlashConfig
+from mlx_flash.errors import CheckpointNotFoundError, ConfigError, FlashError
 from mlx_flash.model import FlashLLM, load_model, prepare
 from mlx_flash.report import (
     GenerationReport,
@@ -53,8 +39,6 @@ from mlx_flash.report import (
     render_generation,
     render_plan,
 )
-
-Command = Callable[[argparse.Namespace, TextIO], int]
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 """The last two are what a shell reports of programs that the signals end."""
@@ -71,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    parser = make_parser()
+    parser = make_parser(generate, plan)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help(sys.stderr)
@@ -167,10 +151,7 @@ def resolve(model: str) -> Path:
 
 def load_tokenizer(path: Path, args: argparse.Namespace) -> Any:
     """mlx-lm's tokenizer, as ``mlx_lm.generate`` loads it."""
-    try:
-        eos_token_ids = mlx_lm_utils.load_config(path).get("eos_token_id")
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path / 'config.json'} is not JSON: {error}. Hint: download it again.") from error
+    eos_token_ids = load_config(path).get("eos_token_id")
     settings = {"trust_remote_code": args.trust_remote_code}
     return mlx_lm_utils.load_tokenizer(path, settings, eos_token_ids=eos_token_ids)
 
@@ -297,110 +278,3 @@ def print_json(value: Json, out: TextIO) -> None:
 def print_rich(value: RenderableType, out: TextIO) -> None:
     """For people: as wide as the terminal, 80 columns without one."""
     Console(file=out, markup=False, highlight=False, emoji=False).print(value)
-
-
-# Arguments
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog="mlx-flash", description="Run mlx-lm models larger than memory, bit for bit.")
-    parser.add_argument("--version", action="version", version=f"mlx-flash {__version__}")
-    parser.set_defaults(command=None)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    generating = _add_command(commands, "generate", "generate text", generate)
-    _add_prompt_flags(generating)
-    _add_sampling_flags(generating)
-    _add_cache_flags(generating)
-    _add_command(commands, "plan", "show what stays in memory, and how fast that will be", plan)
-    return parser
-
-
-def _add_command(commands: Any, name: str, words: str, run: Command) -> argparse.ArgumentParser:
-    usage = f"mlx-flash {name} --model MODEL [flags]"
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=words, description=f"{words.capitalize()}.", usage=usage
-    )
-    parser.set_defaults(command=run)
-    _add_common_flags(parser)
-    return parser
-
-
-def _add_common_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="model directory, or Hugging Face repository")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer")
-    parser.add_argument("--json", action="store_true", help="write one JSON object to stdout")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    add = parser.add_argument_group("streaming").add_argument
-    add("--ram-budget-gb", type=_budget, metavar="GB", help="memory for the whole process in GB (10**9 bytes), or min")
-    add("--context-length", type=int, metavar="N", help="tokens of KV cache to set memory aside for")
-    add("--prefill-step-size", type=int, metavar="N", help="prompt tokens in one forward call; default: what fits")
-    add("--num-slots", type=int, metavar="N", help="buffers that streamed weights take turns in")
-    add("--io", choices=get_args(IOMode), default="auto", help="read past the page cache (direct) or through it")
-    add("--read-size-mb", type=float, metavar="MB", help="size of one read")
-    add("--queue-depth", type=int, metavar="N", help="reads in flight at once")
-
-
-def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("prompt and output").add_argument
-    add("--prompt", "-p", default=DEFAULT_PROMPT, metavar="TEXT", help="the prompt ('-' reads it from stdin)")
-    add(
-        "--max-tokens",
-        "-m",
-        type=_max_tokens,
-        default=DEFAULT_MAX_TOKENS,
-        metavar="N",
-        help="the most to generate; -1: no limit",
-    )
-    add("--system-prompt", metavar="TEXT", help="system prompt for the chat template")
-    add("--prefill-response", metavar="TEXT", help="beginning of the answer, for the chat template")
-    add("--ignore-chat-template", action="store_true", help="take the prompt as it is")
-    add("--use-default-chat-template", action="store_true", help="accepted, without effect, as mlx-lm does")
-    add("--chat-template-config", type=_json_object, default={}, metavar="JSON", help="for the chat template")
-    add("--extra-eos-token", nargs="+", default=(), metavar="TOKEN", help="tokens that end generation")
-    add("--resident", action="store_true", help="everything in memory, by mlx-lm alone: to compare with")
-    add("--verbose", type=str2bool, default=True, metavar="BOOL", help="False: no progress bars and no summary")
-
-
-def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("sampling").add_argument
-    add("--temp", type=float, default=DEFAULT_TEMP, metavar="T", help="temperature; 0 takes the likeliest token")
-    add("--top-p", type=float, default=DEFAULT_TOP_P, metavar="P", help="keep the likeliest of this share")
-    add("--min-p", type=float, default=DEFAULT_MIN_P, metavar="P", help="keep those of this share of the likeliest")
-    add("--top-k", type=int, default=DEFAULT_TOP_K, metavar="K", help="keep the K likeliest; 0 keeps all")
-    add("--min-tokens-to-keep", type=int, default=DEFAULT_MIN_TOKENS_TO_KEEP, metavar="N", help="for --min-p")
-    add("--xtc-probability", type=float, default=DEFAULT_XTC_PROBABILITY, metavar="P", help="how often XTC is used")
-    add("--xtc-threshold", type=float, default=DEFAULT_XTC_THRESHOLD, metavar="P", help="what XTC takes for likely")
-    add("--seed", type=int, default=DEFAULT_SEED, metavar="N", help="of the random numbers")
-
-
-def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("KV cache").add_argument
-    add("--max-kv-size", type=int, metavar="N", help="tokens to keep")
-    add("--kv-bits", type=int, metavar="N", help="quantize to N bits")
-    add("--kv-group-size", type=int, default=64, metavar="N", help="values that share a scale")
-    add("--quantized-kv-start", type=int, default=DEFAULT_QUANTIZED_KV_START, metavar="N", help="from this token on")
-
-
-def _budget(text: str) -> Budget:
-    try:
-        return parse_budget(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _max_tokens(text: str) -> int:
-    number = int(text)
-    if number == 0 or number < -1:
-        raise argparse.ArgumentTypeError(f"{number} is neither a number of tokens nor -1, which sets no limit")
-    return number
-
-
-def _json_object(text: str) -> Json:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
-from mlx_flash.checkpoint.layout import ModelLayout, load_lazily, make_layout
+from mlx_flash.checkpoint.layout import ModelLayout, load_config, load_lazily, make_layout
 from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ClosedError, StreamedWeightsError
@@ -168,9 +168,7 @@ def load(
         ConfigError: a setting is wrong; BudgetError when the budget is too small.
     """
     path = mlx_lm_utils._download(path_or_hf_repo, revision=revision)
-    tokenizer = mlx_lm_utils.load_tokenizer(
-        path, tokenizer_config, eos_token_ids=mlx_lm_utils.load_config(path).get("eos_token_id")
-    )
+    tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=load_config(path).get("eos_token_id"))
     model, _ = load_model(path, config, model_config=model_config, progress=progress)
     return model, tokenizer
 

@@ -1,8 +1,8 @@
 """Runs a model in a third of its size, then in memory, and compares.
 
-Builds a random-weight model of about 1 GB once (random weights babble, but they are read and multiplied like any), lets
-``mlx-flash generate`` run it with a budget of a third of that, and again with everything in memory, each in a process of
-its own.
+Builds a random-weight model of about 1 GB once (random weights babble, but they are read and multiplied like any), then
+lets ``mlx-flash generate`` run it with a budget of a third of that, and again with everything in memory, each in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def generate(directory: Path, args: argparse.Namespace, *how: str) -> dict[str, 
         [sys.executable, "-m", "mlx_flash", *command, *how, "--json"], stdout=subprocess.PIPE, check=True, text=True
     )
     report: dict[str, Any] = json.loads(run.stdout)
-    peak, speed = report["peak_bytes"] / 1e9, report["generation_tokens_per_second"]
+    peak, speed = report["peak_memory_bytes"] / 1e9, report["generation_tokens_per_second"]
     print(f"  peak {peak:.2f} GB, {speed:.2f} tokens/s")
     return report
 
@@ -55,10 +55,10 @@ def main() -> int:
     resident = generate(args.model, args, "--resident")
 
     identical = streamed["tokens"] == resident["tokens"]
-    held = streamed["peak_bytes"] <= budget * 1e9
+    held = streamed["peak_memory_bytes"] <= budget * 1e9
     print(f"\nmodel           {nbytes / 1e9:.2f} GB")
-    print(f"peak, streamed  {streamed['peak_bytes'] / 1e9:.2f} GB of {budget:.2f} GB budget")
-    print(f"peak, resident  {resident['peak_bytes'] / 1e9:.2f} GB")
+    print(f"peak, streamed  {streamed['peak_memory_bytes'] / 1e9:.2f} GB of {budget:.2f} GB budget")
+    print(f"peak, resident  {resident['peak_memory_bytes'] / 1e9:.2f} GB")
     print(f"output          {'identical' if identical else 'DIFFERENT'} ({len(streamed['tokens'])} tokens)")
     return 0 if identical and held else 1
 

@@ -18,7 +18,7 @@ FLOORS = [
     ["residency.plan", "streaming.layers"],
     ["residency.machine", "residency.headroom", "streaming.engine"],
     ["model"],
-    ["report"],
+    ["arguments", "report"],
     ["cli"],
 ]
 FREE = {"__init__", "__main__"}

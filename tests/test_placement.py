@@ -64,9 +64,7 @@ def check_tensors(records: list[TensorRecord], placement: Placement, alignment: 
         assert at % made.itemsize == 0
         assert at % alignment == 0
         assert at + made.nbytes <= placement.nbytes
-    check_disjoint(
-        [(at, at + made.nbytes) for made, at in zip(records, placement.offsets, strict=True) if made.nbytes]
-    )
+    check_disjoint([(at, at + made.nbytes) for made, at in zip(records, placement.offsets, strict=True) if made.nbytes])
 
 
 def check_pieces(records: list[TensorRecord], placement: Placement) -> None:

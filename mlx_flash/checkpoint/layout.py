@@ -8,6 +8,7 @@ the file at any time. Everything else was computed on the way: a *derived* one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_flash.checkpoint.safetensors import Checkpoint, TensorRecord
-from mlx_flash.errors import CheckpointError
+from mlx_flash.errors import CheckpointError, CheckpointNotFoundError
 
 SMALL_BYTES = 64 * 1024
 """A tensor at most this large, and a small part of its unit, is kept in memory always: reading it costs a disk access
@@ -128,6 +129,22 @@ class LoadedModel:
     keep_alive: list[mx.array]
 
 
+def load_config(directory: Path) -> dict[str, Any]:
+    """The model's configuration, as mlx-lm reads it.
+
+    Raises:
+        CheckpointError: there is none, or it is not JSON.
+    """
+    path = directory / "config.json"
+    try:
+        config: dict[str, Any] = mlx_lm_utils.load_config(directory)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"{path} does not exist. Hint: is {directory} a model directory?") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}. Hint: download it again.") from error
+    return config
+
+
 def load_lazily(directory: Path, model_config: dict[str, Any] | None = None) -> LoadedModel:
     """Builds mlx-lm's model without reading its weights, and remembers which array came from which tensor.
 
@@ -135,6 +152,7 @@ def load_lazily(directory: Path, model_config: dict[str, Any] | None = None) -> 
         directory: the model directory.
         model_config: entries that replace those of ``config.json``, as in ``mlx_lm.utils.load_model``.
     """
+    load_config(directory)  # for a clear error
     loaded: dict[str, mx.array] = {}
     original: list[type[nn.Module]] = []
 

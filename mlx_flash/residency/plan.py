@@ -205,14 +205,20 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
     if budget < minimum:
         raise BudgetError(_too_small(budget, minimum, smallest), minimum)
     task = replace(task, cache_limit=_cache_limit(machine, budget))
-    plan = replace(_best(task, budget) or smallest, budget_bytes=budget, minimum_bytes=minimum)
+    plan = replace(_best(task, budget) or _timed(task, smallest), budget_bytes=budget, minimum_bytes=minimum)
     if plan.peak_bytes > machine.total_memory:
         raise BudgetError(
             f"the plan needs {plan.peak_bytes / GB:.2f} GB, but this process can have at most "
-            f"{machine.total_memory / GB:.2f} GB. Hint: the smallest workable budget is {in_gb(minimum)} GB.",
+            f"{machine.total_memory / GB:.2f} GB. Hint: {_smaller(minimum, machine)}.",
             minimum,
         )
     return plan
+
+
+def _smaller(minimum: int, machine: Machine) -> str:
+    if minimum <= machine.total_memory:
+        return f"the smallest workable budget is {in_gb(minimum)} GB"
+    return "a smaller context_length or prefill_step_size needs less"
 
 
 def in_gb(nbytes: int) -> str:
@@ -289,7 +295,7 @@ def _candidates(task: _Task, budget: int, reserve: _Reserve) -> Iterator[Residen
     """Everything in memory if that fits; else, for each number of slots and way to cut layers, the most pinned."""
     everything = _everything(task, reserve)
     if everything.peak_bytes <= budget:
-        yield everything
+        yield _timed(task, everything)
         return
     ways = (True, False) if _is_modest(task, budget, reserve, all_logits=True) else (True,)
     for num_slots in [task.config.num_slots] if task.config.num_slots else range(1, MAX_SLOTS + 1):
@@ -297,7 +303,7 @@ def _candidates(task: _Task, budget: int, reserve: _Reserve) -> Iterator[Residen
             for head_pinned in ways:
                 plan = _most_pinned(task, budget, reserve, num_slots, whole_layers, head_pinned)
                 if plan is not None:
-                    yield plan
+                    yield _timed(task, plan)
 
 
 def _most_pinned(
@@ -365,8 +371,7 @@ def _everything(task: _Task, reserve: _Reserve) -> ResidencyPlan:
     """All weights in memory: nothing is streamed, the model runs as mlx-lm's own."""
     sizes = task.sizes
     pinned = sum(u.buffer_bytes for u in [*sizes.layers, *sizes.heads, *(table.unit for table in sizes.tables)])
-    used = sum(u.nbytes for u in [*sizes.layers, *sizes.heads, *(t.unit for t in sizes.tables if t.is_head)])
-    return _add_up(task, reserve, pinned, Streaming(seconds=used / task.machine.compute_bytes_per_second))
+    return _add_up(task, reserve, pinned, Streaming())
 
 
 def _assemble(
@@ -378,7 +383,7 @@ def _assemble(
     head_pinned: bool,
 ) -> ResidencyPlan:
     sizes = task.sizes
-    heads = [*sizes.heads, *(table.unit for table in sizes.tables if table.is_head)]
+    heads = _heads(sizes)
     tiled = [] if head_pinned else heads
     slot = _slot_bytes(streamed, tiled)
     tiles = {head.name: tile_rows(head, slot) for head in tiled}
@@ -393,8 +398,11 @@ def _assemble(
         slot_bytes=slot if num_units else 0,
         read_bytes=sum(tensor.nbytes for ts in streamed for tensor in ts) + sum(head.nbytes for head in tiled),
     )
-    streaming = replace(streaming, seconds=_predict(task, streaming, streamed, heads))
     return _add_up(task, reserve, pinned - sum(t.buffer_bytes for ts in streamed for t in ts), streaming)
+
+
+def _heads(sizes: ModelSizes) -> list[UnitSize]:
+    return [*sizes.heads, *(table.unit for table in sizes.tables if table.is_head)]
 
 
 def _slot_bytes(streamed: Sequence[tuple[TensorSize, ...]], tiled: Sequence[UnitSize]) -> int:
@@ -456,21 +464,26 @@ def _cache_limit(machine: Machine, budget: int) -> int:
     return min(max(64 * MB, budget // 20), 256 * MB) if machine.has_buffer_cache else 0
 
 
-def _predict(
-    task: _Task, streaming: Streaming, streamed: Sequence[tuple[TensorSize, ...]], heads: Sequence[UnitSize]
-) -> float:
-    """Seconds of a decoding pass, from a simulation of the ring."""
-    disk, compute = task.machine.disk.bytes_per_second, task.machine.compute_bytes_per_second
-    barrier, tiles = task.machine.barrier_seconds, dict(streaming.heads)
+def _timed(task: _Task, plan: ResidencyPlan) -> ResidencyPlan:
+    """The plan with the predicted time of a decoding pass, from a simulation of the ring."""
+    streaming, machine = plan.streaming, task.machine
+    compute, barrier = machine.compute_bytes_per_second, machine.barrier_seconds
+    # A disk is as fast as it was probed only while as much is in flight.
+    in_flight = plan.slots_bytes / (machine.disk.read_size * machine.disk.queue_depth)
+    disk = machine.disk.bytes_per_second * min(1.0, in_flight)
+    layers, tiles = dict(streaming.layers), dict(streaming.heads)
     steps = []
-    for unit, tensors in zip(task.sizes.layers, streamed, strict=True):
-        read = sum(tensor.nbytes for tensor in tensors) / disk
-        steps.append((read, unit.nbytes / compute + (barrier if tensors else 0.0)))
-    for head in heads:
-        count = _num_tiles(head, tiles[head.name]) if head.name in tiles else 1
-        read = head.nbytes / disk / count if head.name in tiles else 0.0
-        steps += [(read, head.nbytes / compute / count)] * count
-    return simulate(steps, streaming.num_slots)
+    for unit in task.sizes.layers:
+        names = set(layers.get(unit.name, ()))
+        read = sum(tensor.nbytes for tensor in unit.tensors if tensor.name in names) / disk if names else 0.0
+        steps.append((read, unit.nbytes / compute + (barrier if names else 0.0)))
+    for head in _heads(task.sizes):
+        if head.name in tiles:
+            count = _num_tiles(head, tiles[head.name])
+            steps += [(head.nbytes / disk / count, head.nbytes / compute / count + barrier)] * count
+        else:
+            steps.append((0.0, head.nbytes / compute))
+    return replace(plan, streaming=replace(streaming, seconds=simulate(steps, streaming.num_slots)))
 
 
 def simulate(steps: Sequence[tuple[float, float]], num_slots: int, num_passes: int = 4) -> float:

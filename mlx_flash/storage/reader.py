@@ -166,6 +166,7 @@ class Reader:
         self.stats = ReadStats()
         self._lock = threading.Lock()
         self._reopening = threading.Lock()
+        self._gate = _Gate()
         self._in_flight = 0
         self._busy_since = 0.0
         self._local = threading.local()
@@ -240,7 +241,7 @@ class Reader:
     ) -> None:
         """One task: the part ``[start, stop)`` of a segment."""
         file = self._files[segment.path]
-        with gate:
+        with gate, self._gate:
             self._begin()
             nbytes = 0
             try:
@@ -317,6 +318,7 @@ class Reader:
     def close(self) -> None:
         """Ends the threads and closes the files. Harmless when repeated."""
         self._closed = True
+        self._gate.shut()  # joining the threads is not enough: CPython forgets one whose join was interrupted
         self._pool.shutdown(wait=True, cancel_futures=True)
         with self._reopening:
             self._close_files()

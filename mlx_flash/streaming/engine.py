@@ -168,7 +168,8 @@ class Engine:
         self._changed.clear()
         self._bound.clear()
         self._streamed.clear()
-        self.stream = WeightStream([], self.reader, poison=False)  # lets go of the slots
+        stats, self.stream = self.stream.stats, WeightStream([], self.reader, poison=False)  # lets go of the slots
+        self.stream.stats = stats
         self.reader.close()
 
 

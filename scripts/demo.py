@@ -22,7 +22,8 @@ def build(directory: Path, size_gb: float) -> None:
     if (directory / "config.json").exists():
         return
     command = [sys.executable, str(ROOT / "scripts" / "make_random_model.py"), str(directory)]
-    subprocess.run([*command, "--size-gb", str(size_gb), "--force"], check=True)
+    shape = ["--hidden-size", "1024", "--intermediate-size", "2816", "--heads", "16", "--kv-heads", "8"]
+    subprocess.run([*command, *shape, "--size-gb", str(size_gb), "--force"], check=True)
 
 
 def generate(directory: Path, args: argparse.Namespace, *how: str) -> dict[str, Any]:

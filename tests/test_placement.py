@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def check_segments(placement: Placement) -> None:
 
 def check_disjoint(ranges: list[tuple[int, int]]) -> None:
     ordered = sorted(ranges)
-    assert all(left[1] <= right[0] for left, right in zip(ordered, ordered[1:], strict=False)), ordered
+    assert all(left[1] <= right[0] for left, right in pairwise(ordered)), ordered
 
 
 @settings(max_examples=300, deadline=None)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ def test_any_tensors_any_way(two_files: list[Path], data: st.DataObject) -> None
     for path in two_files:
         end = path.stat().st_size
         cuts = sorted(data.draw(st.lists(st.integers(0, end), max_size=8), label="cuts"))
-        pairs = list(zip(cuts, cuts[1:], strict=False))[:: data.draw(st.integers(1, 2))]
+        pairs = list(pairwise(cuts))[:: data.draw(st.integers(1, 2))]
         records += [TensorRecord(f"{low}", "U8", (high - low,), Extent(path, low, high - low)) for low, high in pairs]
     mode = data.draw(st.sampled_from(MODES))
     load = Load(data.draw(st.permutations(records)), data.draw(st.sampled_from((1, 16))))
@@ -598,7 +599,7 @@ def test_unreadable_file(shard: Path, tmp_path: Path) -> None:
     locked = write_file(tmp_path / "locked", 10)
     locked.chmod(0)
     before = descriptors()
-    with pytest.raises(CheckpointError, match="locked.*Permission denied"):
+    with pytest.raises(CheckpointError, match=r"locked.*Permission denied"):
         Reader([shard, locked])
     assert descriptors() == before
 

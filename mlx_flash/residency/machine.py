@@ -23,6 +23,9 @@ _QUANTIZED_SHARE = 16
 BASE_STEP = 4_000_000
 """The footprint varies a little from run to run; a budget that was told should still do next time."""
 
+RUNTIME_BYTES = {mx.cpu: 16_000_000, mx.gpu: 64_000_000}
+"""Seen on Linux: 3 MB on the CPU back end once a matrix product has run. GPU back ends compile kernels as they go."""
+
 _FALLBACK_BYTES_PER_SECOND = 10e9
 
 
@@ -41,6 +44,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         available_memory=available_memory(),
         base_bytes=-(-footprint() // BASE_STEP) * BASE_STEP,
         active_bytes=int(mx.get_active_memory()),
+        runtime_bytes=RUNTIME_BYTES[_device_type()],
         disk=DiskProfile(
             disk.bytes_per_second,
             int(config.read_size_mb * 1e6) if config.read_size_mb else disk.read_size,
@@ -73,6 +77,10 @@ def barrier_seconds() -> float:
     return min(_seconds(mx.negative, x) for _ in range(5))
 
 
+def _device_type() -> mx.DeviceType:
+    return mx.DeviceType(mx.default_device().type)
+
+
 def _largest_linear(layout: ModelLayout) -> nn.Module | None:
     modules = [
         (parameter.nbytes, parameter.container)
@@ -85,7 +93,7 @@ def _largest_linear(layout: ModelLayout) -> nn.Module | None:
 
 def _some_rows(linear: nn.Module) -> nn.Module:
     weight = linear["weight"]
-    limit = _PROBE_BYTES[mx.DeviceType(mx.default_device().type)]
+    limit = _PROBE_BYTES[_device_type()]
     limit //= _QUANTIZED_SHARE if "scales" in linear and mx.default_device() == mx.cpu else 1
     num_rows = weight.shape[0]
     rows = max(1, min(num_rows, limit * num_rows // max(1, weight.nbytes)))

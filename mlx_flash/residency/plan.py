@@ -16,9 +16,6 @@ from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.probe import DiskProfile
 
 MB = 1_000_000
-RUNTIME_BYTES = 40 * MB
-"""What a running model adds to the process beside its arrays: code pages touched first, thread stacks, heap."""
-
 AUTO_SHARE = 0.7
 """Share of the free memory that a budget of None takes."""
 
@@ -40,7 +37,7 @@ WORTH_A_SLOT = 0.99
 SEARCH_STEPS = 16
 
 HEAD_TILE_BYTES = 32 << 20
-"""Tile size for a head that is streamed while no layer is."""
+"""Slots are at least this large while a head is streamed, where the budget has room: small tiles cost time each."""
 
 TILE_ROW_MULTIPLE = 64
 TILE_SLACK_BYTES = 12 * DIRECT_ALIGNMENT
@@ -56,6 +53,7 @@ class Machine:
         available_memory: bytes that are free now.
         base_bytes: footprint of the process before any weight.
         active_bytes: the part of it that MLX arrays of others take.
+        runtime_bytes: what a running model adds to it beside its arrays: code pages touched first, thread stacks, heap.
         disk: how the checkpoint's disk reads.
         compute_bytes_per_second: weight bytes the processor works through when decoding.
         barrier_seconds: what it costs to wait for a layer's result before the next layer is begun.
@@ -66,6 +64,7 @@ class Machine:
     available_memory: int
     base_bytes: int
     active_bytes: int
+    runtime_bytes: int
     disk: DiskProfile
     compute_bytes_per_second: float
     barrier_seconds: float
@@ -239,7 +238,7 @@ def _smallest(task: _Task, reserve: _Reserve) -> ResidencyPlan:
     """As few slots as allowed, no layer pinned; or everything in memory, for a tiny model."""
     streamed = [unit.tensors for unit in task.sizes.layers]
     num_slots = task.config.num_slots or 1
-    plans = [_assemble(task, reserve, num_slots, streamed, head_pinned=pinned) for pinned in (False, True)]
+    plans = [_assemble(task, reserve, num_slots, streamed, tile_bytes) for tile_bytes in (0, None)]
     plans.append(_everything(task, reserve))
     return min(plans, key=lambda plan: plan.peak_bytes)
 
@@ -297,24 +296,26 @@ def _candidates(task: _Task, budget: int, reserve: _Reserve) -> Iterator[Residen
     if everything.peak_bytes <= budget:
         yield _timed(task, everything)
         return
-    ways = (True, False) if _is_modest(task, budget, reserve, all_logits=True) else (True,)
+    tilings = (HEAD_TILE_BYTES, 0) if _is_modest(task, budget, reserve, all_logits=True) else ()
     for num_slots in [task.config.num_slots] if task.config.num_slots else range(1, MAX_SLOTS + 1):
         for whole_layers in (True, False):
-            for head_pinned in ways:
-                plan = _most_pinned(task, budget, reserve, num_slots, whole_layers, head_pinned)
+            for tile_bytes in (None, *tilings):
+                plan = _most_pinned(task, budget, reserve, num_slots, whole_layers, tile_bytes)
                 if plan is not None:
                     yield _timed(task, plan)
+                    if tile_bytes:
+                        break
 
 
 def _most_pinned(
-    task: _Task, budget: int, reserve: _Reserve, num_slots: int, whole_layers: bool, head_pinned: bool
+    task: _Task, budget: int, reserve: _Reserve, num_slots: int, whole_layers: bool, tile_bytes: int | None
 ) -> ResidencyPlan | None:
     """Finds by bisection how few of the layers' bytes can be streamed within the budget."""
     total = sum(unit.nbytes for unit in task.sizes.layers)
     best, low, high = None, 0, total
     for _ in range(SEARCH_STEPS):
         streamed = spread(task.sizes.layers, high if best is None else (low + high) // 2, whole_layers)
-        plan = _assemble(task, reserve, num_slots, streamed, head_pinned=head_pinned)
+        plan = _assemble(task, reserve, num_slots, streamed, tile_bytes)
         fits = plan.peak_bytes <= budget
         if best is None and not fits:
             return None
@@ -379,16 +380,16 @@ def _assemble(
     reserve: _Reserve,
     num_slots: int,
     streamed: Sequence[tuple[TensorSize, ...]],
-    *,
-    head_pinned: bool,
+    tile_bytes: int | None,
 ) -> ResidencyPlan:
+    """Adds up what a choice takes. Heads are pinned, or tiled if ``tile_bytes`` says how large slots are at least."""
     sizes = task.sizes
     heads = _heads(sizes)
-    tiled = [] if head_pinned else heads
-    slot = _slot_bytes(streamed, tiled)
+    tiled = [] if tile_bytes is None else heads
+    slot = _slot_bytes(streamed, tiled, tile_bytes or 0)
     tiles = {head.name: tile_rows(head, slot) for head in tiled}
     num_units = sum(map(bool, streamed)) + sum(_num_tiles(head, tiles[head.name]) for head in tiled)
-    kept = {head.name for head in heads} if head_pinned else set()
+    kept = {head.name for head in heads} - tiles.keys()
     pinned = sum(unit.buffer_bytes for unit in [*sizes.layers, *heads]) - sum(unit.buffer_bytes for unit in tiled)
     streaming = Streaming(
         layers=tuple((u.name, tuple(t.name for t in ts)) for u, ts in zip(sizes.layers, streamed, strict=True) if ts),
@@ -405,11 +406,12 @@ def _heads(sizes: ModelSizes) -> list[UnitSize]:
     return [*sizes.heads, *(table.unit for table in sizes.tables if table.is_head)]
 
 
-def _slot_bytes(streamed: Sequence[tuple[TensorSize, ...]], tiled: Sequence[UnitSize]) -> int:
+def _slot_bytes(streamed: Sequence[tuple[TensorSize, ...]], tiled: Sequence[UnitSize], tile_bytes: int) -> int:
     layers = max((sum(tensor.buffer_bytes for tensor in tensors) for tensors in streamed), default=0)
-    least = max((TILE_ROW_MULTIPLE * _row_bytes(head) + TILE_SLACK_BYTES for head in tiled), default=0)
-    usual = HEAD_TILE_BYTES if tiled and not layers else 0
-    return max(layers, least, usual)
+    least = max((TILE_ROW_MULTIPLE * _row_bytes(head) for head in tiled), default=0)
+    whole = max((head.nbytes for head in tiled), default=0)
+    tile = max(least, min(tile_bytes, whole))
+    return max(layers, tile + TILE_SLACK_BYTES if tiled else 0)
 
 
 def _num_tiles(head: UnitSize, rows: int) -> int:
@@ -440,7 +442,7 @@ def _add_up(task: _Task, reserve: _Reserve, pinned_bytes: int, streaming: Stream
         budget_bytes=0,
         minimum_bytes=0,
         model_bytes=sizes.nbytes,
-        base_bytes=machine.base_bytes + RUNTIME_BYTES,
+        base_bytes=machine.base_bytes + machine.runtime_bytes,
         active_bytes=machine.active_bytes,
         resident_bytes=sizes.resident_bytes,
         pinned_bytes=pinned_bytes,
@@ -468,14 +470,12 @@ def _timed(task: _Task, plan: ResidencyPlan) -> ResidencyPlan:
     """The plan with the predicted time of a decoding pass, from a simulation of the ring."""
     streaming, machine = plan.streaming, task.machine
     compute, barrier = machine.compute_bytes_per_second, machine.barrier_seconds
-    # A disk is as fast as it was probed only while as much is in flight.
-    in_flight = plan.slots_bytes / (machine.disk.read_size * machine.disk.queue_depth)
-    disk = machine.disk.bytes_per_second * min(1.0, in_flight)
+    disk = machine.disk.bytes_per_second
     layers, tiles = dict(streaming.layers), dict(streaming.heads)
     steps = []
     for unit in task.sizes.layers:
         names = set(layers.get(unit.name, ()))
-        read = sum(tensor.nbytes for tensor in unit.tensors if tensor.name in names) / disk if names else 0.0
+        read = sum(tensor.nbytes for tensor in unit.tensors if tensor.name in names) / disk
         steps.append((read, unit.nbytes / compute + (barrier if names else 0.0)))
     for head in _heads(task.sizes):
         if head.name in tiles:

@@ -1,0 +1,231 @@
+"""How much memory there is and how much of it is used."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from mlx_flash.residency import memory
+from mlx_flash.residency.memory import available_memory, footprint, peak_footprint, total_memory
+
+MB = 1_000_000
+UNLIMITED_V1 = 9223372036854771712
+linux = pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
+
+
+def test_footprint_follows_what_is_touched() -> None:
+    before = footprint()
+    now = footprint()  # taken before the peak, which might grow in between
+    assert 0 < now <= peak_footprint()
+    pages = mmap.mmap(-1, 100 * MB)
+    reserved = footprint()
+    np.frombuffer(pages, np.uint8)[:: mmap.PAGESIZE] = 1
+    touched = footprint()
+    pages.close()
+    after = footprint()
+    assert reserved - before < 20 * MB
+    assert 80 * MB < touched - reserved < 130 * MB
+    assert after < touched - 80 * MB
+    assert peak_footprint() >= touched - 4 * MB
+
+
+def test_footprint_is_what_the_system_says() -> None:
+    if sys.platform == "darwin":
+        pytest.skip("the footprint is not the resident set there")
+    assert footprint() == pytest.approx(psutil.Process().memory_info().rss, rel=0.05, abs=8 * MB)
+
+
+def test_total_and_available() -> None:
+    assert 0 < total_memory() <= psutil.virtual_memory().total
+    assert 0 <= available_memory() <= total_memory()
+
+
+# --- control groups --------------------------------------------------------------------
+
+
+class Tree:
+    """A made-up ``/proc/self`` and ``/sys/fs/cgroup``."""
+
+    def __init__(self, root: Path) -> None:
+        self.proc, self.groups = root / "proc", root / "cgroup"
+        self.proc.mkdir()
+        self.groups.mkdir()
+
+    def be_in(self, *lines: str) -> None:
+        (self.proc / "cgroup").write_text("".join(line + "\n" for line in lines))
+
+    def add(self, path: str, limit_file: str, limit: object, stat: str) -> None:
+        group = self.groups / path
+        group.mkdir(parents=True, exist_ok=True)
+        (group / limit_file).write_text(f"{limit}\n")
+        (group / "memory.stat").write_text(stat)
+
+    def add_v2(self, path: str, limit: object, anon: int = 0) -> None:
+        self.add(path, "memory.max", limit, f"anon {anon}\nfile 123456\nkernel 77\n")
+
+    def add_v1(self, path: str, limit: object, rss: int = 0) -> None:
+        self.add(
+            path, "memory.limit_in_bytes", limit, f"cache 99\nrss 1\nhierarchical_memory_limit 5\ntotal_rss {rss}\n"
+        )
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
+    made = Tree(tmp_path)
+    monkeypatch.setattr(memory, "_PROC", made.proc)
+    monkeypatch.setattr(memory, "_CGROUPS", made.groups)
+
+    class Machine:
+        total = 64_000 * MB
+        available = 40_000 * MB
+
+    monkeypatch.setattr(psutil, "virtual_memory", Machine)
+    return made
+
+
+def check(total: int, available: int) -> None:
+    assert (total_memory(), available_memory()) == (total * MB, available * MB)
+
+
+def test_no_control_groups(tree: Tree) -> None:
+    check(64_000, 40_000)  # no /proc/self/cgroup at all
+    tree.be_in()
+    check(64_000, 40_000)
+    tree.be_in("0::/")
+    check(64_000, 40_000)
+
+
+def test_v2(tree: Tree) -> None:
+    tree.be_in("0::/user.slice/run.scope")
+    tree.add_v2("user.slice/run.scope", 8_000 * MB, 3_000 * MB)
+    check(8_000, 5_000)
+
+
+def test_v2_without_limit(tree: Tree) -> None:
+    tree.be_in("0::/user.slice/run.scope")
+    tree.add_v2("user.slice/run.scope", "max", 3_000 * MB)
+    check(64_000, 40_000)
+
+
+def test_v2_limits_further_up_hold_too(tree: Tree) -> None:
+    tree.be_in("0::/pod/container/leaf")
+    tree.add_v2("pod", 6_000 * MB, 5_500 * MB)
+    tree.add_v2("pod/container", 9_000 * MB, 100 * MB)
+    tree.add_v2("pod/container/leaf", "max", 50 * MB)
+    check(6_000, 500)
+
+
+def test_v2_in_a_container_that_sees_its_group_as_the_root(tree: Tree) -> None:
+    tree.be_in("0::/")
+    tree.add_v2("", 4_000 * MB, 1_000 * MB)
+    check(4_000, 3_000)
+
+
+def test_v1(tree: Tree) -> None:
+    tree.be_in("5:devices:/", "4:cpu,memory:/job", "2:cpuset:/other", "1:name=systemd:/job", "0::/")
+    tree.add_v1("memory/job", 8_000 * MB, 1_000 * MB)
+    tree.add_v1("memory", UNLIMITED_V1, 30_000 * MB)
+    check(8_000, 7_000)
+
+
+def test_v1_in_a_container_whose_group_has_another_name_outside(tree: Tree) -> None:
+    tree.be_in("4:memory:/docker/0123456789")
+    tree.add_v1("memory", 8_000 * MB, 1_000 * MB)
+    check(8_000, 7_000)
+
+
+def test_other_controllers_and_odd_names(tree: Tree) -> None:
+    tree.be_in("4:memoryless:/a", "3:cpu:/a", "0::/with:colon/é")
+    tree.add_v1("memory/a", 1 * MB)
+    tree.add_v2("with:colon/é", 7_000 * MB)
+    check(7_000, 7_000)
+
+
+def test_group_outside_of_the_visible_tree(tree: Tree) -> None:
+    tree.be_in("0::/../sibling")
+    tree.add_v2("", 5_000 * MB)
+    check(5_000, 5_000)
+
+
+def test_more_used_than_allowed(tree: Tree) -> None:
+    tree.be_in("0::/a")
+    tree.add_v2("a", 1_000 * MB, 1_001 * MB)
+    check(1_000, 0)
+
+
+def test_limit_above_what_the_machine_has(tree: Tree) -> None:
+    tree.be_in("0::/a")
+    tree.add_v2("a", 100_000 * MB, 1_000 * MB)
+    check(64_000, 40_000)
+
+
+@linux
+def test_status_without_the_field(tree: Tree) -> None:
+    (tree.proc / "status").write_text("Name:\tpython\nVmPeak:\t  12 kB\nVmRSS:\t  34 kB\n")
+    assert footprint() == 34 * 1024
+    with pytest.raises(OSError, match="VmHWM"):
+        peak_footprint()
+
+
+# --- macOS -----------------------------------------------------------------------------
+
+V4_FIELDS = [
+    "ri_user_time",
+    "ri_system_time",
+    "ri_pkg_idle_wkups",
+    "ri_interrupt_wkups",
+    "ri_pageins",
+    "ri_wired_size",
+    "ri_resident_size",
+    "ri_phys_footprint",
+    "ri_proc_start_abstime",
+    "ri_proc_exit_abstime",
+    "ri_child_user_time",
+    "ri_child_system_time",
+    "ri_child_pkg_idle_wkups",
+    "ri_child_interrupt_wkups",
+    "ri_child_pageins",
+    "ri_child_elapsed_abstime",
+    "ri_diskio_bytesread",
+    "ri_diskio_byteswritten",
+    "ri_cpu_time_qos_default",
+    "ri_cpu_time_qos_maintenance",
+    "ri_cpu_time_qos_background",
+    "ri_cpu_time_qos_utility",
+    "ri_cpu_time_qos_legacy",
+    "ri_cpu_time_qos_user_initiated",
+    "ri_cpu_time_qos_user_interactive",
+    "ri_billed_system_time",
+    "ri_serviced_system_time",
+    "ri_logical_writes",
+    "ri_lifetime_max_phys_footprint",
+    "ri_instructions",
+    "ri_cycles",
+    "ri_billed_energy",
+    "ri_serviced_energy",
+    "ri_interval_max_phys_footprint",
+    "ri_runnable_time",
+]
+"""The 64-bit fields of ``struct rusage_info_v4``, after the 16 bytes of ``ri_uuid``."""
+
+
+@pytest.mark.parametrize("name", ["ri_phys_footprint", "ri_lifetime_max_phys_footprint"])
+def test_offsets_of_the_macos_struct(name: str) -> None:
+    assert getattr(memory._RUsageInfo, name).offset == 16 + 8 * V4_FIELDS.index(name)
+    assert getattr(memory._RUsageInfo, name).size == 8
+
+
+def test_size_of_the_macos_struct() -> None:
+    """The system writes the whole of the version asked for."""
+    assert ctypes.sizeof(memory._RUsageInfo) >= 16 + 8 * len(V4_FIELDS)
+
+
+def test_known_offsets_of_the_macos_struct() -> None:
+    assert V4_FIELDS.index("ri_phys_footprint") == 7
+    assert V4_FIELDS.index("ri_lifetime_max_phys_footprint") == 28

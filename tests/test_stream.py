@@ -132,6 +132,21 @@ def test_a_failed_read_surfaces_at_acquire_and_can_be_tried_again() -> None:
     assert arenas[1].memory[0] == 1
 
 
+def test_a_read_that_cannot_be_started_is_not_taken_for_done() -> None:
+    stream, reader, arenas = make_stream(4, 1)
+    stream.acquire(0)
+    submit, reader.submit = reader.submit, raise_interrupt  # type: ignore[assignment, method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        stream.release(0)
+    reader.submit = submit  # type: ignore[method-assign]
+    stream.acquire(1)
+    assert arenas[0].memory[0] == 1
+
+
+def raise_interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_arenas_share_their_memory_with_typed_views() -> None:
     arena = Arena(3 * DIRECT_ALIGNMENT)
     view = arena.view(DIRECT_ALIGNMENT + 8, (4, 5), mx.float32)

@@ -36,8 +36,8 @@ WORTH_A_SLOT = 0.99
 
 SEARCH_STEPS = 16
 
-HEAD_TILE_BYTES = 32 << 20
-"""Slots are at least this large while a head is streamed, where the budget has room: small tiles cost time each."""
+TILE_BYTES = (32 << 20, 8 << 20, 2 << 20, 0)
+"""How large the tiles of a streamed head are at least, to try: small ones leave memory, but each is waited for."""
 
 TILE_ROW_MULTIPLE = 64
 TILE_SLACK_BYTES = 12 * DIRECT_ALIGNMENT
@@ -296,15 +296,15 @@ def _candidates(task: _Task, budget: int, reserve: _Reserve) -> Iterator[Residen
     if everything.peak_bytes <= budget:
         yield _timed(task, everything)
         return
-    tilings = (HEAD_TILE_BYTES, 0) if _is_modest(task, budget, reserve, all_logits=True) else ()
+    tilings = TILE_BYTES if _heads(task.sizes) and _is_modest(task, budget, reserve, all_logits=True) else ()
     for num_slots in [task.config.num_slots] if task.config.num_slots else range(1, MAX_SLOTS + 1):
         for whole_layers in (True, False):
             for tile_bytes in (None, *tilings):
                 plan = _most_pinned(task, budget, reserve, num_slots, whole_layers, tile_bytes)
                 if plan is not None:
                     yield _timed(task, plan)
-                    if tile_bytes:
-                        break
+                    if tile_bytes and plan.streaming.slot_bytes > tile_bytes + TILE_SLACK_BYTES:
+                        break  # the layers' slots are larger anyway
 
 
 def _most_pinned(
@@ -361,7 +361,7 @@ def _whole(unit: UnitSize, due: int) -> tuple[TensorSize, ...]:
 def _some(unit: UnitSize, due: int) -> tuple[TensorSize, ...]:
     """Tensors of together about ``due`` bytes, the largest first."""
     kept = set()
-    for tensor in sorted(unit.tensors, key=lambda t: t.nbytes, reverse=True):
+    for tensor in unit.largest_first:
         if 2 * due >= tensor.nbytes:
             kept.add(tensor.name)
             due -= tensor.nbytes

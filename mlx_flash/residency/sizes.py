@@ -54,6 +54,11 @@ class UnitSize:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @cached_property
+    def largest_first(self) -> list[TensorSize]:
+        """Its tensors by size."""
+        return sorted(self.tensors, key=lambda tensor: tensor.nbytes, reverse=True)
+
+    @cached_property
     def buffer_bytes(self) -> int:
         """Memory for all its tensors."""
         return sum(tensor.buffer_bytes for tensor in self.tensors)

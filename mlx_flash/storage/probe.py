@@ -125,7 +125,7 @@ def _profiles_file() -> Path:
 def _load_profiles() -> dict[str, Any]:
     try:
         profiles = json.loads(_profiles_file().read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}  # not there, not to be read, not JSON: measuring again replaces it
     return profiles if isinstance(profiles, dict) else {}
 

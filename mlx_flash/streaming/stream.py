@@ -148,8 +148,8 @@ class WeightStream:
                 num_empty -= 1
 
     def _fill(self, slot: _Slot, index: int) -> None:
-        slot.unit = index
-        slot.ticket = self._reader.submit(self.units[index].placement.segments, slot.arena.memory)
+        ticket = self._reader.submit(self.units[index].placement.segments, slot.arena.memory)
+        slot.unit, slot.ticket = index, ticket  # not before: a slot with a unit and no ticket counts as read
 
     def _empty(self, slot: _Slot) -> None:
         if slot.ticket is not None:

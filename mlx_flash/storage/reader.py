@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ DEFAULT_READ_SIZE = 4 << 20
 DEFAULT_QUEUE_DEPTH = 4
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ReadStats:
     """What was read so far.
 
@@ -163,7 +163,7 @@ class Reader:
     ) -> None:
         self.read_size = -(-read_size // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
         self.queue_depth = queue_depth
-        self.stats = ReadStats()
+        self._stats = ReadStats()
         self._lock = threading.Lock()
         self._reopening = threading.Lock()
         self._gate = _Gate()
@@ -179,6 +179,13 @@ class Reader:
             self._close_files()
             raise
         self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="mlx-flash-reader")
+
+    @property
+    def stats(self) -> ReadStats:
+        """What was read up to now, reads in flight counted as busy time."""
+        with self._lock:
+            since = time.perf_counter() - self._busy_since if self._in_flight else 0.0
+            return replace(self._stats, busy_seconds=self._stats.busy_seconds + since)
 
     @property
     def is_direct(self) -> bool:
@@ -288,7 +295,7 @@ class Reader:
                     raise _read_error(segment, offset + got, error) from error
                 retries += 1
                 with self._lock:
-                    self.stats.num_retries += 1
+                    self._stats = replace(self._stats, num_retries=self._stats.num_retries + 1)
                 time.sleep(RETRY_SECONDS * retries)
                 continue
             if count < min(alignment, needed - got):
@@ -310,10 +317,14 @@ class Reader:
     def _end(self, nbytes: int) -> None:
         with self._lock:
             self._in_flight -= 1
-            self.stats.nbytes += nbytes
-            self.stats.num_reads += 1
-            if self._in_flight == 0:
-                self.stats.busy_seconds += time.perf_counter() - self._busy_since
+            since = 0.0 if self._in_flight else time.perf_counter() - self._busy_since
+            before = self._stats
+            self._stats = replace(
+                before,
+                nbytes=before.nbytes + nbytes,
+                busy_seconds=before.busy_seconds + since,
+                num_reads=before.num_reads + 1,
+            )
 
     def close(self) -> None:
         """Ends the threads and closes the files. Harmless when repeated."""

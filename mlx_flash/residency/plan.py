@@ -58,6 +58,8 @@ class Machine:
         compute_bytes_per_second: weight bytes the processor works through when decoding.
         barrier_seconds: what it costs to wait for a layer's result before the next layer is begun.
         has_buffer_cache: whether MLX keeps freed buffers (GPU back ends do).
+        exact_tiles: whether some rows of a matrix product are, bit for bit, those rows of the whole product. If not, a
+            head that is streamed passes through a slot whole.
     """
 
     total_memory: int
@@ -69,6 +71,7 @@ class Machine:
     compute_bytes_per_second: float
     barrier_seconds: float
     has_buffer_cache: bool
+    exact_tiles: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +389,8 @@ def _assemble(
     sizes = task.sizes
     heads = _heads(sizes)
     tiled = [] if tile_bytes is None else heads
+    if tiled and not task.machine.exact_tiles:
+        tile_bytes = max(head.nbytes for head in tiled)
     slot = _slot_bytes(streamed, tiled, tile_bytes or 0)
     tiles = {head.name: tile_rows(head, slot) for head in tiled}
     num_units = sum(map(bool, streamed)) + sum(_num_tiles(head, tiles[head.name]) for head in tiled)

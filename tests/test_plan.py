@@ -127,7 +127,7 @@ tensor_bytes = st.integers(70_000, 60_000_000)
 unit_bytes = st.lists(tensor_bytes, min_size=1, max_size=7)
 alike = st.builds(lambda sizes, count: [sizes] * count, unit_bytes, st.integers(1, 40))
 unlike = st.lists(unit_bytes, min_size=1, max_size=12)
-rows = st.sampled_from([1, 63, 64, 65, 1000, 32000, 151_936])
+rows = st.sampled_from([1, 63, 64, 65, 1000, 32000, 50_257, 151_936])
 
 
 @st.composite
@@ -249,6 +249,7 @@ def check(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig, machine: 
         assert streaming.num_slots == min(config.num_slots, num_units)
     needed = [sum(tensor.buffer_bytes for tensor in tensors) for tensors in layers]
     needed += [nbytes for head, num_rows in heads for nbytes in tiles(head, num_rows)]
+    assert machine.exact_tiles or all(num_rows == head.num_rows for head, num_rows in heads)
     assert streaming.slot_bytes >= max(needed, default=0)
 
     computed = sum(unit.nbytes for unit in sizes.layers)
@@ -588,6 +589,13 @@ def test_tiles_fit_their_slot(head: UnitSize, spare: int) -> None:
         assert (len(found) - 1) * ((slot - 12 * padded_bytes(0) // 2) // row) < head.num_rows + TILE_ROW_MULTIPLE * len(
             found
         )
+
+
+def test_a_head_is_whole_where_tiles_are_not_exact() -> None:
+    for num_rows in (1, 63, 1000, 32_000, 50_257):
+        sizes = make_model(head=(num_rows, 4096))
+        for plan in plans_between(sizes, FIXED, make_machine(exact_tiles=False), [0, 0.001, 0.01, 0.5]):
+            assert all(rows == num_rows for _, rows in plan.streaming.heads)
 
 
 # --- spread ----------------------------------------------------------------------------------------------------------

@@ -15,10 +15,7 @@ from mlx_flash.errors import ReadError
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Placement, place
 from mlx_flash.streaming.slots import Arena
-from mlx_flash.streaming.stream import WeightStream
-
-POISON = 0xFF
-
+from mlx_flash.streaming.stream import POISON, WeightStream
 
 class FakeTicket:
     """Reads that land when they are waited for, as late as they can; checks that nobody uses the slot meanwhile."""
@@ -152,6 +149,6 @@ def test_arenas_share_their_memory_with_typed_views() -> None:
     view = arena.view(DIRECT_ALIGNMENT + 8, (4, 5), mx.float32)
     arena.memory[DIRECT_ALIGNMENT + 8 : DIRECT_ALIGNMENT + 12] = b"\x00\x00\x80\x3f"
     assert view[0, 0].item() == 1.0
-    arena.poison()
+    arena.fill(POISON)
     assert bool(mx.isnan(view).all())
     assert arena.view(0, (0, 7), mx.bfloat16).shape == (0, 7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,7 +14,9 @@ from mlx_flash.checkpoint.layout import ModelLayout
 from mlx_flash.config import FlashConfig
 from mlx_flash.residency.memory import available_memory, footprint, total_memory
 from mlx_flash.residency.plan import Machine
+from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.probe import DiskProfile, disk_profile
+from mlx_flash.streaming.slots import Arena
 from mlx_flash.streaming.swap import clone_with
 
 _PROBE_BYTES = {mx.cpu: 4 << 20, mx.gpu: 32 << 20}
@@ -23,8 +26,9 @@ _QUANTIZED_SHARE = 16
 BASE_STEP = 4_000_000
 """The footprint varies a little from run to run; a budget that was told should still do next time."""
 
-RUNTIME_BYTES = {mx.cpu: 16_000_000, mx.gpu: 64_000_000}
-"""Seen on Linux: 3 MB on the CPU back end once a matrix product has run. GPU back ends compile kernels as they go."""
+RUNTIME_BYTES = {"cpu": 16_000_000, "metal": 64_000_000, "cuda": 320_000_000}
+"""Seen: 3 MB on the CPU back end once a matrix product has run, 255 MB on CUDA, which loads libraries and compiles
+kernels as it goes. Metal's is a guess."""
 
 _FALLBACK_BYTES_PER_SECOND = 10e9
 
@@ -44,7 +48,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         available_memory=available_memory(),
         base_bytes=-(-footprint() // BASE_STEP) * BASE_STEP,
         active_bytes=int(mx.get_active_memory()),
-        runtime_bytes=RUNTIME_BYTES[_device_type()],
+        runtime_bytes=RUNTIME_BYTES[_back_end()],
         disk=DiskProfile(
             disk.bytes_per_second,
             int(config.read_size_mb * 1e6) if config.read_size_mb else disk.read_size,
@@ -59,16 +63,25 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
 
 
 def compute_bytes_per_second(layout: ModelLayout) -> float:
-    """Weight bytes a second in a matrix-vector product of the kind that the model's layers are made of."""
+    """Weight bytes a second in a matrix-vector product of the kind that the model's layers are made of.
+
+    The weights are written by the processor before each run, as the reader writes them: a GPU with memory of its own
+    has to fetch them first.
+    """
     linear = _largest_linear(layout)
     if linear is None:
         return _FALLBACK_BYTES_PER_SECOND
-    part = _some_rows(linear)
+    part, arena = _some_rows(linear)
     dtype = part["scales"].dtype if "scales" in part else part["weight"].dtype
     x = mx.ones((1, 1, _inputs(linear)), dtype=dtype)
-    mx.eval(x, part.parameters())
+    mx.eval(x)
     nbytes = sum(array.nbytes for array in part.values() if isinstance(array, mx.array))
-    return nbytes / min(_seconds(part, x) for _ in range(3))
+    return nbytes / min(_seconds_after_writing(part, x, arena) for _ in range(3))
+
+
+def _seconds_after_writing(part: nn.Module, x: mx.array, arena: Arena) -> float:
+    arena.fill(0)
+    return _seconds(part, x)
 
 
 def barrier_seconds() -> float:
@@ -76,6 +89,12 @@ def barrier_seconds() -> float:
     x = mx.zeros((1,))
     mx.eval(x)
     return min(_seconds(mx.negative, x) for _ in range(5))
+
+
+def _back_end() -> str:
+    if mx.default_device() == mx.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
 
 
 def _device_type() -> mx.DeviceType:
@@ -92,18 +111,21 @@ def _largest_linear(layout: ModelLayout) -> nn.Module | None:
     return max(modules, key=lambda entry: entry[0])[1] if modules else None
 
 
-def _some_rows(linear: nn.Module) -> nn.Module:
+def _some_rows(linear: nn.Module) -> tuple[nn.Module, Arena]:
+    """The first rows of a linear layer, with the memory that holds them instead of weights."""
     weight = linear["weight"]
     limit = _PROBE_BYTES[_device_type()]
     limit //= _QUANTIZED_SHARE if "scales" in linear and mx.default_device() == mx.cpu else 1
     num_rows = weight.shape[0]
     rows = max(1, min(num_rows, limit * num_rows // max(1, weight.nbytes)))
-    arrays = {
-        key: mx.zeros((rows, *array.shape[1:]), dtype=array.dtype)
-        for key, array in linear.items()
-        if isinstance(array, mx.array) and array.ndim and array.shape[0] == num_rows
+    likes = {key: a for key, a in linear.items() if isinstance(a, mx.array) and a.ndim and a.shape[0] == num_rows}
+    sizes = [padded_bytes(array.nbytes * rows // num_rows) for array in likes.values()]
+    arena = Arena(sum(sizes))
+    starts = accumulate([0, *sizes])
+    views = {
+        key: arena.view(at, (rows, *a.shape[1:]), a.dtype) for at, (key, a) in zip(starts, likes.items(), strict=False)
     }
-    return clone_with(linear, arrays)
+    return clone_with(linear, views), arena
 
 
 def _inputs(linear: nn.Module) -> int:

@@ -428,8 +428,8 @@ def tile_rows(head: UnitSize, slot_bytes: int) -> int:
     assert head.num_rows
     most = max(TILE_ROW_MULTIPLE, (slot_bytes - TILE_SLACK_BYTES) // _row_bytes(head))
     num_tiles = -(-head.num_rows // most)
-    rows = _round_up(-(-head.num_rows // num_tiles), TILE_ROW_MULTIPLE)
-    return min(rows, head.num_rows) if rows <= most else most // TILE_ROW_MULTIPLE * TILE_ROW_MULTIPLE
+    rows = min(_round_up(-(-head.num_rows // num_tiles), TILE_ROW_MULTIPLE), head.num_rows)
+    return rows if rows <= most else most // TILE_ROW_MULTIPLE * TILE_ROW_MULTIPLE
 
 
 def _row_bytes(head: UnitSize) -> int:

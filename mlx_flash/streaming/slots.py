@@ -58,9 +58,9 @@ class Arena:
             raise AssertionError(f"MLX copied a view of {array.nbytes} bytes at {offset}: it does not share the arena")
         return array
 
-    def poison(self) -> None:
-        """Fills the arena with bytes that are NaN in every floating-point dtype."""
-        np.frombuffer(self.memory, np.uint8)[:] = 0xFF
+    def fill(self, byte: int) -> None:
+        """Writes one value to every byte; 255 makes NaN in every floating-point dtype."""
+        np.frombuffer(self.memory, np.uint8)[:] = byte
 
 
 def bind(parameters: Sequence[Parameter], placement: Placement, arena: Arena) -> None:

@@ -16,6 +16,10 @@ from mlx_flash.storage.reader import Reader, Ticket
 from mlx_flash.streaming.slots import Arena
 
 
+POISON = 0xFF
+"""NaN in every floating-point dtype."""
+
+
 @dataclass(frozen=True, slots=True)
 class StreamedUnit:
     """What the ring knows of a unit.
@@ -121,7 +125,7 @@ class WeightStream:
         slot = self._slots[self.units[index].slot]
         slot.held, slot.unit = False, None
         if self._poison:
-            slot.arena.poison()
+            slot.arena.fill(POISON)
         self._read_ahead(index)
 
     def close(self) -> None:

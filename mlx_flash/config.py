@@ -65,7 +65,7 @@ class FlashConfig:
     def budget_bytes(self) -> int | Literal["min"] | None:
         """The budget in bytes, or the word that stands for one."""
         budget = self.ram_budget_gb
-        return budget if budget is None or budget == "min" else int(budget * GB)
+        return budget if budget is None or budget == "min" else round(budget * GB)
 
 
 def parse_budget(value: object) -> Budget:

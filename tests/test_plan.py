@@ -27,6 +27,7 @@ from mlx_flash.residency.plan import (
     MAX_SLOTS,
     PREFILL_STEPS,
     TILE_ROW_MULTIPLE,
+    TILE_SLACK_BYTES,
     Machine,
     ResidencyPlan,
     make_plan,
@@ -391,7 +392,6 @@ def test_the_number_in_the_message_is_the_minimum(base: int) -> None:
     assert least <= round(float(told) * GB) < least + MB
 
 
-@pytest.mark.xfail(reason="FlashConfig.budget_bytes cuts what is a hair below the whole byte")
 def test_the_number_in_the_message_can_be_typed_back_in() -> None:
     sizes = make_model()
     machine = make_machine()
@@ -489,7 +489,7 @@ many_alike = st.builds(
 )
 
 
-@some(40)
+@some(25)
 @given(many_alike, st.sampled_from([None, (32_000, 4096), (151_936, 2048)]), st.booleans(), machines, many_shares)
 def test_more_memory_is_not_slower(
     layers: Sequence[Sequence[int]],
@@ -581,14 +581,11 @@ def test_the_smallest_plan_has_room_for_what_a_cache_takes_anyway() -> None:
 def test_tiles_fit_their_slot(head: UnitSize, spare: int) -> None:
     assert head.num_rows
     row = -(-head.nbytes // head.num_rows)
-    slot = TILE_ROW_MULTIPLE * row + 12 * padded_bytes(0) // 2 + spare
-    num_rows = tile_rows(head, slot)
-    found = tiles(head, num_rows)
+    slot = TILE_ROW_MULTIPLE * row + TILE_SLACK_BYTES + spare
+    found = tiles(head, tile_rows(head, slot))
     assert max(found) <= slot
-    if num_rows < head.num_rows:  # no tile less would do, give or take the multiple
-        assert (len(found) - 1) * ((slot - 12 * padded_bytes(0) // 2) // row) < head.num_rows + TILE_ROW_MULTIPLE * len(
-            found
-        )
+    most = (slot - TILE_SLACK_BYTES) // row // TILE_ROW_MULTIPLE * TILE_ROW_MULTIPLE
+    assert len(found) <= -(-head.num_rows // most)
 
 
 def test_a_head_is_whole_where_tiles_are_not_exact() -> None:
@@ -702,7 +699,7 @@ def test_the_last_pass_is_the_steady_state(steps: Sequence[tuple[float, float]],
 # --- large models ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", ["min", 2, 60])
+@pytest.mark.parametrize("budget", ["min", 60])
 def test_thousands_of_layers_are_planned_in_no_time(budget: Any) -> None:
     sizes, machine = make_model(layers=[LLAMA_LAYER] * 2000), make_machine()
     began = time.process_time()

@@ -17,6 +17,7 @@ from mlx_flash.storage.placement import Placement, place
 from mlx_flash.streaming.slots import Arena
 from mlx_flash.streaming.stream import POISON, WeightStream
 
+
 class FakeTicket:
     """Reads that land when they are waited for, as late as they can; checks that nobody uses the slot meanwhile."""
 

@@ -15,7 +15,6 @@ from mlx_flash.storage.placement import Placement
 from mlx_flash.storage.reader import Reader, Ticket
 from mlx_flash.streaming.slots import Arena
 
-
 POISON = 0xFF
 """NaN in every floating-point dtype."""
 

@@ -68,7 +68,7 @@ OTHER_PROBES = ((4 << 20, 4), (8 << 20, 8), (16 << 20, 4))
 """(read size, queue depth) that are probed beside those of the plan."""
 
 PROBE_BUFFERS = 2
-PROBE_BUFFER_BYTES = 64 << 20
+"""Each as large as what is in flight at once."""
 
 RESIDENT_SLACK = 700_000_000
 """What a resident run needs beside its weights."""
@@ -192,7 +192,7 @@ def run_worker(job: Job) -> Run:
 
 
 class DiskProbe:
-    """Reads the checkpoint in order, round and round, into the same few buffers.
+    """Reads the checkpoint in order, round and round, into the same two buffers.
 
     Args:
         paths: files of the checkpoint.
@@ -204,8 +204,7 @@ class DiskProbe:
         self._paths = paths
         self._settings = settings
         self._nbytes = min(nbytes, sum(path.stat().st_size for path in paths))
-        self._buffers = [memoryview(mmap.mmap(-1, PROBE_BUFFER_BYTES)) for _ in range(PROBE_BUFFERS)]
-        self._segments = _endless(paths)
+        self._path, self._offset = 0, 0
         self.is_direct = True
 
     def measure(self) -> list[dict[str, Any]]:
@@ -216,37 +215,50 @@ class DiskProbe:
         reader = Reader(self._paths, direct=True, read_size=read_size, queue_depth=queue_depth)
         try:
             self.is_direct = reader.is_direct
+            buffers = [_buffer(reader.read_size * queue_depth) for _ in range(PROBE_BUFFERS)]
             began = time.perf_counter()
-            nbytes = self._read(reader)
+            nbytes = self._read(reader, buffers)
             rate = nbytes / (time.perf_counter() - began)
         finally:
             reader.close()
         return {"read_size": read_size, "queue_depth": queue_depth, "nbytes": nbytes, "bytes_per_second": rate}
 
-    def _read(self, reader: Reader) -> int:
+    def _read(self, reader: Reader, buffers: Sequence[memoryview]) -> int:
         """While one buffer is waited for, the reads of the next are under way already: the queue never runs empty."""
         done, under_way = 0, deque[Ticket]()
-        buffers = cycle(self._buffers)
-        while done < self._nbytes:
-            if len(under_way) == len(self._buffers):
+        for buffer in cycle(buffers):
+            if done >= self._nbytes:
+                break
+            if len(under_way) == len(buffers):
                 under_way.popleft().wait()
-            segment = next(self._segments)
-            under_way.append(reader.submit([segment], next(buffers)))
+            segment = self._next(len(buffer))
+            under_way.append(reader.submit([segment], buffer))
             done += segment.pieces[0].nbytes
         for ticket in under_way:
             ticket.wait()
         return done
 
+    def _next(self, most: int) -> Segment:
+        """The next stretch of the files; after the last comes the first."""
+        path, start = self._paths[self._path], self._offset
+        size = path.stat().st_size
+        nbytes = min(most, size - start)
+        self._offset += nbytes
+        if self._offset == size:
+            self._path, self._offset = (self._path + 1) % len(self._paths), 0
+        whole = -(-nbytes // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+        return Segment(path, start, whole, 0, (Piece(path.name, start, nbytes, 0),))
 
-def _endless(paths: Sequence[Path]) -> Iterator[Segment]:
-    """Stretches of the files, one after another, again and again."""
-    while True:
-        for path in paths:
-            size = path.stat().st_size
-            for start in range(0, size, PROBE_BUFFER_BYTES):
-                nbytes = min(PROBE_BUFFER_BYTES, size - start)
-                whole = -(-nbytes // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
-                yield Segment(path, start, whole, 0, (Piece(path.name, start, nbytes, 0),))
+
+def _buffer(nbytes: int) -> memoryview:
+    """Memory that a disk reads into as fast as it can: in large pages where the system has them, and touched before."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(memory)
+    view[:: mmap.PAGESIZE] = bytes(len(view[:: mmap.PAGESIZE]))
+    return view
 
 
 def make_cold(paths: Sequence[Path], drop_caches: bool) -> None:

@@ -161,7 +161,6 @@ def test_budget_in_bytes(budget: Any, nbytes: object) -> None:
     assert FlashConfig(ram_budget_gb=budget).budget_bytes == nbytes
 
 
-@pytest.mark.xfail(reason="int() cuts what is a hair below the whole byte")
 @pytest.mark.parametrize("megabytes", [1001, 1003, 2003, 4007])
 def test_a_budget_in_whole_megabytes_is_that_many_bytes(megabytes: int) -> None:
     assert FlashConfig(ram_budget_gb=float(f"{megabytes / 1000:.3f}")).budget_bytes == megabytes * 1_000_000

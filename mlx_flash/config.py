@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,10 +81,10 @@ def parse_budget(value: object) -> Budget:
     if value is None or value == "min":
         return value
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool | bytes | bytearray):
             raise TypeError
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(
             f"ram_budget_gb is {value!r}: it must be a number of GB (10**9 bytes), such as 2 or 1.5, or 'min'"
         ) from None
@@ -107,5 +108,5 @@ def _check_positive(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} is {value!r}: it must be a number")
-    if not math.isfinite(value) or value <= 0:
+    if not 0 < value < math.inf or value > sys.float_info.max:
         raise ConfigError(f"{name} is {value!r}: it must be a finite number above 0")

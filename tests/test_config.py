@@ -226,3 +226,14 @@ def test_budgets_out_of_range(value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_budget(value)
     assert str(caught.value) == f"ram_budget_gb is {value!r}: it must be a finite number above 0, in GB (10**9 bytes)"
+
+
+@pytest.mark.parametrize("value", [b"2", 10**400])
+def test_what_is_no_number_of_gigabytes(value: Any) -> None:
+    with pytest.raises(ConfigError, match="ram_budget_gb"):
+        FlashConfig(ram_budget_gb=value)
+
+
+def test_a_read_size_beyond_all_floats() -> None:
+    with pytest.raises(ConfigError, match="read_size_mb"):
+        FlashConfig(read_size_mb=10**400)

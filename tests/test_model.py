@@ -114,6 +114,7 @@ def streamed_whole(directory: Path, num_slots: int = 2, tile_rows: int = 192, io
         layers=tuple((unit.name, tuple(p.name for p in unit.large)) for unit in layout.layers),
         heads=tuple((unit.name, tile_rows) for unit in heads),
         tables=tuple(unit.name for unit in layout.embeddings),
+        num_units=len(layout.layers) + sum(-(-unit.module["weight"].shape[0] // tile_rows) for unit in heads),
         num_slots=num_slots,
         slot_bytes=slot,
         read_bytes=sum(unit.nbytes for unit in [*layout.layers, *heads]),

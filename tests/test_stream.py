@@ -15,7 +15,7 @@ from mlx_flash.errors import ReadError
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Placement, place
 from mlx_flash.streaming.slots import Arena
-from mlx_flash.streaming.stream import POISON, WeightStream
+from mlx_flash.streaming.stream import POISON, WeightStream, take_turns
 
 
 class FakeTicket:
@@ -59,9 +59,9 @@ def placement_of(unit: int) -> Placement:
 def make_stream(num_units: int, num_slots: int) -> tuple[WeightStream, FakeReader, list[Arena]]:
     reader = FakeReader()
     arenas = [Arena(DIRECT_ALIGNMENT) for _ in range(num_slots)]
-    stream = WeightStream(arenas, reader, poison=True)  # type: ignore[arg-type]
+    stream = WeightStream(arenas, reader, poison=True, num_units=num_units)  # type: ignore[arg-type]
     for unit in range(num_units):
-        assert stream.add(str(unit), placement_of(unit)) == (unit, arenas[unit % num_slots])
+        assert stream.add(str(unit), placement_of(unit)) == (unit, arenas[take_turns(num_units, num_slots)[unit]])
     stream.start()
     return stream, reader, arenas
 
@@ -76,7 +76,7 @@ def test_any_order_of_calls_sees_the_right_weights(num_units: int, num_slots: in
     stream, _, arenas = make_stream(num_units, num_slots)
     for call in calls:
         unit = call % num_units
-        arena = arenas[unit % num_slots]
+        arena = arenas[stream.units[unit].slot]
         stream.acquire(unit)
         assert arena.memory[0] == unit
         others = [slot for slot in stream._slots if slot.held and slot.arena is not arena]
@@ -96,6 +96,16 @@ def test_a_cycle_is_predicted_and_every_byte_read_once(num_units: int, num_slots
             stream.release(unit)
     assert stream.stats.num_unpredicted == 0
     assert reader.num_started == num_passes * num_units + min(num_slots, num_units)
+
+
+@given(num_units=st.integers(0, 60), num_slots=st.integers(1, 6))
+def test_neighbours_are_in_different_slots(num_units: int, num_slots: int) -> None:
+    turns = take_turns(num_units, num_slots)
+    assert len(turns) == num_units
+    assert set(turns) == set(range(min(num_units, num_slots)))
+    if num_units >= (num_slots - 1) ** 2 + num_slots:
+        for distance in range(1, num_slots - 1):
+            assert all(turns[i] != turns[(i + distance) % num_units] for i in range(num_units))
 
 
 def test_another_order_is_learned_in_one_pass() -> None:

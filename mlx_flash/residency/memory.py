@@ -101,3 +101,24 @@ def _darwin_footprint() -> tuple[int, int]:
     if libc.proc_pid_rusage(os.getpid(), 4, ctypes.byref(info)) != 0:
         raise OSError(ctypes.get_errno(), "proc_pid_rusage failed")
     return int(info.ri_phys_footprint), int(info.ri_lifetime_max_phys_footprint)
+
+
+_HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # <linux/mman.h>
+
+
+def use_huge_pages(buffer: memoryview) -> None:
+    """Asks Linux to put writable memory on pages of 2 MiB, where its content stays what it is.
+
+    Direct reads hand the disk a list of pages; long lists of scattered small ones are slower. A hint: where the system
+    has no such pages (before Linux 6.1, macOS) nothing happens.
+    """
+    if sys.platform != "linux":
+        return
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    start = -(-address // _HUGE_PAGE) * _HUGE_PAGE
+    length = (address + buffer.nbytes - start) // _HUGE_PAGE * _HUGE_PAGE
+    if length > 0:
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_COLLAPSE)

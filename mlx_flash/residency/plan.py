@@ -14,6 +14,7 @@ from mlx_flash.errors import BudgetError
 from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes, ModelSizes, TensorSize, UnitSize
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.probe import DiskProfile
+from mlx_flash.streaming.stream import take_turns
 
 MB = 1_000_000
 AUTO_SHARE = 0.7
@@ -88,6 +89,7 @@ class Streaming:
         layers: of each layer that is not in memory whole, its name and the names of the parameters that are read.
         heads: rows a tile of each head, or embedding table serving as head, that is computed tile by tile.
         tables: names of the embedding tables of which rows are read on demand.
+        num_units: number of units that take turns in the slots: layers, and tiles of heads.
         num_slots: number of slots.
         slot_bytes: size of each.
         read_bytes: bytes read on a pass that decodes one token, embedding rows aside.
@@ -97,6 +99,7 @@ class Streaming:
     layers: tuple[tuple[str, tuple[str, ...]], ...] = ()
     heads: tuple[tuple[str, int], ...] = ()
     tables: tuple[str, ...] = ()
+    num_units: int = 0
     num_slots: int = 0
     slot_bytes: int = 0
     read_bytes: int = 0
@@ -406,6 +409,7 @@ def _assemble(
         layers=tuple((u.name, tuple(t.name for t in ts)) for u, ts in zip(sizes.layers, streamed, strict=True) if ts),
         heads=tuple(tiles.items()),
         tables=tuple(table.unit.name for table in sizes.tables if table.unit.name not in kept),
+        num_units=num_units,
         num_slots=min(num_slots, num_units),
         slot_bytes=slot if num_units else 0,
         read_bytes=sum(tensor.nbytes for ts in streamed for tensor in ts) + sum(head.nbytes for head in tiled),
@@ -513,6 +517,7 @@ def simulate(
     """
     if num_slots == 0:
         return sum(compute for _, compute in steps)
+    turns = take_turns(sum(read > 0 for read, _ in steps), num_slots)
     released = [0.0] * num_slots
     disk = now = 0.0
     ends = []
@@ -522,7 +527,7 @@ def simulate(
             if not read:
                 now += compute
                 continue
-            slot = turn % num_slots
+            slot = turns[turn]
             late = unevenness if (turn + number) % 2 else -unevenness
             disk = max(disk, released[slot]) + read * (1 + late)
             now = released[slot] = max(now, disk) + compute

@@ -10,19 +10,25 @@ import platform
 import sys
 import tempfile
 import time
+from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_flash.residency.memory import use_huge_pages
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT, drop_cached, open_buffered
 from mlx_flash.storage.placement import Piece, Segment
-from mlx_flash.storage.reader import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, Reader
+from mlx_flash.storage.reader import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, Reader, Ticket
 
-CANDIDATES = ((2 << 20, 4), (2 << 20, 8), (4 << 20, 4), (4 << 20, 8), (8 << 20, 4), (16 << 20, 2))
-"""(read size in bytes, queue depth). Small reads and a depth of 1 are far from any SSD's bandwidth."""
+CANDIDATES = ((2 << 20, 4), (1 << 20, 8), (2 << 20, 8), (4 << 20, 4), (8 << 20, 2))
+"""(read size in bytes, queue depth). Small reads and a depth of 1 are far from any SSD's bandwidth; 16 MiB in flight
+are enough for the fastest."""
 
 SAMPLE_BYTES = 64 << 20
 """Read for each candidate, at another place of the file each time."""
+
+ROUNDS = 2
+"""Something else may use the disk at the moment: the better of two looks counts."""
 
 MAX_AGE_SECONDS = 7 * 24 * 3600
 WORTH_IT = 1.05
@@ -77,9 +83,10 @@ def probe_disk(path: Path, direct: bool) -> DiskProfile:
     nbytes = path.stat().st_size
     if nbytes < 2 * SAMPLE_BYTES:
         return _measure(path, direct, DEFAULT_READ_SIZE, DEFAULT_QUEUE_DEPTH, 0, nbytes)
+    trials = [candidate for _ in range(ROUNDS) for candidate in CANDIDATES]
     best: DiskProfile | None = None
-    for i, (read_size, queue_depth) in enumerate(CANDIDATES):
-        start = (nbytes - SAMPLE_BYTES) * i // len(CANDIDATES) // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+    for i, (read_size, queue_depth) in enumerate(trials):
+        start = (nbytes - SAMPLE_BYTES) * i // len(trials) // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
         found = _measure(path, direct, read_size, queue_depth, start, SAMPLE_BYTES)
         if best is None or found.bytes_per_second > best.bytes_per_second * WORTH_IT:
             best = found
@@ -89,19 +96,31 @@ def probe_disk(path: Path, direct: bool) -> DiskProfile:
 
 def _measure(path: Path, direct: bool, read_size: int, queue_depth: int, start: int, nbytes: int) -> DiskProfile:
     reader = Reader([path], direct=direct, read_size=read_size, queue_depth=queue_depth)
-    window = reader.read_size * queue_depth
     try:
         if not reader.is_direct:
             _forget_cached(path, start, nbytes)
-        buffer = memoryview(mmap.mmap(-1, window))
+        buffer = _buffer(reader.read_size * queue_depth)
         began = time.perf_counter()
-        for offset in range(start, start + nbytes, window):
-            length = min(window, start + nbytes - offset)
-            reader.submit([_segment(path, offset, length)], buffer).wait()
+        under_way: deque[Ticket] = deque()
+        for i, offset in enumerate(range(start, start + nbytes, reader.read_size)):
+            if len(under_way) == queue_depth:
+                under_way.popleft().wait()
+            part = buffer[i % queue_depth * reader.read_size :][: reader.read_size]
+            length = min(reader.read_size, start + nbytes - offset)
+            under_way.append(reader.submit([_segment(path, offset, length)], part))
+        while under_way:
+            under_way.popleft().wait()
         seconds = time.perf_counter() - began
         return DiskProfile(max(nbytes, 1) / max(seconds, 1e-9), read_size, queue_depth, reader.is_direct)
     finally:
         reader.close()
+
+
+def _buffer(nbytes: int) -> memoryview:
+    """Memory like that of the slots: private, and on huge pages."""
+    buffer = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    use_huge_pages(buffer)
+    return buffer
 
 
 def _forget_cached(path: Path, start: int, nbytes: int) -> None:

@@ -68,7 +68,7 @@ class Engine:
         progress: Progress | None = None,
     ) -> None:
         self.reader = reader
-        self.stream = WeightStream([], reader, poison)
+        self.stream = WeightStream([], reader, poison, 0)
         self._alignment = alignment
         self._changed: list[nn.Module] = []
         self._bound: list[Parameter] = []
@@ -77,8 +77,8 @@ class Engine:
             for parameter in [p for unit in layout.units for p in unit.small] + layout.resident:
                 mx.eval(parameter.array)
             self._pin(_pinned_parts(layout, plan), progress or (lambda done, total: None))
-            slots = [Arena(plan.streaming.slot_bytes) for _ in range(plan.streaming.num_slots)]
-            self.stream = WeightStream(slots, reader, poison)
+            slots = [Arena(plan.streaming.slot_bytes, huge_pages=True) for _ in range(plan.streaming.num_slots)]
+            self.stream = WeightStream(slots, reader, poison, plan.streaming.num_units)
             self._start_streaming(layout, plan)
         except BaseException:
             self.close()
@@ -168,7 +168,10 @@ class Engine:
         self._changed.clear()
         self._bound.clear()
         self._streamed.clear()
-        stats, self.stream = self.stream.stats, WeightStream([], self.reader, poison=False)  # lets go of the slots
+        stats, self.stream = (
+            self.stream.stats,
+            WeightStream([], self.reader, poison=False, num_units=0),
+        )  # lets go of the slots
         self.stream.stats = stats
         self.reader.close()
 

@@ -57,6 +57,21 @@ class _Slot:
     held: bool = False
 
 
+def take_turns(num_units: int, num_slots: int) -> list[int]:
+    """The slot of each unit, so that neighbours are in different ones, the last unit and the first included.
+
+    Units and slots need not divide: then some rounds leave the last slot out. A slot comes back after
+    ``num_slots - 1`` units at the earliest, unless there are too few units.
+    """
+    if not num_slots:
+        return []
+    num_short = -num_units % num_slots
+    if num_short * (num_slots - 1) > num_units - num_slots:
+        return [i % num_slots for i in range(num_units)]
+    whole = num_units - num_short * (num_slots - 1)
+    return [i % num_slots for i in range(whole)] + [i % (num_slots - 1) for i in range(num_units - whole)]
+
+
 class WeightStream:
     """Fills slots ahead of the calls that need them.
 
@@ -66,14 +81,16 @@ class WeightStream:
         slots: the buffers.
         reader: reads the bytes.
         poison: fill released slots with NaN bytes.
+        num_units: how many units will be added.
     """
 
-    def __init__(self, slots: Sequence[Arena], reader: Reader, poison: bool) -> None:
+    def __init__(self, slots: Sequence[Arena], reader: Reader, poison: bool, num_units: int) -> None:
         self.stats = StreamStats()
         self.units: list[StreamedUnit] = []
         self._slots = [_Slot(arena) for arena in slots]
         self._reader = reader
         self._poison = poison
+        self._turns = take_turns(num_units, len(slots))
         self._successor: list[int] = []
         self._last: int | None = None
 
@@ -84,7 +101,7 @@ class WeightStream:
             The unit's number, and the memory its weights will be in.
         """
         index = len(self.units)
-        self.units.append(StreamedUnit(name, placement, index % len(self._slots)))
+        self.units.append(StreamedUnit(name, placement, self._turns[index]))
         self._successor.append(0)
         if index:
             self._successor[index - 1] = index

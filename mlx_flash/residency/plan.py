@@ -28,6 +28,9 @@ KV_SHARE = 0.25
 
 CONTEXT_LENGTHS = (4096, 2048, 1024, 512, 256)
 
+ENOUGH_CONTEXT = 1024
+"""Everything in memory with this many tokens beats more tokens and weights that have to be read."""
+
 PREFILL_STEPS = (2048, 1024, 512, 256, 128, 64, 32, 16)
 """2048 is mlx-lm's default."""
 
@@ -264,7 +267,12 @@ def _least(config: FlashConfig) -> _Reserve:
 
 def _best(task: _Task, budget: int) -> ResidencyPlan | None:
     """The fastest plan that fits, with the longest context and prefill step that leave the weights their room."""
-    for reserve in _reserves(task, budget):
+    reserves = list(_reserves(task, budget))
+    for reserve in reserves:
+        everything = _everything(task, reserve)
+        if everything.peak_bytes <= budget and reserve.context_length >= ENOUGH_CONTEXT:
+            return _timed(task, everything)
+    for reserve in reserves:
         if _smallest(task, reserve).peak_bytes <= budget:
             plans = list(_candidates(task, budget, reserve))
             if plans:

@@ -85,6 +85,8 @@ def run_resident(stream: WeightStream, index: int, run: Callable[..., Any], args
     The outputs alone are not enough: a recurrent state or an indexer's keys do not feed them, and would later be
     computed from whatever the slot holds by then.
     """
+    if not stream.is_ready(index):
+        mx.async_eval(arrays_in(args, kwargs))  # pinned layers before this one compute while we wait
     stream.acquire(index)
     try:
         result = run(*args, **kwargs)

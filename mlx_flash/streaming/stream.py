@@ -112,6 +112,11 @@ class WeightStream:
         if self.units:
             self._read_ahead(len(self.units) - 1)
 
+    def is_ready(self, index: int) -> bool:
+        """Whether :meth:`acquire` would return at once."""
+        slot = self._slots[self.units[index].slot]
+        return slot.unit == index and (slot.ticket is None or slot.ticket.done())
+
     def acquire(self, index: int) -> None:
         """Returns when the unit's weights are in its slot; they stay until :meth:`release`.
 

@@ -113,7 +113,10 @@ def _resident_run(job: Job) -> Run:
 
 def _streamed_run(job: Job) -> Run:
     config = FlashConfig(
-        ram_budget_gb=parse_budget(job.budget), read_size_mb=job.read_size_mb, queue_depth=job.queue_depth
+        ram_budget_gb=parse_budget(job.budget),
+        context_length=job.prompt_tokens + job.tokens,  # as the command line sets it
+        read_size_mb=job.read_size_mb,
+        queue_depth=job.queue_depth,
     )
     began = time.perf_counter()
     model, _ = load_model(job.model, config)

@@ -27,8 +27,8 @@ from rich.progress import DownloadColumn, MofNCompleteColumn
 from mlx_flash.arguments import make_parser
 from mlx_flash.checkpoint.layout import load_config
 from mlx_flash.config import FlashConfig
-from mlx_flash.errors import CheckpointNotFoundError, ConfigError, FlashError
-from mlx_flash.model import FlashLLM, load_model, prepare
+from mlx_flash.errors import ConfigError, FlashError
+from mlx_flash.model import FlashLLM, load_model, prepare, resolve
 from mlx_flash.report import (
     GenerationReport,
     Json,
@@ -133,20 +133,6 @@ def plan(args: argparse.Namespace, out: TextIO) -> int:
     else:
         print_rich(render_plan(args.model, layout, made), out)
     return 0
-
-
-def resolve(model: str) -> Path:
-    """The directory of a model; one that is named by its Hugging Face repository is downloaded.
-
-    Raises:
-        CheckpointNotFoundError: there is neither.
-    """
-    try:
-        return Path(mlx_lm_utils._download(model))
-    except (OSError, ValueError) as error:
-        raise CheckpointNotFoundError(
-            f"there is no directory {model!r}, and it cannot be had from Hugging Face: {error}"
-        ) from error
 
 
 def load_tokenizer(path: Path, args: argparse.Namespace) -> Any:

@@ -16,7 +16,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_flash.checkpoint.layout import ModelLayout, load_config, load_lazily, make_layout
 from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.config import FlashConfig
-from mlx_flash.errors import ClosedError, StreamedWeightsError
+from mlx_flash.errors import CheckpointNotFoundError, ClosedError, StreamedWeightsError
 from mlx_flash.residency.headroom import check_headroom
 from mlx_flash.residency.machine import look_at_machine
 from mlx_flash.residency.plan import ResidencyPlan, make_plan
@@ -167,10 +167,24 @@ def load(
         CheckpointError: the model directory is not a usable checkpoint.
         ConfigError: a setting is wrong; BudgetError when the budget is too small.
     """
-    path = mlx_lm_utils._download(path_or_hf_repo, revision=revision)
+    path = resolve(path_or_hf_repo, revision)
     tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=load_config(path).get("eos_token_id"))
     model, _ = load_model(path, config, model_config=model_config, progress=progress)
     return model, tokenizer
+
+
+def resolve(path_or_hf_repo: str, revision: str | None = None) -> Path:
+    """The directory of a model; one that is named by its Hugging Face repository is downloaded.
+
+    Raises:
+        CheckpointNotFoundError: there is neither.
+    """
+    try:
+        return Path(mlx_lm_utils._download(path_or_hf_repo, revision=revision))
+    except (OSError, ValueError) as error:
+        raise CheckpointNotFoundError(
+            f"there is no directory {path_or_hf_repo!r}, and it cannot be had from Hugging Face: {error}"
+        ) from error
 
 
 def load_model(

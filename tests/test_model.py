@@ -24,6 +24,7 @@ from mlx_lm.models import llama
 import mlx_flash
 from mlx_flash import (
     BudgetError,
+    CheckpointNotFoundError,
     ClosedError,
     FileChangedError,
     FlashConfig,
@@ -237,6 +238,14 @@ def test_a_call_beyond_the_budget_is_refused_and_leaves_the_model_usable(directo
         with pytest.raises(BudgetError, match="prefill_step_size=16"):
             run(model, [[1] * 4000])
         assert same_bits(run(model, [[1, 2, 3]]), expected)
+
+
+def test_a_model_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CheckpointNotFoundError, match="no directory"):
+        mlx_flash.load(str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointNotFoundError, match="nowhere"):
+        load_model(tmp_path / "nowhere")
 
 
 def test_it_answers_like_the_model_it_wraps(directories: Any) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import hashlib
 import json
 import os
 import struct
@@ -244,15 +243,7 @@ def test_shard_describes_its_file(tmp_path: Path) -> None:
     assert shard.path == path
     assert shard.nbytes == path.stat().st_size == 8 + len(raw) + 4
     assert shard.data_offset == 8 + len(raw)
-    assert shard.header_digest == hashlib.sha256(raw).hexdigest()
     assert shard.metadata == {}
-
-
-def test_header_digest_tells_headers_apart(tmp_path: Path) -> None:
-    one = read_shard(_write(tmp_path / "1.safetensors", {"x": _entry()}, b"0000"))
-    same = read_shard(_write(tmp_path / "2.safetensors", {"x": _entry()}, b"1111"))
-    other = read_shard(_write(tmp_path / "3.safetensors", {"y": _entry()}, b"0000"))
-    assert one.header_digest == same.header_digest != other.header_digest
 
 
 def test_holes_and_empty_tensors_are_accepted_as_by_mlx(tmp_path: Path) -> None:
@@ -754,14 +745,11 @@ def test_index_whose_file_is_a_dangling_link(tmp_path: Path) -> None:
     _expect_index_error(tmp_path, "'extra.safetensors'", "not there")
 
 
-def test_index_that_names_a_missing_tensor(tmp_path: Path) -> None:
-    _checkpoint(tmp_path, {**_GOOD_MAP, "layer.weight": _GOOD_MAP["a"]})
-    _expect_index_error(tmp_path, "'layer.weight'", _GOOD_MAP["a"])
-
-
-def test_index_that_puts_a_tensor_in_the_wrong_shard(tmp_path: Path) -> None:
-    _checkpoint(tmp_path, {**_GOOD_MAP, "a": _GOOD_MAP["c"]})
-    _expect_index_error(tmp_path, "'a'", _GOOD_MAP["c"])
+@pytest.mark.parametrize("stale", [{"layer.weight": "a"}, {"a": "c"}])
+def test_an_index_older_than_its_files_is_no_fault(tmp_path: Path, stale: dict[str, str]) -> None:
+    """mlx-lm reads the headers only; a folder that was quantized again keeps its old index."""
+    _checkpoint(tmp_path, {**_GOOD_MAP, **{name: _GOOD_MAP[of] for name, of in stale.items()}})
+    assert read_checkpoint(tmp_path).tensors.keys() == set("abcd")
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

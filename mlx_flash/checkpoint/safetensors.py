@@ -8,10 +8,9 @@ Every offset that leaves this module is absolute and was checked against the fil
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -117,7 +116,6 @@ class Shard:
         data_offset: first byte of the data section, ``8 +`` the header's length.
         tensors: the file's tensors by ascending offset.
         metadata: the header's ``__metadata__``, empty when there is none.
-        header_digest: SHA-256 of the JSON header, in hexadecimal.
     """
 
     path: Path
@@ -125,7 +123,6 @@ class Shard:
     data_offset: int
     tensors: tuple[TensorRecord, ...]
     metadata: Mapping[str, str]
-    header_digest: str
 
 
 @dataclass(frozen=True)
@@ -173,7 +170,7 @@ def read_shard(path: Path) -> Shard:
     records = [_parse_entry(path, name, entry, data_offset) for name, entry in header.items()]
     records.sort(key=lambda record: (record.extent.offset, record.extent.nbytes))
     _check_layout(path, records, size)
-    return Shard(path, size, data_offset, tuple(records), metadata, hashlib.sha256(raw).hexdigest())
+    return Shard(path, size, data_offset, tuple(records), metadata)
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
@@ -188,7 +185,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     names = _list_names(directory)
     shards = tuple(read_shard(path) for path in _find_shards(directory, names))
     if INDEX_NAME in names:
-        _check_index(directory / INDEX_NAME, shards)
+        _check_index(directory / INDEX_NAME)
     tensors: dict[str, TensorRecord] = {}
     for shard in shards:
         tensors.update({record.name: record for record in shard.tensors})
@@ -324,7 +321,8 @@ def _find_shards(directory: Path, names: list[str]) -> list[Path]:
     return paths
 
 
-def _check_index(path: Path, shards: Iterable[Shard]) -> None:
+def _check_index(path: Path) -> None:
+    # Which tensor is in which file is not compared: mlx-lm goes by the headers, and so do we.
     try:
         raw = path.read_bytes()
     except OSError as fault:
@@ -333,13 +331,6 @@ def _check_index(path: Path, shards: Iterable[Shard]) -> None:
     files = _check_str_map(weight_map, f"{path}: weight_map", IndexFileError)
     for file_name in dict.fromkeys(files.values()):
         _check_index_file(path, file_name)
-    held = {shard.path.name: {record.name for record in shard.tensors} for shard in shards}
-    for name, file_name in files.items():
-        if file_name in held and name not in held[file_name]:
-            raise IndexFileError(
-                f"{path}: tensor {name!r} should be in {file_name}, whose header does not name it. "
-                "Hint: the index belongs to other files; download both again."
-            )
 
 
 def _check_index_file(index: Path, file_name: str) -> None:

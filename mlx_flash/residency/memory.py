@@ -110,10 +110,11 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # <linux/mman.h>
 def use_huge_pages(buffer: memoryview) -> None:
     """Asks Linux to put writable memory on pages of 2 MiB, where its content stays what it is.
 
-    Direct reads hand the disk a list of pages; long lists of scattered small ones are slower. A hint: where the system
-    has no such pages (before Linux 6.1, macOS) nothing happens.
+    Direct reads hand the disk a list of pages, and long lists of scattered small ones are slower; computing from large
+    pages is a little faster too. Takes about 0.2 s a GB. A hint: where the system has no such pages (before Linux 6.1,
+    macOS) nothing happens.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or not buffer.nbytes:
         return
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     start = -(-address // _HUGE_PAGE) * _HUGE_PAGE

@@ -77,7 +77,7 @@ class Engine:
             for parameter in [p for unit in layout.units for p in unit.small] + layout.resident:
                 mx.eval(parameter.array)
             self._pin(_pinned_parts(layout, plan), progress or (lambda done, total: None))
-            slots = [Arena(plan.streaming.slot_bytes, huge_pages=True) for _ in range(plan.streaming.num_slots)]
+            slots = [Arena(plan.streaming.slot_bytes) for _ in range(plan.streaming.num_slots)]
             self.stream = WeightStream(slots, reader, poison, plan.streaming.num_units)
             self._start_streaming(layout, plan)
         except BaseException:

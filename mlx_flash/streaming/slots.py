@@ -24,13 +24,12 @@ class Arena:
 
     Args:
         nbytes: the size that can be used.
-        huge_pages: use large pages, for memory that is read into again and again; takes about 0.2 s a GB.
 
     Attributes:
         memory: the writable bytes; their address is a multiple of ``DIRECT_ALIGNMENT``.
     """
 
-    def __init__(self, nbytes: int, *, huge_pages: bool = False) -> None:
+    def __init__(self, nbytes: int) -> None:
         # Rows of one page: MLX's dimensions are 32-bit, a flat array would end at 2 GiB.
         pages = -(-nbytes // DIRECT_ALIGNMENT) + 1  # MLX's CPU allocator aligns to 16 bytes only
         self._array = mx.zeros((pages, DIRECT_ALIGNMENT), dtype=mx.uint8)
@@ -39,8 +38,7 @@ class Arena:
         self._start = -_address(everything) % DIRECT_ALIGNMENT
         self.nbytes = nbytes
         self.memory = everything[self._start : self._start + nbytes]
-        if huge_pages and nbytes:
-            use_huge_pages(self.memory)
+        use_huge_pages(self.memory)
 
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
         """An evaluated array whose memory begins ``offset`` bytes into the arena.

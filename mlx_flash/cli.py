@@ -19,7 +19,7 @@ from typing import Any, TextIO, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.generate import DEFAULT_PREFILL_STEP_SIZE, stream_generate
+from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
 from rich.console import Console, RenderableType
 from rich.progress import DownloadColumn, MofNCompleteColumn
@@ -39,6 +39,7 @@ from mlx_flash.report import (
     render_generation,
     render_plan,
 )
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 """The last two are what a shell reports of programs that the signals end."""

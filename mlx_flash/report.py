@@ -13,7 +13,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import DEFAULT_PREFILL_STEP_SIZE
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -25,7 +24,7 @@ from mlx_flash.checkpoint.layout import ModelLayout, Unit
 from mlx_flash.config import GB
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.memory import peak_footprint
-from mlx_flash.residency.plan import MB, ResidencyPlan
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, ResidencyPlan
 
 Json = dict[str, Any]
 

@@ -5,6 +5,7 @@ A plan is a pure function of numbers, so the numbers are made up here and no mod
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
@@ -23,6 +25,7 @@ from mlx_flash.residency.plan import (
     ACTIVATION_SHARE,
     AUTO_SHARE,
     CONTEXT_LENGTHS,
+    DEFAULT_PREFILL_STEP_SIZE,
     KV_SHARE,
     MAX_SLOTS,
     PREFILL_STEPS,
@@ -715,3 +718,7 @@ def test_a_head_is_not_cut_where_tiles_are_not_exact() -> None:
     ((name, rows),) = plan.streaming.heads
     assert (name, rows) == (sizes.heads[0].name, sizes.heads[0].num_rows)
     assert plan.streaming.slot_bytes >= sizes.heads[0].nbytes
+
+
+def test_the_default_prefill_step_is_mlx_lms() -> None:
+    assert inspect.signature(generate_step).parameters["prefill_step_size"].default == DEFAULT_PREFILL_STEP_SIZE

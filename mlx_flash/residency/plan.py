@@ -31,8 +31,10 @@ CONTEXT_LENGTHS = (4096, 2048, 1024, 512, 256)
 ENOUGH_CONTEXT = 1024
 """Everything in memory with this many tokens beats more tokens and weights that have to be read."""
 
-PREFILL_STEPS = (2048, 1024, 512, 256, 128, 64, 32, 16)
-"""2048 is mlx-lm's default."""
+DEFAULT_PREFILL_STEP_SIZE = 2048
+"""mlx-lm's own. Its name for it is newer than the oldest mlx-lm supported."""
+
+PREFILL_STEPS = (DEFAULT_PREFILL_STEP_SIZE, 1024, 512, 256, 128, 64, 32, 16)
 
 MAX_SLOTS = 4
 DISK_UNEVENNESS = 0.3

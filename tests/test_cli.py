@@ -71,6 +71,8 @@ def test_text_is_that_of_mlx_lm(model: Path, flags: str) -> None:
     command = ["generate", "--model", model, "--prompt", PROMPT, "--max-tokens", 30, *flags.split()]
     streamed = run(*command, "--ram-budget-gb", "min")
     expected = run(*command, "--verbose", "False", module="mlx_lm")
+    if b"unrecognized arguments" in expected.stderr:
+        pytest.skip("this mlx-lm has no such flag")
     assert streamed.returncode == expected.returncode == 0
     assert streamed.stdout == expected.stdout
     assert run(*command, "--resident").stdout == expected.stdout

@@ -10,11 +10,11 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
-from models import GEMMA3, LLAMA, MAMBA2, save, stock
 
 from mlx_flash.checkpoint.layout import ModelLayout, load_lazily, make_layout
 from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.errors import CheckpointError
+from models import GEMMA3, LLAMA, MAMBA2, save, stock
 
 
 def layout_of(directory: Path) -> tuple[nn.Module, ModelLayout]:

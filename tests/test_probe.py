@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from test_reader import descriptors, num_cached_pages, reader_threads, write_file
 
 from mlx_flash.errors import CheckpointNotFoundError, ReadError
 from mlx_flash.storage import probe
 from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, cache_directory, disk_profile, probe_disk
 from mlx_flash.storage.reader import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, Reader
+from test_reader import descriptors, num_cached_pages, reader_threads, write_file
 
 SAMPLE = 1 << 20
 CANDIDATES = ((64 << 10, 2), (128 << 10, 4), (300_000, 2))

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_reader import PAGE, Load, descriptors, packed, write_file
 
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, FileChangedError, TruncatedFileError
 from mlx_flash.storage.reader import Reader
 from mlx_flash.storage.source import SAMPLE_BYTES, SourceFile
+from test_reader import PAGE, Load, descriptors, packed, write_file
 
 NBYTES = 500_123
 SIZES = [100_000, 200_000, NBYTES - 2 * PAGE - 300_000]

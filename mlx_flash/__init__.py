@@ -1,21 +1,26 @@
 """Run mlx-lm models larger than memory, bit for bit."""
 
-from mlx_flash.config import FlashConfig, parse_budget
-from mlx_flash.errors import (
-    BudgetError,
-    CheckpointError,
-    CheckpointNotFoundError,
-    ClosedError,
-    ConfigError,
-    FileChangedError,
-    FlashError,
-    HeaderError,
-    IndexFileError,
-    ReadError,
-    StreamedWeightsError,
-    TruncatedFileError,
-)
-from mlx_flash.model import FlashLLM, load, load_model
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_flash.config import FlashConfig, parse_budget
+    from mlx_flash.errors import (
+        BudgetError,
+        CheckpointError,
+        CheckpointNotFoundError,
+        ClosedError,
+        ConfigError,
+        FileChangedError,
+        FlashError,
+        HeaderError,
+        IndexFileError,
+        ReadError,
+        StreamedWeightsError,
+        TruncatedFileError,
+    )
+    from mlx_flash.integration.mlx_lm import FlashPatch, apply_flash_patch, remove_flash_patch
+    from mlx_flash.model import FlashLLM, load, load_model
 
 __version__ = "0.1.0"
 
@@ -29,12 +34,33 @@ __all__ = [
     "FlashConfig",
     "FlashError",
     "FlashLLM",
+    "FlashPatch",
     "HeaderError",
     "IndexFileError",
     "ReadError",
     "StreamedWeightsError",
     "TruncatedFileError",
+    "apply_flash_patch",
     "load",
     "load_model",
     "parse_budget",
+    "remove_flash_patch",
 ]
+
+_HOMES = {
+    "mlx_flash.config": {"FlashConfig", "parse_budget"},
+    "mlx_flash.integration.mlx_lm": {"FlashPatch", "apply_flash_patch", "remove_flash_patch"},
+    "mlx_flash.model": {"FlashLLM", "load", "load_model"},
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for when it is: the monitor and the like need no MLX."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = next((module for module, names in _HOMES.items() if name in names), "mlx_flash.errors")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

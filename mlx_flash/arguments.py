@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO, get_args
 
 from mlx_lm.generate import (
@@ -28,48 +30,101 @@ from mlx_flash.errors import ConfigError
 
 Command = Callable[[argparse.Namespace, TextIO], int]
 
+DIAL = ("ram_budget_gb", "context_length", "prefill_step_size", "num_slots", "io", "read_size_mb", "queue_depth")
+"""The fields of ``FlashConfig`` that are flags of every command."""
 
-def make_parser(generate: Command, plan: Command) -> argparse.ArgumentParser:
-    """The parser of all commands.
 
-    Args:
-        generate, plan: what runs them; ``args.command`` is one of them, or None.
-    """
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """What runs each command: it is given the flags, and where output goes, and returns the exit status."""
+
+    generate: Command
+    plan: Command
+    run: Command
+    serve: Command
+    chat: Command
+    execute: Command
+    pack: Command
+
+
+def make_parser(commands: Commands) -> argparse.ArgumentParser:
+    """The parser of all commands. ``args.command`` is one of them, or None; ``args.rest`` what mlx-lm shall parse."""
     parser = argparse.ArgumentParser(prog="mlx-flash", description="Run mlx-lm models larger than memory, bit for bit.")
     parser.add_argument("--version", action="version", version=f"mlx-flash {__version__}")
-    parser.set_defaults(command=None)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    generating = _add_command(commands, "generate", "generate text", generate)
+    parser.set_defaults(command=None, passes_on=False, traceback=False)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    add = partial(_add_command, subparsers)
+    generating = add("generate", "generate text", "--model MODEL [flags]", commands.generate)
+    _add_model_flags(generating)
+    _add_dial_flags(generating)
     _add_prompt_flags(generating)
     _add_sampling_flags(generating)
     _add_cache_flags(generating)
-    _add_command(commands, "plan", "show what stays in memory, and how fast that will be", plan)
+    planning = add("plan", "show what stays in memory, and how fast that will be", "--model MODEL [flags]", commands.plan)
+    _add_model_flags(planning)
+    _add_dial_flags(planning)
+    running = add("run", "chat with, prompt, or serve what a Modelfile describes", "-f MODELFILE [PROMPT]", commands.run)
+    _add_run_flags(running)
+    _add_dial_flags(running)
+    serving = add("serve", "mlx-lm's OpenAI-compatible server, streaming", "--model MODEL [flags]", commands.serve)
+    _add_dial_flags(serving, "all other flags are those of mlx_lm.server")
+    chatting = add("chat", "mlx-lm's chat, streaming", "--model MODEL [flags]", commands.chat)
+    _add_dial_flags(chatting, "all other flags are those of mlx_lm.chat")
+    for passing_on in (serving, chatting):
+        passing_on.set_defaults(passes_on=True)
+    executing = add("exec", "run any program that uses mlx-lm, streaming", "[flags] -- PROGRAM [its flags]", commands.execute)
+    _add_dial_flags(executing)
+    executing.add_argument("program", nargs="+", metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL")
+    packing = add("pack", "rewrite a checkpoint in the order in which it is read", "SOURCE TARGET", commands.pack)
+    packing.add_argument("source", help="model directory, or Hugging Face repository")
+    packing.add_argument("target", help="directory to make")
+    packing.add_argument("--verify", action="store_true", help="read everything back and compare")
+    packing.add_argument("--json", action="store_true", help="write one JSON object to stdout")
     return parser
 
 
-def _add_command(commands: Any, name: str, words: str, run: Command) -> argparse.ArgumentParser:
-    usage = f"mlx-flash {name} --model MODEL [flags]"
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=words, description=f"{words.capitalize()}.", usage=usage
+def _add_command(subparsers: Any, name: str, words: str, usage: str, run: Command) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=words,
+        description=f"{words[0].upper()}{words[1:]}.",
+        usage=f"mlx-flash {name} {usage}",
+        allow_abbrev=False,
     )
     parser.set_defaults(command=run)
-    _add_common_flags(parser)
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     return parser
 
 
-def _add_common_flags(parser: argparse.ArgumentParser) -> None:
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="model directory, or Hugging Face repository")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer")
     parser.add_argument("--json", action="store_true", help="write one JSON object to stdout")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    add = parser.add_argument_group("streaming").add_argument
-    add("--ram-budget-gb", type=_budget, metavar="GB", help="memory for the whole process in GB (10**9 bytes), or min")
+
+
+def _add_dial_flags(parser: argparse.ArgumentParser, note: str | None = None) -> None:
+    add = parser.add_argument_group("streaming", note).add_argument
+    add(
+        "--ram-budget-gb",
+        type=_budget,
+        metavar="GB",
+        help="memory for the whole process in GB (10**9 bytes), or min, safe, balanced, performance",
+    )
     add("--context-length", type=int, metavar="N", help="tokens of KV cache to set memory aside for")
     add("--prefill-step-size", type=int, metavar="N", help="prompt tokens in one forward call; default: what fits")
     add("--num-slots", type=int, metavar="N", help="buffers that streamed weights take turns in")
-    add("--io", choices=get_args(IOMode), default="auto", help="read past the page cache (direct) or through it")
+    add("--io", choices=get_args(IOMode), help="read past the page cache (direct) or through it")
     add("--read-size-mb", type=float, metavar="MB", help="size of one read")
     add("--queue-depth", type=int, metavar="N", help="reads in flight at once")
+
+
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-f", "--file", default="Modelfile", metavar="MODELFILE", help="default: ./Modelfile")
+    parser.add_argument("prompt", nargs="?", help="answer this and end; without it: a conversation")
+    parser.add_argument("--serve", action="store_true", help="serve it, as mlx-flash serve does")
+    parser.add_argument("--host", default="127.0.0.1", help="for --serve")
+    parser.add_argument("--port", type=int, default=8080, help="for --serve")
+    parser.add_argument("--max-tokens", "-m", type=_max_tokens, metavar="N", help="instead of the Modelfile's num_predict")
 
 
 def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +144,7 @@ def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     add("--use-default-chat-template", action="store_true", help="accepted, without effect, as mlx-lm does")
     add("--chat-template-config", type=_json_object, default={}, metavar="JSON", help="for the chat template")
     add("--extra-eos-token", nargs="+", default=(), metavar="TOKEN", help="tokens that end generation")
+    add("--adapter-path", metavar="DIR", help="LoRA or DoRA adapter to apply")
     add("--resident", action="store_true", help="everything in memory, by mlx-lm alone: to compare with")
     add("--verbose", type=str2bool, default=True, metavar="BOOL", help="False: no progress bars and no summary")
 

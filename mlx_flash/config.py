@@ -1,21 +1,38 @@
-"""The settings of the engine, validated when they are made."""
+"""The settings of the engine: what they are, and where they come from. Validated when they are made."""
 
 from __future__ import annotations
 
+import difflib
 import math
+import os
 import sys
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_type_hints
 
 from mlx_flash.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 GB = 1_000_000_000
 """Sizes that people see are decimal."""
 
-Budget = float | Literal["min"] | None
+Profile = Literal["safe", "balanced", "performance"]
+Budget = float | Literal["min", "safe", "balanced", "performance"] | None
 IOMode = Literal["auto", "direct", "buffered"]
 
-_IO_MODES = ("auto", "direct", "buffered")
+_BUDGET_WORDS = ("min", *get_args(Profile))
+_IO_MODES = get_args(IOMode)
+_BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+VARIABLE_PREFIX = "MLX_FLASH_"
+OTHER_VARIABLES = frozenset({"MLX_FLASH_TRACEBACK"})
+"""Environment variables with the prefix that are no settings of the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +40,11 @@ class FlashConfig:
     """How a model is streamed.
 
     Attributes:
-        ram_budget_gb: what the whole process may use at its peak, in decimal GB; ``"min"`` is the smallest workable
-            budget; None takes 70 % of the memory that is free when the model is loaded.
+        enabled: False makes the patch of mlx-lm leave everything to mlx-lm.
+        ram_budget_gb: what the whole process may use at its peak, in decimal GB, or a word. ``"min"`` is the smallest
+            workable budget. ``"safe"``, ``"balanced"`` and ``"performance"`` take 50, 70 and 90 % of the memory that is
+            free when the model is loaded, at most 40, 70 and 80 % of the machine's, and never less than ``"min"``. None
+            is ``"balanced"``.
         context_length: tokens of KV cache the plan sets memory aside for, over all sequences. None plans for 4096, or
             for less where those would take more than a quarter of the budget. A call that would need more memory than
             the budget has left is refused.
@@ -35,10 +55,12 @@ class FlashConfig:
             where the file system can.
         read_size_mb: size of one read in MB (10**6 bytes). None takes what a probe of the disk found best.
         queue_depth: reads in flight at once. None takes what a probe of the disk found best.
+        telemetry: whether the engine's state is published for ``flash-monitor``.
         poison_released_slots: fill every released slot with NaN bytes, so that a read of stale weights shows at once.
             For tests; costs a pass over the memory.
     """
 
+    enabled: bool = True
     ram_budget_gb: Budget = None
     context_length: int | None = None
     prefill_step_size: int | None = None
@@ -46,11 +68,15 @@ class FlashConfig:
     io: IOMode = "auto"
     read_size_mb: float | None = None
     queue_depth: int | None = None
+    telemetry: bool = True
     poison_released_slots: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.ram_budget_gb, str) and self.ram_budget_gb != "min":
-            raise ConfigError(f"ram_budget_gb is {self.ram_budget_gb!r}: it must be a number of GB, or 'min'")
+        if isinstance(self.ram_budget_gb, str) and self.ram_budget_gb not in _BUDGET_WORDS:
+            raise ConfigError(
+                f"ram_budget_gb is {self.ram_budget_gb!r}: it must be a number of GB, {_or_budget_words()}"
+                + did_you_mean(self.ram_budget_gb, _BUDGET_WORDS)
+            )
         parse_budget(self.ram_budget_gb)
         _check_count("context_length", self.context_length, 1)
         _check_count("prefill_step_size", self.prefill_step_size, 1)
@@ -58,39 +84,180 @@ class FlashConfig:
         _check_count("queue_depth", self.queue_depth, 1, 64)
         _check_positive("read_size_mb", self.read_size_mb)
         if self.io not in _IO_MODES:
-            raise ConfigError(f"io is {self.io!r}: it must be one of {', '.join(map(repr, _IO_MODES))}")
-        if not isinstance(self.poison_released_slots, bool):
-            raise ConfigError(f"poison_released_slots is {self.poison_released_slots!r}: it must be True or False")
+            hint = did_you_mean(self.io, _IO_MODES)
+            raise ConfigError(f"io is {self.io!r}: it must be one of {', '.join(map(repr, _IO_MODES))}{hint}")
+        for name in ("enabled", "telemetry", "poison_released_slots"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name} is {value!r}: it must be True or False")
 
     @property
-    def budget_bytes(self) -> int | Literal["min"] | None:
+    def budget_bytes(self) -> int | Literal["min"] | Profile:
         """The budget in bytes, or the word that stands for one."""
         budget = self.ram_budget_gb
-        return budget if budget is None or budget == "min" else round(budget * GB)
+        if budget is None:
+            return "balanced"
+        return budget if isinstance(budget, str) else round(budget * GB)
+
+    @classmethod
+    def resolve(
+        cls,
+        settings: Mapping[str, Any] | None = None,
+        /,
+        *,
+        modelfile: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        file: Path | None = None,
+        **keywords: Any,
+    ) -> FlashConfig:
+        """Gathers the settings from wherever they are given. For each of them the first of these wins: ``keywords``,
+        ``settings``, the environment, the file, the Modelfile, the default.
+
+        Text is parsed to the type of its field: ``true``, ``yes``, ``on``, ``1`` and their opposites in any case are
+        booleans; ``none`` and ``auto`` in any case are None for a field that can be None (for ``io``, which cannot,
+        ``auto`` is a mode). Everything that is given is checked, also what does not win.
+
+        Args:
+            settings: names and values. None as a value counts: it leaves the field open whatever ranks lower.
+            modelfile: names and text, such as ``Modelfile.flash``.
+            environment: where variables such as ``MLX_FLASH_RAM_BUDGET_GB`` are looked up; None is the process's own
+                environment. An empty variable counts as not given.
+            file: a TOML file whose top-level keys are names of settings. None reads :func:`default_file`, which need
+                not exist.
+            keywords: names and values. None as a value counts as not given.
+
+        Raises:
+            ConfigError: an unknown name or a wrong value, with its source; the file cannot be read.
+        """
+        path = default_file() if file is None else file
+        from_file = _read_toml(path, must_exist=file is not None)
+        variables = _own_variables(os.environ if environment is None else environment)
+        known = {field.name for field in fields(cls)}
+        given = {name: value for name, value in keywords.items() if value is not None or name not in known}
+        merged = _settings(modelfile or {}, lambda name: f"Modelfile, {name}")
+        merged |= _settings(from_file, lambda name: f"{path}, key {name}")
+        merged |= _settings(variables, lambda name: f"environment variable {name}", variables_of_fields())
+        merged |= _settings(settings or {}, lambda name: f"settings, key {name}")
+        merged |= _settings(given, lambda name: f"keyword {name}")
+        return cls(**merged)
 
 
 def parse_budget(value: object) -> Budget:
     """Turns what a person wrote for the budget into a budget.
 
     Args:
-        value: a number of decimal GB, a string holding one, ``"min"``, or None.
+        value: a number of decimal GB, a string holding one, one of the words of ``ram_budget_gb``, or None.
 
     Raises:
-        ConfigError: not a positive, finite number.
+        ConfigError: neither a word nor a positive, finite number.
     """
-    if value is None or value == "min":
-        return value
+    if value is None or (isinstance(value, str) and value in _BUDGET_WORDS):
+        return value  # type: ignore[return-value]
     try:
         if isinstance(value, bool | bytes | bytearray):
             raise TypeError
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(
-            f"ram_budget_gb is {value!r}: it must be a number of GB (10**9 bytes), such as 2 or 1.5, or 'min'"
+            f"ram_budget_gb is {value!r}: it must be a number of GB (10**9 bytes), such as 2 or 1.5, "
+            f"{_or_budget_words()}{did_you_mean(value, _BUDGET_WORDS)}"
         ) from None
-    if not math.isfinite(number) or number <= 0:
+    if not math.isfinite(number * GB) or number <= 0:
         raise ConfigError(f"ram_budget_gb is {value!r}: it must be a finite number above 0, in GB (10**9 bytes)")
     return number
+
+
+def parse_setting(name: str, value: object) -> Any:
+    """A value for a field of :class:`FlashConfig`, checked; text is parsed as :meth:`FlashConfig.resolve` says.
+
+    Raises:
+        ConfigError: the value is not one for this field.
+    """
+    parsed: Any = _from_text(name, value.strip()) if isinstance(value, str) else value
+    FlashConfig(**{name: parsed})
+    return parsed
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """The end of an error that names the nearest of the known words; empty when none is near."""
+    words = {word.lower(): word for word in known}
+    near = difflib.get_close_matches(given.lower(), words, n=1) if isinstance(given, str) else []
+    return f". Did you mean {words[near[0]]!r}?" if near else ""
+
+
+def variables_of_fields() -> dict[str, str]:
+    """The environment variables that are settings, each with the field it sets."""
+    return {VARIABLE_PREFIX + field.name.upper(): field.name for field in fields(FlashConfig)}
+
+
+def default_file() -> Path:
+    """Where a user's own settings are."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "mlx-flash" / "config.toml"
+
+
+def _settings(
+    values: Mapping[str, Any], source: Callable[[str], str], fields_of: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The settings of one source, parsed and checked.
+
+    Args:
+        values: what is given there.
+        source: what an error calls a key of it.
+        fields_of: the keys there are, each with its field; None takes the names of the fields.
+    """
+    fields_of = fields_of or {field.name: field.name for field in fields(FlashConfig)}
+    found = {}
+    for key, value in values.items():
+        if key not in fields_of:
+            hint = did_you_mean(key, fields_of) or f". There are {', '.join(fields_of)}"
+            raise ConfigError(f"{source(key)}: there is no such setting{hint}")
+        try:
+            found[fields_of[key]] = parse_setting(fields_of[key], value)
+        except ConfigError as error:
+            raise ConfigError(f"{source(key)}: {error}") from None
+    return found
+
+
+def _from_text(name: str, text: str) -> object:
+    """Text as a value of the field's type."""
+    kinds = get_args(kind := get_type_hints(FlashConfig)[name]) or (kind,)
+    if NoneType in kinds and text.lower() in {"none", "auto"}:
+        return None
+    if name == "ram_budget_gb":
+        return parse_budget(text)
+    try:
+        if bool in kinds:
+            return _BOOLEANS[text.lower()]
+        return int(text) if int in kinds else float(text) if float in kinds else text
+    except (KeyError, ValueError):
+        words = {bool: "true or false", int: "a whole number", float: "a number"}
+        raise ConfigError(f"{name} is {text!r}: it must be {words[kinds[0]]}") from None
+
+
+def _own_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: text
+        for name, text in environment.items()
+        if name.startswith(VARIABLE_PREFIX) and name not in OTHER_VARIABLES and text
+    }
+
+
+def _read_toml(path: Path, *, must_exist: bool) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if must_exist:
+            raise ConfigError(f"{path}: there is no such settings file") from None
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path}: the settings file cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, nested too deep
+        raise ConfigError(f"{path}: the settings file is not TOML: {error}") from error
+    return values
+
+
+def _or_budget_words() -> str:
+    return f"or one of {', '.join(map(repr, _BUDGET_WORDS))}"
 
 
 def _check_count(name: str, value: object, least: int, most: int | None = None) -> None:

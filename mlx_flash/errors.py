@@ -10,6 +10,7 @@
     ├── ReadError (OSError)                   bytes could not be read while running
     │   ├── TruncatedFileError                the file ends before the tensor does
     │   └── FileChangedError                  the file is not the one the model was loaded from
+    ├── WriteError (OSError)                  a checkpoint could not be written
     ├── StreamedWeightsError (RuntimeError)   an operation that would see slot contents as weights
     └── ClosedError (RuntimeError)            the model was closed
 
@@ -68,6 +69,10 @@ class TruncatedFileError(ReadError):
 
 class FileChangedError(ReadError):
     """A file is not, or no longer, the one the model was loaded from."""
+
+
+class WriteError(FlashError, OSError):
+    """A checkpoint could not be written, or does not hold what was written to it."""
 
 
 class StreamedWeightsError(FlashError, RuntimeError):

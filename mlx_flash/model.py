@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -12,63 +15,188 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.tuner import utils as mlx_lm_tuner_utils
 
-from mlx_flash.checkpoint.layout import ModelLayout, load_config, load_lazily, make_layout
-from mlx_flash.checkpoint.safetensors import read_checkpoint
+from mlx_flash.checkpoint.layout import LoadedModel, ModelLayout, load_config, load_lazily, make_layout
+from mlx_flash.checkpoint.safetensors import Checkpoint, read_checkpoint
 from mlx_flash.config import FlashConfig
-from mlx_flash.errors import CheckpointNotFoundError, ClosedError, StreamedWeightsError
+from mlx_flash.errors import BudgetError, CheckpointNotFoundError, ClosedError, StreamedWeightsError
 from mlx_flash.residency.headroom import check_headroom
-from mlx_flash.residency.machine import look_at_machine
-from mlx_flash.residency.plan import ResidencyPlan, make_plan
+from mlx_flash.residency.machine import look_at_machine, look_at_memory
+from mlx_flash.residency.plan import Machine, ResidencyPlan, make_plan
 from mlx_flash.residency.sizes import measure
 from mlx_flash.storage.reader import Reader
+from mlx_flash.streaming.dropped import result_is_dropped
 from mlx_flash.streaming.engine import Engine, Progress
+from mlx_flash.streaming.layers import arrays_in
 from mlx_flash.streaming.slots import kernel_alignment
+
+_log = logging.getLogger("mlx_flash")
+
+_models: weakref.WeakValueDictionary[int, FlashLLM] = weakref.WeakValueDictionary()
+"""The streamed models of this process that are not closed; they share its budget."""
+
+_starting = threading.RLock()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything that is known before weights are read.
+
+    Attributes:
+        loaded: mlx-lm's model, every weight a lazily loaded array.
+        checkpoint: where the bytes lie.
+        layout: the model's units.
+        machine: the machine in numbers.
+        plan: what will be in memory.
+    """
+
+    loaded: LoadedModel
+    checkpoint: Checkpoint
+    layout: ModelLayout
+    machine: Machine
+    plan: ResidencyPlan
 
 
 class FlashLLM(nn.Module):
     """A model of mlx-lm whose weights are streamed. Made by :func:`load` or :func:`load_model`.
 
-    It is called as mlx-lm's model is, and answers to every attribute of it (``layers``, ``make_cache``, ``args`` …).
+    It is called as mlx-lm's model is, and answers to every attribute of it (``layers``, ``make_cache``, ``args`` ...).
     Its own module tree is empty, so that what sums up arrays does not count a slot once for each layer in it.
     Forward calls from several threads run one after another.
 
+    Until :meth:`start`, or the first forward call, nothing is in memory and modules can be changed as mlx-lm's own:
+    that is when adapters are applied.
+
     Args:
-        model: mlx-lm's model.
-        engine: the engine that streams its weights.
-        plan: the plan the engine carries out.
+        prepared: the model and the plan for it.
+        config: the settings.
+        name: what to call it.
 
     Attributes:
-        plan: what is in memory, and what is not.
-        engine: the engine; its ``stream.stats`` and ``reader.stats`` count.
+        plan: what is in memory, and what is not. Made anew by :meth:`start`.
+        layout: the model's units.
+        engine: None before :meth:`start`; its ``stream.stats`` and ``reader.stats`` count.
+        name: what to call it.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, plan: ResidencyPlan) -> None:
+    engine: Engine | None
+
+    def __init__(self, prepared: Prepared, config: FlashConfig, name: str) -> None:
         nn.Module.__init__(self)
         # nn.Module would put the model into the module tree if it were set as usual.
-        object.__setattr__(self, "_model", model)
-        self.engine = engine
-        self.plan = plan
+        object.__setattr__(self, "_model", prepared.loaded.model)
+        self._prepared = prepared
+        self._config = config
+        self.plan = prepared.plan
+        self.layout = prepared.layout
+        self.engine = None
+        self.name = name
         self._lock = threading.RLock()
         self._closed = False
-        self._cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
-        weakref.finalize(self, engine.reader.close)
+        self._told = False
+        self._release: weakref.finalize[Any, Any] | None = None
+        with _starting:
+            _models[id(self)] = self
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Reads what is pinned, and begins to stream the rest. Harmless when repeated.
+
+        Other models of this process that are waiting to be started are started too, the smallest first, since they
+        share the budget: each leaves those after it what they need at least.
+
+        Args:
+            progress: called with (bytes read, bytes to read) while pinned weights are loaded.
+
+        Raises:
+            BudgetError: the budget cannot hold the plan.
+            ReadError: weights could not be read.
+            ClosedError: the model was closed.
+        """
+        if self.engine is not None and not self._closed:
+            return
+        with _starting:
+            if self._closed:
+                raise ClosedError("the model was closed. Hint: load it again.")
+            for model in _waiting():
+                try:
+                    model._start(progress if model is self else None)
+                except BudgetError:
+                    if model is self:
+                        raise  # another one fails when it is called itself
+
+    def _start(self, progress: Progress | None) -> None:
+        before = self._prepared
+        layout = make_layout(before.loaded, before.checkpoint)  # modules may have changed since
+        machine = look_at_memory(before.machine, _promised(self))
+        plan = make_plan(measure(layout, before.loaded.config, kernel_alignment()), self._config, machine)
+        self._carry_out(layout, plan, progress)
+
+    def _carry_out(self, layout: ModelLayout, plan: ResidencyPlan, progress: Progress | None) -> None:
+        config = self._config
+        reader = Reader(
+            _files(layout), direct=config.io != "buffered", read_size=plan.read_size, queue_depth=plan.queue_depth
+        )
+        engine = Engine(layout, plan, reader, kernel_alignment(), config.poison_released_slots, progress)
+        self.layout, self.plan, self.engine = layout, plan, engine
+        cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
+        self._release = weakref.finalize(self, _let_go, reader, cache_limit)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass, with the arguments and the result of mlx-lm's model.
 
+        More new tokens than ``plan.prefill_step_size`` are worked through in several passes, as mlx-lm's
+        ``prefill_step_size`` does; that needs a prompt cache.
+
         Raises:
             ReadError: weights could not be read. The model can be called again; give it a fresh prompt cache, since
                 the layers before the failure have added to the one given.
-            BudgetError: the call would need more memory than the budget has left.
+            BudgetError: the call would need more memory than the budget has left, or, with the first call, the budget
+                cannot hold the plan.
             ClosedError: the model was closed.
         """
+        self.start()
         with self._lock:
             if self._closed:
                 raise ClosedError("the model was closed. Hint: load it again.")
+            step = self._step(*args, **kwargs)
             num_tokens = args[0].size if args and isinstance(args[0], mx.array) else 1
-            check_headroom(self.plan, num_tokens, kwargs.get("cache", args[1] if len(args) > 1 else None))
-            return self._model(*args, **kwargs)
+            cache = kwargs.get("cache", args[1] if len(args) > 1 else None)
+            is_dropped = result_is_dropped(sys._getframe(1))
+            check_headroom(self.plan, num_tokens, cache, step and step * len(args[0]), all_logits=not is_dropped)
+            self._engine.drop_logits(is_dropped)
+            if step is None:
+                return self._model(*args, **kwargs)
+            return self._in_steps(args[0], step, **kwargs)
+
+    @property
+    def _engine(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
+    def _in_steps(self, tokens: mx.array, step: int, **kwargs: Any) -> mx.array:
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "the budget has room for %d prompt tokens at a time: output is mlx-lm's own for --prefill-step-size %d",
+                step * len(tokens),
+                step,
+            )
+        outputs = []
+        for i in range(0, tokens.shape[1], step):
+            mx.eval(arrays_in(kwargs["cache"]))  # lets the intermediate results of the step before go
+            outputs.append(self._model(tokens[:, i : i + step], **kwargs))
+        return mx.concatenate(outputs, axis=1)
+
+    def _step(self, *args: Any, **kwargs: Any) -> int | None:
+        """New tokens of each sequence that may go through at a time; None when they need not or cannot be cut."""
+        if len(args) != 1 or [key for key, value in kwargs.items() if value is not None] != ["cache"]:
+            return None
+        tokens = args[0]
+        if not isinstance(tokens, mx.array) or tokens.ndim != 2:
+            return None
+        step = max(1, self.plan.prefill_step_size // max(1, len(tokens)))
+        return step if step < tokens.shape[1] else None
 
     def __getattr__(self, key: str) -> Any:
         if key == "_model":  # not there yet: being made by copy or pickle
@@ -76,10 +204,24 @@ class FlashLLM(nn.Module):
         return getattr(self._model, key)
 
     def parameters(self) -> dict[str, Any]:
-        """The parameters that are in memory all the time, as a tree."""
+        """The parameters that are in memory all the time, as a tree.
+
+        While adapters are applied, all of them, lazily loaded.
+
+        Raises:
+            StreamedWeightsError: mlx-lm asks in order to save them.
+        """
+        caller = sys._getframe(1).f_code
+        if caller is mlx_lm_utils.save_model.__code__:
+            raise _refusal("mlx_lm.utils.save_model()")
+        if caller is _LOAD_ADAPTERS and self.engine is None:
+            return cast(dict[str, Any], self._model.parameters())
+        elsewhere = {(id(p.container), p.key) for unit in self.layout.units for p in unit.large}
+        engine = self.engine
 
         def in_memory(module: nn.Module, key: str, value: Any) -> bool:
-            return nn.Module.valid_parameter_filter(module, key, value) and not self.engine.is_streamed(module, key)
+            is_streamed = (id(module), key) in elsewhere if engine is None else engine.is_streamed(module, key)
+            return nn.Module.valid_parameter_filter(module, key, value) and not is_streamed
 
         return cast(dict[str, Any], self._model.filter_and_map(in_memory))
 
@@ -93,12 +235,14 @@ class FlashLLM(nn.Module):
         Returns:
             mlx-lm's model, lazily loaded, as if it had never been streamed.
         """
-        with self._lock:
+        with _starting, self._lock:
             if not self._closed:
                 self._closed = True
-                self.engine.close()
-                if self._cache_limit is not None:
-                    mx.set_cache_limit(self._cache_limit)
+                _models.pop(id(self), None)
+                if self.engine is not None:
+                    self.engine.close()
+                if self._release is not None:
+                    self._release()
             return cast(nn.Module, self._model)
 
     def __enter__(self) -> FlashLLM:
@@ -116,6 +260,38 @@ class FlashLLM(nn.Module):
         raise StreamedWeightsError("a streamed model cannot be pickled: its weights are on disk. Hint: load it again.")
 
 
+_LOAD_ADAPTERS = mlx_lm_tuner_utils.load_adapters.__code__
+
+
+def _waiting() -> list[FlashLLM]:
+    """The models that are not started, the smallest first."""
+    waiting = [model for model in _models.values() if model.engine is None]
+    return sorted(waiting, key=lambda model: model.plan.model_bytes)
+
+
+def _promised(model: FlashLLM) -> int:
+    """Bytes of the budget that other models of this process will take, or may."""
+    others = [other for other in _models.values() if other is not model]
+    running = [other.plan for other in others if other.engine is not None]
+    waiting = [other.plan for other in others if other.engine is None]
+    return sum(plan.kv_bytes + plan.activation_bytes for plan in running) + sum(
+        max(0, plan.minimum_bytes - plan.base_bytes) for plan in waiting
+    )
+
+
+def _let_go(reader: Reader, cache_limit: int | None) -> None:
+    reader.close()
+    if cache_limit is not None:
+        mx.set_cache_limit(cache_limit)
+
+
+def _refusal(what: str) -> StreamedWeightsError:
+    return StreamedWeightsError(
+        f"{what} on a streamed model would take what happens to be in the slots for its weights. "
+        "Hint: load the model with mlx_lm, or call close() and use the model that it returns."
+    )
+
+
 def _delegate(name: str) -> Callable[..., Any]:
     def method(self: FlashLLM, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._model, name)(*args, **kwargs)
@@ -124,12 +300,20 @@ def _delegate(name: str) -> Callable[..., Any]:
     return method
 
 
+def _delegate_before_start(name: str) -> Callable[..., Any]:
+    def method(self: FlashLLM, *args: Any, **kwargs: Any) -> Any:
+        if self.engine is not None:
+            raise _refusal(f"{name}()")
+        getattr(self._model, name)(*args, **kwargs)
+        return self
+
+    method.__name__, method.__doc__ = name, f"As ``nn.Module.{name}``; refused once weights are streamed."
+    return method
+
+
 def _refuse(name: str) -> Callable[..., Any]:
     def method(self: FlashLLM, *args: Any, **kwargs: Any) -> Any:
-        raise StreamedWeightsError(
-            f"{name}() on a streamed model would take what happens to be in the slots for its weights. "
-            "Hint: load the model with mlx_lm, or call close() and use the model that it returns."
-        )
+        raise _refusal(f"{name}()")
 
     method.__name__, method.__doc__ = name, "Refused: it would see slot contents."
     return method
@@ -137,7 +321,9 @@ def _refuse(name: str) -> Callable[..., Any]:
 
 for _name in ("children", "leaf_modules", "modules", "named_modules", "train", "eval", "freeze", "unfreeze"):
     setattr(FlashLLM, _name, _delegate(_name))
-for _name in ("load_weights", "save_weights", "update", "update_modules", "apply", "apply_to_modules", "set_dtype"):
+for _name in ("load_weights", "update", "update_modules", "apply_to_modules"):
+    setattr(FlashLLM, _name, _delegate_before_start(_name))
+for _name in ("save_weights", "apply", "set_dtype"):
     setattr(FlashLLM, _name, _refuse(_name))
 
 
@@ -145,6 +331,7 @@ def load(
     path_or_hf_repo: str,
     config: FlashConfig | None = None,
     *,
+    adapter_path: str | None = None,
     tokenizer_config: dict[str, Any] | None = None,
     model_config: dict[str, Any] | None = None,
     revision: str | None = None,
@@ -154,7 +341,8 @@ def load(
 
     Args:
         path_or_hf_repo: a model directory, or a Hugging Face repository that is downloaded first.
-        config: how to stream; None is ``FlashConfig()``.
+        config: how to stream; None takes what environment and settings file say (:meth:`FlashConfig.resolve`).
+        adapter_path: folder of a LoRA or DoRA adapter to apply.
         tokenizer_config: settings of the tokenizer.
         model_config: entries that replace those of ``config.json``.
         revision: of the repository.
@@ -169,7 +357,7 @@ def load(
     """
     path = resolve(path_or_hf_repo, revision)
     tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=load_config(path).get("eos_token_id"))
-    model, _ = load_model(path, config, model_config=model_config, progress=progress)
+    model, _ = load_model(path, config, adapter_path=adapter_path, model_config=model_config, progress=progress)
     return model, tokenizer
 
 
@@ -191,6 +379,7 @@ def load_model(
     model_path: Path | str,
     config: FlashConfig | None = None,
     *,
+    adapter_path: str | None = None,
     model_config: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> tuple[FlashLLM, dict[str, Any]]:
@@ -201,33 +390,34 @@ def load_model(
     Returns:
         The model and its configuration.
     """
-    config = config or FlashConfig()
-    model, full_config, layout, plan = prepare(model_path, config, model_config)
-    return start(model, layout, plan, config, progress), full_config
+    config = config or FlashConfig.resolve()
+    prepared = prepare(model_path, config, model_config)
+    model = FlashLLM(prepared, config, Path(model_path).name)
+    if adapter_path is not None:
+        mlx_lm_utils.load_adapters(model, adapter_path)
+        model.eval()
+    model.start(progress)
+    return model, prepared.loaded.config
 
 
 def prepare(
-    model_path: Path | str, config: FlashConfig, model_config: dict[str, Any] | None = None
-) -> tuple[nn.Module, dict[str, Any], ModelLayout, ResidencyPlan]:
-    """Everything that comes before weights are read: the lazily loaded model, its configuration, layout and plan."""
+    model_path: Path | str, config: FlashConfig, model_config: dict[str, Any] | None = None, **loading: Any
+) -> Prepared:
+    """Everything that comes before weights are read: the lazily loaded model, its layout and plan.
+
+    Args:
+        model_path: the model directory.
+        config: how to stream.
+        model_config: entries that replace those of ``config.json``.
+        loading: further arguments of ``mlx_lm.utils.load_model``.
+    """
     checkpoint = read_checkpoint(Path(model_path))
-    loaded = load_lazily(Path(model_path), model_config)
+    loaded = load_lazily(Path(model_path), model_config, **loading)
     layout = make_layout(loaded, checkpoint)
     sizes = measure(layout, loaded.config, kernel_alignment())
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
     machine = look_at_machine(largest.path, layout, config)
-    return loaded.model, loaded.config, layout, make_plan(sizes, config, machine)
-
-
-def start(
-    model: nn.Module, layout: ModelLayout, plan: ResidencyPlan, config: FlashConfig, progress: Progress | None = None
-) -> FlashLLM:
-    """Carries a plan out: reads what is pinned, and begins to stream the rest."""
-    reader = Reader(
-        _files(layout), direct=config.io != "buffered", read_size=plan.read_size, queue_depth=plan.queue_depth
-    )
-    engine = Engine(layout, plan, reader, kernel_alignment(), config.poison_released_slots, progress)
-    return FlashLLM(model, engine, plan)
+    return Prepared(loaded, checkpoint, layout, machine, make_plan(sizes, config, machine))
 
 
 def _files(layout: ModelLayout) -> list[Path]:

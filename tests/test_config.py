@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import math
+import re
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from mlx_flash.config import FlashConfig, parse_budget
+import mlx_flash
+from mlx_flash.config import (
+    OTHER_VARIABLES,
+    FlashConfig,
+    default_file,
+    parse_budget,
+    parse_setting,
+    variables_of_fields,
+)
 from mlx_flash.errors import ConfigError, FlashError
 
 COUNTS = ("context_length", "prefill_step_size", "num_slots", "queue_depth")
 NUMBERS = ("ram_budget_gb", "read_size_mb")
+SWITCHES = ("enabled", "telemetry", "poison_released_slots")
+WORDS = ("min", "safe", "balanced", "performance")
+OR_WORDS = "or one of 'min', 'safe', 'balanced', 'performance'"
 
 
 def refused(**settings: Any) -> str:
@@ -33,6 +49,7 @@ def refused(**settings: Any) -> str:
 
 def test_defaults() -> None:
     assert dataclasses.asdict(FlashConfig()) == {
+        "enabled": True,
         "ram_budget_gb": None,
         "context_length": None,
         "prefill_step_size": None,
@@ -40,6 +57,7 @@ def test_defaults() -> None:
         "io": "auto",
         "read_size_mb": None,
         "queue_depth": None,
+        "telemetry": True,
         "poison_released_slots": False,
     }
 
@@ -48,8 +66,27 @@ def test_every_field_is_tested_here() -> None:
     assert {field.name for field in dataclasses.fields(FlashConfig)} == {
         *COUNTS,
         *NUMBERS,
+        *SWITCHES,
         "io",
-        "poison_released_slots",
+    }
+
+
+def test_every_field_is_documented() -> None:
+    documented = re.findall(r"^        (\w+): ", FlashConfig.__doc__ or "", re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(FlashConfig)]
+
+
+def test_every_field_is_read() -> None:
+    """Somewhere outside of config.py, as an attribute of something that is called a config."""
+    modules = [path for path in Path(mlx_flash.__file__).parent.rglob("*.py") if path.name != "config.py"]
+    nodes = [node for path in modules for node in ast.walk(ast.parse(path.read_text()))]
+    read = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).rpartition(".")[2].lstrip("_") == "config"
+    }
+    assert {"ram_budget_gb" if name == "budget_bytes" else name for name in read} >= {
+        field.name for field in dataclasses.fields(FlashConfig)
     }
 
 
@@ -133,29 +170,43 @@ def test_io(value: Any) -> None:
     assert FlashConfig(io=value).io == value
 
 
-@pytest.mark.parametrize("value", [None, "", "Direct", "mmap", b"auto", 1, True, ["auto"], {}])
+@pytest.mark.parametrize("value", [None, "", "mmap", b"auto", 1, True, ["auto"], {}])
 def test_io_refuses_other_values(value: object) -> None:
     assert refused(io=value) == "one of 'auto', 'direct', 'buffered'"
 
 
-# --- poison ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("value", "meant"), [("Direct", "direct"), ("bufered", "buffered"), ("aut", "auto")])
+def test_io_suggests_the_nearest(value: str, meant: str) -> None:
+    assert refused(io=value) == f"one of 'auto', 'direct', 'buffered'. Did you mean '{meant}'?"
 
 
+# --- switches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize("value", [True, False])
-def test_poison(value: bool) -> None:
-    assert FlashConfig(poison_released_slots=value).poison_released_slots is value
+def test_switches(name: str, value: bool) -> None:
+    assert getattr(FlashConfig(**{name: value}), name) is value
 
 
+@pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize("value", [None, 0, 1, "yes", "", [], math.nan])
-def test_poison_refuses_other_values(value: object) -> None:
-    assert refused(poison_released_slots=value) == "True or False"
+def test_switches_refuse_other_values(name: str, value: object) -> None:
+    assert refused(**{name: value}) == "True or False"
 
 
 # --- the budget ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("budget", "nbytes"), [(None, None), ("min", "min"), (2, 2_000_000_000), (1.5, 1_500_000_000), (0.25, 250_000_000)]
+    ("budget", "nbytes"),
+    [
+        (None, "balanced"),
+        *((word, word) for word in WORDS),
+        (2, 2_000_000_000),
+        (1.5, 1_500_000_000),
+        (0.25, 250_000_000),
+    ],
 )
 def test_budget_in_bytes(budget: Any, nbytes: object) -> None:
     assert FlashConfig(ram_budget_gb=budget).budget_bytes == nbytes
@@ -168,12 +219,21 @@ def test_a_budget_in_whole_megabytes_is_that_many_bytes(megabytes: int) -> None:
 
 @pytest.mark.parametrize("value", [True, False, [], [2], {}, (2,), object, 2j])
 def test_budget_refuses_other_types(value: object) -> None:
-    assert refused(ram_budget_gb=value) == "a number of GB (10**9 bytes), such as 2 or 1.5, or 'min'"
+    assert refused(ram_budget_gb=value) == f"a number of GB (10**9 bytes), such as 2 or 1.5, {OR_WORDS}"
 
 
-@pytest.mark.parametrize("value", ["", "max", "Min", "MIN", "auto", "2", "1.5", "2GB", "nan"])
+@pytest.mark.parametrize("value", ["", "most", "auto", "2", "1.5", "2GB", "nan"])
 def test_budget_refuses_other_words(value: str) -> None:
-    assert refused(ram_budget_gb=value) == "a number of GB, or 'min'"
+    assert refused(ram_budget_gb=value) == f"a number of GB, {OR_WORDS}"
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"), [("MIN", "min"), ("Safe", "safe"), ("balancd", "balanced"), ("perfomance", "performance")]
+)
+def test_budget_suggests_the_nearest_word(value: str, meant: str) -> None:
+    assert refused(ram_budget_gb=value) == f"a number of GB, {OR_WORDS}. Did you mean '{meant}'?"
+    with pytest.raises(ConfigError, match=rf"such as 2 or 1.5, {OR_WORDS}\. Did you mean '{meant}'\?$"):
+        parse_budget(value)
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.0, -1, -1.5, math.nan, math.inf, -math.inf])
@@ -181,7 +241,7 @@ def test_budget_refuses_what_is_not_above_zero(value: float) -> None:
     assert refused(ram_budget_gb=value) == "a finite number above 0, in GB (10**9 bytes)"
 
 
-@pytest.mark.parametrize("value", [None, "min"])
+@pytest.mark.parametrize("value", [None, *WORDS])
 def test_words_for_a_budget_stay_words(value: object) -> None:
     assert parse_budget(value) == value
 
@@ -208,20 +268,20 @@ def test_budget_from_what_a_person_wrote(value: object, number: float) -> None:
     assert found == number
 
 
-@pytest.mark.parametrize(
-    "value", ["", " ", "max", "MIN", "2GB", "2 GB", "1,5", "2.0.0", "0x10", True, False, [], [1], {}]
-)
+@pytest.mark.parametrize("value", ["", " ", "most", "2GB", "2 GB", "1,5", "2.0.0", "0x10", True, False, [], [1], {}])
 def test_what_is_no_budget(value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_budget(value)
     assert str(caught.value) == (
-        f"ram_budget_gb is {value!r}: it must be a number of GB (10**9 bytes), such as 2 or 1.5, or 'min'"
+        f"ram_budget_gb is {value!r}: it must be a number of GB (10**9 bytes), such as 2 or 1.5, {OR_WORDS}"
     )
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "-0.5", "nan", "inf", "-inf", "1e400", 0, -3, math.nan, math.inf])
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "-0.5", "nan", "inf", "-inf", "1e400", "1e300", 0, -3, math.nan, math.inf]
+)
 def test_budgets_out_of_range(value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_budget(value)
@@ -237,3 +297,237 @@ def test_what_is_no_number_of_gigabytes(value: Any) -> None:
 def test_a_read_size_beyond_all_floats() -> None:
     with pytest.raises(ConfigError, match="read_size_mb"):
         FlashConfig(read_size_mb=10**400)
+
+
+# --- where settings come from ----------------------------------------------------------------------------------------
+
+RIGHT: dict[str, tuple[Any, ...]] = {
+    "enabled": (True, False),
+    "ram_budget_gb": (None, "min", "safe", 2.0, 0.75),
+    "context_length": (None, 1, 4096),
+    "prefill_step_size": (None, 64, 512),
+    "num_slots": (None, 1, 3),
+    "io": ("auto", "direct", "buffered"),
+    "read_size_mb": (None, 0.5, 4.0),
+    "queue_depth": (None, 1, 64),
+    "telemetry": (True, False),
+    "poison_released_slots": (True, False),
+}
+"""Values of every field."""
+
+
+def resolve(*given: Any, **more: Any) -> FlashConfig:
+    return FlashConfig.resolve(*given, **{"environment": {}, **more})
+
+
+def wrong(*given: Any, **more: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(*given, **more)
+    return str(caught.value)
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def as_toml(values: dict[str, Any]) -> str:
+    """TOML has no null: what is open is written as text."""
+    lines = {name: "'none'" if value is None else str(value).lower() for name, value in values.items()}
+    return "".join(
+        f"{name} = {repr(values[name]) if isinstance(values[name], str) else text}\n" for name, text in lines.items()
+    )
+
+
+def test_nothing_given() -> None:
+    assert FlashConfig.resolve() == FlashConfig()
+
+
+def test_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve({"num_slots": 2}).num_slots == 2
+    assert resolve(num_slots=2).num_slots == 2
+    assert resolve(modelfile={"num_slots": "2"}).num_slots == 2
+    assert resolve(environment={"MLX_FLASH_NUM_SLOTS": "2"}).num_slots == 2
+    assert resolve(file=write(tmp_path / "my.toml", "num_slots = 2")).num_slots == 2
+    monkeypatch.setenv("MLX_FLASH_NUM_SLOTS", "3")
+    assert FlashConfig.resolve().num_slots == 3
+
+
+def test_the_default_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert default_file() == tmp_path / "mlx-flash" / "config.toml"
+    assert resolve() == FlashConfig()
+    write(default_file(), "ram_budget_gb = 'safe'\nio = 'direct'\n")
+    assert resolve() == FlashConfig(ram_budget_gb="safe", io="direct")
+    assert resolve(file=write(tmp_path / "other.toml", "")) == FlashConfig()
+    monkeypatch.setenv("XDG_CONFIG_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_file() == tmp_path / ".config" / "mlx-flash" / "config.toml"
+
+
+subsets = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in RIGHT.items()})
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.tuples(subsets, subsets, subsets, subsets, subsets))
+def test_the_highest_source_wins(tmp_path_factory: pytest.TempPathFactory, layers: tuple[dict[str, Any], ...]) -> None:
+    modelfile, toml, environment, given_settings, keywords = layers
+    file = write(tmp_path_factory.getbasetemp() / "highest.toml", as_toml(toml))
+    found = resolve(
+        given_settings,
+        modelfile={name: str(value) for name, value in modelfile.items()},
+        environment={f"MLX_FLASH_{name.upper()}": str(value) for name, value in environment.items()},
+        file=file,
+        **keywords,
+    )
+    not_given = {name for name, value in keywords.items() if value is None}
+    for name, default in dataclasses.asdict(FlashConfig()).items():
+        values = [layer[name] for layer in layers[:-1] if name in layer]
+        values += [keywords[name]] if name in keywords and name not in not_given else []
+        assert getattr(found, name) == (values[-1] if values else default), name
+
+
+def test_what_does_not_win_is_checked_too() -> None:
+    assert "MLX_FLASH_NUM_SLOTS" in wrong(num_slots=2, environment={"MLX_FLASH_NUM_SLOTS": "0"})
+
+
+def test_none_as_a_keyword_is_not_given_but_in_settings_it_is() -> None:
+    environment = {"MLX_FLASH_NUM_SLOTS": "3", "MLX_FLASH_IO": "direct"}
+    assert resolve(num_slots=None, io=None, environment=environment) == FlashConfig(num_slots=3, io="direct")
+    assert resolve({"num_slots": None}, environment=environment) == FlashConfig(io="direct")
+    assert wrong({"io": None}).startswith("settings, key io: io is None: it must be one of")
+
+
+def test_an_empty_variable_is_not_given() -> None:
+    assert resolve(environment={"MLX_FLASH_NUM_SLOTS": "", "MLX_FLASH_NONSENSE": ""}) == FlashConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        *(("telemetry", text, True) for text in ("true", "True", "TRUE", "1", "yes", "on", " On ")),
+        *(("enabled", text, False) for text in ("false", "FALSE", "0", "no", "off", "Off")),
+        *((name, text, None) for name in (*COUNTS, *NUMBERS) for text in ("none", "None", "auto", "AUTO")),
+        ("io", "auto", "auto"),
+        ("io", " direct ", "direct"),
+        ("num_slots", "+3", 3),
+        ("read_size_mb", "1e-1", 0.1),
+        ("read_size_mb", "4", 4.0),
+        ("ram_budget_gb", "performance", "performance"),
+        ("ram_budget_gb", "1.5", 1.5),
+    ],
+)
+def test_text_becomes_the_type_of_the_field(name: str, text: str, value: object) -> None:
+    found = parse_setting(name, text)
+    assert found == value and type(found) is type(value)
+    assert getattr(resolve(environment={f"MLX_FLASH_{name.upper()}": text}), name) == value
+    assert getattr(resolve({name: text}), name) == value
+    assert getattr(resolve(modelfile={name: text}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        *((name, text, "true or false") for name in SWITCHES for text in ("maybe", "none", "2", "t")),
+        *((name, text, "a whole number") for name in COUNTS for text in ("1.0", "many", "0x10", "1e3")),
+        ("read_size_mb", "big", "a number"),
+        ("read_size_mb", "nan", "a finite number above 0"),
+        ("io", "none", "one of 'auto', 'direct', 'buffered'"),
+        ("queue_depth", "65", "between 1 and 64"),
+        ("num_slots", "1" * 5000, "a whole number"),
+    ],
+)
+def test_text_that_is_no_value(name: str, text: str, words: str) -> None:
+    variable = f"MLX_FLASH_{name.upper()}"
+    assert re.match(
+        rf"environment variable {variable}: {name} is .*: it must be {words}", wrong(environment={variable: text})
+    )
+
+
+@pytest.mark.parametrize(("given_name", "meant"), [("ram_budget", "ram_budget_gb"), ("Num_Slots", "num_slots")])
+def test_an_unknown_name_suggests_the_nearest(given_name: str, meant: str, tmp_path: Path) -> None:
+    end = f"{given_name}: there is no such setting. Did you mean '{meant}'?"
+    assert wrong({given_name: 2}) == f"settings, key {end}"
+    assert wrong(**{given_name: 2}) == f"keyword {end}"
+    assert wrong(**{given_name: None}) == f"keyword {end}"
+    assert wrong(modelfile={given_name: "2"}) == f"Modelfile, {end}"
+    file = write(tmp_path / "a.toml", f"{given_name} = 2")
+    assert wrong(file=file) == f"{file}, key {end}"
+
+
+def test_an_unknown_name_that_is_near_to_none_lists_all() -> None:
+    message = wrong({"xyz": 1})
+    assert message.startswith("settings, key xyz: there is no such setting. There are ")
+    assert all(name in message for name in RIGHT)
+    assert "settings, key 3" in wrong({3: 4})
+
+
+def test_environment_variables_that_are_no_settings() -> None:
+    assert resolve(environment={"MLX_FLASH_TRACEBACK": "1", "HOME": "/", "mlx_flash_x": "1"}) == FlashConfig()
+    assert wrong(environment={"MLX_FLASH_RAM_BUGDET_GB": "2"}) == (
+        "environment variable MLX_FLASH_RAM_BUGDET_GB: there is no such setting. "
+        "Did you mean 'MLX_FLASH_RAM_BUDGET_GB'?"
+    )
+    assert "Did you mean 'MLX_FLASH_NUM_SLOTS'?" in wrong(environment={"MLX_FLASH_num_slots": "2"})
+
+
+def test_every_variable_that_the_package_reads_is_known() -> None:
+    sources = [path.read_text() for path in Path(mlx_flash.__file__).parent.rglob("*.py")]
+    found = {name for text in sources for name in re.findall(r"\bMLX_FLASH_[A-Z_]*[A-Z]\b", text)}
+    assert found <= {*OTHER_VARIABLES, *variables_of_fields()}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num_slots = \n", "the settings file is not TOML: .*line 1"),
+        ("\n\nio = auto", "the settings file is not TOML: .*line 3"),
+        ("num_slots = 1\nnum_slots = 2\n", "the settings file is not TOML: .*line 2"),
+        ("num_slots = 1.5", "key num_slots: num_slots is 1.5: it must be a whole number"),
+        ("telemetry = 1", "key telemetry: telemetry is 1: it must be True or False"),
+        ("ram_budget_gb = 2020-01-01", "key ram_budget_gb: .*it must be a number of GB"),
+        ("[ram_budget_gb]\nx = 1", "key ram_budget_gb: .*it must be a number of GB"),
+        ("[flash]\nio = 'auto'", "key flash: there is no such setting"),
+        ("x = " + "9" * 5000, "the settings file is not TOML"),
+        ("x = " + "[" * 100_000, "the settings file is not TOML"),
+    ],
+)
+def test_wrong_files(text: str, words: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.toml", text)
+    message = wrong(file=file)
+    assert message.startswith(f"{file}")
+    assert re.search(words, message, re.DOTALL)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wrong(file=tmp_path / "none.toml") == f"{tmp_path / 'none.toml'}: there is no such settings file"
+    assert wrong(file=tmp_path).startswith(f"{tmp_path}: the settings file cannot be read: ")
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes("io = 'é'".encode("latin-1"))
+    assert wrong(file=latin).startswith(f"{latin}: the settings file is not TOML: ")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(latin))
+    assert wrong().startswith(f"{latin}/mlx-flash/config.toml: the settings file cannot be read: ")
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.sampled_from(sorted(RIGHT)), st.text())
+@example("ram_budget_gb", "1e308")
+def test_any_text_is_a_value_or_refused(name: str, text: str) -> None:
+    try:
+        config = resolve({name: text})
+    except ConfigError as error:
+        assert str(error).startswith(f"settings, key {name}: {name} is ")
+    else:
+        assert config.budget_bytes
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.text())
+def test_any_file_is_settings_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.toml"
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        resolve(file=file)
+    except ConfigError as error:
+        assert str(error).startswith(str(file))

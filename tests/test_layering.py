@@ -11,11 +11,18 @@ PACKAGE = ROOT / "mlx_flash"
 
 FLOORS = [
     ["errors"],
-    ["config", "checkpoint.safetensors", "storage.pagecache", "residency.memory", "streaming.swap"],
-    ["storage.placement", "storage.source", "checkpoint.layout"],
+    [
+        "config",
+        "checkpoint.safetensors",
+        "storage.pagecache",
+        "residency.memory",
+        "streaming.swap",
+        "integration.gotemplate",
+    ],
+    ["storage.placement", "storage.source", "checkpoint.layout", "checkpoint.writer", "integration.modelfile"],
     ["storage.reader", "residency.sizes", "streaming.slots"],
-    ["storage.probe", "streaming.stream"],
-    ["residency.plan", "streaming.layers"],
+    ["checkpoint.order", "storage.probe", "streaming.stream"],
+    ["checkpoint.pack", "residency.plan", "streaming.layers"],
     ["residency.machine", "residency.headroom", "streaming.engine"],
     ["model"],
     ["arguments", "report"],

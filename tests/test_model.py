@@ -20,6 +20,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_flash
 from mlx_flash import (
@@ -81,7 +82,7 @@ def test_logits_equal_stock_at_every_budget(
     expected = run(stock(directory), PREFILL_AND_DECODE)
     streamed_bytes = set()
     for share in (0, 0.3, 0.6, 0.9, 4):
-        plan = prepare(directory, config(io=io))[3]
+        plan = prepare(directory, config(io=io)).plan
         budget = (plan.minimum_bytes + 5 + share * plan.model_bytes) / 1e9
         with load_model(directory, config(ram_budget_gb=budget, io=io))[0] as model:
             assert same_bits(run(model, PREFILL_AND_DECODE), expected)
@@ -106,7 +107,9 @@ def test_logits_equal_stock_with_any_number_of_slots(
 
 def streamed_whole(directory: Path, num_slots: int = 2, tile_rows: int = 192, io: Any = "auto") -> FlashLLM:
     """A model of which all layers are streamed and the head is computed in tiles, whatever the planner would do."""
-    model, _, layout, plan = prepare(directory, config(num_slots=num_slots, io=io))
+    settings = config(num_slots=num_slots, io=io)
+    prepared = prepare(directory, settings)
+    layout, plan = prepared.layout, prepared.plan
     heads = layout.heads or layout.embeddings
     tile_rows = tile_rows if mx.default_device() == mx.cpu else 10**9
     slot = max(unit.nbytes for unit in layout.units) + 2_000_000
@@ -121,7 +124,9 @@ def streamed_whole(directory: Path, num_slots: int = 2, tile_rows: int = 192, io
         read_bytes=sum(unit.nbytes for unit in [*layout.layers, *heads]),
     )
     plan = replace(plan, streaming=streaming, budget_bytes=plan.budget_bytes + num_slots * slot + 50_000_000)
-    return mlx_flash.model.start(model, layout, plan, config(num_slots=num_slots, io=io))
+    model = FlashLLM(prepared, settings, "test")
+    model._carry_out(layout, plan, None)
+    return model
 
 
 @pytest.mark.parametrize("tile_rows", [64, 320, 1000])
@@ -236,8 +241,41 @@ def test_a_call_beyond_the_budget_is_refused_and_leaves_the_model_usable(directo
     expected = run(stock(directory), [[1, 2, 3]])
     with load_model(directory, config(context_length=64, prefill_step_size=16))[0] as model:
         with pytest.raises(BudgetError, match="prefill_step_size=16"):
-            run(model, [[1] * 4000])
+            model(mx.array([[1] * 4000]))
+        cache = make_prompt_cache(model)
+        with pytest.raises(BudgetError, match="context_length"):
+            model(mx.array([[1] * 40000]), cache=cache)
+        assert all(entry.offset == 0 for entry in cache)
         assert same_bits(run(model, [[1, 2, 3]]), expected)
+
+
+def test_a_long_prompt_is_cut_as_mlx_lm_cuts_it(directories: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """What the budget has no room for at once gives the bits of mlx-lm's own prefill steps."""
+    directory = directories("bf16")
+    tokens = list(range(1, 71))
+    expected = run(stock(directory), [tokens[i : i + 16] for i in range(0, 70, 16)])
+    with load_model(directory, config(prefill_step_size=16, ram_budget_gb=0.5))[0] as model:
+        (found,) = run(model, [tokens])
+        assert same_bits([found], [mx.concatenate(expected, axis=1)])
+        run(model, [tokens])
+    assert sum("--prefill-step-size 16" in record.message for record in caplog.records) == 1
+
+
+def test_a_streamed_head_is_not_read_for_a_prompt(directories: Any) -> None:
+    """mlx-lm drops a prompt's logits. They take no memory then, and the head is not read."""
+    directory = directories("bf16")
+    prompt = mx.array([5, 17, 900, 3] * 20)
+    (token, logprobs), *_ = list(generate_step(prompt, stock(directory), max_tokens=1, prefill_step_size=16))
+    with streamed_whole(directory) as model:
+        model.plan = replace(model.plan, prefill_step_size=16)
+        (found, found_logprobs), *_ = list(generate_step(prompt, model, max_tokens=1))
+        assert found == token and same_bits([found_logprobs], [logprobs])
+        names = [unit.name for unit in model.engine.stream.units]
+        num_tiles = sum(name.startswith("lm_head") for name in names)
+        num_layers = len(names) - num_tiles
+        assert num_tiles > 1
+        # Five steps of the prompt, its last token, and the token that mlx-lm computes ahead.
+        assert model.engine.stream.stats.num_acquired == 5 * num_layers + 2 * len(names)
 
 
 def test_a_model_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,12 @@ from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.residency.plan import (
     ACTIVATION_SHARE,
-    AUTO_SHARE,
     CONTEXT_LENGTHS,
     DEFAULT_PREFILL_STEP_SIZE,
     KV_SHARE,
     MAX_SLOTS,
     PREFILL_STEPS,
+    PROFILE_SHARES,
     TILE_ROW_MULTIPLE,
     TILE_SLACK_BYTES,
     Machine,
@@ -268,9 +268,7 @@ def check_reserves(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig) 
     context = -(-plan.context_length // CACHE_STEP) * CACHE_STEP
     num_layers = max(1, len(sizes.layers))
     assert plan.kv_bytes >= sizes.kv_bytes_per_token * context
-    assert plan.activation_bytes == sizes.activations.nbytes(
-        plan.prefill_step_size, context, all_logits=bool(plan.streaming.heads)
-    )
+    assert plan.activation_bytes == sizes.activations.nbytes(plan.prefill_step_size, context, all_logits=False)
     if config.context_length:
         assert plan.context_length == config.context_length
     else:
@@ -437,14 +435,49 @@ def test_the_minimum_of_a_tiny_model_is_to_have_it_in_memory() -> None:
     assert plan.peak_bytes <= everything(sizes, FIXED, make_machine()).peak_bytes
 
 
+memories = st.integers(10**8, 10**11).flatmap(lambda total: st.tuples(st.just(total), st.integers(0, total)))
+
+
 @some(60)
-@given(models(), configs, machines, st.integers(0, 3 * 10**9))
-def test_a_budget_left_open(sizes: ModelSizes, config: FlashConfig, machine: Machine, available: int) -> None:
-    machine = replace(machine, available_memory=available)
-    plan = make_plan(sizes, config, machine)
-    assert plan.budget_bytes == max(plan.minimum_bytes, int(AUTO_SHARE * available))
-    assert plan.minimum_bytes == minimum_of(sizes, config, machine)
+@given(models(), configs, machines, memories, st.sampled_from([None, *PROFILE_SHARES]))
+def test_a_budget_that_depends_on_the_machine(
+    sizes: ModelSizes, config: FlashConfig, machine: Machine, memory: tuple[int, int], word: Any
+) -> None:
+    total, available = memory
+    machine = replace(machine, total_memory=total, available_memory=available)
+    minimum = minimum_of(sizes, config, replace(machine, total_memory=10**15))
+    assume(minimum <= total)
+    plan = make_plan(sizes, replace(config, ram_budget_gb=word), machine)
+    of_free, of_all = PROFILE_SHARES[word or "balanced"]
+    assert plan.budget_bytes == max(minimum, min(int(of_free * available), int(of_all * total)))
+    assert plan.minimum_bytes == minimum
     check(plan, sizes, config, machine)
+
+
+@some(60)
+@given(st.integers(10**9, 10**12), st.floats(0.5, 1))
+def test_profiles_are_in_order(total: int, free_share: float) -> None:
+    """Each takes more than the one before, none takes more than is free, and None is the one in the middle."""
+    available = int(total * free_share)
+    machine = make_machine(total_memory=total, available_memory=available)
+    sizes = make_model(layers=[[70_000]] * 2, head=None, table=None)
+    words: tuple[Any, ...] = ("min", "safe", "balanced", "performance")
+    budgets = [make_plan(sizes, replace(FIXED, ram_budget_gb=word), machine).budget_bytes for word in words]
+    assert budgets == sorted(set(budgets))
+    assert budgets[-1] <= available
+    assert make_plan(sizes, FIXED, machine).budget_bytes == budgets[2]
+
+
+def test_profiles_of_a_machine() -> None:
+    sizes, machine = make_model(), make_machine(total_memory=16 * GB, available_memory=10 * GB)
+    idle = replace(machine, available_memory=16 * GB)
+    busy = replace(machine, available_memory=GB // 10)
+    least = minimum_of(sizes, FIXED, machine)
+    for word, nbytes, most in (("safe", 5 * GB, 6.4e9), ("balanced", 7 * GB, 11.2e9), ("performance", 9 * GB, 12.8e9)):
+        config = replace(FIXED, ram_budget_gb=word)  # type: ignore[arg-type]
+        assert make_plan(sizes, config, machine).budget_bytes == nbytes
+        assert make_plan(sizes, config, idle).budget_bytes == most
+        assert make_plan(sizes, config, busy).budget_bytes == least
 
 
 @some(40)

@@ -145,24 +145,33 @@ def load_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def load_lazily(directory: Path, model_config: dict[str, Any] | None = None) -> LoadedModel:
+def load_lazily(
+    directory: Path,
+    model_config: dict[str, Any] | None = None,
+    *,
+    load_model: Callable[..., tuple[nn.Module, dict[str, Any]]] = mlx_lm_utils.load_model,
+    get_model_classes: Callable[..., tuple[type[nn.Module], type]] = mlx_lm_utils._get_classes,
+    **loading: Any,
+) -> LoadedModel:
     """Builds mlx-lm's model without reading its weights, and remembers which array came from which tensor.
 
     Args:
         directory: the model directory.
         model_config: entries that replace those of ``config.json``, as in ``mlx_lm.utils.load_model``.
+        load_model: mlx-lm's function, by default the one that is in force when this module is imported.
+        get_model_classes, loading: as in ``mlx_lm.utils.load_model``.
     """
     load_config(directory)  # for a clear error
     loaded: dict[str, mx.array] = {}
     original: list[type[nn.Module]] = []
 
     def recording_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-        model_class, args_class = mlx_lm_utils._get_classes(config)
+        model_class, args_class = get_model_classes(config=config)
         original.append(model_class)
         return _recording_class(model_class, loaded), args_class
 
-    model, config = mlx_lm_utils.load_model(
-        directory, lazy=True, model_config=model_config, get_model_classes=recording_classes
+    model, config = load_model(
+        directory, lazy=True, model_config=model_config, get_model_classes=recording_classes, **loading
     )
     model.__class__ = original[0]
     return LoadedModel(model, config, {id(array): name for name, array in loaded.items()}, list(loaded.values()))

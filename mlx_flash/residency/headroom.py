@@ -13,19 +13,30 @@ from mlx_flash.errors import BudgetError
 from mlx_flash.residency.plan import MB, ResidencyPlan
 
 
-def check_headroom(plan: ResidencyPlan, num_tokens: int, cache: Sequence[Any] | None) -> None:
+def check_headroom(
+    plan: ResidencyPlan,
+    num_tokens: int,
+    cache: Sequence[Any] | None,
+    step: int | None = None,
+    *,
+    all_logits: bool = True,
+) -> None:
     """Refuses a call that would take the process over its budget; nothing has changed when it raises.
 
     Args:
         plan: the plan of the model.
         num_tokens: new tokens, over all sequences.
         cache: mlx-lm's prompt cache, one entry a layer, or None.
+        step: how many of the new tokens go through the model at a time; None for all.
+        all_logits: whether the caller looks at the logits.
 
     Raises:
         BudgetError: it names what to change.
     """
     context = max([num_tokens, *(entry.offset + num_tokens for entry in _plain(cache))])
-    activations = plan.activations.nbytes(num_tokens, context, all_logits=bool(plan.streaming.heads))
+    activations = plan.activations.nbytes(step or num_tokens, context, all_logits=all_logits)
+    if step and all_logits:  # those of all steps are kept
+        activations += num_tokens * plan.activations.logits_per_token
     growth = _kv_growth(plan, num_tokens, cache)
     elsewhere = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.cache_limit
     in_use = int(mx.get_active_memory())
@@ -35,7 +46,7 @@ def check_headroom(plan: ResidencyPlan, num_tokens: int, cache: Sequence[Any] | 
             f"a forward call with {num_tokens} new tokens in a context of {context} would take the process to "
             f"{(plan.budget_bytes + missing) / GB:.3f} GB: {elsewhere / MB:.0f} MB for the process itself, "
             f"{in_use / MB:.0f} MB in arrays now, {activations / MB:.0f} MB of activations, {growth / MB:.0f} MB of KV "
-            f"cache; the budget is {plan.budget_bytes / GB:.3f} GB. {_hint(plan, num_tokens, context)}",
+            f"cache; the budget is {plan.budget_bytes / GB:.3f} GB. {_hint(plan, step or num_tokens, context)}",
             plan.budget_bytes + missing,
         )
 

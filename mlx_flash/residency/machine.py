@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -59,6 +60,23 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         barrier_seconds=barrier_seconds(),
         has_buffer_cache=mx.default_device() == mx.gpu,
         exact_tiles=mx.default_device() == mx.cpu,  # tests show it there; CUDA chooses kernels by the number of rows
+    )
+
+
+def look_at_memory(machine: Machine, promised_bytes: int) -> Machine:
+    """The machine with its memory as it is now, some time after :func:`look_at_machine`.
+
+    Args:
+        machine: as it was.
+        promised_bytes: what others in this process have not taken yet, but may.
+    """
+    grown = footprint() - machine.base_bytes
+    base = machine.base_bytes if grown <= BASE_STEP else machine.base_bytes + -(-grown // BASE_STEP) * BASE_STEP
+    return replace(
+        machine,
+        available_memory=available_memory(),
+        base_bytes=base + promised_bytes,
+        active_bytes=int(mx.get_active_memory()) + promised_bytes,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mlx_flash.config import GB, FlashConfig
+from mlx_flash.config import GB, FlashConfig, Profile
 from mlx_flash.errors import BudgetError
 from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes, ModelSizes, TensorSize, UnitSize
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
@@ -17,8 +17,13 @@ from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.streaming.stream import take_turns
 
 MB = 1_000_000
-AUTO_SHARE = 0.7
-"""Share of the free memory that a budget of None takes."""
+PROFILE_SHARES: dict[Profile, tuple[float, float]] = {
+    "safe": (0.5, 0.4),
+    "balanced": (0.7, 0.7),
+    "performance": (0.9, 0.8),
+}
+"""What each profile takes at most: this share of the memory that is free, and this share of the machine's. The second
+counts on a machine where little runs yet: what is started later needs room too."""
 
 ACTIVATION_SHARE = 0.2
 """Share of the budget that a forward call's activations may take when the plan chooses the prefill step."""
@@ -213,11 +218,7 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
     task = _Task(sizes, config, machine, _cache_limit(machine, 0))
     smallest = _smallest(task, _least(config))
     minimum = smallest.peak_bytes
-    budget = config.budget_bytes
-    if budget == "min":
-        budget = minimum
-    elif budget is None:
-        budget = max(minimum, int(machine.available_memory * AUTO_SHARE))
+    budget = _budget(config, machine, minimum)
     if budget < minimum:
         raise BudgetError(_too_small(budget, minimum, smallest), minimum)
     task = replace(task, cache_limit=_cache_limit(machine, budget))
@@ -229,6 +230,17 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
             minimum,
         )
     return plan
+
+
+def _budget(config: FlashConfig, machine: Machine, minimum: int) -> int:
+    """The budget in bytes. A word never stands for less than the minimum."""
+    budget = config.budget_bytes
+    if isinstance(budget, int):
+        return budget
+    if budget == "min":
+        return minimum
+    of_free, of_all = PROFILE_SHARES[budget]
+    return max(minimum, min(int(machine.available_memory * of_free), int(machine.total_memory * of_all)))
 
 
 def _smaller(minimum: int, machine: Machine) -> str:
@@ -295,21 +307,22 @@ def _reserves(task: _Task, budget: int) -> Iterator[_Reserve]:
         steps = [step for step in PREFILL_STEPS if step <= longest]
         for step in [least.prefill_step_size] if config.prefill_step_size else steps:
             reserve = _Reserve(step, context)
-            if _is_modest(task, budget, reserve, all_logits=False):
+            if _is_modest(task, budget, reserve):
                 yield reserve
     yield least
 
 
-def _is_modest(task: _Task, budget: int, reserve: _Reserve, *, all_logits: bool) -> bool:
+def _is_modest(task: _Task, budget: int, reserve: _Reserve) -> bool:
     """Whether the activations leave the weights their room, or are as small as they can be."""
     if task.config.prefill_step_size or reserve == _least(task.config):
         return True
-    return _activation_bytes(task, reserve, all_logits=all_logits) <= ACTIVATION_SHARE * budget
+    return _activation_bytes(task, reserve) <= ACTIVATION_SHARE * budget
 
 
-def _activation_bytes(task: _Task, reserve: _Reserve, *, all_logits: bool) -> int:
+def _activation_bytes(task: _Task, reserve: _Reserve) -> int:
+    """For a prefill step, whose logits nobody looks at."""
     context = _round_up(reserve.context_length, CACHE_STEP)
-    return task.sizes.activations.nbytes(reserve.prefill_step_size, context, all_logits=all_logits)
+    return task.sizes.activations.nbytes(reserve.prefill_step_size, context, all_logits=False)
 
 
 def _candidates(task: _Task, budget: int, reserve: _Reserve) -> Iterator[ResidencyPlan]:
@@ -318,7 +331,7 @@ def _candidates(task: _Task, budget: int, reserve: _Reserve) -> Iterator[Residen
     if everything.peak_bytes <= budget:
         yield _timed(task, everything)
         return
-    tilings = TILE_BYTES if _heads(task.sizes) and _is_modest(task, budget, reserve, all_logits=True) else ()
+    tilings = TILE_BYTES if _heads(task.sizes) else ()
     for num_slots in [task.config.num_slots] if task.config.num_slots else range(1, MAX_SLOTS + 1):
         for whole_layers in (True, False):
             for tile_bytes in (None, *tilings):
@@ -474,7 +487,7 @@ def _add_up(task: _Task, reserve: _Reserve, pinned_bytes: int, streaming: Stream
         streaming=streaming,
         # A cache that grows holds its old and its new arrays for a moment, one layer at a time.
         kv_bytes=sizes.kv_bytes_per_token * context * (num_layers + 1) // num_layers,
-        activation_bytes=_activation_bytes(task, reserve, all_logits=bool(streaming.heads)),
+        activation_bytes=_activation_bytes(task, reserve),
         bounce_bytes=machine.disk.read_size * machine.disk.queue_depth if bounce else 0,
         read_size=machine.disk.read_size,
         queue_depth=machine.disk.queue_depth,

@@ -100,7 +100,7 @@ class ActivationSizes:
         Args:
             num_tokens: new tokens, over all sequences.
             context_length: tokens each of them attends to.
-            all_logits: whether the head is computed for every new token, as a tiled one is, or only for the last.
+            all_logits: whether the head is computed for every new token, or only for the last.
         """
         rows = num_tokens if all_logits else 1
         scores = self.scores_per_pair * num_tokens * max(context_length, num_tokens)

@@ -26,7 +26,7 @@ from mlx_flash.streaming.layers import (
 )
 from mlx_flash.streaming.slots import Arena, bind
 from mlx_flash.streaming.stream import WeightStream
-from mlx_flash.streaming.swap import SwappedClass, restore_class, swap_class
+from mlx_flash.streaming.swap import SwappedClass, clone_with, restore_class, swap_class
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes to read) while pinned weights are loaded."""
@@ -70,6 +70,7 @@ class Engine:
         self.reader = reader
         self.stream = WeightStream([], reader, poison, 0)
         self._alignment = alignment
+        self._heads: list[HeadState] = []
         self._changed: list[nn.Module] = []
         self._bound: list[Parameter] = []
         self._streamed: set[tuple[int, object]] = set()
@@ -138,7 +139,10 @@ class Engine:
     def _tile(self, unit: Unit, rows: int) -> HeadState:
         num_rows = unit.module["weight"].shape[0]
         ranges = [(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
-        return HeadState([self._stream_tile(unit, start, stop) for start, stop in ranges], self.stream)
+        tiles = [self._stream_tile(unit, start, stop) for start, stop in ranges]
+        whole = clone_with(unit.module, {parameter.key: parameter.array for parameter in unit.large})
+        self._heads.append(HeadState(tiles, self.stream, whole))
+        return self._heads[-1]
 
     def _stream_tile(self, unit: Unit, start: int, stop: int) -> Tile:
         placement = place([record.rows(start, stop) for record in _records(unit.large)], self._alignment)
@@ -154,6 +158,11 @@ class Engine:
         self._changed.append(unit.module)
         self._streamed.update((id(parameter.container), parameter.key) for parameter in streamed)
 
+    def drop_logits(self, is_dropped: bool) -> None:
+        """Whether nobody looks at what the next calls return: then streamed heads are not read."""
+        for head in self._heads:
+            head.is_dropped = is_dropped
+
     def is_streamed(self, container: object, key: object) -> bool:
         """Whether the array that a module holds under a key is not (or not all the time) in memory."""
         return (id(container), key) in self._streamed
@@ -165,6 +174,7 @@ class Engine:
             restore_class(module)
         for parameter in self._bound:
             parameter.bind(parameter.array)
+        self._heads.clear()
         self._changed.clear()
         self._bound.clear()
         self._streamed.clear()

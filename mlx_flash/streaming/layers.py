@@ -104,15 +104,27 @@ class Tile:
     module: nn.Module
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeadState:
-    """A head that is computed tile by tile."""
+    """A head that is computed tile by tile.
+
+    Attributes:
+        tiles: its rows.
+        stream: what the tiles flow through.
+        whole: the module with its lazily loaded arrays.
+        is_dropped: whether the outputs of the calls to come are not looked at. Then they are not computed: what is
+            returned could be, by MLX alone, reading the whole head.
+    """
 
     tiles: Sequence[Tile]
     stream: WeightStream
+    whole: nn.Module
+    is_dropped: bool = False
 
     def apply(self, method: Callable[[nn.Module, mx.array], mx.array], x: mx.array) -> mx.array:
         """Calls the module's own method on every tile. Returns the outputs side by side, ``(..., rows)``."""
+        if self.is_dropped:
+            return method(self.whole, x)
         outputs = [run_resident(self.stream, t.index, partial(method, t.module), (x,), {}) for t in self.tiles]
         return mx.concatenate(outputs, axis=-1)
 

@@ -7,9 +7,11 @@ themselves; a wrong guess costs one read that was not asked for, never a wrong r
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mlx_flash.storage.placement import Placement
 from mlx_flash.storage.reader import Reader, Ticket
@@ -17,6 +19,9 @@ from mlx_flash.streaming.slots import Arena
 
 POISON = 0xFF
 """NaN in every floating-point dtype."""
+
+UnitState = Literal["waiting", "reading", "resident", "computing", "done"]
+"""Where a unit is: nowhere yet, on its way into its slot, there, being computed from, computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +47,13 @@ class StreamStats:
         num_acquired: units that were waited for.
         num_unpredicted: those whose read had not been started ahead.
         wait_seconds: time spent waiting for their bytes.
+        held_seconds: time from there to their release, in which the model computes with them.
     """
 
     num_acquired: int = 0
     num_unpredicted: int = 0
     wait_seconds: float = 0.0
+    held_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -55,6 +62,7 @@ class _Slot:
     unit: int | None = None
     ticket: Ticket | None = None
     held: bool = False
+    ready_at: float = 0.0
 
 
 def take_turns(num_units: int, num_slots: int) -> list[int]:
@@ -92,6 +100,7 @@ class WeightStream:
         self._poison = poison
         self._turns = take_turns(num_units, len(slots))
         self._successor: list[int] = []
+        self._released_at: list[float] = []
         self._last: int | None = None
 
     def add(self, name: str, placement: Placement) -> tuple[int, Arena]:
@@ -103,6 +112,7 @@ class WeightStream:
         index = len(self.units)
         self.units.append(StreamedUnit(name, placement, self._turns[index]))
         self._successor.append(0)
+        self._released_at.append(-math.inf)
         if index:
             self._successor[index - 1] = index
         return index, self._slots[self.units[index].slot].arena
@@ -138,16 +148,33 @@ class WeightStream:
             self._empty(slot)
             raise
         finally:
-            self.stats.wait_seconds += time.perf_counter() - began
+            slot.ready_at = time.perf_counter()
+            self.stats.wait_seconds += slot.ready_at - began
         slot.ticket, slot.held = None, True
 
     def release(self, index: int) -> None:
         """Gives the unit's slot back; everything that reads it must have been evaluated. Starts the next reads."""
         slot = self._slots[self.units[index].slot]
+        now = self._released_at[index] = time.perf_counter()
+        self.stats.held_seconds += now - slot.ready_at
         slot.held, slot.unit = False, None
         if self._poison:
             slot.arena.fill(POISON)
         self._read_ahead(index)
+
+    def states(self, since: float) -> list[UnitState]:
+        """Where each unit is. Any thread may ask at any time; what changes meanwhile is told as it was or as it is.
+
+        Args:
+            since: a unit released since then (``time.perf_counter()``) is done, unless it is read again already.
+        """
+        found: list[UnitState] = ["done" if at >= since else "waiting" for at in self._released_at]
+        for slot in self._slots:
+            unit, ticket = slot.unit, slot.ticket
+            if unit is not None:
+                is_there = ticket is None or ticket.done()
+                found[unit] = "computing" if slot.held else "resident" if is_there else "reading"
+        return found
 
     def close(self) -> None:
         """Returns when nothing writes to a slot any more."""

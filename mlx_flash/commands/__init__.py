@@ -1,0 +1,1 @@
+"""What ``mlx-flash`` can be told to do, one module each."""

@@ -1,0 +1,138 @@
+"""``mlx-flash exec``, ``serve`` and ``chat``: mlx-lm's own programs, under the patch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TextIO
+
+from mlx_flash.commands.common import dial, make_config
+from mlx_flash.config import GB, FlashConfig
+from mlx_flash.errors import ConfigError
+from mlx_flash.integration.mlx_lm import apply_flash_patch
+from mlx_flash.integration.server import surviving_server
+from mlx_flash.model import prepare, resolve
+from mlx_flash.report import size
+from mlx_flash.residency.plan import ResidencyPlan
+
+
+def execute(args: argparse.Namespace, out: TextIO) -> int:
+    """``mlx-flash exec``: a program that uses mlx-lm, in this process."""
+    with apply_flash_patch(make_config(args)), contextlib.redirect_stdout(out):
+        return run_program(args.program)
+
+
+def serve(args: argparse.Namespace, out: TextIO) -> int:
+    """``mlx-flash serve``: mlx-lm's server."""
+    return serve_with(make_config(args), _with_prefill_step(args), out)
+
+
+def serve_with(config: FlashConfig, flags: Sequence[str], out: TextIO) -> int:
+    """Runs mlx-lm's server.
+
+    Args:
+        config: how to stream.
+        flags: those of ``mlx_lm.server``. Without ``--prompt-cache-bytes`` the prompt caches that it keeps get half of
+            the memory that the plan sets aside for the KV cache.
+        out: standard output.
+
+    Raises:
+        BudgetError: the budget cannot hold the model, before the server is there.
+    """
+    flags = list(flags)
+    plan = _plan(_model_of(flags), config)
+    if plan is not None and not any(flag.startswith("--prompt-cache-bytes") for flag in flags):
+        flags += ["--prompt-cache-bytes", str(plan.kv_bytes // 2)]
+    with apply_flash_patch(config), surviving_server(), contextlib.redirect_stdout(out):
+        return run_program(["mlx_lm.server", *flags])
+
+
+def chat(args: argparse.Namespace, out: TextIO) -> int:
+    """``mlx-flash chat``: mlx-lm's chat."""
+    config, flags = make_config(args), _with_prefill_step(args)
+    _plan(_model_of(flags), config)
+    with apply_flash_patch(config), contextlib.redirect_stdout(out):
+        return run_program(["mlx_lm.chat", *flags])
+
+
+def _with_prefill_step(args: argparse.Namespace) -> list[str]:
+    """The flags that mlx-lm shall parse; the one that both have goes to both."""
+    step = dial(args)["prefill_step_size"]
+    return [*args.rest, *(() if step is None else ("--prefill-step-size", str(step)))]
+
+
+def _model_of(flags: Sequence[str]) -> str | None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--model")
+    model: str | None = parser.parse_known_args(list(flags))[0].model
+    return model
+
+
+def _plan(model: str | None, config: FlashConfig) -> ResidencyPlan | None:
+    """Plans ahead, so that what cannot be is said at once, and tells what will be."""
+    if model is None or not config.enabled:
+        return None
+    plan = prepare(resolve(model), config).plan
+    speed = f", about {1 / plan.streaming.seconds:.2g} tokens/s" if plan.streaming.seconds else ""
+    print(
+        f"mlx-flash: {size(plan.model_bytes)} of weights in a budget of {plan.budget_bytes / GB:.3f} GB: "
+        f"{size(plan.streaming.read_bytes)} read for each token{speed}",
+        file=sys.stderr,
+    )
+    return plan
+
+
+def run_program(command: Sequence[str]) -> int:
+    """Runs a Python program in this process, as if it had been typed.
+
+    Args:
+        command: a console script that is installed beside us, such as ``mlx_lm.generate``; ``python -m MODULE``; or a
+            path to a Python file; then its arguments.
+
+    Returns:
+        Its exit status, if it does not leave through ``SystemExit``.
+
+    Raises:
+        ConfigError: there is no such program.
+    """
+    name, *arguments = command
+    if Path(name).stem.startswith("python") and arguments[:1] == ["-m"] and len(arguments) > 1:
+        with _arguments(arguments[1:]):
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return 0
+    if Path(name).stem.startswith("python") and arguments and not arguments[0].startswith("-"):
+        return run_program(arguments)
+    scripts = list(entry_points(group="console_scripts", name=name))
+    if scripts:
+        with _arguments(command):
+            return _status(scripts[0].load()())
+    if Path(name).is_file():
+        with _arguments(command):
+            runpy.run_path(name, run_name="__main__")
+        return 0
+    raise ConfigError(
+        f"exec {name!r}: there is no such Python program. Hint: name a console script such as mlx_lm.generate, "
+        "'python -m MODULE', or a Python file."
+    )
+
+
+def _status(result: object) -> int:
+    return result if isinstance(result, int) else 0
+
+
+@contextlib.contextmanager
+def _arguments(command: Sequence[str]) -> Iterator[None]:
+    """``sys.argv`` and the import path, as the program would find them."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = list(command)
+    if Path(command[0]).is_file():
+        sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path

@@ -1,0 +1,26 @@
+"""``mlx-flash plan``: what would stay in memory. Reads no weights."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from typing import TextIO
+
+from mlx_flash.commands.common import load_tokenizer, make_config, print_json, print_rich
+from mlx_flash.model import prepare, resolve
+from mlx_flash.report import planning_to_json, render_plan
+
+
+def plan(args: argparse.Namespace, out: TextIO) -> int:
+    """``mlx-flash plan``: reads no weights."""
+    path = resolve(args.model)
+    tokenizer = None
+    with contextlib.suppress(OSError, ValueError):  # a folder without one can be planned for too
+        tokenizer = load_tokenizer(path, args)
+    prepared = prepare(path, make_config(args))
+    del tokenizer  # it had to be there: it is part of the process when text is generated
+    if args.json:
+        print_json(planning_to_json(args.model, prepared.layout, prepared.plan), out)
+    else:
+        print_rich(render_plan(args.model, prepared.layout, prepared.plan), out)
+    return 0

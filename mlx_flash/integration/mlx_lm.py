@@ -1,0 +1,167 @@
+"""The patch: with one attribute of mlx-lm replaced, everything that loads through it streams.
+
+``mlx_lm.load`` is imported by name into the server, the commands and other programs, so replacing it would miss them. All
+of them end in ``mlx_lm.utils.load_model``, which nobody imports by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm import utils as mlx_lm_utils
+
+from mlx_flash.config import FlashConfig
+from mlx_flash.errors import StreamedWeightsError
+from mlx_flash.model import FlashLLM, prepare
+
+LoadModel = Callable[..., tuple[nn.Module, dict[str, Any]]]
+
+WRITERS = frozenset(
+    {
+        "mlx_lm.convert",
+        "mlx_lm.fuse",
+        "mlx_lm.gguf",
+        "mlx_lm.lora",
+        "mlx_lm.quant.awq",
+        "mlx_lm.quant.dwq",
+        "mlx_lm.quant.dynamic_quant",
+        "mlx_lm.quant.gptq",
+    }
+)
+"""Modules of mlx-lm that load a model in order to change its weights."""
+
+_log = logging.getLogger("mlx_flash")
+_lock = threading.RLock()
+
+
+class _State:
+    """What is in force: one for the process, changed under the lock."""
+
+    config: FlashConfig | None = None
+    original: LoadModel | None = None
+    replacement: LoadModel | None = None
+
+
+class FlashPatch:
+    """What :func:`apply_flash_patch` returns. As a context manager it puts back, at its end, what was before it."""
+
+    def __init__(self, previous: FlashConfig | None) -> None:
+        self._previous = previous
+
+    def __enter__(self) -> FlashPatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _put_in_force(self._previous)
+
+
+def apply_flash_patch(config: FlashConfig | None = None) -> FlashPatch:
+    """Makes mlx-lm stream the models that it loads from now on.
+
+    ``mlx_lm.load`` and with it ``generate``, ``stream_generate``, ``batch_generate``, mlx-lm's commands and its server
+    get a :class:`~mlx_flash.model.FlashLLM`. Its weights are read when it is first called, so adapters can be applied
+    before. All models of the process share the budget.
+
+    Applying it again replaces the settings; models that are loaded already keep theirs. Safe from any thread.
+
+    Args:
+        config: how to stream; None takes what environment and settings file say (:meth:`FlashConfig.resolve`). With
+            ``enabled=False`` mlx-lm is left, or put back, as it was.
+
+    Returns:
+        A context manager, for those who want one: ``with apply_flash_patch(config): ...``.
+    """
+    config = config or FlashConfig.resolve()
+    with _lock:
+        previous = _State.config
+        _put_in_force(config if config.enabled else None)
+    return FlashPatch(previous)
+
+
+def remove_flash_patch() -> None:
+    """Puts mlx-lm back exactly as it was. Models that are loaded already go on streaming. Harmless when repeated."""
+    _put_in_force(None)
+
+
+def _put_in_force(config: FlashConfig | None) -> None:
+    with _lock:
+        _State.config = config
+        if config is None:
+            _restore()
+        elif _State.replacement is None:
+            _State.original = mlx_lm_utils.load_model
+            _State.replacement = _make_replacement(mlx_lm_utils.load_model)
+            mlx_lm_utils.load_model = _State.replacement
+
+
+def _restore() -> None:
+    if _State.replacement is None:
+        return
+    if mlx_lm_utils.load_model is _State.replacement:
+        mlx_lm_utils.load_model = _State.original
+        _State.original = _State.replacement = None
+    else:  # ours is inside another one now, where it hands everything on
+        _log.warning(
+            "mlx_lm.utils.load_model was replaced again after mlx-flash replaced it, by %r: left as it is", _found()
+        )
+
+
+def _found() -> str:
+    found = mlx_lm_utils.load_model
+    return f"{getattr(found, '__module__', '?')}.{getattr(found, '__qualname__', found)}"
+
+
+def _make_replacement(original: LoadModel) -> LoadModel:
+    @functools.wraps(original)
+    def load_model(
+        model_path: Path | str,
+        lazy: bool = False,
+        strict: bool = True,
+        model_config: dict[str, Any] | None = None,
+        **loading: Any,
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        config = _State.config
+        if config is None:
+            return original(model_path, lazy, strict, model_config, **loading)
+        _refuse_writers()
+        prepared = prepare(model_path, config, model_config, load_model=original, strict=strict, **loading)
+        return FlashLLM(prepared, config, Path(model_path).name), prepared.loaded.config
+
+    return load_model
+
+
+def _refuse_writers() -> None:
+    """Refuses callers that load a model in order to change or to distribute it.
+
+    Raises:
+        StreamedWeightsError: one of them is on the stack.
+    """
+    for module, code in _callers():
+        if module in WRITERS:
+            raise StreamedWeightsError(
+                f"{module} needs the model's weights to change or write them; a streamed model has them only for moments. "
+                "Hint: run it without the patch (remove_flash_patch(), or FlashConfig(enabled=False))."
+            )
+        if code is mlx_lm_utils.sharded_load.__code__:
+            raise StreamedWeightsError(
+                "a model that is spread over several machines cannot be streamed. Hint: run it without the patch."
+            )
+
+
+def _callers() -> Iterator[tuple[str, CodeType]]:
+    """(module, code) of the functions that led here. A module that is run as a program has its name in its spec."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        spec = frame.f_globals.get("__spec__")
+        yield getattr(spec, "name", None) or frame.f_globals.get("__name__", ""), frame.f_code
+        frame = frame.f_back  # type: ignore[assignment]

@@ -1,0 +1,57 @@
+"""mlx-lm's server, which goes on serving after a request that failed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from queue import Queue
+from typing import Any
+
+from mlx_lm import server
+
+from mlx_flash.errors import FlashError
+
+
+class SurvivingGenerator(server.ResponseGenerator):  # type: ignore[misc]
+    """mlx-lm's, whose thread would end with the first forward call that fails in a batch.
+
+    A streamed model can be called again after a read that failed or a prompt that the budget has no room for. The
+    requests that were being answered get the error; the next one is served.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._under_way: weakref.WeakSet[Queue[Any]] = weakref.WeakSet()
+        super().__init__(*args, **kwargs)
+
+    def _next_request(self, *args: Any, **kwargs: Any) -> Any:
+        request = super()._next_request(*args, **kwargs)
+        if request is not None:
+            self._under_way.add(request[0])
+        return request
+
+    def _generate(self) -> None:
+        while True:
+            try:
+                super()._generate()
+                return
+            except FlashError as error:
+                if self.model_provider.model is None:
+                    raise  # it could not even be loaded
+                logging.error("a request failed: %s", error)
+                for queue in list(self._under_way):
+                    queue.put(error)
+            gc.collect()  # the caches of the requests that failed
+
+
+@contextlib.contextmanager
+def surviving_server() -> Iterator[None]:
+    """While it lasts, ``mlx_lm.server`` uses :class:`SurvivingGenerator`."""
+    original = server.ResponseGenerator
+    server.ResponseGenerator = SurvivingGenerator
+    try:
+        yield
+    finally:
+        server.ResponseGenerator = original

@@ -1,0 +1,1 @@
+"""``flash-monitor``: what running engines do, in another terminal."""

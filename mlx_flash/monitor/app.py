@@ -1,0 +1,141 @@
+"""The command ``flash-monitor``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from mlx_flash.monitor import glyphs
+from mlx_flash.monitor.render import Canvas, frame, message
+from mlx_flash.monitor.terminal import Terminal, print_lines
+from mlx_flash.monitor.watch import Watcher
+from mlx_flash.telemetry import INTERVAL_SECONDS
+
+EXIT_NONE, EXIT_ERROR, EXIT_BROKEN_PIPE = 1, 1, 141
+SHORTEST_INTERVAL = 0.05
+ONCE_SECONDS = 1.0
+"""Between the two looks that the speeds of a single frame come from."""
+
+HINT = "Hint: engines show up by themselves; start one with: mlx-flash generate --model DIR_OR_REPO"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the monitor.
+
+    Args:
+        argv: the arguments; None takes the process's.
+
+    Returns:
+        The exit status.
+    """
+    args = make_parser().parse_args(argv)
+    console = Console(no_color=True if args.no_color else None, highlight=False, markup=False, emoji=False)
+    try:
+        if args.once:
+            return once(args, console)
+        return stream_json(args) if args.json else live(args, console)
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
+        return EXIT_BROKEN_PIPE
+    except OSError as error:
+        print(f"flash-monitor: error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the flags."""
+    parser = argparse.ArgumentParser(
+        prog="flash-monitor",
+        description="Show what the mlx-flash engines of this user do. Keys: q quits, Tab shows the next engine.",
+    )
+    add = parser.add_argument
+    add("--once", action="store_true", help="print one frame and exit; exit status 1 when no engine runs")
+    add("--json", action="store_true", help="print JSON, one object an engine and look, instead of frames")
+    add("--pid", type=int, metavar="N", help="show only the engines of this process")
+    add("--interval", type=_interval, default=INTERVAL_SECONDS, metavar="SECONDS", help="between two looks (0.25)")
+    add("--no-color", action="store_true", help="no colours; the variable NO_COLOR does the same")
+    add("--ascii", action="store_true", help="only ASCII characters; chosen by itself where the output has no other")
+    return parser
+
+
+def _interval(text: str) -> float:
+    seconds = float(text)
+    if not SHORTEST_INTERVAL <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between {SHORTEST_INTERVAL} and 3600 seconds")
+    return seconds
+
+
+def once(args: argparse.Namespace, console: Console) -> int:
+    """One frame, or one JSON object an engine."""
+    watcher = Watcher(args.pid)
+    watcher.look()
+    if watcher.histories:
+        time.sleep(ONCE_SECONDS)
+        watcher.look()
+    if not watcher.histories:
+        print(f"flash-monitor: {_nothing(watcher, args)}. {HINT}", file=sys.stderr)
+        return EXIT_NONE
+    if args.json:
+        print_json(watcher)
+    else:
+        print_lines(console, draw(watcher, args, console, None))
+    return 0
+
+
+def live(args: argparse.Namespace, console: Console) -> int:
+    """Frames until the user ends it; without an engine it waits for one."""
+    watcher = Watcher(args.pid)
+    with Terminal(console) as terminal:
+        while True:
+            watcher.look()
+            terminal.show(draw(watcher, args, console, terminal.height))
+            key = terminal.wait(args.interval)
+            if key in ("q", "Q"):
+                return 0
+            if key == "\t":
+                watcher.choose_next()
+
+
+def stream_json(args: argparse.Namespace) -> int:
+    """A line of JSON for each engine and look."""
+    watcher = Watcher(args.pid)
+    was_told = False
+    while True:
+        watcher.look()
+        if not watcher.histories and not was_told:
+            print(f"flash-monitor: {_nothing(watcher, args)}. {HINT}", file=sys.stderr)
+            was_told = True
+        print_json(watcher)
+        time.sleep(args.interval)
+
+
+def draw(watcher: Watcher, args: argparse.Namespace, console: Console, height: int | None) -> list[Text]:
+    """The frame of what was seen last."""
+    chosen = glyphs.ASCII if args.ascii else glyphs.choose(console.encoding)
+    canvas = Canvas(console.width, height, chosen)
+    if not watcher.histories:
+        return message(f"{_nothing(watcher, args).capitalize()}; waiting.", HINT, canvas)
+    return frame(watcher.histories, watcher.chosen, watcher.system, canvas)
+
+
+def print_json(watcher: Watcher) -> None:
+    """One object on one line for each engine."""
+    for told in watcher.to_json():
+        print(json.dumps(told, allow_nan=False))
+    sys.stdout.flush()
+
+
+def _nothing(watcher: Watcher, args: argparse.Namespace) -> str:
+    if args.pid is None:
+        return "no engine is running"
+    others = ", ".join(map(str, watcher.other_pids)) or "none"
+    return f"no engine is running in process {args.pid} (running: {others})"

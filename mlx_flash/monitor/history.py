@@ -1,0 +1,196 @@
+"""The last minute of one engine: speeds and shares of time, from the differences between what it told."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mlx_flash.monitor.state import number, optional
+from mlx_flash.telemetry import Published
+
+MINUTE = 60.0
+WINDOW_SECONDS = 4.0
+"""What "now" means: long enough for a few of a large model's reads, short enough to see a change."""
+
+IDLE_SECONDS = 2.0
+"""Between calls for this long at least, and for several times a usual call, is idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Where the time goes; together 1.
+
+    Attributes:
+        disk: waiting for weights.
+        compute: from the arrival of a unit's weights to their release.
+        calls: the rest of forward calls: what is not streamed.
+        between: between calls: sampling, the program around it; everything when idle.
+    """
+
+    disk: float
+    compute: float
+    calls: float
+    between: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Speeds now. None where there is nothing to tell from yet.
+
+    Attributes:
+        tokens_per_second: generated, over the last seconds, or, in a slow model, the last tokens; 0 when idle.
+        mean_tokens_per_second: over all calls that generated one, time between calls not counted.
+        mean_prompt_tokens_per_second: over all other calls, which work through prompts.
+        read_bytes_per_second: over the last seconds.
+        mean_read_bytes_per_second: while at least one read was in flight, loading included.
+        shares: of the last seconds.
+    """
+
+    tokens_per_second: float | None = None
+    mean_tokens_per_second: float | None = None
+    mean_prompt_tokens_per_second: float | None = None
+    read_bytes_per_second: float | None = None
+    mean_read_bytes_per_second: float | None = None
+    shares: Shares | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Counters at one moment of the engine's clock, as in the published state."""
+
+    clock: float
+    tokens_out: float
+    last_ended: float
+    nbytes: float
+    wait_seconds: float
+    held_seconds: float
+    pass_seconds: float
+
+    @classmethod
+    def of(cls, published: Published) -> Sample:
+        """The sample in what an engine told."""
+        state = published.state
+        began = optional(state, "passes", "began")
+        under_way = 0.0 if began is None else max(0.0, published.clock - began)
+        return cls(
+            clock=published.clock,
+            tokens_out=number(state, "passes", "num_tokens_out"),
+            last_ended=number(state, "passes", "last_ended"),
+            nbytes=number(state, "read", "nbytes"),
+            wait_seconds=number(state, "stream", "wait_seconds"),
+            held_seconds=number(state, "stream", "held_seconds"),
+            pass_seconds=number(state, "passes", "pass_seconds") + under_way,
+        )
+
+
+@dataclass(slots=True)
+class History:
+    """Samples of the last minute, and what was told last.
+
+    Attributes:
+        latest: what was told last.
+        rates: the speeds at that moment.
+    """
+
+    latest: Published
+    rates: Rates = field(default_factory=Rates)
+    _samples: deque[Sample] = field(default_factory=deque)
+    _values: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.add(self.latest)
+
+    def add(self, published: Published) -> None:
+        """Notes what the engine told, unless that was noted already."""
+        sample = Sample.of(published)
+        self.latest = published
+        if self._samples and sample.clock <= self._samples[-1].clock:
+            return
+        self._samples.append(sample)
+        while len(self._samples) > 2 and sample.clock - self._samples[0].clock > MINUTE:
+            self._samples.popleft()
+        self.rates = self._rates_now()
+        told = {
+            "tokens": self.rates.tokens_per_second,
+            "read": self.rates.read_bytes_per_second,
+            "footprint": optional(published.state, "memory", "footprint"),
+        }
+        self._values.append((sample.clock, {key: value for key, value in told.items() if value is not None}))
+        while sample.clock - self._values[0][0] > MINUTE:
+            self._values.popleft()
+
+    def is_idle(self) -> bool:
+        """Whether no call is under way, nor one about to come, by what came before."""
+        state = self.latest.state
+        passes = number(state, "passes", "num_passes")
+        mean = number(state, "passes", "pass_seconds") / passes if passes else 0.0
+        since = self.latest.clock - number(state, "passes", "last_ended")
+        return optional(state, "passes", "began") is None and since > max(IDLE_SECONDS, 2 * mean)
+
+    def series(self, name: str, num_cells: int) -> list[float | None]:
+        """Means over equal parts of the last minute, the oldest first; None where nothing was seen.
+
+        Args:
+            name: ``"tokens"``, ``"read"`` or ``"footprint"``.
+            num_cells: how many parts.
+        """
+        cells: list[list[float]] = [[] for _ in range(num_cells)]
+        now = self._samples[-1].clock
+        for clock, values in self._values:
+            if name in values:
+                cells[max(0, num_cells - 1 - int((now - clock) / MINUTE * num_cells))].append(values[name])
+        return [sum(cell) / len(cell) if cell else None for cell in cells]
+
+    def _rates_now(self) -> Rates:
+        state, now, before = self.latest.state, self._samples[-1], self._window_start()
+        seconds = now.clock - before.clock
+        decode, busy = number(state, "passes", "decode_seconds"), number(state, "read", "busy_seconds")
+        prompt = number(state, "passes", "num_tokens_in") - now.tokens_out
+        prefill = number(state, "passes", "pass_seconds") - decode
+        return Rates(
+            tokens_per_second=self._tokens_per_second(),
+            mean_tokens_per_second=now.tokens_out / decode if decode > 0 else None,
+            mean_prompt_tokens_per_second=prompt / prefill if prompt > 0 and prefill > 0 else None,
+            read_bytes_per_second=max(0.0, now.nbytes - before.nbytes) / seconds if seconds > 0 else None,
+            mean_read_bytes_per_second=now.nbytes / busy if busy > 0 else None,
+            shares=_shares(before, now) if seconds > 0 else None,
+        )
+
+    def _window_start(self) -> Sample:
+        """The oldest sample within the window, or the one before the last where samples are further apart."""
+        now = self._samples[-1]
+        within = (sample for sample in self._samples if now.clock - sample.clock <= WINDOW_SECONDS)
+        start = next(within)
+        return self._samples[-2] if start is now and len(self._samples) > 1 else start
+
+    def _tokens_per_second(self) -> float | None:
+        """From the ends of calls: exact however seldom they come."""
+        if self.is_idle():
+            return 0.0
+        now = self._samples[-1]
+        start: Sample | None = None
+        for sample in self._with_fewer_tokens(now):
+            if start is not None and now.last_ended - sample.last_ended > WINDOW_SECONDS:
+                break
+            start = sample
+        if start is None or now.last_ended <= start.last_ended:
+            return None
+        return (now.tokens_out - start.tokens_out) / (now.last_ended - start.last_ended)
+
+    def _with_fewer_tokens(self, now: Sample) -> Iterator[Sample]:
+        return (s for s in reversed(self._samples) if s.tokens_out < now.tokens_out and s.last_ended > 0)
+
+
+def _shares(before: Sample, now: Sample) -> Shares:
+    """Counters move when something ends, so a share may come out a little too large: they are cut to fit."""
+    seconds = now.clock - before.clock
+    disk = _cut(now.wait_seconds - before.wait_seconds, seconds)
+    compute = _cut(now.held_seconds - before.held_seconds, seconds - disk)
+    in_calls = _cut(now.pass_seconds - before.pass_seconds, seconds)
+    calls = _cut(in_calls - disk - compute, seconds - disk - compute)
+    return Shares(disk / seconds, compute / seconds, calls / seconds, (seconds - disk - compute - calls) / seconds)
+
+
+def _cut(value: float, most: float) -> float:
+    return min(max(value, 0.0), max(most, 0.0))

@@ -1,0 +1,71 @@
+"""Values from the files that engines publish. Another version may lack some, and nothing in them is trusted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mlx_flash.telemetry import Json
+
+STATES = ("pinned", "waiting", "reading", "resident", "computing", "done")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A layer or head.
+
+    Attributes:
+        kind: ``"layer"`` or ``"head"``.
+        nbytes: its large parameters.
+        streamed_bytes: those of them that are read on every pass.
+        state: one of :data:`STATES`.
+    """
+
+    kind: str
+    nbytes: float
+    streamed_bytes: float
+    state: str
+
+
+def number(state: Json, section: str, key: str) -> float:
+    """A number of the state; 0 where there is none."""
+    value = optional(state, section, key)
+    return 0.0 if value is None else value
+
+
+def optional(state: Json, section: str, key: str) -> float | None:
+    """A number of the state; None where there is none."""
+    fields = state.get(section)
+    value = fields.get(key) if isinstance(fields, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def model_name(state: Json) -> str:
+    """The model's name, fit to be printed."""
+    fields = state.get("model")
+    name = fields.get("name") if isinstance(fields, dict) else None
+    return printable(name) if isinstance(name, str) else "?"
+
+
+def printable(text: str) -> str:
+    """The text without what could move a cursor, turn the direction of writing, or be nothing to see."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def units(state: Json) -> list[Unit]:
+    """Layers in calling order, then heads."""
+    entries = state.get("units")
+    return [_unit(entry) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
+
+def _unit(entry: Json) -> Unit:
+    fields = {"unit": entry}
+    state = entry.get("state")
+    return Unit(
+        kind="head" if entry.get("kind") == "head" else "layer",
+        nbytes=number(fields, "unit", "bytes"),
+        streamed_bytes=number(fields, "unit", "streamed_bytes"),
+        state=state if state in STATES else "waiting",
+    )

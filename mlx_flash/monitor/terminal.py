@@ -1,0 +1,92 @@
+"""The terminal: single keys in, whole frames out, and all as before afterwards."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+_CLEAR_BELOW, _CLEAR_RIGHT, _HOME = "\x1b[J", "\x1b[K", "\x1b[H"
+
+
+class Terminal:
+    """Shows frames, one in place of the other, and reads keys while the context is entered.
+
+    A terminal that cannot do that (``TERM=dumb``), or a pipe, gets the frames one after the other.
+
+    Args:
+        console: where to draw.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._in_place = console.is_terminal and not console.is_dumb_terminal
+        self._keys = sys.stdin.fileno() if self._in_place and sys.stdin.isatty() else None
+        self._saved: list[Any] | None = None
+        self._old_handler: Any = None
+
+    def __enter__(self) -> Terminal:
+        self._old_handler = signal.signal(signal.SIGTERM, _end)
+        if self._keys is not None:
+            self._saved = termios.tcgetattr(self._keys)
+            tty.setcbreak(self._keys)
+        if self._in_place:
+            self._console.set_alt_screen(True)
+            self._console.show_cursor(False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._keys is not None and self._saved is not None:
+            termios.tcsetattr(self._keys, termios.TCSADRAIN, self._saved)
+        if self._in_place:
+            self._console.show_cursor(True)
+            self._console.set_alt_screen(False)
+        signal.signal(signal.SIGTERM, self._old_handler)
+
+    @property
+    def height(self) -> int | None:
+        """Lines of the terminal now; None when frames follow one another."""
+        return self._console.height if self._in_place else None
+
+    def show(self, lines: Sequence[Text]) -> None:
+        """Draws a frame that fits the terminal."""
+        if not self._in_place:
+            print_lines(self._console, [*lines, Text()])
+            return
+        with self._console.capture() as captured:
+            print_lines(self._console, lines)
+        text = captured.get().removesuffix("\n").replace("\n", f"{_CLEAR_RIGHT}\n")
+        # In one piece, over what was there: nothing flickers, also over a slow line.
+        self._console.file.write(f"{_HOME}{text}{_CLEAR_RIGHT}{_CLEAR_BELOW}")
+        self._console.file.flush()
+
+    def wait(self, seconds: float) -> str:
+        """Waits for a key. Returns it, or an empty string when none came."""
+        if self._keys is None:
+            time.sleep(seconds)
+            return ""
+        if not select.select([self._keys], [], [], seconds)[0]:
+            return ""
+        key = os.read(self._keys, 1)
+        return key.decode("ascii", "replace") if key else "q"  # the terminal is gone
+
+
+def print_lines(console: Console, lines: Sequence[Text]) -> None:
+    """Prints lines as they are, however narrow the terminal."""
+    console.print(Text("\n").join(lines), no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

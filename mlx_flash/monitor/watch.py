@@ -1,0 +1,81 @@
+"""Follows the engines of this user."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from mlx_flash.monitor.history import History
+from mlx_flash.monitor.system import SystemMemory, system_memory
+from mlx_flash.telemetry import Json, find
+
+Key = tuple[int, int, float]
+
+
+class Watcher:
+    """The running engines and their last minute.
+
+    Args:
+        pid: follow only this process, or None.
+
+    Attributes:
+        histories: of the engines running now, by process and number.
+        system: memory of the machine.
+    """
+
+    def __init__(self, pid: int | None = None) -> None:
+        self._pid = pid
+        self._known: dict[Key, History] = {}
+        self._chosen: Key | None = None
+        self.other_pids: list[int] = []
+        self.histories: list[History] = []
+        self.system: SystemMemory = system_memory()
+
+    @property
+    def chosen(self) -> int:
+        """Index of the engine to show: the one that was chosen, or the first while that is gone."""
+        keys = list(self._known)
+        return keys.index(self._chosen) if self._chosen in keys else 0
+
+    def look(self) -> None:
+        """Reads what engines told since the last look.
+
+        Raises:
+            PermissionError: a folder is not private to the user.
+        """
+        running: dict[Key, History] = {}
+        found = find()
+        for published in found:
+            if self._pid in (None, published.pid):
+                key = (published.pid, published.number, published.started)
+                history = running[key] = self._known.get(key) or History(published)
+                history.add(published)
+        self._known = running
+        self.histories = list(running.values())
+        self.other_pids = sorted({published.pid for published in found} - {key[0] for key in running})
+        self.system = system_memory()
+
+    def choose_next(self) -> None:
+        """Moves on to the next engine of the list."""
+        keys = list(self._known)
+        if keys:
+            self._chosen = keys[(self.chosen + 1) % len(keys)]
+
+    def to_json(self) -> list[Json]:
+        """What is known of each engine, one object each."""
+        return [_to_json(history, self.system) for history in self.histories]
+
+
+def _to_json(history: History, system: SystemMemory) -> Json:
+    published = history.latest
+    return {
+        "schema": published.schema,
+        "pid": published.pid,
+        "number": published.number,
+        "started": published.started,
+        "written": published.written,
+        "clock": published.clock,
+        **published.state,
+        "idle": history.is_idle(),
+        "rates": asdict(history.rates),
+        "system": asdict(system),
+    }

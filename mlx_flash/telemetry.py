@@ -1,0 +1,299 @@
+"""What running engines tell about themselves: one small file for each model, in a folder private to the user.
+
+A thread of the engine's process writes the file a few times a second, whole or not at all. It is removed when the model
+is closed and when the process ends; after a crash, by whoever looks next. No connection, no port: who reads costs the
+engine nothing, and there need not be anybody.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import logging
+import os
+import re
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import psutil
+
+SCHEMA = 1
+"""Raised when a value changes its meaning or goes away; new ones may come without."""
+
+INTERVAL_SECONDS = 0.25
+HEARTBEAT_SECONDS = 1.0
+"""How often a state that does not change is written again."""
+
+SILENT_SECONDS = 5.0
+"""A process that is there but began at another time is another one, unless its file is newer than this: clocks are set,
+and with them the time at which a process seems to have begun."""
+
+Json = dict[str, Any]
+
+_FILE_NAME = re.compile(r"([1-9][0-9]{0,9})-([0-9]{1,9})\.json(\.tmp)?")
+_LARGEST_FILE = 16 << 20
+_SAME_START_SECONDS = 2.0
+_JOIN_SECONDS = 1.0
+
+_logger = logging.getLogger(__name__)
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What one engine told last.
+
+    Attributes:
+        path: the file.
+        pid: its process.
+        number: which of the models of that process.
+        started: when the process began, in seconds since the epoch.
+        schema: of the state; one above :data:`SCHEMA` is a newer version's.
+        written: when it was told, in seconds since the epoch.
+        clock: the same by the process's own ``time.perf_counter()``, which the times in the state are of.
+        state: what ``collect`` returned.
+    """
+
+    path: Path
+    pid: int
+    number: int
+    started: float
+    schema: int
+    written: float
+    clock: float
+    state: Json
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether a newer version wrote it, which may mean other things by the same words."""
+        return self.schema > SCHEMA
+
+
+class Publisher:
+    """Publishes the state of one model until it is closed.
+
+    The thread holds ``collect``, and so everything that it refers to. That must not be the object whose end closes the
+    publisher. A failure ends publishing, not the process: one of the file system is logged as a warning, any other is
+    shown as threads show theirs.
+
+    Args:
+        collect: returns what to tell, in JSON's types. Called in a thread of the publisher's.
+        interval_seconds: between two calls.
+
+    Attributes:
+        path: the file, or None when there is none: not started, closed, or no folder to write to.
+    """
+
+    def __init__(self, collect: Callable[[], Json], interval_seconds: float = INTERVAL_SECONDS) -> None:
+        self.path: Path | None = None
+        self._collect = collect
+        self._interval = interval_seconds
+        self._pid = os.getpid()
+        self._number = next(_numbers)
+        self._lock = threading.RLock()
+        self._closed = False
+        # The garbage collector may call close() in any thread at any point: this queue is made for that, an Event not.
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="mlx-flash-telemetry", daemon=True)
+
+    def start(self) -> None:
+        """Begins to publish. Where there is no folder that is private, it says so and does nothing."""
+        try:
+            folder = _make_folder()
+            for published in _look(folder):
+                del published  # looking removes the files of dead processes
+        except OSError as error:
+            _logger.warning("flash-monitor will not see this model: %s", error)
+            return
+        self._pid = os.getpid()
+        self.path = folder / f"{self._pid}-{self._number}.json"
+        self._envelope = {
+            "schema": SCHEMA,
+            "pid": self._pid,
+            "number": self._number,
+            "started": psutil.Process().create_time(),
+        }
+        atexit.register(self.close)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends publishing and removes the file. Harmless when repeated, in any thread, and in a forked process."""
+        if os.getpid() != self._pid or self._closed:
+            return
+        self._closed = True
+        self._wake.put(None)
+        self._remove()
+        atexit.unregister(self.close)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            # A limit, since a finalizer may run while its thread holds a lock that collect() waits for.
+            self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self._publish()
+        except OSError as error:
+            _logger.warning("flash-monitor does not see this model any more: %s", error)
+        finally:
+            self._remove()
+
+    def _publish(self) -> None:
+        last: Json | None = None
+        last_clock = 0.0
+        while not self._closed:
+            clock = time.perf_counter()
+            state = self._collect()
+            if state != last or clock - last_clock >= HEARTBEAT_SECONDS:
+                self._write(clock, state)
+                last, last_clock = state, clock
+            with contextlib.suppress(Empty):
+                self._wake.get(timeout=self._interval)
+
+    def _write(self, clock: float, state: Json) -> None:
+        told = {**self._envelope, "written": time.time(), "clock": clock, "state": state}
+        text = json.dumps(told, allow_nan=False, separators=(",", ":"))
+        path = self.path
+        if path is None:
+            return
+        unfinished = path.with_suffix(".json.tmp")
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        with self._lock:
+            if not self._closed:
+                unfinished.replace(path)
+
+    def _remove(self) -> None:
+        with self._lock:
+            path, self.path = self.path, None
+            if path is not None:
+                path.unlink(missing_ok=True)
+                path.with_suffix(".json.tmp").unlink(missing_ok=True)
+
+
+def find() -> list[Published]:
+    """What the engines of this user told last, by process and number. Files of dead processes are removed.
+
+    Files that are none of ours, or not readable as such, are left alone.
+
+    Raises:
+        PermissionError: a folder is not private to the user.
+    """
+    found: list[Published] = []
+    for folder in folders():
+        if os.path.lexists(folder):
+            _check_private(folder)
+            found += _look(folder)
+    return sorted(found, key=lambda published: (published.pid, published.number))
+
+
+def folders() -> list[Path]:
+    """Where this user's engines publish: in the first one; in the others when they were started in another way.
+
+    On Linux the user's runtime folder, which a session over ``su`` or ``cron`` may lack; else the one for temporary
+    files. They need not exist.
+    """
+    uid = os.getuid()
+    temporary = Path(tempfile.gettempdir()) / f"mlx-flash-{uid}"
+    if sys.platform != "linux":
+        return [temporary]
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}"
+    return [Path(runtime) / "mlx-flash", temporary] if _is_own(runtime) else [temporary]
+
+
+def _is_own(directory: str) -> bool:
+    try:
+        return os.stat(directory).st_uid == os.getuid() and os.access(directory, os.R_OK | os.W_OK | os.X_OK)  # noqa: PTH116
+    except OSError:
+        return False  # not there, or another user's that ``su`` left in the environment
+
+
+def _make_folder() -> Path:
+    folder = folders()[0]
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    _check_private(folder)
+    return folder
+
+
+def _check_private(folder: Path) -> None:
+    """Anybody may have made a folder of this name among the temporary files."""
+    status = folder.lstat()
+    problem = None
+    if not stat.S_ISDIR(status.st_mode):
+        problem = "is not a directory"
+    elif status.st_uid != os.getuid():
+        problem = f"belongs to user {status.st_uid}, not {os.getuid()}"
+    elif status.st_mode & 0o077:
+        problem = f"can be used by others (mode {stat.S_IMODE(status.st_mode):o}, not 700)"
+    if problem is not None:
+        raise PermissionError(f"{folder} {problem}. Hint: remove it.")
+
+
+def _look(folder: Path) -> Iterator[Published]:
+    """What the living tell in a folder. Removes the files of the dead."""
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+    for name in names:
+        path, match = folder / name, _FILE_NAME.fullmatch(name)
+        if match is None:
+            continue
+        published = None if match[3] else _read(path)
+        if published is not None and (published.pid, published.number) != (int(match[1]), int(match[2])):
+            published = None
+        if not _is_alive(int(match[1]), published):
+            path.unlink(missing_ok=True)
+        elif published is not None:
+            yield published
+
+
+def _read(path: Path) -> Published | None:
+    """What a file tells, or None when it is not one of ours or gone meanwhile."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
+                return None
+            return _parse(path, json.load(file))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _parse(path: Path, told: Any) -> Published:
+    """Checks types. Raises ValueError when they are wrong."""
+    kinds = {
+        "pid": int,
+        "number": int,
+        "schema": int,
+        "started": float,
+        "written": float,
+        "clock": float,
+        "state": dict,
+    }
+    if not isinstance(told, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    for key, kind in kinds.items():
+        if type(told.get(key)) is not kind:
+            raise ValueError(f"{path}: {key!r} is {told.get(key)!r:.40}, not of type {kind.__name__}")
+    return Published(path, **{key: told[key] for key in kinds})
+
+
+def _is_alive(pid: int, published: Published | None) -> bool:
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        began = float(process.create_time())
+    except psutil.NoSuchProcess:
+        return False
+    if published is None or abs(began - published.started) < _SAME_START_SECONDS:
+        return True
+    return abs(time.time() - published.written) < SILENT_SECONDS

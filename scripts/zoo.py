@@ -1,0 +1,99 @@
+"""Runs every architecture of mlx-lm, stock and streamed, with tiny random models, and compares bit for bit.
+
+Example:
+    python scripts/zoo.py
+    python scripts/zoo.py llama gemma3n --variants 4bit,mxfp4
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import sys
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from zoo import names, unconfigured
+from zoo.compare import Outcome
+from zoo.pool import Case, run
+from zoo.weights import VARIANTS
+
+DEFAULT_VARIANTS = "bf16,4bit"
+
+
+def main() -> int:
+    """Returns 1 when any architecture failed."""
+    arguments = parse_arguments()
+    chosen, missing = select(arguments.names)
+    variants = (arguments.variants or DEFAULT_VARIANTS).split(",")
+    instead = {} if arguments.variants else {"bf16": "fp32"}
+    cases = [Case(name, variant, instead.get(variant)) for variant in variants for name in chosen]
+    outcomes = [Outcome(name, "", reason="the zoo has no configuration for it") for name in missing]
+    for outcome in outcomes:
+        print(line(outcome))
+    for outcome in run(cases, arguments.jobs, arguments.timeout):
+        outcomes.append(outcome)
+        print(line(outcome), flush=True)
+    counts = Counter(outcome.status for outcome in outcomes)
+    print(
+        f"{counts['ok']} ok, {counts['failed']} failed, {counts['cannot']} cannot run stock, of {len(outcomes)} "
+        f"(mlx {version('mlx')}, mlx-lm {version('mlx-lm')})"
+    )
+    if arguments.json is not None:
+        write_json(arguments.json, outcomes)
+    return int(counts["failed"] > 0)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Compare streamed models with stock mlx-lm, bit for bit.")
+    parser.add_argument("names", nargs="*", help="architectures, such as llama or 'qwen*'; all of them by default")
+    parser.add_argument(
+        "--variants",
+        metavar="LIST",
+        help=f"of {', '.join(VARIANTS)}; the default is {DEFAULT_VARIANTS}, with fp32 where stock cannot run bf16",
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
+    parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="for each architecture")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the details to a file")
+    arguments = parser.parse_args()
+    if unknown := set((arguments.variants or DEFAULT_VARIANTS).split(",")) - set(VARIANTS):
+        parser.error(f"unknown variants: {', '.join(sorted(unknown))}. There are {', '.join(VARIANTS)}.")
+    return arguments
+
+
+def select(patterns: list[str]) -> tuple[list[str], list[str]]:
+    """The configurations that match any pattern, with or without their suffix, and architectures without one."""
+    if not patterns:
+        return names(), unconfigured()
+    wanted = [pattern if ":" in pattern else f"{pattern}:*" for pattern in patterns]
+    chosen = [name for name in names() if any(fnmatch.fnmatch(name if ":" in name else f"{name}:", p) for p in wanted)]
+    if not chosen:
+        sys.exit(f"no architecture is called {' or '.join(patterns)}. There are {', '.join(names())}.")
+    return chosen, []
+
+
+def line(outcome: Outcome) -> str:
+    """One outcome, for people."""
+    start = f"{outcome.status:<9} {outcome.name:<24} {outcome.variant:<9}"
+    if outcome.status == "cannot":
+        return f"{start} cannot run stock: {outcome.reason}"
+    share = 100 * outcome.streamed_bytes / max(1, outcome.nbytes)
+    streamed = f"layers streamed {outcome.num_streamed}/{outcome.num_layers}  {share:3.0f} % of bytes"
+    kept = "; ".join(sorted(set(outcome.kept.values())))
+    end = outcome.reason or (f"not streamed: {kept}" if kept else "")
+    return f"{start} {streamed}  {outcome.seconds:5.1f} s  {end}".rstrip()
+
+
+def write_json(path: Path, outcomes: list[Outcome]) -> None:
+    """Everything that is known of every outcome."""
+    versions = {package: version(package) for package in ("mlx", "mlx-lm")}
+    path.write_text(json.dumps({"versions": versions, "outcomes": [o.as_dict() for o in outcomes]}, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

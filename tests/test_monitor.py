@@ -1,0 +1,653 @@
+"""The monitor shows what engines publish, in any terminal, and trusts nothing in it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from mlx_flash.monitor import app, system
+from mlx_flash.monitor.glyphs import ASCII, UNICODE, Glyphs, bar, choose, duration, size, sparkline, strip
+from mlx_flash.monitor.history import IDLE_SECONDS, MINUTE, History
+from mlx_flash.monitor.render import Canvas, frame
+from mlx_flash.monitor.state import STATES, Unit, printable
+from mlx_flash.monitor.system import SystemMemory
+from mlx_flash.telemetry import INTERVAL_SECONDS, SCHEMA, Json, Published, Publisher
+from models import LLAMA, save
+
+ROOT = Path(__file__).parents[1]
+MACHINE = SystemMemory(25_000_000_000, 5_000_000_000, 1_000_000_000, 500_000_000, "some 3% full 1%")
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A runtime folder of its own, also for the processes that are started."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+def state(num_layers: int = 24, **sections: Any) -> Json:
+    kinds = ["pinned", "done", "done", "computing", "resident", "reading", "waiting", "waiting"]
+    units = [
+        {
+            "name": f"model.layers.{i}",
+            "kind": "layer",
+            "bytes": 100_000_000,
+            "streamed_bytes": 80_000_000 if kinds[i * 8 // num_layers] != "pinned" else 0,
+            "state": kinds[i * 8 // num_layers],
+        }
+        for i in range(num_layers)
+    ]
+    told: Json = {
+        "model": {"name": "llama-big", "bytes": 2_430_000_000},
+        "units": units,
+        "plan": {
+            "budget_bytes": 1_000_000_000,
+            "pinned_bytes": 300_000_000,
+            "resident_bytes": 1_000_000,
+            "slots_bytes": 200_000_000,
+            "kv_bytes": 90_000_000,
+            "activation_bytes": 10_000_000,
+            "disk_bytes_per_second": 2.2e9,
+        },
+        "passes": {
+            "num_passes": 11,
+            "num_failed": 0,
+            "num_tokens_in": 30,
+            "num_tokens_out": 10,
+            "pass_seconds": 7.0,
+            "decode_seconds": 5.0,
+            "began": 99.5,
+            "last_ended": 99.4,
+            "num_tokens": 1,
+            "batch_size": 1,
+        },
+        "stream": {"wait_seconds": 2.0, "held_seconds": 4.0},
+        "read": {"nbytes": 11_000_000_000, "busy_seconds": 5.5},
+        "memory": {
+            "footprint": 800_000_000,
+            "peak_footprint": 850_000_000,
+            "active": 550_000_000,
+            "cache": 50_000_000,
+            "peak": 600_000_000,
+            "kv_and_activations": 49_000_000,
+        },
+    }
+    for name, changes in sections.items():
+        told[name] = {**told[name], **changes} if isinstance(changes, dict) else changes
+    return told
+
+
+def published(told: Json, clock: float = 100.0, **changes: Any) -> Published:
+    fields: dict[str, Any] = {"path": Path("f"), "pid": 4321, "number": 0, "started": 1.0, "schema": SCHEMA}
+    return Published(**{**fields, "written": time.time(), "clock": clock, "state": told, **changes})
+
+
+def canvas(width: int = 80, height: int | None = 24, glyphs: Glyphs = UNICODE) -> Canvas:
+    return Canvas(width, height, glyphs)
+
+
+def text_of(*histories: History, chosen: int = 0, on: Canvas | None = None) -> list[str]:
+    return [line.plain for line in frame(histories, chosen, MACHINE, on or canvas())]
+
+
+# Speeds
+
+
+def test_tokens_per_second_are_exact_however_seldom_they_come() -> None:
+    history = History(published(state(passes={"num_tokens_out": 0, "last_ended": 10.0}), 10.1))
+    for i in range(1, 200):
+        clock = 10.1 + i * 0.25
+        done = int((clock - 10.0) // 7.3)
+        passes = {"num_tokens_out": done, "last_ended": 10.0 + 7.3 * done, "began": 10.0 + 7.3 * done}
+        history.add(published(state(passes=passes), clock))
+        if done:
+            assert history.rates.tokens_per_second == pytest.approx(1 / 7.3)
+    assert history.rates.mean_tokens_per_second is not None
+
+
+def test_an_engine_between_calls_for_long_is_idle() -> None:
+    idle = {"began": None, "num_passes": 10, "pass_seconds": 1.0}
+    history = History(published(state(passes=idle), 99.4 + 0.9 * IDLE_SECONDS))
+    assert not history.is_idle()
+    history.add(published(state(passes=idle), 99.4 + 1.1 * IDLE_SECONDS))
+    assert history.is_idle() and history.rates.tokens_per_second == 0
+    assert "idle" in text_of(history)[1]
+
+
+def test_rates_are_differences() -> None:
+    first = {"passes": {"began": None, "pass_seconds": 0.0}, "stream": {"wait_seconds": 1.0, "held_seconds": 2.0}}
+    then = {"passes": {"began": None, "pass_seconds": 1.8}, "stream": {"wait_seconds": 1.4, "held_seconds": 3.0}}
+    history = History(published(state(**first, read={"nbytes": 5_000_000_000}), 100.0))
+    assert history.rates.read_bytes_per_second is None and history.rates.shares is None
+    history.add(published(state(**then, read={"nbytes": 7_000_000_000}), 102.0))
+    assert history.rates.read_bytes_per_second == pytest.approx(1e9)
+    shares = history.rates.shares
+    assert shares is not None
+    assert (shares.disk, shares.compute, shares.calls, shares.between) == pytest.approx((0.2, 0.5, 0.2, 0.1))
+    history.add(published(state(), 102.0))
+    assert history.rates.shares is shares, "the same moment again tells nothing new"
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 50)] * 4), min_size=2, max_size=20))
+def test_shares_add_up_whatever_the_counters_say(steps: list[tuple[float, ...]]) -> None:
+    history, clock = History(published(state(), 0.0)), 0.0
+    for step, wait, held, inside in steps:
+        clock += 0.01 + step
+        sections: Json = {"stream": {"wait_seconds": wait, "held_seconds": held}, "passes": {"pass_seconds": inside}}
+        history.add(published(state(**sections), clock))
+        shares = history.rates.shares
+        assert shares is not None
+        parts = (shares.disk, shares.compute, shares.calls, shares.between)
+        assert sum(parts) == pytest.approx(1) and min(parts) >= -1e-9
+
+
+def test_only_the_last_minute_is_remembered() -> None:
+    history = History(published(state(), 0.0))
+    for i in range(2000):
+        history.add(published(state(read={"nbytes": 1e9 * i}), 0.25 * (i + 1)))
+    assert len(history._samples) <= MINUTE / 0.25 + 2
+    assert history.series("read", 10) == pytest.approx([4e9] * 10)
+    early = History(published(state(), 0.0))
+    early.add(published(state(), 3.0))
+    assert early.series("footprint", 20) == [None] * 18 + [8e8] * 2
+
+
+# Drawing
+
+
+def test_sparklines_bars_and_strips() -> None:
+    assert sparkline([0, 0.5, 1, None], 1, ASCII) == "_=# "
+    assert sparkline([0, 0], 0, ASCII) == "__"
+    assert bar([1, 1, 2], 4, 8) == [2, 2, 4]
+    assert bar([3, 3], 4, 8) == [6, 2]
+    assert bar([1], 0, 8) == [0]
+    unit = [Unit("layer", 1, 1, name) for name in ("done", "done", "computing", "waiting", "waiting")]
+    assert strip(unit, 80, 3) == [["done", "done", "computing", "waiting", "waiting"]]
+    assert strip(unit, 3, 3) == [["done", "done", "computing"], ["waiting", "waiting"]]
+    assert strip(unit, 3, 1) == [["done", "computing", "waiting"]]
+    assert strip([], 3, 1) == []
+
+
+@given(num_units=st.integers(1, 3000), width=st.integers(1, 150), max_rows=st.integers(1, 4))
+def test_a_strip_fits_and_hides_no_computing_layer(num_units: int, width: int, max_rows: int) -> None:
+    found = [Unit("layer", 1, 1, "computing" if i == num_units // 2 else "waiting") for i in range(num_units)]
+    rows = strip(found, width, max_rows)
+    assert len(rows) <= max_rows and all(1 <= len(row) <= width for row in rows)
+    assert sum(row.count("computing") for row in rows) == 1
+
+
+def test_states_differ_without_colour() -> None:
+    for glyphs in (UNICODE, ASCII):
+        assert set(glyphs.states) == set(STATES)
+        assert len(set(glyphs.states.values())) == len(STATES)
+        assert len({*glyphs.parts, glyphs.rest}) == 6
+        assert all(len(glyph) == 1 for glyph in glyphs.states.values())
+    assert "".join([*ASCII.states.values(), ASCII.parts, ASCII.levels, ASCII.rest, ASCII.gap, ASCII.marker]).isascii()
+
+
+def test_encodings() -> None:
+    assert choose("utf-8") is choose("UTF8") is choose("utf_8") is UNICODE
+    assert choose("ascii") is choose("latin-1") is choose("ANSI_X3.4-1968") is ASCII
+
+
+def test_words_for_numbers() -> None:
+    assert [size(n) for n in (0, 9.4e6, 1.25e8, 2.5e9, 6.4e10)] == ["0 kB", "9.4 MB", "125 MB", "2.50 GB", "64.0 GB"]
+    assert [duration(s) for s in (0.02, 3.21, 100, 3700)] == ["20 ms", "3.2 s", "0:01:40", "1:01:40"]
+
+
+@pytest.mark.parametrize("num_layers", [24, 80])
+def test_everything_is_on_a_screen_of_80_by_24(num_layers: int) -> None:
+    history = History(published(state(num_layers, passes={"num_tokens_out": 5, "last_ended": 97.0}), 98.0))
+    history.add(published(state(num_layers)))
+    lines = text_of(history)
+    text = "\n".join(lines)
+    assert len(lines) <= 24 and all(len(line) <= 80 for line in lines)
+    for words in (
+        "model      llama-big",
+        "pid 4321, 2.43 GB, ",
+        "tokens: 30 in, 10 out; running",
+        "pass       12: decode, 1 token, 500 ms; ",
+        f"{num_layers} layers",
+        "computing",
+        "2.08 now, mean 2.00, prompt 10.0",
+        "of 2.20 probed",
+        "disk wait",
+        "between calls",
+        "800 MB of 1.00 GB (80%), peak 850 MB",
+        "base 200 MB",
+        "pinned 301 MB",
+        "slots 200 MB",
+        "KV + activations 49 MB of 100 MB",
+        "MLX cache 50 MB",
+        "free 200 MB",
+        "active 550 MB, cache 50 MB, peak 600 MB",
+        "20.0 of 25.0 GB used (80%), swap 500 MB, pressure some 3% full 1%",
+        "q quits",
+    ):
+        assert words in text
+    cells = "".join(re.findall(r"[█·░▒▶─]+", "".join(lines[lines.index("") + 2 :][:3])))
+    assert all(glyph in cells for glyph in UNICODE.states.values())
+
+
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+@pytest.mark.parametrize("num_layers", [1, 24, 130, 1000])
+def test_a_frame_fits_every_terminal(num_layers: int, glyphs: Glyphs) -> None:
+    histories = [History(published(state(num_layers), pid=pid)) for pid in range(7)]
+    for history in histories:
+        history.add(published(state(num_layers), 101.0))
+    for width in (1, 2, 11, 12, 13, 30, 79, 80, 200, 500):
+        for height in (1, 5, 24, 60):
+            for chosen in (0, 6):
+                lines = text_of(*histories, chosen=chosen, on=canvas(width, height, glyphs))
+                assert len(lines) <= height and all(len(line) <= width for line in lines)
+                assert glyphs is UNICODE or "".join(lines).isascii()
+
+
+def test_several_engines_are_listed() -> None:
+    histories = [History(published(state(model={"name": f"model-{i}"}), pid=100 + i)) for i in range(3)]
+    lines = text_of(*histories, chosen=1)
+    assert [bool(re.search(rf"{100 + i} .*model-{i}", line)) for i, line in enumerate(lines[:3])] == [True] * 3
+    assert [line.startswith("▶") for line in lines[:3]] == [False, True, False]
+    assert lines[3] == "model      model-1"
+    assert len(lines) <= 24
+
+
+def test_a_newer_version_is_told() -> None:
+    text = "\n".join(text_of(History(published({"model": {"name": "new"}}, schema=SCHEMA + 1))))
+    assert f"schema {SCHEMA + 1}, known here: {SCHEMA}" in text
+
+
+def test_a_silent_engine_is_told() -> None:
+    assert "silent for 30" in text_of(History(published(state(), written=time.time() - 30)))[1]
+
+
+def test_a_budget_that_is_broken_is_not_hidden() -> None:
+    text = "\n".join(text_of(History(published(state(memory={"footprint": 1_200_000_000})))))
+    assert "1.20 GB of 1.00 GB (120%)" in text
+
+
+def test_names_cannot_move_the_cursor_or_carry_markup() -> None:
+    name = "a\x1b[2Jb\n\r\x07\u202ec\x9b1m[bold]d[/]\u200b"
+    assert printable(name) == "a?[2Jb????c?1m[bold]d[/]?"
+    history = History(published(state(model={"name": name})))
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, markup=False)
+    from mlx_flash.monitor.terminal import print_lines
+
+    print_lines(console, frame([history], 0, MACHINE, canvas()))
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())  # type: ignore[attr-defined]
+    assert "\x1b" not in shown and "\r" not in shown and "\u202e" not in shown
+    assert "[bold]d[/]" in shown
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+SECTIONS = ("model", "units", "plan", "passes", "stream", "read", "memory")
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    garbage=st.dictionaries(st.sampled_from(SECTIONS), JSON, max_size=7),
+    fields=st.dictionaries(
+        st.sampled_from(
+            ["began", "num_passes", "pass_seconds", "budget_bytes", "footprint", "state", "name", "nbytes"]
+        ),
+        JSON,
+    ),
+)
+def test_no_state_makes_it_crash(garbage: Json, fields: Json) -> None:
+    told = {**state(), **garbage}
+    for section in ("passes", "plan", "memory", "read", "model"):
+        if isinstance(told[section], dict):
+            told[section] = {**told[section], **fields}
+    history = History(published({}, 99.0))
+    history.add(published(told, 100.0))
+    for on in (canvas(), canvas(20, 5, ASCII)):
+        assert all(len(line) <= on.width for line in text_of(history, on=on))
+
+
+def test_system_memory_is_the_systems() -> None:
+    found = system.system_memory()
+    assert found.total == psutil.virtual_memory().total
+    assert 0 < found.available <= found.total
+
+
+def test_pressure_from_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "memory"
+    file.write_text("some avg10=12.60 avg60=0.00 avg300=0.00 total=5\nfull avg10=3.00 avg60=0.00 avg300=0.00 total=1\n")
+    monkeypatch.setattr(system, "_PRESSURE", file)
+    assert system._linux_pressure() == "some 13% full 3%"
+    file.unlink()
+    assert system._linux_pressure() is None
+
+
+# The command
+
+
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mlx_flash.monitor", *map(str, arguments)]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env)
+
+
+@pytest.fixture
+def engine() -> Iterator[Publisher]:
+    """An engine that tells a state of which the clock and a counter move."""
+    began = time.perf_counter()
+
+    def collect() -> Json:
+        done = int((time.perf_counter() - began) / 0.05)
+        passes = {"num_tokens_out": done, "last_ended": began + done * 0.05, "began": began + done * 0.05}
+        return state(passes=passes, read={"nbytes": done * 50_000_000})
+
+    publisher = Publisher(collect, 0.05)
+    publisher.start()
+    yield publisher
+    publisher.close()
+
+
+def test_without_an_engine_it_says_so() -> None:
+    done = run("--once")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no engine is running. Hint: " in done.stderr
+    assert run("--once", "--json").returncode == 1
+
+
+def test_one_frame(engine: Publisher) -> None:
+    done = run("--once")
+    assert done.returncode == 0, done.stderr
+    assert "llama-big" in done.stdout and "\x1b" not in done.stdout
+    assert 10 < float(re.findall(r"([0-9.]+) now", done.stdout)[0]) < 30
+    assert 0.3 < float(re.findall(r"([0-9.]+) of 2.20 probed", done.stdout)[0]) < 2
+
+
+def test_one_frame_in_ascii(engine: Publisher) -> None:
+    for done in (run("--once", PYTHONIOENCODING="ascii"), run("--once", "--ascii")):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.isascii() and "> computing" in done.stdout
+
+
+def test_json(engine: Publisher) -> None:
+    done = run("--once", "--json")
+    (line,) = done.stdout.splitlines()
+    told = json.loads(line)
+    assert (told["schema"], told["pid"], told["model"]["name"]) == (SCHEMA, os.getpid(), "llama-big")
+    assert 10 < told["rates"]["tokens_per_second"] < 30
+    assert sum(told["rates"]["shares"].values()) == pytest.approx(1)
+    assert told["system"]["total"] > 0 and len(told["units"]) == 24
+
+
+def test_json_line_by_line_until_the_pipe_closes(engine: Publisher) -> None:
+    command = [sys.executable, "-m", "mlx_flash.monitor", "--json", "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        clocks = [json.loads(process.stdout.readline())["clock"] for _ in range(3)]
+        process.stdout.close()
+        assert process.wait(timeout=30) == 141
+        assert process.stderr.read() == ""
+    assert clocks == sorted(set(clocks))
+
+
+def test_a_process_is_chosen_by_its_number(engine: Publisher) -> None:
+    assert run("--once", "--pid", os.getpid()).returncode == 0
+    done = run("--once", "--pid", os.getppid())
+    assert done.returncode == 1
+    assert f"no engine is running in process {os.getppid()} (running: {os.getpid()})" in done.stderr
+
+
+def test_a_folder_that_is_not_private_is_one_line_of_error(runtime: Path) -> None:
+    (runtime / "mlx-flash").mkdir()
+    (runtime / "mlx-flash").chmod(0o755)
+    done = run("--once")
+    assert done.returncode == 1
+    assert re.fullmatch(r"flash-monitor: error: .* can be used by others .*\n", done.stderr)
+
+
+@pytest.mark.parametrize("flag", [["--interval", "0"], ["--interval", "nan"], ["--interval", "x"], ["--pid", "x"]])
+def test_wrong_flags(flag: list[str]) -> None:
+    with contextlib.redirect_stderr(io.StringIO()), pytest.raises(SystemExit) as caught:
+        app.main(flag)
+    assert caught.value.code == 2
+
+
+def test_it_needs_no_mlx() -> None:
+    program = "import sys, mlx_flash.monitor.app; print({'mlx', 'mlx.core', 'numpy', 'mlx_lm'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "set()\n"
+
+
+def test_a_dumb_terminal_gets_frames_one_after_the_other(engine: Publisher) -> None:
+    command = [sys.executable, "-m", "mlx_flash.monitor", "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(40)]
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(timeout=30) == 0
+    assert sum(line.startswith("model ") for line in lines) >= 2
+    assert "\x1b" not in "".join(lines)
+
+
+# In a real terminal, with a real engine
+
+ENGINE = """
+import sys
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_flash import FlashConfig, load_model
+from mlx_flash.streaming.status import PassCounters, Status
+from mlx_flash.telemetry import Publisher
+model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb="min", context_length=256))
+counters = PassCounters()
+publisher = Publisher(Status("tiny-model", model.plan, model.layout, model.engine, counters).collect)
+publisher.start()
+print("ready", flush=True)
+while True:
+    cache = make_prompt_cache(model)
+    for tokens in [list(range(20)), *[[7]] * 100]:
+        counters.begin(len(tokens), 1)
+        mx.eval(model(mx.array([tokens]), cache=cache))
+        counters.end()
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("tiny") / "tiny-model", {**LLAMA, "num_hidden_layers": 24}, mx.bfloat16)
+
+
+@pytest.fixture
+def generating(model: Path, runtime: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that generates all the time."""
+    command = [sys.executable, "-c", ENGINE, str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+class Tmux:
+    """A terminal of 80 columns and 24 lines with a shell in it."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self._command = ["tmux", "-u", "-S", str(folder / "tmux"), "-f", "/dev/null"]
+        env = {**os.environ, **environment, "PS1": "shell> ", "LC_ALL": "C.UTF-8"}
+        size = ["-x", "80", "-y", "24"]
+        subprocess.run(
+            [*self._command, "new-session", "-d", *size, "env", "-u", "ENV", "sh", "-i"], check=True, env=env
+        )
+        self.wait_for("shell>")
+
+    def do(self, *arguments: str) -> str:
+        return subprocess.run([*self._command, *arguments], check=True, capture_output=True, text=True).stdout
+
+    def type(self, text: str) -> None:
+        self.do("send-keys", "-l", text)
+        self.do("send-keys", "Enter")
+
+    def screen(self, *flags: str) -> list[str]:
+        return self.do("capture-pane", "-p", *flags).split("\n")[:-1]
+
+    def wait_for(self, pattern: str, seconds: float = 30.0) -> str:
+        end = time.monotonic() + seconds
+        while True:
+            text = "\n".join(self.screen())
+            if re.search(pattern, text, re.MULTILINE):
+                return text
+            assert time.monotonic() < end, f"no {pattern!r} on the screen:\n{text}"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., Tmux]]:
+    if shutil.which("tmux") is None:
+        pytest.skip("needs tmux, a terminal that a program can look at")
+    started = []
+
+    def start(**environment: str) -> Tmux:
+        started.append(Tmux(tmp_path, environment))
+        return started[-1]
+
+    yield start
+    for tmux in started:
+        tmux.do("kill-server")
+
+
+MONITOR = f"{sys.executable} -m mlx_flash.monitor"
+
+
+def test_in_a_terminal(generating: subprocess.Popen[str], terminal: Any) -> None:
+    tmux = terminal()
+    tmux.type("echo before")
+    tmux.type(MONITOR)
+    text = tmux.wait_for(r"tokens/s .* [1-9][0-9.]* now")
+    lines = tmux.screen()
+    assert lines[0].startswith("model      tiny-model")
+    assert len(lines) == 24 and lines[-1] == ""
+    assert f"pid {generating.pid}" in text and "running" in text
+    assert re.search(r"^24 layers  [█·░▒▶─]{50,68}$", text, re.MULTILINE)
+    assert re.search(r"[0-9.]+ of [0-9.]+ probed \([0-9]+%\)", text)
+    strips = set()
+    for _ in range(20):
+        strips.update(line for line in tmux.screen() if line.startswith("24 layers"))
+        time.sleep(0.1)
+    assert len(strips) > 3, "progress does not move"
+    tmux.do("send-keys", "q")
+    after = tmux.wait_for(r"shell> $")
+    assert "before" in after and "tiny-model" not in after
+    tmux.type("stty -a | grep -c ' icanon'")
+    tmux.wait_for(r"^1$")
+
+
+@pytest.mark.parametrize("ending", ["C-c", "TERM"])
+def test_the_terminal_is_as_before(ending: str, generating: subprocess.Popen[str], terminal: Any) -> None:
+    tmux = terminal()
+    tmux.type(f"{MONITOR}; echo status $?")
+    tmux.wait_for("tiny-model")
+    if ending == "TERM":
+        (monitor,) = [p for p in psutil.process_iter(["ppid"]) if is_monitor_of(p, tmux)]
+        monitor.terminate()
+        tmux.wait_for(r"^status 143$")
+    else:
+        tmux.do("send-keys", ending)
+        tmux.wait_for(r"^status 0$")
+    tmux.type("stty -a | grep -c ' icanon'")
+    tmux.wait_for(r"^1$")
+    assert tmux.do("display", "-p", "#{alternate_on} #{cursor_flag}").split() == ["0", "1"]
+
+
+def is_monitor_of(process: psutil.Process, tmux: Tmux) -> bool:
+    return process.info["ppid"] == int(tmux.do("display", "-p", "#{pane_pid}"))
+
+
+def test_a_terminal_of_another_size(generating: subprocess.Popen[str], terminal: Any) -> None:
+    tmux = terminal()
+    tmux.type(MONITOR)
+    tmux.wait_for("tiny-model")
+    for width, height in [(30, 8), (1, 1), (200, 50), (80, 24)]:
+        tmux.do("resize-window", "-x", str(width), "-y", str(height))
+        time.sleep(4 * INTERVAL_SECONDS)
+    text = tmux.wait_for(r"tokens/s .* [1-9][0-9.]* now")
+    assert text.startswith("model      tiny-model")
+    assert text.count("tiny-model") == 1
+    tmux.do("send-keys", "q")
+    tmux.wait_for(r"shell> $")
+
+
+def test_without_colours(generating: subprocess.Popen[str], terminal: Any) -> None:
+    tmux = terminal()
+    for command, colours in [(MONITOR, True), (f"NO_COLOR=1 {MONITOR}", False), (f"{MONITOR} --no-color", False)]:
+        tmux.type(command)
+        tmux.wait_for(r"^24 layers .*[─▶░]")
+        assert bool(re.search(r"\x1b\[[0-9;]*3[0-7]m", "\n".join(tmux.screen("-e")))) == colours
+        tmux.do("send-keys", "q")
+        tmux.wait_for(r"shell> $")
+
+
+def test_a_dumb_terminal(generating: subprocess.Popen[str], terminal: Any) -> None:
+    tmux = terminal()
+    tmux.type(f"TERM=dumb {MONITOR} --interval 0.3")
+    tmux.wait_for("tiny-model")
+    time.sleep(1)
+    tmux.do("send-keys", "C-c")
+    text = tmux.wait_for(r"shell> $")
+    assert "tiny-model" in text
+
+
+def test_it_waits_for_an_engine_and_outlives_it(model: Path, terminal: Any) -> None:
+    tmux = terminal()
+    tmux.type(MONITOR)
+    tmux.wait_for("No engine is running; waiting.")
+    with subprocess.Popen([sys.executable, "-c", ENGINE, str(model)], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        tmux.wait_for("tiny-model")
+        process.kill()
+    text = tmux.wait_for("No engine is running; waiting.")
+    assert "tiny-model" not in text
+    tmux.do("send-keys", "q")
+
+
+def test_a_killed_engine_is_cleaned_up(generating: subprocess.Popen[str], runtime: Path) -> None:
+    assert run("--once").returncode == 0
+    generating.kill()
+    generating.wait()
+    assert len(list((runtime / "mlx-flash").glob("*.json"))) == 1
+    done = run("--once")
+    assert done.returncode == 1 and "no engine is running" in done.stderr
+    assert list((runtime / "mlx-flash").iterdir()) == []
+
+
+def test_it_takes_little_of_a_processor(generating: subprocess.Popen[str], terminal: Any) -> None:
+    tmux = terminal()
+    tmux.type(MONITOR)
+    tmux.wait_for("tiny-model")
+    (monitor,) = [p for p in psutil.process_iter(["ppid"]) if is_monitor_of(p, tmux)]
+    before = monitor.cpu_times()
+    time.sleep(4)
+    after = monitor.cpu_times()
+    assert (after.user + after.system - before.user - before.system) / 4 < 0.06
+    tmux.do("send-keys", "q")

@@ -1,0 +1,256 @@
+"""What the writer writes is what every safetensors reader reads, and nothing that looks whole is not."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+import safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_flash.checkpoint import writer
+from mlx_flash.checkpoint.safetensors import DTYPE_SIZES, Extent, read_shard
+from mlx_flash.checkpoint.writer import (
+    COPY_BYTES,
+    DATA_ALIGNMENT,
+    ShardWriter,
+    TensorSpec,
+    aligned_order,
+    is_complete,
+    make_head,
+)
+from mlx_flash.errors import ReadError, TruncatedFileError, WriteError
+
+
+def spec(name: str, dtype: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name, dtype, shape, DTYPE_SIZES[dtype] * math.prod(shape))
+
+
+def content(tensor: TensorSpec) -> bytes:
+    return bytes((len(tensor.name) * 31 + i * 7) % 251 for i in range(tensor.nbytes))
+
+
+def write_all(
+    path: Path, tensors: Sequence[TensorSpec], metadata: dict[str, str] | None = None, **options: Any
+) -> None:
+    with ShardWriter(path, tensors, metadata, **options) as shard:
+        for tensor in tensors:
+            shard.write(tensor.name, content(tensor))
+
+
+SPECS = st.builds(
+    lambda name, dtype, shape: spec(name, dtype, *shape),
+    st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__"),
+    st.sampled_from(sorted(DTYPE_SIZES)),
+    st.lists(st.integers(0, 7), max_size=3),
+)
+SPEC_LISTS = st.lists(SPECS, max_size=12, unique_by=lambda tensor: tensor.name)
+METADATA = st.none() | st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=3)
+
+
+@settings(deadline=None, max_examples=150)
+@given(tensors=SPEC_LISTS, metadata=METADATA, alignment=st.sampled_from([8, 64, 4096, DATA_ALIGNMENT]))
+def test_any_tensors_read_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    tensors: list[TensorSpec],
+    metadata: dict[str, str] | None,
+    alignment: int,
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "model.safetensors"
+    write_all(path, tensors, metadata, alignment=alignment)
+    data = path.read_bytes()
+    expected = {tensor.name: (tensor.dtype, list(tensor.shape), content(tensor)) for tensor in tensors}
+
+    shard = read_shard(path)
+    assert shard.data_offset % alignment == 0
+    assert shard.metadata == (metadata or {})
+    assert {
+        record.name: (record.dtype, list(record.shape), data[record.extent.offset : record.extent.end])
+        for record in shard.tensors
+    } == expected
+
+    theirs = {name: (entry["dtype"], entry["shape"], bytes(entry["data"])) for name, entry in _deserialize(data)}
+    assert theirs == expected
+
+
+def _deserialize(data: bytes) -> list[tuple[str, dict[str, Any]]]:
+    return cast(list[tuple[str, dict[str, Any]]], safetensors.deserialize(data))
+
+
+@settings(deadline=None)
+@given(tensors=SPEC_LISTS)
+def test_in_aligned_order_no_tensor_is_cut_from_its_alignment(tensors: list[TensorSpec]) -> None:
+    ordered = aligned_order(tensors)
+    assert sorted(ordered) == sorted(tensors)
+    offset, odd = 0, False
+    for tensor in ordered:
+        assert offset % DTYPE_SIZES[tensor.dtype] == 0
+        assert odd or offset % 16 == 0
+        odd = odd or tensor.nbytes % 16 != 0
+        offset += tensor.nbytes
+    whole = [tensor for tensor in tensors if tensor.nbytes % 16 == 0]
+    assert ordered[: len(whole)] == whole
+
+
+def test_mlx_loads_what_was_written_from_its_arrays(tmp_path: Path) -> None:
+    """Every dtype that mlx has, written from the memory of its arrays."""
+    path = tmp_path / "model.safetensors"
+    arrays = {
+        name: mx.random.randint(0, 2, (3, 5)).astype(dtype)
+        for name, dtype in {
+            "BOOL": mx.bool_,
+            "U8": mx.uint8,
+            "F16": mx.float16,
+            "BF16": mx.bfloat16,
+            "F32": mx.float32,
+            "I64": mx.int64,
+            "C64": mx.complex64,
+        }.items()
+    }
+    arrays |= {"scalar": mx.array(2.5), "empty": mx.zeros((0, 4))}
+    mx.eval(arrays)
+    tensors = [
+        TensorSpec(name, name if name in DTYPE_SIZES else "F32", array.shape, array.nbytes)
+        for name, array in arrays.items()
+    ]
+    with ShardWriter(path, tensors, {"format": "mlx"}) as shard:
+        for name, array in arrays.items():
+            shard.write(name, memoryview(cast(Any, array)))
+    loaded, metadata = cast(tuple[dict[str, mx.array], dict[str, str]], mx.load(str(path), return_metadata=True))
+    assert metadata == {"format": "mlx"}
+    assert loaded.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert loaded[name].dtype == array.dtype
+        assert loaded[name].shape == array.shape
+        assert array.size == 0 or bool(mx.array_equal(loaded[name], array))
+
+
+def test_copied_and_written_tensors_take_turns_and_are_counted(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(2 * COPY_BYTES + 1000))
+    copied = spec("copied", "U8", 2 * COPY_BYTES + 5)
+    written = spec("written", "F32", COPY_BYTES // 4 + 1)
+    pieces: list[int] = []
+    with ShardWriter(tmp_path / "out", [copied, written], progress=pieces.append) as shard:
+        shard.copy("copied", Extent(source, 77, copied.nbytes))
+        shard.write("written", bytes(range(4)) * (written.nbytes // 4))
+    data = (tmp_path / "out").read_bytes()
+    assert data[DATA_ALIGNMENT:][: copied.nbytes] == source.read_bytes()[77:][: copied.nbytes]
+    assert data[DATA_ALIGNMENT + copied.nbytes :] == bytes(range(4)) * (written.nbytes // 4)
+    assert sum(pieces) == copied.nbytes + written.nbytes
+    assert max(pieces) == COPY_BYTES
+
+
+def test_a_file_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    tensors = [spec("a", "F32", 4), spec("b", "F32", 4)]
+    with ShardWriter(path, tensors) as shard:
+        shard.write("a", content(tensors[0]))
+        shard.write("b", content(tensors[1]))
+        assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors.partial"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_block_that_raises_leaves_the_older_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"older")
+    with pytest.raises(RuntimeError, match="stop"), ShardWriter(path, [spec("a", "F32", 4)]):
+        raise RuntimeError("stop")
+    assert path.read_bytes() == b"older"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    tensors = [spec("a", "F32", 4), spec("b", "U8", 3)]
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    head = make_head(tensors, {"format": "mlx"})
+    assert not is_complete(path, head, nbytes)
+    write_all(path, tensors, {"format": "mlx"})
+    assert is_complete(path, head, nbytes)
+    assert not is_complete(path, make_head(tensors[::-1], {"format": "mlx"}), nbytes)
+    assert not is_complete(path, make_head(tensors), nbytes)
+    os.truncate(path, path.stat().st_size - 1)
+    assert not is_complete(path, head, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ([("a", "F32", (2, 2), 15)], "takes 16 bytes, nbytes is 15"),
+        ([("a", "F32", (-2, -2), 16)], "takes 16 bytes"),
+        ([("a", "F33", (2,), 8)], "dtype is 'F33', must be one of BOOL"),
+        ([("a", "U8", (1,), 1), ("a", "U8", (1,), 1)], "'a': the name is taken"),
+        ([("__metadata__", "U8", (1,), 1)], "the name is taken"),
+    ],
+)
+def test_tensors_that_make_no_header(tmp_path: Path, tensors: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ShardWriter(tmp_path / "model.safetensors", tensors)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_turns_and_sizes_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    a, b = spec("a", "F32", 4), spec("b", "F32", 4)
+    words = "got 'b' of 16 bytes when it was the turn of 'a' of 16 bytes"
+    with pytest.raises(ValueError, match=words), ShardWriter(path, [a, b]) as shard:
+        shard.write("b", content(b))
+    with pytest.raises(ValueError, match="got 'a' of 15 bytes"), ShardWriter(path, [a]) as shard:
+        shard.write("a", content(a)[:-1])
+    with pytest.raises(ValueError, match="turn of no tensor"), ShardWriter(path, [a]) as shard:
+        shard.write("a", content(a))
+        shard.write("a", content(a))
+    with pytest.raises(ValueError, match="1 tensors left to write"), ShardWriter(path, [a, b]) as shard:
+        shard.write("a", content(a))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_that_ends_early(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(10))
+    words = r"read 6 of 16 bytes of 'a' at offset 4 in .*source"
+    with pytest.raises(TruncatedFileError, match=words), ShardWriter(tmp_path / "out", [spec("a", "F32", 4)]) as shard:
+        shard.copy("a", Extent(source, 4, 16))
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_source_that_is_gone(tmp_path: Path) -> None:
+    words = r"cannot read 'a' .*: No such file"
+    with pytest.raises(ReadError, match=words), ShardWriter(tmp_path / "out", [spec("a", "F32", 4)]) as shard:
+        shard.copy("a", Extent(tmp_path / "gone", 0, 16))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite, tensor = os.pwrite, spec("a", "U8", 3 * COPY_BYTES)
+
+    def short(fd: int, data: memoryview, offset: int) -> int:
+        if offset >= DATA_ALIGNMENT + COPY_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(writer.os, "pwrite", short)
+    words = r"cannot write .*out\.partial: No space left .* Hint: make room"
+    with pytest.raises(WriteError, match=words), ShardWriter(tmp_path / "out", [tensor]) as shard:
+        shard.write("a", bytes(tensor.nbytes))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writes_that_take_only_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite, tensors = os.pwrite, [spec("a", "F32", 100), spec("b", "U8", 33)]
+    monkeypatch.setattr(writer.os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:7], offset))
+    write_all(tmp_path / "out", tensors)
+    assert (tmp_path / "out").read_bytes()[DATA_ALIGNMENT:] == content(tensors[0]) + content(tensors[1])
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(WriteError, match="No such file or directory"):
+        ShardWriter(tmp_path / "nowhere" / "out", [])

@@ -1,0 +1,67 @@
+"""The zoo: a tiny configuration of every architecture of mlx-lm, and a proof that streaming changes no bit of it.
+
+A name is that of mlx-lm's module, with a suffix where one architecture comes in several kinds: ``llama:sliding``.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pkgutil
+from typing import Any
+
+from mlx_lm import models
+
+from zoo.dense import DENSE
+from zoo.experts import EXPERTS
+from zoo.recurrent import RECURRENT
+from zoo.wrappers import WRAPPERS
+
+SHARED: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+"""What most architectures call by the same name; they ignore what they do not know."""
+
+CONFIGURATIONS = {**DENSE, **EXPERTS, **RECURRENT, **WRAPPERS}
+
+
+def names() -> list[str]:
+    """Every configuration, in alphabetical order."""
+    return sorted(CONFIGURATIONS, key=str.lower)
+
+
+def architecture(name: str) -> str:
+    """The module of mlx-lm that a configuration is for."""
+    return name.split(":", maxsplit=1)[0]
+
+
+def configuration(name: str) -> dict[str, Any]:
+    """What ``config.json`` holds."""
+    own = copy.deepcopy(CONFIGURATIONS[name])
+    config = {"model_type": architecture(name), **own}
+    if "text_config" in own:
+        config["text_config"] = {**SHARED, **own["text_config"]}
+        return {"vocab_size": SHARED["vocab_size"], **config}
+    return {**SHARED, **config}
+
+
+def unconfigured() -> list[str]:
+    """Architectures of the installed mlx-lm that have no configuration here."""
+    known = {architecture(name) for name in CONFIGURATIONS}
+    found = [module.name for module in pkgutil.iter_modules(models.__path__)]
+    return [name for name in sorted(set(found) - known) if _is_architecture(name)]
+
+
+def _is_architecture(name: str) -> bool:
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    return hasattr(module, "Model") and hasattr(module, "ModelArgs")

@@ -1,0 +1,228 @@
+"""One architecture, stock and streamed, compared bit for bit."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_flash import FlashLLM
+from mlx_lm.models.cache import make_prompt_cache
+
+from models import stock
+from test_model import streamed_whole
+from zoo import configuration
+from zoo.weights import VARIANTS, save
+
+PROMPT = [5, 17, 300, 3, 3, 42, 64, 99, 128, 7, 21]
+GENERATIONS: Sequence[Sequence[Sequence[Sequence[int]]]] = (
+    ([PROMPT], [[12]], [[319]], [[0]], [[51, 4, 8, 31, 7]], [[9]]),
+    ([PROMPT, PROMPT[::-1]], [[12], [7]], [[1], [290]], [[6, 2, 200], [8, 8, 30]]),
+    ([[256, 1, 9]], [[77]]),
+)
+"""Calls of each generation: rows of tokens. Longer than the sliding windows, which are of 8 tokens."""
+
+LONGEST_CALL = 64
+
+UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of one architecture and variant.
+
+    Attributes:
+        name: of the configuration.
+        variant: how the weights were stored.
+        status: ``ok``, ``failed``, or ``cannot``: stock mlx-lm cannot run it here.
+        reason: of the failure, in a line.
+        note: why this variant and not another.
+        num_layers: layers of the model.
+        num_streamed: those of which weights were streamed.
+        nbytes: of all parameters.
+        streamed_bytes: of those that were not in memory.
+        derived: parameters that mlx-lm computed while loading, constants included.
+        kept: why each layer that was not streamed was not.
+        seconds: all of it took.
+    """
+
+    name: str
+    variant: str
+    status: str = "failed"
+    reason: str = ""
+    note: str = ""
+    num_layers: int = 0
+    num_streamed: int = 0
+    nbytes: int = 0
+    streamed_bytes: int = 0
+    derived: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def compare(name: str, variant: str, enter: Callable[[str], None] = lambda phase: None) -> Outcome:
+    """Saves a random model, runs it stock and streamed, and says what came of it.
+
+    Args:
+        name: of the configuration.
+        variant: of ``VARIANTS``.
+        enter: is told each phase as it begins, ``stock`` or ``streamed``, so that a crash has a culprit.
+    """
+    began = time.perf_counter()
+    outcome = Outcome(name, variant)
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        directory = Path(folder)
+        try:
+            enter("stock")
+            save(directory, configuration(name), VARIANTS[variant])
+            expected = trace(stock(directory))
+            if flaw := find_flaw(expected[0]):
+                outcome.reason = flaw
+            else:
+                outcome.status = "ok"
+        except (Exception, SystemExit) as error:  # one model exits when a package is missing
+            outcome.status, outcome.reason = "cannot", one_line(error)
+        if outcome.status == "ok":
+            try:
+                enter("streamed")
+                stream(directory, expected, outcome)
+            except Exception as error:
+                outcome.status, outcome.reason = "failed", one_line(error)
+    outcome.seconds = time.perf_counter() - began
+    return outcome
+
+
+def stream(directory: Path, expected: list[Any], outcome: Outcome) -> None:
+    """Runs a model streamed and notes what differs, and what was streamed."""
+    tile_rows = 3 * configuration(outcome.name)["vocab_size"] // 5  # two tiles of different size
+    with streamed_whole(directory, tile_rows=tile_rows) as model:
+        model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)  # else it cuts calls, as mlx-lm cuts prompts
+        describe(model, outcome)
+        got = trace(model)
+        closed = trace(model.close(), GENERATIONS[-1:])
+    if difference := find_difference(expected, got):
+        again = find_difference(expected, trace(stock(directory)))
+        outcome.status = "failed"
+        outcome.reason = f"stock differs from itself: {again}" if again else difference
+    elif difference := find_difference(expected[-len(closed) :], closed):
+        outcome.status, outcome.reason = "failed", f"after close(): {difference}"
+    elif not outcome.num_streamed:
+        outcome.status, outcome.reason = "failed", f"no layer was streamed: {'; '.join(set(outcome.kept.values()))}"
+
+
+def trace(model: Any, generations: Sequence[Any] = GENERATIONS) -> list[Any]:
+    """Logits of every call, and the state of every cache after each generation, with where each came from."""
+    found: list[Any] = []
+    for i, calls in enumerate(generations, len(GENERATIONS) - len(generations)):
+        cache = make_prompt_cache(model)
+        for j, rows in enumerate(calls):
+            logits = model(mx.array(rows), cache=cache)
+            mx.eval(logits, [leaf for _, leaf in states(cache) if isinstance(leaf, mx.array)])
+            found.append((f"logits of call {j} of generation {i}", logits))
+        found += [(f"cache {path} after generation {i}", leaf) for path, leaf in states(cache)]
+    return found
+
+
+def states(cache: list[Any]) -> list[tuple[str, Any]]:
+    """Every array and number of a prompt cache, with its path."""
+    flat: list[tuple[str, Any]] = tree_flatten([entry.state for entry in cache])
+    return flat
+
+
+def find_flaw(first: tuple[str, mx.array]) -> str:
+    """Why logits prove nothing, if they do not. (A model may mask tokens, with minus infinity.)"""
+    logits = first[1].astype(mx.float32)
+    usable = mx.isfinite(logits) | (logits == -mx.inf)
+    if not bool(usable.all()) or not bool(mx.isfinite(logits).any()):
+        return "stock logits are not finite"
+    lowest = mx.where(mx.isfinite(logits), logits, mx.inf).min(axis=-1)
+    spread = float((logits.max(axis=-1) - lowest).min())
+    if spread < 1e-2:
+        return f"stock logits are all alike: they spread over {spread:.3g}"
+    return ""
+
+
+def find_difference(expected: list[Any], got: list[Any]) -> str:
+    """Where two traces first differ, if they do."""
+    if [label for label, _ in expected] != [label for label, _ in got]:
+        return "caches of different shape"
+    for (label, left), (_, right) in zip(expected, got, strict=True):
+        if not same(left, right):
+            return f"{label}: {how_different(left, right)}"
+    return ""
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two leaves are equal, arrays bit for bit."""
+    if not isinstance(left, mx.array) or not isinstance(right, mx.array):
+        return type(left) is type(right) and bool(left == right)
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.dtype in (mx.bool_, mx.complex64) or not left.size:
+        return bool(mx.array_equal(left, right))
+    unsigned = UNSIGNED[left.dtype.size]
+    return bool(mx.array_equal(mx.contiguous(left).view(unsigned), mx.contiguous(right).view(unsigned)))
+
+
+def how_different(left: Any, right: Any) -> str:
+    """In a few words."""
+    if not isinstance(left, mx.array) or not isinstance(right, mx.array):
+        return f"{left!r} became {right!r}"[:200]
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return f"{left.dtype} {left.shape} became {right.dtype} {right.shape}"
+    if not bool(mx.isfinite(right).all()):
+        return "not finite"
+    return f"off by {float(mx.abs(left.astype(mx.float32) - right.astype(mx.float32)).max()):.3g}"
+
+
+def describe(model: FlashLLM, outcome: Outcome) -> None:
+    """Notes which layers are streamed, how many bytes, and why the rest is not."""
+    layout, engine = model.layout, model.engine
+    assert engine is not None
+    parameters = [p for unit in layout.units for p in [*unit.large, *unit.small]] + layout.resident
+    outcome.nbytes = sum(p.nbytes for p in parameters)
+    outcome.streamed_bytes = sum(p.nbytes for p in parameters if engine.is_streamed(p.container, p.key))
+    outcome.derived = [p.name for p in parameters if p.record is None]
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = list({id(layer): layer for layer in model.layers if layer is not None}.values())
+    outcome.num_layers = len(layers)
+    for i, layer in enumerate(layers):
+        if any(engine.is_streamed(module, key) for module in layer.modules() for key in module):
+            outcome.num_streamed += 1
+        else:
+            name = names.get(id(layer), f"layer {i}")
+            outcome.kept[name] = why_kept(layer, id(layer) in names, outcome.derived, name)
+
+
+def why_kept(layer: Any, in_tree: bool, derived: list[str], name: str) -> str:
+    """Why a layer is in memory all the time."""
+    if not in_tree:
+        return "it is not in the module tree"
+    if not any("__call__" in vars(base) for base in type(layer).__mro__):
+        return f"{type(layer).__name__} is not called"
+    parameters = tree_flatten(layer.parameters())
+    if not parameters:
+        return "it has no parameters"
+    num_derived = sum(f"{name}.{path}" in derived for path, _ in parameters)
+    return f"{num_derived} of its {len(parameters)} parameters are derived, the rest is small"
+
+
+def one_line(error: BaseException) -> str:
+    """An exception in one line, with the innermost place that is not the zoo's."""
+    text = " ".join(str(error).split())
+    frames = []
+    trace_back = error.__traceback__
+    while trace_back is not None:
+        code = trace_back.tb_frame.f_code
+        frames.append(f"{Path(code.co_filename).name}:{trace_back.tb_lineno}")
+        trace_back = trace_back.tb_next
+    return f"{type(error).__name__}: {text[:240]} ({frames[-1]})"

@@ -1,0 +1,260 @@
+"""Tiny configurations: attention and a feed-forward network in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SLIDING_3_1 = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+SLIDING_1_1 = ["sliding_attention", "full_attention"] * 2
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 96,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LONG_ROPE = {
+    "type": "longrope",
+    "long_factor": [1.0 + 0.5 * i for i in range(16)],
+    "short_factor": [1.0] * 16,
+}
+
+GEMMA3 = {"sliding_window": 8, "sliding_window_pattern": 3, "num_hidden_layers": 6, "query_pre_attn_scalar": 32}
+
+GEMMA3N = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 256,
+    "sliding_window": 8,
+    "rope_local_base_freq": 1e4,
+    "rope_theta": 1e6,
+    "final_logit_softcapping": 30.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0],
+    "hidden_size_per_layer_input": 32,
+    "altup_num_inputs": 4,
+    "altup_coef_clip": 120.0,
+    "altup_correct_scale": True,
+    "altup_active_idx": 0,
+    "laurel_rank": 32,
+}
+
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "global_head_dim": 64,
+    "vocab_size_per_layer_input": 320,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32,
+    "sliding_window": 8,
+    "sliding_window_pattern": 2,
+    "tie_word_embeddings": True,
+}
+
+GEMMA4_EXPERTS = {
+    **GEMMA4,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "use_double_wide_mlp": False,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 64,
+}
+
+MINISTRAL3 = {
+    "layer_types": SLIDING_1_1,
+    "sliding_window": 8,
+    "rope_parameters": {
+        "rope_theta": 1e6,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
+DENSE: dict[str, dict[str, Any]] = {
+    "afm7": {
+        "hidden_dim": 128,
+        "num_layers": 4,
+        "num_kv_reuse_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "hidden_dim_scale_factor": 2.0,
+    },
+    "apertus": {"mlp_bias": False, "attention_bias": False, "post_norm": False, "qk_norm": True},
+    "baichuan_m1": {
+        "sliding_window": 8,
+        "sliding_window_layers": [1, 3],
+        "conv_window": 2,
+        "num_swa_attention_heads": 4,
+        "num_swa_key_value_heads": 1,
+    },
+    "bitnet": {"tie_word_embeddings": True},
+    "cohere": {"layer_norm_eps": 1e-5, "use_qk_norm": True, "logit_scale": 0.25, "num_key_value_heads": 4},
+    "cohere2": {"layer_norm_eps": 1e-5, "sliding_window": 8, "sliding_window_pattern": 4, "logit_scale": 0.25},
+    "ernie4_5": {"use_bias": False, "tie_word_embeddings": True},
+    "exaone": {"num_layers": 4, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    "exaone4": {"sliding_window": 8, "sliding_window_pattern": "LLLG", "rope_scaling": LLAMA3_ROPE},
+    "gear": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "conv_L_cache": 3,
+        "tie_word_embeddings": True,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": True, "query_pre_attn_scalar": 32.0},
+    "gemma3_text": {**GEMMA3, "tie_word_embeddings": True},
+    "gemma4_text": GEMMA4,
+    "gemma4_text:experts": GEMMA4_EXPERTS,
+    "glm": {"tie_word_embeddings": False},
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "gpt2": {"n_ctx": 256, "n_embd": 128, "n_head": 4, "n_layer": 4, "n_positions": 256, "layer_norm_epsilon": 1e-5},
+    "gpt_bigcode": {
+        "n_embd": 128,
+        "n_layer": 4,
+        "n_inner": 256,
+        "n_head": 4,
+        "n_positions": 256,
+        "layer_norm_epsilon": 1e-5,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    },
+    "gpt_neox": {
+        "layer_norm_eps": 1e-5,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+        "num_key_value_heads": 4,
+    },
+    "gptj": {"n_embd": 128, "layer_norm_epsilon": 1e-5, "n_positions": 256, "n_head": 4, "rotary_dim": 16, "n_layer": 4},
+    "granite": {
+        "logits_scaling": 4.0,
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.5,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+    },
+    "helium": {"attention_bias": False, "mlp_bias": False},
+    "hunyuan_v1_dense": {"rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"}},
+    "internlm2": {"bias": False, "rope_scaling": {"factor": 2.0, "type": "dynamic"}},
+    "internlm3": {"bias": False, "qkv_bias": True, "rope_scaling": {"factor": 2.0, "rope_type": "dynamic"}},
+    "iquestloopcoder": {"loop_num": 2, "loop_window_size": 8},
+    "lille-130m": {
+        "block_size": 256,
+        "layer_norm_eps": 1e-5,
+        "n_embd": 128,
+        "n_head": 4,
+        "n_kv_heads": 2,
+        "n_layer": 4,
+        "tie_word_embeddings": True,
+    },
+    "llama": {"rope_scaling": LLAMA3_ROPE},
+    "llama:tied": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "llama:sliding": {"layer_types": SLIDING_3_1, "sliding_window": 8},
+    "mimo": {"num_nextn_predict_layers": 0},
+    "minicpm": {"dim_model_base": 64, "scale_depth": 1.4, "scale_emb": 12.0},
+    "minicpm3": {
+        **LATENT,
+        "dim_model_base": 64,
+        "scale_depth": 1.4,
+        "scale_emb": 12.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "long_factor": [1.5] * 8,
+            "short_factor": [1.0] * 8,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "ministral3": MINISTRAL3,
+    "muse_glimmer": {"layer_types": SLIDING_3_1, "sliding_window": 8},
+    "nanbeige": {"num_loops": 2},
+    "nanochat": {"num_key_value_heads": 4},
+    "nemotron": {"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
+    "nemotron-nas": {
+        "num_hidden_layers": 5,
+        "block_configs": [
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 2.0}},
+            {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}},
+            {"attention": {"replace_with_linear": True}, "ffn": {"ffn_mult": 1.0}},
+            {"attention": {"n_heads_in_group": 4}, "ffn": {"no_op": True}},
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"replace_with_linear": True}},
+        ],
+    },
+    "olmo": {"d_model": 128, "n_layers": 4, "mlp_hidden_size": 512, "n_heads": 4, "embedding_size": 320},
+    "olmo2": {"rope_scaling": LLAMA3_ROPE},
+    "olmo3": {"sliding_window": 8},
+    "openelm": {
+        "num_transformer_layers": 4,
+        "model_dim": 128,
+        "ffn_dim_divisor": 64,
+        "num_query_heads": [4, 4, 8, 8],
+        "num_kv_heads": [2, 2, 4, 4],
+        "ffn_multipliers": [1.0, 1.5, 2.0, 2.5],
+    },
+    "phi": {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "num_key_value_heads": 4},
+    "phi3": {"rope_scaling": LONG_ROPE, "original_max_position_embeddings": 64},
+    "phi3small": {
+        "vocab_size": 100_352,  # it masks tokens by number, whatever the vocabulary
+        "hidden_size": 64,
+        "dense_attention_every_n_layers": 2,
+        "ff_intermediate_size": 128,
+        "gegelu_limit": 20.0,
+        "layer_norm_epsilon": 1e-5,
+        "blocksparse_block_size": 32,
+        "blocksparse_num_local_blocks": 2,
+        "blocksparse_vert_stride": 2,
+    },
+    "plamo": {"n_shared_head": 2},
+    "plamo3": {"window_size": 8, "sliding_window": 8, "sliding_window_pattern": 2, "tie_word_embeddings": False},
+    "qwen": {"kv_channels": 32, "layer_norm_epsilon": 1e-6, "intermediate_size": 512},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen3:tied": {"tie_word_embeddings": True, "rope_scaling": {**YARN_ROPE, "type": "yarn"}},
+    "seed_oss": {"attention_bias": True},
+    "smollm3": {"tie_word_embeddings": True, "no_rope_layer_interval": 4},
+    "spark2_5": {
+        "sliding_window": 8,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        },
+        "tie_word_embeddings": True,
+    },
+    "stablelm": {
+        "use_qkv_bias": True,
+        "partial_rotary_factor": 0.5,
+        "layer_norm_eps": 1e-5,
+        "qk_layernorm": True,
+        "use_parallel_residual": True,
+    },
+    "starcoder2": {"norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    "talkie": {"num_key_value_heads": 4},
+    "telechat3": {"rope_scaling": YARN_ROPE},
+    "youtu_llm": {**LATENT, "tie_word_embeddings": True},
+}

@@ -1,0 +1,115 @@
+"""Worker processes that outlive a crash: what crashes one is named, and another takes its place."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
+
+from zoo.compare import Outcome, compare
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What to compare.
+
+    Attributes:
+        name: of the configuration.
+        variant: how weights are stored.
+        instead: the variant to take where stock mlx-lm cannot run this one.
+    """
+
+    name: str
+    variant: str
+    instead: str | None = None
+
+
+class Worker:
+    """A process that compares one case after another."""
+
+    def __init__(self) -> None:
+        self._process: BaseProcess | None = None
+        self._connection: Connection | None = None
+
+    def run(self, case: Case, timeout: float) -> Outcome:
+        """Compares; a crash or a timeout is an outcome too, blamed on stock mlx-lm or on streaming."""
+        began = time.monotonic()
+        connection = self._ready()
+        connection.send(case)
+        phase = "stock"
+        try:
+            while connection.poll(max(0, began + timeout - time.monotonic())):
+                message = connection.recv()
+                if isinstance(message, Outcome):
+                    return message
+                phase = message
+            reason = f"no end after {timeout:.0f} s"
+        except EOFError:
+            reason = f"crash: {self._how_it_ended()}"
+        self.stop()
+        status = "cannot" if phase == "stock" else "failed"
+        return Outcome(case.name, case.variant, status, reason, seconds=time.monotonic() - began)
+
+    def stop(self) -> None:
+        """Ends the process."""
+        if self._process is not None and self._connection is not None:
+            self._connection.close()
+            self._process.kill()
+            self._process.join()
+        self._process = self._connection = None
+
+    def _ready(self) -> Connection:
+        if self._connection is None:
+            self._connection, theirs = SPAWN.Pipe()
+            self._process = SPAWN.Process(target=serve, args=(theirs,), daemon=True)
+            self._process.start()
+            theirs.close()
+        return self._connection
+
+    def _how_it_ended(self) -> str:
+        assert self._process is not None
+        self._process.join()
+        code = self._process.exitcode or 0
+        return signal.Signals(-code).name if code < 0 else f"exit status {code}"
+
+
+def serve(connection: Connection) -> None:
+    """What a worker process does: cases in, outcomes out."""
+    while True:
+        try:
+            case: Case = connection.recv()
+        except EOFError:
+            return
+        connection.send(compare(case.name, case.variant, connection.send))
+
+
+def run(cases: Sequence[Case], jobs: int, timeout: float) -> Iterator[Outcome]:
+    """Compares in several processes. Yields each outcome as it comes."""
+    workers: SimpleQueue[Worker] = SimpleQueue()
+    for _ in range(jobs):
+        workers.put(Worker())
+
+    def one(case: Case) -> Outcome:
+        worker = workers.get()
+        try:
+            outcome = worker.run(case, timeout)
+            if outcome.status != "cannot" or case.instead is None:
+                return outcome
+            other = worker.run(Case(case.name, case.instead), timeout)
+            return replace(other, note=f"{case.variant} cannot run stock: {outcome.reason}")
+        finally:
+            workers.put(worker)
+
+    with ThreadPoolExecutor(jobs) as threads:
+        for future in as_completed([threads.submit(one, case) for case in cases]):
+            yield future.result()
+    while not workers.empty():
+        workers.get().stop()

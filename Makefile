@@ -11,13 +11,16 @@ BACKEND ?= $(if $(filter-out Linux,$(shell uname -s)),metal,$(if $(CUDA),$(if $(
 EXTRAS := dev$(if $(filter-out metal,$(BACKEND)),$(comma)$(BACKEND))
 INSTALLED := $(VENV)/.installed-$(BACKEND)
 
-.PHONY: demo test check format clean
+.PHONY: demo test zoo check format clean
 
 demo: $(INSTALLED)  ## build a model of 1 GB, run it in a third of that, and again in memory
 	$(BIN)/python scripts/demo.py
 
 test: $(INSTALLED)  ## run the tests
 	$(BIN)/python -m pytest
+
+zoo: $(INSTALLED)  ## run every architecture of mlx-lm, stock and streamed, and compare bit for bit
+	$(BIN)/python scripts/zoo.py --jobs 2
 
 check: $(INSTALLED)  ## lint, type-check, layering
 	$(BIN)/ruff format --check .

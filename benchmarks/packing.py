@@ -1,7 +1,11 @@
 """What ``mlx-flash pack`` gains: a scattered checkpoint and the same one packed, read and run by turns.
 
-    python scripts/make_random_model.py models/scattered --size-gb 5
-    python benchmarks/packing.py --model models/scattered --rounds 5 --json out.json
+    python scripts/make_random_model.py models/llama --size-gb 8
+    python -m mlx_lm convert --hf-path models/llama --mlx-path models/llama-4bit -q
+    python benchmarks/packing.py --model models/llama-4bit --rounds 5 --json out.json
+
+mlx's writer makes what is scattered: tensors in the order of a hash table, after a header of any length. What there is
+to gain depends on both: where the header's length happens to suit and tensors are larger than a read, nearly nothing.
 
 One round does everything once on both checkpoints; which one is first changes from round to round:
 

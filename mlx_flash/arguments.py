@@ -87,7 +87,7 @@ def _add_command(subparsers: Any, name: str, words: str, usage: str, run: Comman
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
         help=words,
-        description=f"{words[0].upper()}{words[1:]}.",
+        description=f"{words}.",
         usage=f"mlx-flash {name} {usage}",
         allow_abbrev=False,
     )

@@ -221,6 +221,17 @@ def test_any_text_is_translated_or_not(template: str) -> None:
     assert isinstance(found, str) or (0 <= found.offset <= len(template) and found.reason)
 
 
+@some(150)
+@given(st.lists(st.sampled_from(["system", "user", "assistant"]), max_size=7))
+@example(["user", "system", "user"])
+def test_no_message_is_lost(roles: list[str]) -> None:
+    messages = [(role, f"<{i}>") for i, role in enumerate(roles)]
+    found = render(CHATML, *messages, ask=False)
+    positions = [found.find(content) for _, content in messages]
+    assert -1 not in positions
+    assert positions == sorted(positions)
+
+
 def test_in_a_tokenizer() -> None:
     """As mlx-lm's users meet it: in a tokenizer of transformers, which may also go on with an answer that was begun."""
     from tokenizers import Tokenizer, models

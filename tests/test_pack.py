@@ -31,7 +31,9 @@ from mlx_flash.checkpoint.writer import DATA_ALIGNMENT, ShardWriter
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
 from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, run, same_bits, save, stock
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "make_random_model.py"
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "make_random_model.py"
+BENCHMARK = ROOT / "benchmarks" / "packing.py"
 TINY = ["--layers=3", "--hidden-size=64", "--intermediate-size=128", "--heads=4", "--kv-heads=2", "--vocab-size=300"]
 EXPERTS = ["--architecture=qwen3_moe", "--experts=12", "--experts-per-token=2", "--dtype=float32"]
 
@@ -312,6 +314,14 @@ def test_targets_in_use_are_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "source"]
 
 
+def test_somebody_elses_folder_is_not_emptied(tmp_path: Path) -> None:
+    (tmp_path / "packed.partial").mkdir()
+    (tmp_path / "packed.partial" / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match=r"packed\.partial is in the way: it holds 'thesis\.txt'"):
+        pack(save(tmp_path / "source", LLAMA), tmp_path / "packed")
+    assert (tmp_path / "packed.partial" / "thesis.txt").exists()
+
+
 def test_a_mount_point_is_refused_before_hours_of_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk")
@@ -543,3 +553,20 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 40_000_000
+
+
+def test_the_benchmark_compares_both(scattered: Callable[[str], Path], tmp_path: Path) -> None:
+    source = shutil.copytree(scattered("llama-4bit"), tmp_path / "tiny")
+    command = [sys.executable, str(BENCHMARK), "--model", str(source), "--json", str(tmp_path / "out.json")]
+    command += ["--rounds=1", "--tokens=2", "--budget=1"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "100"})
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    (reads,) = (round_["reads"] for round_ in result["rounds"])
+    assert reads["scattered"]["nbytes"] == reads["packed"]["nbytes"] > 0
+    assert result["pack"]["before"]["num_reads"] > result["pack"]["after"]["num_reads"]
+    found = result["summary"]["reads"]
+    assert found["ratio"] == reads["packed"]["bytes_per_second"] / reads["scattered"]["bytes_per_second"]
+    assert result["summary"]["passes"]["identical"] is True
+    assert "tokens identical" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "tiny"]

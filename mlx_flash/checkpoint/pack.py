@@ -131,13 +131,16 @@ def pack(
     target = Path(os.path.realpath(target))
     _check_target(source, target)
     checkpoint = read_checkpoint(source)
+    state = _state(checkpoint)
     units = streaming_order(make_layout(load_lazily(source), checkpoint), checkpoint)
     folder = target.with_name(f"{target.name}.partial")
     with _locked(folder):
         shards = _plan_shards(units, checkpoint, folder, shard_bytes)
-        resumed = _write(checkpoint, folder, shards, verify, progress)
+        _clear_unless(folder, state, {shard.path.name for shard in shards})
+        resumed = _write(checkpoint, state, folder, shards, verify, progress)
         with _system_errors(f"cannot rename {folder} to {target}"):
             folder.replace(target)
+            (target / STATE_NAME).unlink()
     return PackReport(
         target=target,
         num_tensors=len(checkpoint.tensors),
@@ -187,11 +190,14 @@ def _plan_shards(
 
 
 def _write(
-    checkpoint: Checkpoint, folder: Path, shards: Sequence[_ShardPlan], verify: bool, progress: Progress | None
+    checkpoint: Checkpoint,
+    state: str,
+    folder: Path,
+    shards: Sequence[_ShardPlan],
+    verify: bool,
+    progress: Progress | None,
 ) -> int:
     """Fills the folder. Returns how many bytes an earlier run had written."""
-    state = _state(checkpoint)
-    _clear_unless(folder, state, {shard.path.name for shard in shards})
     others = list(_other_files(checkpoint, checkpoint.directory))
     left = [shard for shard in shards if not shard.is_written()]
     _check_room(folder, sum(shard.nbytes for shard in left) + sum(path.stat().st_size for path in others))
@@ -206,8 +212,6 @@ def _write(
         _copy_file(path, folder / path.relative_to(checkpoint.directory))
     if len(shards) > 1:
         _write_text(folder / INDEX_NAME, _index(shards))
-    with _system_errors(f"cannot remove {folder / STATE_NAME}"):
-        (folder / STATE_NAME).unlink()
     return resumed
 
 
@@ -225,6 +229,8 @@ def _state(checkpoint: Checkpoint) -> str:
 def _clear_unless(folder: Path, state: str, keep: set[str]) -> None:
     """Empties the folder, but for the shards of an earlier run from the same source."""
     path = folder / STATE_NAME
+    if not path.exists() and (found := sorted(entry.name for entry in folder.iterdir())):
+        raise ConfigError(f"{folder} is in the way: it holds {found[0]!r}, and no run made it. Hint: move it away.")
     is_same = path.exists() and path.read_text() == state
     with _system_errors(f"cannot empty {folder}"):
         for entry in folder.iterdir():

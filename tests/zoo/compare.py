@@ -11,9 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_flash import FlashLLM
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_flash import FlashLLM
 from models import stock
 from test_model import streamed_whole
 from zoo import configuration

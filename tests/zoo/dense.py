@@ -150,7 +150,14 @@ DENSE: dict[str, dict[str, Any]] = {
         "rotary_pct": 0.25,
         "num_key_value_heads": 4,
     },
-    "gptj": {"n_embd": 128, "layer_norm_epsilon": 1e-5, "n_positions": 256, "n_head": 4, "rotary_dim": 16, "n_layer": 4},
+    "gptj": {
+        "n_embd": 128,
+        "layer_norm_epsilon": 1e-5,
+        "n_positions": 256,
+        "n_head": 4,
+        "rotary_dim": 16,
+        "n_layer": 4,
+    },
     "granite": {
         "logits_scaling": 4.0,
         "attention_multiplier": 0.1,

@@ -137,7 +137,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
     },
     "bailing_moe": BAILING,
-    "bailing_moe:softmax": {**BAILING, "n_group": 1, "moe_router_enable_expert_bias": False, "norm_head": True},
+    "bailing_moe:softmax": {**BAILING, "n_group": 1, "moe_router_enable_expert_bias": False},
     "dbrx": {
         "d_model": 128,
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},

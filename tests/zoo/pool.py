@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -33,9 +33,14 @@ class Case:
 
 
 class Worker:
-    """A process that compares one case after another."""
+    """A process that compares one case after another.
 
-    def __init__(self) -> None:
+    Args:
+        target: what the process does with its connection.
+    """
+
+    def __init__(self, target: Callable[[Connection], None] | None = None) -> None:
+        self._target = target or serve
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
 
@@ -51,7 +56,7 @@ class Worker:
                 if isinstance(message, Outcome):
                     return message
                 phase = message
-            reason = f"no end after {timeout:.0f} s"
+            reason = f"no end after {timeout:g} s"
         except EOFError:
             reason = f"crash: {self._how_it_ended()}"
         self.stop()
@@ -69,7 +74,7 @@ class Worker:
     def _ready(self) -> Connection:
         if self._connection is None:
             self._connection, theirs = SPAWN.Pipe()
-            self._process = SPAWN.Process(target=serve, args=(theirs,), daemon=True)
+            self._process = SPAWN.Process(target=self._target, args=(theirs,), daemon=True)
             self._process.start()
             theirs.close()
         return self._connection

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from zoo.experts import BAILING, QWEN_EXPERTS
 from zoo.dense import LATENT
+from zoo.experts import BAILING, QWEN_EXPERTS
 
 LINEAR_ATTENTION = {
     "linear_num_value_heads": 4,

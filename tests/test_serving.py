@@ -1,0 +1,227 @@
+"""mlx-lm's own programs under the patch, run and used as their users do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai")
+
+ROOT = Path(__file__).parents[1]
+ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
+SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("models")
+    for i in range(2):
+        command = [sys.executable, ROOT / "scripts/make_random_model.py", folder / str(i), *SHAPE.split(), "--seed", str(i)]
+        subprocess.run(command, check=True)
+    return [str(folder / str(i)) for i in range(2)]
+
+
+@dataclass
+class Server:
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def client(self) -> Any:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@contextlib.contextmanager
+def running(log: Path, *command: str) -> Iterator[Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command, "--port", str(port)], stdout=output, stderr=output, env=ENV, cwd=ROOT
+        )
+    try:
+        for _ in range(300):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+                break
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        yield Server(port, process, log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def resident(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("logs") / "log", "mlx_lm", "server", "--model", models[0]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def streaming(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    command = ["mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", "0.4"]
+    with running(tmp_path_factory.mktemp("logs") / "log", *command) as server:
+        yield server
+
+
+def chat(server: Server, text: str, model: str = "default_model", **options: Any) -> str:
+    responses = server.client().chat.completions.create(
+        model=model, messages=[{"role": "user", "content": text}], stream=True, **{"max_tokens": 16, **options}
+    )
+    return "".join(chunk.choices[0].delta.content or "" for chunk in responses if chunk.choices)
+
+
+def test_a_streamed_completion_is_the_resident_servers(resident: Server, streaming: Server) -> None:
+    assert chat(streaming, "Tell me about the sea") == chat(resident, "Tell me about the sea") != ""
+    options = {"temperature": 0.8, "seed": 5}
+    assert chat(streaming, "And the sky?", **options) == chat(resident, "And the sky?", **options)
+    assert "in a budget of 0.400 GB" in streaming.log.read_text()
+
+
+def test_two_requests_at_once(resident: Server, streaming: Server) -> None:
+    texts = ["The first of two", "And here is the second one, longer"]
+    expected = [chat(resident, text, max_tokens=24) for text in texts]
+    found = ["", ""]
+
+    def ask(i: int) -> None:
+        found[i] = chat(streaming, texts[i], max_tokens=24)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected
+
+
+def test_a_client_that_leaves_in_the_middle(resident: Server, streaming: Server) -> None:
+    responses = streaming.client().chat.completions.create(
+        model="default_model", messages=[{"role": "user", "content": "Count"}], stream=True, max_tokens=4000
+    )
+    next(iter(responses))
+    responses.close()
+    assert chat(streaming, "Still there?") == chat(resident, "Still there?")
+
+
+def test_another_model_and_back(models: list[str], resident: Server, streaming: Server) -> None:
+    for model in (models[1], models[0]):
+        assert chat(streaming, "Who are you?", model) == chat(resident, "Who are you?", model) != ""
+
+
+def test_a_prompt_beyond_the_budget_fails_alone(models: list[str], resident: Server, tmp_path: Path) -> None:
+    with running(tmp_path / "log", "mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", "min") as server:
+        message = {"role": "user", "content": "word " * 10_000}
+        with pytest.raises(openai.APIError):
+            server.client().chat.completions.create(model="default_model", messages=[message], max_tokens=16)
+        assert chat(server, "Hi") == chat(resident, "Hi", max_tokens=16)
+        assert "a request failed" in server.log.read_text()
+
+
+def test_it_listens_on_loopback_only(streaming: Server) -> None:
+    addresses = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
+    for address in addresses:
+        with pytest.raises(urllib.error.URLError):
+            urllib.request.urlopen(f"http://{address}:{streaming.port}/health", timeout=2)
+
+
+def run(*command: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, command)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=ENV,
+        cwd=ROOT,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("program", [["mlx_lm.generate"], ["mlx_lm", "generate"], ["python", "-m", "mlx_lm.generate"]])
+def test_exec_runs_mlx_lms_commands(models: list[str], program: list[str]) -> None:
+    flags = ["--model", models[0], "--prompt", "The sea", "--max-tokens", "12", "--verbose", "False"]
+    expected = run("mlx_lm", "generate", *flags)
+    found = run("mlx_flash", "exec", "--ram-budget-gb", "min", "--", *program, *flags)
+    assert found.returncode == expected.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[-1] == expected.stdout.splitlines()[-1] != ""
+
+
+def test_a_prompt_cache_that_was_saved_goes_on(models: list[str], tmp_path: Path) -> None:
+    budget = ["--ram-budget-gb", "min", "--"]
+    texts = []
+    for name, flash in (("resident", []), ("streamed", ["mlx_flash", "exec", *budget])):
+        file = tmp_path / f"{name}.safetensors"
+        prefix = ["mlx_lm"] if not flash else [*flash, "mlx_lm"]
+        made = run(*prefix, "cache_prompt", "--model", models[0], "--prompt", "Once upon", "--prompt-cache-file", file)
+        assert made.returncode == 0, made.stderr
+        flags = ["--prompt-cache-file", file, "--prompt", " a time", "--max-tokens", "12", "--verbose", "False"]
+        texts.append(run(*prefix, "generate", *flags))
+        assert texts[-1].returncode == 0, texts[-1].stderr
+    assert texts[0].stdout == texts[1].stdout != ""
+
+
+def test_benchmark(models: list[str]) -> None:
+    flags = ["--model", models[0], "-p", "32", "-g", "4", "-n", "1"]
+    done = run("mlx_flash", "exec", "--ram-budget-gb", "0.4", "--", "mlx_lm.benchmark", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "generation_tps" in done.stdout
+
+
+def test_exec_runs_a_file_with_its_arguments_and_status(models: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys, mlx_lm, helper\n"
+        "model, tokenizer, *_ = mlx_lm.load(sys.argv[1])\n"
+        "print(type(model).__name__, helper.NAME)\n"
+        "sys.exit(7)\n"
+    )
+    (tmp_path / "helper.py").write_text("NAME = 'beside'\n")
+    done = run("mlx_flash", "exec", "--ram-budget-gb", "min", "--", script, models[0])
+    assert (done.returncode, done.stdout) == (7, "FlashLLM beside\n"), done.stderr
+
+
+def test_exec_of_nothing(models: list[str]) -> None:
+    done = run("mlx_flash", "exec", "--", "no-such-program")
+    assert done.returncode == 1 and "no such Python program" in done.stderr
+
+
+def test_chat_is_mlx_lms(models: list[str]) -> None:
+    turns = "Hello there\nAnd again\nq\n"
+    flags = ["--model", models[0], "--max-tokens", "8"]
+    expected = run("mlx_lm", "chat", *flags, stdin=turns)
+    found = run("mlx_flash", "chat", *flags, "--ram-budget-gb", "min", stdin=turns)
+    assert found.returncode == expected.returncode == 0, found.stderr
+
+    def without_figures(text: str) -> list[str]:
+        return [line for line in text.splitlines() if "tok" not in line and "mem" not in line.lower()]
+
+    assert without_figures(found.stdout) == without_figures(expected.stdout)
+
+
+def test_a_budget_too_small_ends_the_server_at_once(models: list[str]) -> None:
+    done = run("mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", "0.01")
+    assert done.returncode == 1
+    assert "needs at least" in done.stderr
+
+
+def test_settings_come_from_the_environment(models: list[str]) -> None:
+    env = {**ENV, "MLX_FLASH_RAM_BUDGET_GB": "0.01"}
+    command = [sys.executable, "-m", "mlx_flash", "plan", "--json", "--model", models[0]]
+    refused = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+    assert refused.returncode == 1 and "needs at least" in refused.stderr
+    flag = subprocess.run([*command, "--ram-budget-gb", "0.5"], capture_output=True, text=True, env=env, cwd=ROOT)
+    assert json.loads(flag.stdout)["budget_bytes"] == 500_000_000

@@ -1,0 +1,121 @@
+"""Architectures that differ in kind, streamed, give stock mlx-lm's bits. ``make zoo`` runs all there are."""
+
+from __future__ import annotations
+
+import os
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import zoo
+from zoo.compare import PROMPT, Outcome, compare, find_difference, same
+from zoo.pool import Case, Worker
+from zoo.weights import VARIANTS, build, quantize
+
+KINDS = [
+    ("gemma3n", "bf16"),  # embeddings for each layer, shared key-value caches, a predicted residual
+    ("gemma4_text:experts", "fp32"),  # experts beside a dense network, keys that are values too
+    ("deepseek_v32", "fp32"),  # latent attention, with an indexer's own cache
+    ("deepseek_v41", "fp32"),  # layers that pass state on, caches of the model's own
+    ("minimax_m3_vl", "fp32"),  # block-sparse attention, a text side of its own
+    ("qwen3_next", "4bit"),  # gated delta rule, experts
+    ("nemotron-nas", "bf16"),  # layers without attention, or without a network
+    ("gpt_oss", "mxfp4"),  # attention sinks, sliding windows, experts with biases
+    ("iquestloopcoder", "bf16"),  # layers that are passed through twice and never called
+    ("longcat_flash_ngram", "4bit"),  # several embedding tables, two attentions a layer
+    ("recurrent_gemma", "bf16"),  # recurrent blocks, tied embeddings
+    ("falcon_h1", "mixed"),  # state space and attention side by side; 4 and 8 bits
+    ("afm7", "fp32"),  # layers that reuse the keys and values of others
+]
+
+
+@pytest.mark.parametrize(("name", "variant"), KINDS, ids=lambda value: str(value))
+def test_an_architecture_streams_exactly(name: str, variant: str) -> None:
+    outcome = compare(name, variant)
+    if outcome.status == "cannot" and "not supported" in outcome.reason:
+        pytest.skip(f"mlx-lm has no such architecture yet: {outcome.reason}")
+    assert outcome.status == "ok", outcome.reason
+    assert outcome.num_streamed == outcome.num_layers > 0
+    assert outcome.streamed_bytes > 0.9 * outcome.nbytes
+
+
+def test_every_architecture_has_a_configuration() -> None:
+    assert zoo.unconfigured() == []
+
+
+def test_weights_in_use_that_were_let_go_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_flash.streaming.layers.arrays_in", lambda *roots: [])
+    outcome = compare("qwen3", "fp32")
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith("logits of call 0 of generation 0")
+
+
+def test_what_stock_cannot_run_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(zoo.CONFIGURATIONS, "llama", {"num_attention_heads": 0})
+    outcome = compare("llama", "fp32")
+    assert outcome.status == "cannot"
+    assert "ZeroDivisionError" in outcome.reason
+
+
+def crash(connection: Connection) -> None:
+    case = connection.recv()
+    connection.send("streamed" if case.name == "streamed" else "stock")
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_a_crash_is_named_and_another_worker_takes_over() -> None:
+    worker = Worker(crash)
+    for phase, status in [("stock", "cannot"), ("streamed", "failed")]:
+        outcome = worker.run(Case(phase, "fp32"), timeout=60)
+        assert (outcome.status, outcome.reason) == (status, "crash: SIGSEGV")
+
+
+def wait_for_ever(connection: Connection) -> None:
+    connection.recv()
+    signal.pause()
+
+
+def test_an_architecture_that_does_not_end_is_named() -> None:
+    outcome = Worker(wait_for_ever).run(Case("llama", "fp32"), timeout=0.5)
+    assert outcome.reason == "no end after 0.5 s"
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "equal"),
+    [
+        (mx.array([0.0]), mx.array([-0.0]), False),
+        (mx.array([float("nan")]), mx.array([float("nan")]), True),
+        (mx.array([1.0]), mx.array([1.0], mx.bfloat16), False),
+        (mx.array([1, 2]), mx.array([1]), False),
+        (mx.array([True]), mx.array([True]), True),
+        (mx.zeros((0, 3)), mx.zeros((0, 3)), True),
+        (3, 3, True),
+        (3, 3.0, False),
+        (None, mx.array([1]), False),
+    ],
+)
+def test_bits_are_compared(left: Any, right: Any, equal: bool) -> None:
+    assert same(left, right) is equal
+    assert bool(find_difference([("x", left)], [("x", right)])) is not equal
+
+
+def test_mixed_has_both_widths_and_whole_embeddings() -> None:
+    config = zoo.configuration("llama")
+    variant = VARIANTS["mixed"]
+    model, config = quantize(build(config, variant), config, variant)
+    layers = model.layers
+    assert [layer.mlp.up_proj.bits for layer in layers] == [4, 8, 4, 8]
+    assert not hasattr(model.model.embed_tokens, "bits")
+    assert config["quantization"]["model.layers.1.mlp.up_proj"]["bits"] == 8
+
+
+def test_the_prompt_is_longer_than_the_sliding_windows() -> None:
+    windows = [zoo.configuration(name).get("sliding_window", 0) for name in zoo.names()]
+    assert 0 < max(windows) < len(PROMPT)
+
+
+def test_an_outcome_goes_into_json() -> None:
+    assert Outcome("llama", "fp32").as_dict()["kept"] == {}

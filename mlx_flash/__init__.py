@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ReadError,
         StreamedWeightsError,
         TruncatedFileError,
+        WriteError,
     )
     from mlx_flash.integration.mlx_lm import FlashPatch, apply_flash_patch, remove_flash_patch
     from mlx_flash.model import FlashLLM, load, load_model
@@ -40,6 +41,7 @@ __all__ = [
     "ReadError",
     "StreamedWeightsError",
     "TruncatedFileError",
+    "WriteError",
     "apply_flash_patch",
     "load",
     "load_model",

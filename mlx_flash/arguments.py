@@ -60,10 +60,14 @@ def make_parser(commands: Commands) -> argparse.ArgumentParser:
     _add_prompt_flags(generating)
     _add_sampling_flags(generating)
     _add_cache_flags(generating)
-    planning = add("plan", "show what stays in memory, and how fast that will be", "--model MODEL [flags]", commands.plan)
+    planning = add(
+        "plan", "show what stays in memory, and how fast that will be", "--model MODEL [flags]", commands.plan
+    )
     _add_model_flags(planning)
     _add_dial_flags(planning)
-    running = add("run", "chat with, prompt, or serve what a Modelfile describes", "-f MODELFILE [PROMPT]", commands.run)
+    running = add(
+        "run", "chat with, prompt, or serve what a Modelfile describes", "-f MODELFILE [PROMPT]", commands.run
+    )
     _add_run_flags(running)
     _add_dial_flags(running)
     serving = add("serve", "mlx-lm's OpenAI-compatible server, streaming", "--model MODEL [flags]", commands.serve)
@@ -72,7 +76,9 @@ def make_parser(commands: Commands) -> argparse.ArgumentParser:
     _add_dial_flags(chatting, "all other flags are those of mlx_lm.chat")
     for passing_on in (serving, chatting):
         passing_on.set_defaults(passes_on=True)
-    executing = add("exec", "run any program that uses mlx-lm, streaming", "[flags] -- PROGRAM [its flags]", commands.execute)
+    executing = add(
+        "exec", "run any program that uses mlx-lm, streaming", "[flags] -- PROGRAM [its flags]", commands.execute
+    )
     _add_dial_flags(executing)
     executing.add_argument("program", nargs="+", metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL")
     packing = add("pack", "rewrite a checkpoint in the order in which it is read", "SOURCE TARGET", commands.pack)
@@ -124,7 +130,9 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--serve", action="store_true", help="serve it, as mlx-flash serve does")
     parser.add_argument("--host", default="127.0.0.1", help="for --serve")
     parser.add_argument("--port", type=int, default=8080, help="for --serve")
-    parser.add_argument("--max-tokens", "-m", type=_max_tokens, metavar="N", help="instead of the Modelfile's num_predict")
+    parser.add_argument(
+        "--max-tokens", "-m", type=_max_tokens, metavar="N", help="instead of the Modelfile's num_predict"
+    )
 
 
 def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:

@@ -37,9 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     commands = Commands(generate=generate, plan=plan, run=run, serve=serve, chat=chat, execute=execute, pack=pack)
     parser = make_parser(commands)
-    args, args.rest = parser.parse_known_args(argv)
-    if args.rest and not args.passes_on:
-        parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
+    args, rest = parser.parse_known_args(argv)
+    args.rest = rest
+    if rest and not args.passes_on:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if args.command is None:
         parser.print_help(sys.stderr)
         return EXIT_USAGE

@@ -110,8 +110,8 @@ class Conversation:
 
     def _agree_with_cache(self) -> None:
         """mlx-lm may or may not have worked through the last token. A cache that does not say is not used again."""
-        offsets = [getattr(entry, "offset", None) for entry in self._cache]
-        if all(isinstance(offset, int) for offset in offsets):
+        offsets = [offset for entry in self._cache if isinstance(offset := getattr(entry, "offset", None), int)]
+        if len(offsets) == len(self._cache):
             self._cached = self._cached[: max(offsets, default=0)]
         else:
             self._cache, self._cached = make_prompt_cache(self._model), []

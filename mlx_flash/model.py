@@ -26,10 +26,12 @@ from mlx_flash.residency.machine import look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan, make_plan
 from mlx_flash.residency.sizes import measure
 from mlx_flash.storage.reader import Reader
+from mlx_flash.streaming.arrays import arrays_in
 from mlx_flash.streaming.dropped import result_is_dropped
 from mlx_flash.streaming.engine import Engine, Progress
-from mlx_flash.streaming.layers import arrays_in
 from mlx_flash.streaming.slots import kernel_alignment
+from mlx_flash.streaming.status import PassCounters, Status
+from mlx_flash.telemetry import Publisher
 
 _log = logging.getLogger("mlx_flash")
 
@@ -78,6 +80,7 @@ class FlashLLM(nn.Module):
         layout: the model's units.
         engine: None before :meth:`start`; its ``stream.stats`` and ``reader.stats`` count.
         name: what to call it.
+        counters: what its calls did so far.
     """
 
     engine: Engine | None
@@ -95,6 +98,7 @@ class FlashLLM(nn.Module):
         self._lock = threading.RLock()
         self._closed = False
         self._told = False
+        self.counters = PassCounters()
         self._release: weakref.finalize[Any, Any] | None = None
         with _starting:
             _models[id(self)] = self
@@ -129,7 +133,8 @@ class FlashLLM(nn.Module):
         before = self._prepared
         layout = make_layout(before.loaded, before.checkpoint)  # modules may have changed since
         machine = look_at_memory(before.machine, _promised(self))
-        plan = make_plan(measure(layout, before.loaded.config, kernel_alignment()), self._config, machine)
+        sizes = measure(before.loaded.model, layout, before.loaded.config, kernel_alignment())
+        plan = make_plan(sizes, self._config, machine)
         self._carry_out(layout, plan, progress)
 
     def _carry_out(self, layout: ModelLayout, plan: ResidencyPlan, progress: Progress | None) -> None:
@@ -140,7 +145,11 @@ class FlashLLM(nn.Module):
         engine = Engine(layout, plan, reader, kernel_alignment(), config.poison_released_slots, progress)
         self.layout, self.plan, self.engine = layout, plan, engine
         cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
-        self._release = weakref.finalize(self, _let_go, reader, cache_limit)
+        publisher = None
+        if config.telemetry:  # what it collects from must not be this object, whose end closes it
+            publisher = Publisher(Status(self.name, plan, layout, engine, self.counters).collect)
+            publisher.start()
+        self._release = weakref.finalize(self, _let_go, reader, cache_limit, publisher)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass, with the arguments and the result of mlx-lm's model.
@@ -165,9 +174,14 @@ class FlashLLM(nn.Module):
             is_dropped = result_is_dropped(sys._getframe(1))
             check_headroom(self.plan, num_tokens, cache, step and step * len(args[0]), all_logits=not is_dropped)
             self._engine.drop_logits(is_dropped)
-            if step is None:
-                return self._model(*args, **kwargs)
-            return self._in_steps(args[0], step, **kwargs)
+            self.counters.begin(num_tokens, len(args[0]) if num_tokens > 1 else 1)
+            try:
+                output = self._model(*args, **kwargs) if step is None else self._in_steps(args[0], step, **kwargs)
+            except BaseException:
+                self.counters.end(failed=True)
+                raise
+            self.counters.end()
+            return output
 
     @property
     def _engine(self) -> Engine:
@@ -279,7 +293,9 @@ def _promised(model: FlashLLM) -> int:
     )
 
 
-def _let_go(reader: Reader, cache_limit: int | None) -> None:
+def _let_go(reader: Reader, cache_limit: int | None, publisher: Publisher | None) -> None:
+    if publisher is not None:
+        publisher.close()
     reader.close()
     if cache_limit is not None:
         mx.set_cache_limit(cache_limit)
@@ -414,7 +430,7 @@ def prepare(
     checkpoint = read_checkpoint(Path(model_path))
     loaded = load_lazily(Path(model_path), model_config, **loading)
     layout = make_layout(loaded, checkpoint)
-    sizes = measure(layout, loaded.config, kernel_alignment())
+    sizes = measure(loaded.model, layout, loaded.config, kernel_alignment())
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
     machine = look_at_machine(largest.path, layout, config)
     return Prepared(loaded, checkpoint, layout, machine, make_plan(sizes, config, machine))

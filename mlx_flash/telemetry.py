@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import stat
@@ -283,6 +284,8 @@ def _parse(path: Path, told: Any) -> Published:
     for key, kind in kinds.items():
         if type(told.get(key)) is not kind:
             raise ValueError(f"{path}: {key!r} is {told.get(key)!r:.40}, not of type {kind.__name__}")
+        if kind is float and not math.isfinite(told[key]):
+            raise ValueError(f"{path}: {key!r} is {told[key]}")
     return Published(path, **{key: told[key] for key in kinds})
 
 

@@ -209,7 +209,7 @@ def test_errors_are_one_line(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "prepare", fail)
+    monkeypatch.setattr("mlx_flash.commands.plan.prepare", fail)
     assert cli.main(["plan", "--model", str(ROOT)]) == status
     text = capsys.readouterr().err
     assert words in text and text.count("\n") == 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import tempfile
 import threading
 import time
-import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,18 @@ from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.model import prepare
 from mlx_flash.streaming import status
 from mlx_flash.streaming.status import PassCounters, Status
-from mlx_flash.telemetry import Publisher
+from mlx_flash.telemetry import find
 from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
 from test_model import streamed_whole
 
 STATES = {"pinned", "waiting", "reading", "resident", "computing", "done"}
+
+
+@pytest.fixture(autouse=True)
+def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime folder of its own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -207,21 +215,37 @@ def test_collecting_from_a_closed_engine(directory: Path) -> None:
     assert told.collect()["read"]["nbytes"] > 0
 
 
-def test_publishing_does_not_keep_a_model_alive(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_a_model_publishes_its_calls(directory: Path) -> None:
+    with streamed_whole(directory) as model:
+        run(model, PREFILL_AND_DECODE)
+        (told,) = eventually(lambda: [found for found in find() if found.state["passes"]["num_passes"] == 5])
+        passes = told.state["passes"]
+        assert passes["num_tokens_in"] == sum(map(len, PREFILL_AND_DECODE)) and passes["num_tokens_out"] == 3
+        assert passes["began"] is None and passes["num_failed"] == 0
+        with pytest.raises(IndexError):
+            run(model, [[LLAMA["vocab_size"]]])
+        (told,) = eventually(lambda: [found for found in find() if found.state["passes"]["num_failed"] == 1])
+        assert told.state["passes"]["num_tokens_in"] == passes["num_tokens_in"]
+    assert find() == []
+
+
+def test_publishing_does_not_keep_a_model_alive(directory: Path) -> None:
     model = streamed_whole(directory)
-    publisher = Publisher(status_of(model).collect, 0.01)
-    weakref.finalize(model, publisher.close)
-    publisher.start()
-    path = publisher.path
-    assert path is not None
     run(model, [[1]])
+    assert len(eventually(find)) == 1
     del model
     gc.collect()
-    assert not path.exists()
+    assert find() == []
     assert not any(thread.name.startswith("mlx-flash") for thread in threading.enumerate())
+
+
+def eventually(condition: Callable[[], Any]) -> Any:
+    """The condition's value once it is true."""
+    end = time.monotonic() + 10
+    while not (value := condition()):
+        assert time.monotonic() < end, "it did not come true in time"
+        time.sleep(0.01)
+    return value
 
 
 def test_collecting_is_cheap(directory: Path) -> None:

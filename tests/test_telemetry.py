@@ -253,9 +253,11 @@ def test_a_newer_schema_is_told() -> None:
         envelope(number=7),
         envelope(schema=True),
         envelope(clock="1"),
+        envelope(clock=float("nan")),
+        envelope(written=float("inf")),
         "\ud800",
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_what_is_not_ours_is_left_alone(text: str) -> None:
     path = write(f"{os.getpid()}-0.json", "")

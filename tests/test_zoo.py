@@ -53,11 +53,26 @@ def test_weights_in_use_that_were_let_go_are_found(monkeypatch: pytest.MonkeyPat
     assert outcome.reason.startswith("logits of call 0 of generation 0")
 
 
+def test_what_a_model_compiled_while_streamed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Metal, one architecture keeps a compiled function, which holds the arrays it saw first."""
+    pytest.importorskip("mlx_lm.models.kimi_k3")  # before the patch: it makes kernels when it is imported
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    outcome = compare("kimi_k3", "fp32")
+    assert outcome.status == "ok", outcome.reason
+
+
 def test_what_stock_cannot_run_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(zoo.CONFIGURATIONS, "llama", {"num_attention_heads": 0})
     outcome = compare("llama", "fp32")
     assert outcome.status == "cannot"
     assert "ZeroDivisionError" in outcome.reason
+
+
+def test_a_configuration_that_does_not_fit_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(zoo.CONFIGURATIONS, "gpt2", {"n_embd": 128})
+    outcome = compare("gpt2", "fp32")
+    assert outcome.status == "failed"
+    assert "UnfitError" in outcome.reason
 
 
 def crash(connection: Connection) -> None:

@@ -119,7 +119,7 @@ class LoadedModel:
     Attributes:
         model: mlx-lm's model, every weight a lazily loaded array.
         config: its configuration, as mlx-lm returns it.
-        names: checkpoint tensor name of each array that was read, by ``id``.
+        names: checkpoint tensor name of each parameter that is as it was read, by the array's ``id``.
         keep_alive: those arrays, so that no ``id`` is used twice.
     """
 
@@ -174,7 +174,9 @@ def load_lazily(
         directory, lazy=True, model_config=model_config, get_model_classes=recording_classes, **loading
     )
     model.__class__ = original[0]
-    return LoadedModel(model, config, {id(array): name for name, array in loaded.items()}, list(loaded.values()))
+    kept = {id(array) for _, _, _, array in iter_parameters(model, "")}
+    found = {name: array for name, array in loaded.items() if id(array) in kept}  # the rest would be held for nothing
+    return LoadedModel(model, config, {id(array): name for name, array in found.items()}, list(found.values()))
 
 
 def _recording_class(model_class: type[nn.Module], loaded: dict[str, mx.array]) -> type[nn.Module]:

@@ -11,6 +11,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TextIO
 
+from mlx_lm import utils as mlx_lm_utils
+
 from mlx_flash.commands.common import dial, make_config
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import ConfigError
@@ -77,7 +79,10 @@ def _plan(model: str | None, config: FlashConfig) -> ResidencyPlan | None:
     """Plans ahead, so that what cannot be is said at once, and tells what will be."""
     if model is None or not config.enabled:
         return None
-    plan = prepare(resolve(model), config).plan
+    path = resolve(model)
+    tokenizer = mlx_lm_utils.load_tokenizer(path)  # takes memory too
+    plan = prepare(path, config).plan
+    del tokenizer
     speed = f", about {1 / plan.streaming.seconds:.2g} tokens/s" if plan.streaming.seconds else ""
     print(
         f"mlx-flash: {size(plan.model_bytes)} of weights in a budget of {plan.budget_bytes / GB:.3f} GB: "

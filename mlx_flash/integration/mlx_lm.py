@@ -1,7 +1,7 @@
 """The patch: with one attribute of mlx-lm replaced, everything that loads through it streams.
 
-``mlx_lm.load`` is imported by name into the server, the commands and other programs, so replacing it would miss them. All
-of them end in ``mlx_lm.utils.load_model``, which nobody imports by name.
+``mlx_lm.load`` is imported by name into the server, the commands and other programs, so replacing it would miss them.
+All of them end in ``mlx_lm.utils.load_model``, which nobody imports by name.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _refuse_writers() -> None:
     for module, code in _callers():
         if module in WRITERS:
             raise StreamedWeightsError(
-                f"{module} needs the model's weights to change or write them; a streamed model has them only for moments. "
+                f"{module} needs the model's weights to change or write them; a streamed model has them for moments. "
                 "Hint: run it without the patch (remove_flash_patch(), or FlashConfig(enabled=False))."
             )
         if code is mlx_lm_utils.sharded_load.__code__:

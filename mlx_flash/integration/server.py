@@ -37,13 +37,14 @@ class SurvivingGenerator(server.ResponseGenerator):  # type: ignore[misc]
             try:
                 super()._generate()
                 return
-            except FlashError as error:
+            except FlashError as failure:
                 if self.model_provider.model is None:
                     raise  # it could not even be loaded
-                logging.error("a request failed: %s", error)
-                for queue in list(self._under_way):
-                    queue.put(error)
-            gc.collect()  # the caches of the requests that failed
+                logging.exception("a request failed")
+                error = failure.with_traceback(None)  # whose frames hold the caches of the requests that failed
+            for queue in list(self._under_way):
+                queue.put(error)
+            gc.collect()
 
 
 @contextlib.contextmanager

@@ -134,4 +134,4 @@ def rate(per_second: float | None) -> str:
     """Tokens a second."""
     if per_second is None:
         return "-"
-    return f"{per_second:.1f}" if per_second >= 10 else f"{per_second:.2f}"
+    return f"{per_second:.1f}" if per_second >= 9.995 else f"{per_second:.2f}"

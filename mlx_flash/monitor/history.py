@@ -13,6 +13,9 @@ MINUTE = 60.0
 WINDOW_SECONDS = 4.0
 """What "now" means: long enough for a few of a large model's reads, short enough to see a change."""
 
+SHORTEST_SECONDS = 1e-6
+"""Nothing is told from a shorter time."""
+
 IDLE_SECONDS = 2.0
 """Between calls for this long at least, and for several times a usual call, is idle."""
 
@@ -105,7 +108,7 @@ class History:
         """Notes what the engine told, unless that was noted already."""
         sample = Sample.of(published)
         self.latest = published
-        if self._samples and sample.clock <= self._samples[-1].clock:
+        if self._samples and sample.clock - self._samples[-1].clock < SHORTEST_SECONDS:
             return
         self._samples.append(sample)
         while len(self._samples) > 2 and sample.clock - self._samples[0].clock > MINUTE:
@@ -150,10 +153,10 @@ class History:
         prefill = number(state, "passes", "pass_seconds") - decode
         return Rates(
             tokens_per_second=self._tokens_per_second(),
-            mean_tokens_per_second=now.tokens_out / decode if decode > 0 else None,
-            mean_prompt_tokens_per_second=prompt / prefill if prompt > 0 and prefill > 0 else None,
+            mean_tokens_per_second=now.tokens_out / decode if decode > SHORTEST_SECONDS else None,
+            mean_prompt_tokens_per_second=prompt / prefill if prompt > 0 and prefill > SHORTEST_SECONDS else None,
             read_bytes_per_second=max(0.0, now.nbytes - before.nbytes) / seconds if seconds > 0 else None,
-            mean_read_bytes_per_second=now.nbytes / busy if busy > 0 else None,
+            mean_read_bytes_per_second=now.nbytes / busy if busy > SHORTEST_SECONDS else None,
             shares=_shares(before, now) if seconds > 0 else None,
         )
 
@@ -174,7 +177,7 @@ class History:
             if start is not None and now.last_ended - sample.last_ended > WINDOW_SECONDS:
                 break
             start = sample
-        if start is None or now.last_ended <= start.last_ended:
+        if start is None or now.last_ended - start.last_ended < SHORTEST_SECONDS:
             return None
         return (now.tokens_out - start.tokens_out) / (now.last_ended - start.last_ended)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from mlx_flash.telemetry import Json
+
+_LARGEST = 1e18
+"""No number of bytes, tokens or seconds is this large; sums and products of smaller ones do not overflow."""
 
 STATES = ("pinned", "waiting", "reading", "resident", "computing", "done")
 
@@ -37,7 +39,7 @@ def optional(state: Json, section: str, key: str) -> float | None:
     """A number of the state; None where there is none."""
     fields = state.get(section)
     value = fields.get(key) if isinstance(fields, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST < value < _LARGEST:
         return None
     return float(value)
 

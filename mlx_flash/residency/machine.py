@@ -91,6 +91,7 @@ def compute_bytes_per_second(layout: ModelLayout) -> float:
         return _FALLBACK_BYTES_PER_SECOND
     part, arena = _some_rows(linear)
     dtype = part["scales"].dtype if "scales" in part else part["weight"].dtype
+    dtype = dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # the scales of some kinds are integers
     x = mx.ones((1, 1, _inputs(linear)), dtype=dtype)
     mx.eval(x)
     nbytes = sum(array.nbytes for array in part.values() if isinstance(array, mx.array))

@@ -298,7 +298,7 @@ def _reserves(task: _Task, budget: int) -> Iterator[_Reserve]:
     """What to set aside for tokens, most first. What the user asked for is not cut; what was left open is."""
     config, least = task.config, _least(task.config)
     for context in [config.context_length] if config.context_length else CONTEXT_LENGTHS:
-        kv_bytes = task.sizes.kv_bytes_per_token * context
+        kv_bytes = task.sizes.kv_bytes(context)
         if context < least.prefill_step_size:
             continue
         if not config.context_length and context > CONTEXT_LENGTHS[-1] and kv_bytes > KV_SHARE * budget:
@@ -486,7 +486,7 @@ def _add_up(task: _Task, reserve: _Reserve, pinned_bytes: int, streaming: Stream
         pinned_bytes=pinned_bytes,
         streaming=streaming,
         # A cache that grows holds its old and its new arrays for a moment, one layer at a time.
-        kv_bytes=sizes.kv_bytes_per_token * context * (num_layers + 1) // num_layers,
+        kv_bytes=sizes.kv_bytes(context) * (num_layers + 1) // num_layers,
         activation_bytes=_activation_bytes(task, reserve),
         bounce_bytes=machine.disk.read_size * machine.disk.queue_depth if bounce else 0,
         read_size=machine.disk.read_size,

@@ -7,14 +7,18 @@ from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.checkpoint.layout import ModelLayout, Parameter, Unit
 from mlx_flash.storage.placement import padded_bytes, place
+from mlx_flash.streaming.arrays import arrays_in
 
 CACHE_STEP = 256
 """mlx-lm's KV cache grows by this many tokens."""
 
 _DEFAULT_EXPERTS = 8
+_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,8 @@ class ModelSizes:
         heads: linear layers outside the layers.
         tables: embedding tables.
         resident_bytes: everything that is always in memory.
-        kv_bytes_per_token: KV cache of all layers for one token.
+        kv_bytes_constant: what the caches of all layers take however long the context is: recurrent states.
+        kv_bytes_per_token: what one more token adds to the caches of all layers.
         activations: what a forward call allocates.
     """
 
@@ -124,8 +129,13 @@ class ModelSizes:
     heads: tuple[UnitSize, ...]
     tables: tuple[TableSize, ...]
     resident_bytes: int
+    kv_bytes_constant: int
     kv_bytes_per_token: int
     activations: ActivationSizes
+
+    def kv_bytes(self, context_length: int) -> int:
+        """Bytes of the caches of all layers."""
+        return self.kv_bytes_constant + self.kv_bytes_per_token * context_length
 
     @cached_property
     def nbytes(self) -> int:
@@ -134,10 +144,11 @@ class ModelSizes:
         return sum(unit.nbytes for unit in units) + self.resident_bytes
 
 
-def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> ModelSizes:
-    """Takes the numbers of a model.
+def measure(model: nn.Module, layout: ModelLayout, config: dict[str, Any], alignment: int) -> ModelSizes:
+    """Takes the numbers of a model. Reads no weights.
 
     Args:
+        model: mlx-lm's model, lazily loaded.
         layout: its units.
         config: its configuration, with the key names Hugging Face uses.
         alignment: what kernels want addresses to be multiples of.
@@ -145,12 +156,14 @@ def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> Mode
     text = config.get("text_config", config)
     small = [parameter for unit in layout.units for parameter in unit.small]
     tables = [_unit_size(unit, alignment, rows=True) for unit in layout.embeddings]
+    kv_bytes_constant, kv_bytes_per_token = _kv_bytes(model)
     return ModelSizes(
         layers=tuple(_unit_size(unit, alignment) for unit in layout.layers),
         heads=tuple(_unit_size(unit, alignment, rows=True) for unit in layout.heads),
         tables=tuple(TableSize(table, layout.head_of_embedding and i == 0) for i, table in enumerate(tables)),
         resident_bytes=sum(parameter.nbytes for parameter in [*small, *layout.resident]),
-        kv_bytes_per_token=_kv_bytes_per_token(layout, text),
+        kv_bytes_constant=kv_bytes_constant,
+        kv_bytes_per_token=kv_bytes_per_token,
         activations=_activations(layout, text),
     )
 
@@ -167,20 +180,29 @@ def working_itemsize(parameters: list[Parameter]) -> int:
     return max(sizes, default=2)
 
 
-def _kv_bytes_per_token(layout: ModelLayout, config: dict[str, Any]) -> int:
-    """Keys and values of every layer; an upper bound for models that keep less."""
-    itemsize = max((working_itemsize([*unit.large, *unit.small]) for unit in layout.layers), default=2)
-    heads = config.get("num_attention_heads") or 1
-    hidden = config.get("hidden_size") or 0
-    width = (config.get("num_key_value_heads") or heads) * (config.get("head_dim") or hidden // heads)
-    return 2 * width * itemsize * len(layout.layers)
+def _kv_bytes(model: nn.Module) -> tuple[int, int]:
+    """(bytes of the model's cache that do not depend on the context, bytes that each token adds).
+
+    The model is called, and what it leaves in its cache is looked at, not computed: MLX is lazy. So whatever cache an
+    architecture has is counted. Sliding windows count as if they grew for good, which is an upper bound.
+    """
+    first, second = _cache_bytes(model, 1), _cache_bytes(model, 1 + CACHE_STEP)
+    per_token = -(-max(0, second - first) // CACHE_STEP)
+    return max(0, first - CACHE_STEP * per_token), per_token
+
+
+def _cache_bytes(model: nn.Module, num_tokens: int) -> int:
+    cache = make_prompt_cache(model)
+    model(mx.zeros((1, num_tokens), mx.int32), cache=cache)
+    return sum({id(array): int(array.nbytes) for array in arrays_in(cache)}.values())
 
 
 def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes:
     itemsize = max((working_itemsize([*unit.large, *unit.small]) for unit in layout.layers), default=2)
     widths = [sum(_outputs(p, config) for p in unit.large) for unit in layout.layers]
     # The CPU back end's attention stores scores and their softmax; the GPU ones compute both in fast memory.
-    scores = 3 * (config.get("num_attention_heads") or 1) if mx.default_device() == mx.cpu else 0
+    num_heads = next((config[key] for key in _NUM_HEADS if config.get(key)), 1)
+    scores = 3 * num_heads if mx.default_device() == mx.cpu else 0
     heads = [int(unit.module["weight"].shape[0]) for unit in [*layout.heads, *layout.embeddings]]
     rows = sum(p.nbytes // p.array.shape[0] for unit in layout.embeddings for p in unit.large)
     return ActivationSizes(

@@ -1,7 +1,7 @@
 """Whether anybody will look at what a call returns.
 
-mlx-lm's prefill calls the model for what that does to the prompt cache and drops the logits, which MLX, being lazy, then
-never computes. A head that passes through the slots is computed at once, so it has to know.
+mlx-lm's prefill calls the model for what that does to the prompt cache and drops the logits, which MLX, being lazy,
+then never computes. A head that passes through the slots is computed at once, so it has to know.
 """
 
 from __future__ import annotations

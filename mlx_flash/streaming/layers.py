@@ -7,7 +7,7 @@ forward pass is written again here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -19,47 +19,10 @@ import numpy as np
 from mlx_flash.checkpoint.layout import Parameter, Unit
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.reader import Reader
+from mlx_flash.streaming.arrays import arrays_in
 from mlx_flash.streaming.slots import Arena
 from mlx_flash.streaming.stream import WeightStream
 from mlx_flash.streaming.swap import SwappedClass, clone_with, own_class, state_of
-
-_LEAVES = (int, float, str, bytes, type(None), mx.Dtype, np.ndarray, nn.Module)
-_MAX_DEPTH = 8
-
-
-def arrays_in(*roots: Any) -> list[mx.array]:
-    """Every array reachable from some objects through dicts, sequences, and attributes, modules excepted.
-
-    A call's effects are in its result and in what it was given: caches, shared dicts, objects of any class.
-    """
-    found: list[mx.array] = []
-    _collect(roots, found, set(), 0)
-    return found
-
-
-def _collect(value: Any, found: list[mx.array], seen: set[int], depth: int) -> None:
-    if isinstance(value, mx.array):
-        found.append(value)
-        return
-    if isinstance(value, _LEAVES) or depth > _MAX_DEPTH or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, dict):
-        children: Any = value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        children = value
-    else:
-        children = _attributes(value)
-    for child in children:
-        _collect(child, found, seen, depth + 1)
-
-
-def _attributes(value: Any) -> Iterator[Any]:
-    yield from getattr(value, "__dict__", {}).values()
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            yield getattr(value, name, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,9 @@ SHARED: dict[str, Any] = {
 }
 """What most architectures call by the same name; they ignore what they do not know."""
 
+OWN_WORDS = {"n_embd", "d_model", "model_dim", "hidden_dim"}
+"""An architecture that has one of these has its own names for all sizes."""
+
 CONFIGURATIONS = {**DENSE, **EXPERTS, **RECURRENT, **WRAPPERS}
 
 
@@ -48,11 +51,11 @@ def architecture(name: str) -> str:
 def configuration(name: str) -> dict[str, Any]:
     """What ``config.json`` holds."""
     own = copy.deepcopy(CONFIGURATIONS[name])
-    config = {"model_type": architecture(name), **own}
+    config = {"model_type": architecture(name), "vocab_size": SHARED["vocab_size"], **own}
     if "text_config" in own:
         config["text_config"] = {**SHARED, **own["text_config"]}
-        return {"vocab_size": SHARED["vocab_size"], **config}
-    return {**SHARED, **config}
+        return config
+    return config if OWN_WORDS & own.keys() else {**SHARED, **config}
 
 
 def unconfigured() -> list[str]:

@@ -17,7 +17,7 @@ from mlx_flash import FlashLLM
 from models import stock
 from test_model import streamed_whole
 from zoo import configuration
-from zoo.weights import VARIANTS, save
+from zoo.weights import VARIANTS, UnfitError, save
 
 PROMPT = [5, 17, 300, 3, 3, 42, 64, 99, 128, 7, 21]
 GENERATIONS: Sequence[Sequence[Sequence[Sequence[int]]]] = (
@@ -89,6 +89,8 @@ def compare(name: str, variant: str, enter: Callable[[str], None] = lambda phase
                 outcome.reason = flaw
             else:
                 outcome.status = "ok"
+        except UnfitError as error:
+            outcome.reason = one_line(error)
         except (Exception, SystemExit) as error:  # one model exits when a package is missing
             outcome.status, outcome.reason = "cannot", one_line(error)
         if outcome.status == "ok":

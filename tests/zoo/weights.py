@@ -19,6 +19,10 @@ KEPT = ("signs",)
 """Parameters of which only certain values are valid: the model's own stay."""
 
 
+class UnfitError(Exception):
+    """A configuration lacks what its architecture needs: a fault of the zoo's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """How weights are stored.
@@ -64,10 +68,18 @@ def save(directory: Path, config: dict[str, Any], variant: Variant) -> None:
 
 
 def build(config: dict[str, Any], variant: Variant) -> nn.Module:
-    """A random model, not quantized yet."""
+    """A random model, not quantized yet.
+
+    Raises:
+        UnfitError: its arguments cannot be made of the configuration.
+    """
     mx.random.seed(7)
     model_class, args_class = mlx_lm_utils._get_classes(config)
-    model: nn.Module = model_class(args_class.from_dict(copy.deepcopy(config)))
+    try:
+        args = args_class.from_dict(copy.deepcopy(config))
+    except TypeError as error:
+        raise UnfitError(str(error)) from error
+    model: nn.Module = model_class(args)
     may_cast = getattr(model, "cast_predicate", lambda name: True)
 
     def prepared(name: str, array: mx.array) -> mx.array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +13,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_flash.errors import ConfigError
 from mlx_flash.integration.modelfile import Modelfile, Parameters
+
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 DEFAULT_MAX_TOKENS = 512
 DEFAULT_REPEAT_LAST_N = 64
@@ -90,13 +92,17 @@ class Conversation:
         if parameters.seed is not None:
             mx.random.seed(parameters.seed)
         given = parameters.max_tokens(len(prompt)) if self._max_tokens is None else self._max_tokens
+        options = sampling(parameters)
+        if rest != prompt:
+            before = prompt[: len(prompt) - len(rest)]
+            options["logits_processors"] = [_seeing(before, process) for process in options["logits_processors"]]
         responses = stream_generate(
             self._model,
             self._tokenizer,
             rest,
             max_tokens=DEFAULT_MAX_TOKENS if given is None else given,
             prompt_cache=self._cache,
-            **sampling(parameters),
+            **options,
         )
         self._cached += rest
         try:
@@ -115,6 +121,12 @@ class Conversation:
             self._cached = self._cached[: max(offsets, default=0)]
         else:
             self._cache, self._cached = make_prompt_cache(self._model), []
+
+
+def _seeing(before: list[int], process: LogitsProcessor) -> LogitsProcessor:
+    """A logits processor that also sees the tokens that were in the cache already."""
+    seen = mx.array(before)
+    return lambda tokens, logits: process(mx.concatenate([seen, tokens]), logits)
 
 
 def first_messages(modelfile: Modelfile) -> list[dict[str, str]]:

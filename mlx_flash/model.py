@@ -174,14 +174,20 @@ class FlashLLM(nn.Module):
             is_dropped = result_is_dropped(sys._getframe(1))
             check_headroom(self.plan, num_tokens, cache, step and step * len(args[0]), all_logits=not is_dropped)
             self._engine.drop_logits(is_dropped)
-            self.counters.begin(num_tokens, len(args[0]) if num_tokens > 1 else 1)
-            try:
-                output = self._model(*args, **kwargs) if step is None else self._in_steps(args[0], step, **kwargs)
-            except BaseException:
-                self.counters.end(failed=True)
-                raise
-            self.counters.end()
-            return output
+            if step is None:
+                return self._counted(*args, **kwargs)
+            return self._in_steps(args[0], step, **kwargs)
+
+    def _counted(self, *args: Any, **kwargs: Any) -> Any:
+        tokens = args[0] if args and isinstance(args[0], mx.array) and args[0].ndim == 2 else None
+        self.counters.begin(1 if tokens is None else tokens.size, 1 if tokens is None else len(tokens))
+        try:
+            output = self._model(*args, **kwargs)
+        except BaseException:
+            self.counters.end(failed=True)
+            raise
+        self.counters.end()
+        return output
 
     @property
     def _engine(self) -> Engine:
@@ -199,7 +205,7 @@ class FlashLLM(nn.Module):
         outputs = []
         for i in range(0, tokens.shape[1], step):
             mx.eval(arrays_in(kwargs["cache"]))  # lets the intermediate results of the step before go
-            outputs.append(self._model(tokens[:, i : i + step], **kwargs))
+            outputs.append(self._counted(tokens[:, i : i + step], **kwargs))
         return mx.concatenate(outputs, axis=1)
 
     def _step(self, *args: Any, **kwargs: Any) -> int | None:
@@ -253,10 +259,10 @@ class FlashLLM(nn.Module):
             if not self._closed:
                 self._closed = True
                 _models.pop(id(self), None)
-                if self.engine is not None:
-                    self.engine.close()
                 if self._release is not None:
                     self._release()
+                if self.engine is not None:
+                    self.engine.close()
             return cast(nn.Module, self._model)
 
     def __enter__(self) -> FlashLLM:

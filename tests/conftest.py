@@ -16,5 +16,6 @@ def _own_directories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
     """Keeps tests from reading or writing what the user's runs remember, and from the user's settings."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "config"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.getbasetemp()))
     for name in [name for name in os.environ if name.startswith("MLX_FLASH_")]:
         monkeypatch.delenv(name)

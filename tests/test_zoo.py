@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,6 +15,8 @@ import zoo
 from zoo.compare import PROMPT, Outcome, compare, find_difference, same
 from zoo.pool import Case, Worker
 from zoo.weights import VARIANTS, build, quantize
+
+MLX_LM = tuple(map(int, version("mlx-lm").split(".")[:2]))
 
 KINDS = [
     ("gemma3n", "bf16"),  # embeddings for each layer, shared key-value caches, a predicted residual
@@ -35,8 +38,8 @@ KINDS = [
 @pytest.mark.parametrize(("name", "variant"), KINDS, ids=lambda value: str(value))
 def test_an_architecture_streams_exactly(name: str, variant: str) -> None:
     outcome = compare(name, variant)
-    if outcome.status == "cannot" and "not supported" in outcome.reason:
-        pytest.skip(f"mlx-lm has no such architecture yet: {outcome.reason}")
+    if outcome.status == "cannot" and MLX_LM < (0, 32):
+        pytest.skip(f"this mlx-lm is too old for it: {outcome.reason}")
     assert outcome.status == "ok", outcome.reason
     assert outcome.num_streamed == outcome.num_layers > 0
     assert outcome.streamed_bytes > 0.9 * outcome.nbytes

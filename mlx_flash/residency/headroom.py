@@ -46,16 +46,18 @@ def check_headroom(
             f"a forward call with {num_tokens} new tokens in a context of {context} would take the process to "
             f"{(plan.budget_bytes + missing) / GB:.3f} GB: {elsewhere / MB:.0f} MB for the process itself, "
             f"{in_use / MB:.0f} MB in arrays now, {activations / MB:.0f} MB of activations, {growth / MB:.0f} MB of KV "
-            f"cache; the budget is {plan.budget_bytes / GB:.3f} GB. {_hint(plan, step or num_tokens, context)}",
+            f"cache; the budget is {plan.budget_bytes / GB:.3f} GB. {_hint(plan, step or num_tokens, context, all_logits)}",
             plan.budget_bytes + missing,
         )
 
 
-def _hint(plan: ResidencyPlan, num_tokens: int, context: int) -> str:
+def _hint(plan: ResidencyPlan, num_tokens: int, context: int, all_logits: bool) -> str:
     if num_tokens > plan.prefill_step_size:
         return f"Hint: pass prefill_step_size={plan.prefill_step_size} to mlx_lm, or raise ram_budget_gb."
     if context > plan.context_length:
         return f"Hint: load the model with FlashConfig(context_length={2 * context}), or raise ram_budget_gb."
+    if all_logits and num_tokens > 1:
+        return "Hint: ask for the logits of fewer tokens at a time, or raise ram_budget_gb."
     return "Hint: let go of other arrays and models in this process, or raise ram_budget_gb."
 
 

@@ -80,45 +80,53 @@ def compare(name: str, variant: str, enter: Callable[[str], None] = lambda phase
     began = time.perf_counter()
     outcome = Outcome(name, variant)
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
-        directory = Path(folder)
-        try:
-            enter("stock")
-            save(directory, configuration(name), VARIANTS[variant])
-            expected = trace(stock(directory))
-            if flaw := find_flaw(expected[0]):
-                outcome.reason = flaw
-            else:
-                outcome.status = "ok"
-        except UnfitError as error:
-            outcome.reason = one_line(error)
-        except (Exception, SystemExit) as error:  # one model exits when a package is missing
-            outcome.status, outcome.reason = "cannot", one_line(error)
-        if outcome.status == "ok":
-            try:
-                enter("streamed")
-                stream(directory, expected, outcome)
-            except Exception as error:
-                outcome.status, outcome.reason = "failed", one_line(error)
+        enter("stock")
+        expected = run_stock(Path(folder), outcome)
+        if expected:
+            enter("streamed")
+            run_streamed(Path(folder), outcome, expected)
     outcome.seconds = time.perf_counter() - began
     return outcome
 
 
-def stream(directory: Path, expected: list[Any], outcome: Outcome) -> None:
+def run_stock(directory: Path, outcome: Outcome) -> list[Any]:
+    """What stock mlx-lm computes; nothing when it cannot, or when that proves nothing."""
+    try:
+        save(directory, configuration(outcome.name), VARIANTS[outcome.variant])
+        expected = trace(stock(directory))
+        outcome.reason = find_flaw(expected[0])
+    except UnfitError as error:
+        outcome.reason = one_line(error)
+    except (Exception, SystemExit) as error:  # one model exits when a package is missing
+        outcome.status, outcome.reason = "cannot", one_line(error)
+    return [] if outcome.reason else expected
+
+
+def run_streamed(directory: Path, outcome: Outcome, expected: list[Any]) -> None:
     """Runs a model streamed and notes what differs, and what was streamed."""
     tile_rows = 3 * configuration(outcome.name)["vocab_size"] // 5  # two tiles of different size
-    with streamed_whole(directory, tile_rows=tile_rows) as model:
-        model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)  # else it cuts calls, as mlx-lm cuts prompts
-        describe(model, outcome)
-        got = trace(model)
-        closed = trace(model.close(), GENERATIONS[-1:])
+    try:
+        with streamed_whole(directory, tile_rows=tile_rows) as model:
+            model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)  # longer calls are cut
+            describe(model, outcome)
+            got = trace(model)
+            closed = trace(model.close(), GENERATIONS[-1:])
+        outcome.reason = judge(directory, outcome, expected, got, closed)
+    except Exception as error:
+        outcome.reason = one_line(error)
+    outcome.status = "failed" if outcome.reason else "ok"
+
+
+def judge(directory: Path, outcome: Outcome, expected: list[Any], got: list[Any], closed: list[Any]) -> str:
+    """What is wrong, if anything is."""
     if difference := find_difference(expected, got):
         again = find_difference(expected, trace(stock(directory)))
-        outcome.status = "failed"
-        outcome.reason = f"stock differs from itself: {again}" if again else difference
-    elif difference := find_difference(expected[-len(closed) :], closed):
-        outcome.status, outcome.reason = "failed", f"after close(): {difference}"
-    elif not outcome.num_streamed:
-        outcome.status, outcome.reason = "failed", f"no layer was streamed: {'; '.join(set(outcome.kept.values()))}"
+        return f"stock differs from itself: {again}" if again else difference
+    if difference := find_difference(expected[-len(closed) :], closed):
+        return f"after close(): {difference}"
+    if not outcome.num_streamed:
+        return f"no layer was streamed: {'; '.join(sorted(set(outcome.kept.values())))}"
+    return ""
 
 
 def trace(model: Any, generations: Sequence[Any] = GENERATIONS) -> list[Any]:

@@ -1,0 +1,157 @@
+"""Modelfiles: prompted, in conversation, served."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import mlx_lm
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_flash import FlashConfig, FlashLLM, cli
+from mlx_flash.commands.run import loaded, opening, server_flags
+from mlx_flash.conversation import Conversation, cut_at, first_messages, sampling
+from mlx_flash.integration.modelfile import Modelfile, parse_modelfile
+from models import GEMMA3, MAMBA2, save
+
+ROOT = Path(__file__).parents[1]
+SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "llama"
+    subprocess.run([sys.executable, ROOT / "scripts/make_random_model.py", path, "--dtype", "float32", *SHAPE.split()], check=True)
+    return path
+
+
+def modelfile(model_dir: Path, text: str = "") -> Modelfile:
+    return parse_modelfile(f"FROM {model_dir}\nFLASH_RAM_GB 0.4\nFLASH_CONTEXT_LENGTH 1024\n{text}", "Modelfile")
+
+
+def say(described: Modelfile, turns: Sequence[str]) -> list[str]:
+    """The answers, by the engine."""
+    config = FlashConfig.resolve(modelfile=described.flash, environment={})
+    with loaded(described, config) as (model, tokenizer):
+        assert isinstance(model, FlashLLM) == config.enabled
+        conversation = Conversation(model, tokenizer, described)
+        return ["".join(conversation.answer(text)) for text in turns]
+
+
+def expected_answer(described: Modelfile, messages: list[dict[str, str]], max_tokens: int) -> str:
+    """What mlx-lm alone makes of a whole conversation, from nothing."""
+    model, tokenizer, *_ = mlx_lm.load(described.base)
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return mlx_lm.generate(model, tokenizer, prompt, max_tokens=max_tokens, **sampling(described.parameters))
+
+
+def test_a_conversation_is_what_mlx_lm_makes_of_all_of_it(model_dir: Path) -> None:
+    described = modelfile(
+        model_dir,
+        "SYSTEM You are brief.\nMESSAGE user Hi\nMESSAGE assistant Hello.\nPARAMETER num_predict 12\n"
+        "PARAMETER repeat_penalty 1.3\nPARAMETER top_k 20",
+    )
+    turns = ["Tell me about the sea", "And the sky?", "Go on"]
+    answers = say(described, turns)
+    assert say(replace(described, flash={**described.flash, "enabled": "false"}), turns) == answers
+    messages = first_messages(described)
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+    for turn, answer in zip(turns, answers, strict=True):
+        messages.append({"role": "user", "content": turn})
+        assert answer == expected_answer(described, messages, 12) != ""
+        messages.append({"role": "assistant", "content": answer})
+
+
+def test_flash_false_is_mlx_lm_alone(model_dir: Path) -> None:
+    streamed = say(modelfile(model_dir, "PARAMETER num_predict 8"), ["Hello"])
+    assert say(modelfile(model_dir, "PARAMETER num_predict 8\nFLASH false"), ["Hello"]) == streamed
+
+
+def test_a_seed_repeats_and_stop_ends(model_dir: Path) -> None:
+    sampled = "PARAMETER temperature 1\nPARAMETER seed 4\nPARAMETER num_predict 40"
+    (first, again) = say(modelfile(model_dir, sampled), ["Hello"]) + say(modelfile(model_dir, sampled), ["Hello"])
+    assert first == again
+    (other,) = say(modelfile(model_dir, sampled.replace("seed 4", "seed 5")), ["Hello"])
+    assert other != first
+    middle = first[len(first) // 2 :][:3]
+    (cut,) = say(modelfile(model_dir, f'{sampled}\nPARAMETER stop "{middle}"'), ["Hello"])
+    assert cut == first[: first.index(middle)]
+
+
+@pytest.mark.parametrize("architecture", [GEMMA3, MAMBA2], ids=["sliding window", "recurrent"])
+def test_caches_that_cannot_be_trimmed(model_dir: Path, tmp_path: Path, architecture: dict[str, Any]) -> None:
+    """Their conversation starts afresh, and says the same."""
+    directory = save(tmp_path / "model", architecture)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).write_bytes((model_dir / name).read_bytes())
+    described = modelfile(directory, "PARAMETER num_predict 10")
+    turns = ["Tell me about the sea", "And the sky?"]
+    answers = say(described, turns)
+    messages = [{"role": "user", "content": turns[0]}]
+    assert answers[0] == expected_answer(described, messages, 10)
+    messages += [{"role": "assistant", "content": answers[0]}, {"role": "user", "content": turns[1]}]
+    assert answers[1] == expected_answer(described, messages, 10)
+
+
+@given(st.text("ab<|", max_size=60), st.lists(st.text("ab<|", min_size=1, max_size=5), max_size=3), st.data())
+def test_text_is_cut_at_the_first_stop(text: str, stop: list[str], data: st.DataObject) -> None:
+    ends = [text.find(word) for word in stop if word in text]
+    expected = text[: min(ends)] if ends else text
+
+    def pieces() -> Iterator[str]:
+        rest = text
+        while rest:
+            size = data.draw(st.integers(1, 4))
+            yield rest[:size]
+            rest = rest[size:]
+
+    # A stop that a later piece completes may begin before one that was seen first; either is a place to end.
+    found = "".join(cut_at(pieces(), stop))
+    assert found == expected or (ends and len(found) in [i for i in range(len(text)) for w in stop if text[i:].startswith(w)])
+    assert text.startswith(found)
+
+
+@pytest.mark.parametrize("own_system", [False, True])
+def test_a_served_modelfile_opens_every_conversation(own_system: bool) -> None:
+    first = [{"role": "system", "content": 'A "brief" {% one %} }} é 🦊\n'}, {"role": "user", "content": "Hi"}]
+    template = opening(first) + "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    asked = [{"role": "system", "content": "mine"}] * own_system + [{"role": "user", "content": "What?"}]
+    text = jinja2.Environment().from_string(template).render(messages=asked)
+    system = "mine" if own_system else first[0]["content"]
+    assert text == f"[system:{system}][user:Hi][user:What?]"
+
+
+def test_server_flags_say_what_they_can_and_stderr_the_rest(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    described = modelfile(
+        model_dir, "PARAMETER temperature 0.5\nPARAMETER min_p 0.1\nPARAMETER seed 3\nPARAMETER num_predict -1\nSYSTEM Hi"
+    )
+    args = argparse.Namespace(file="Modelfile", host="127.0.0.1", port=8080, max_tokens=None, prefill_step_size=None)
+    flags = server_flags(described, args)
+    said = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert said["--temp"] == "0.5" and said["--min-p"] == "0.1" and said["--model"] == str(model_dir)
+    assert "--max-tokens" not in said and "Hi" in said["--chat-template"]
+    told = capsys.readouterr().err
+    assert "PARAMETER seed" in told and "PARAMETER num_predict" in told
+
+
+def test_the_command_tells_what_it_does_not_do(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "Modelfile"
+    file.write_text(f"FROM {model_dir}\nPARAMETER num_gpu 4\nPARAMETER num_predict 6\nFLASH_RAM_GB min\n")
+    assert cli.main(["run", "-f", str(file), "Hello"]) == 0
+    told = capsys.readouterr()
+    assert f"{file}:2:" in told.err and "num_gpu" in told.err
+    answer = told.out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
+    assert cli.main(["run", "-f", str(file)]) == 0
+    assert capsys.readouterr().out == answer != ""

@@ -48,7 +48,8 @@ from streaming import (
     run_worker,
 )
 
-from mlx_flash.checkpoint.layout import load_lazily, make_layout
+from mlx_flash.checkpoint.layout import load_lazily
+from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.checkpoint.order import streaming_order
 from mlx_flash.checkpoint.pack import PackReport, pack
 from mlx_flash.checkpoint.safetensors import read_checkpoint

@@ -17,8 +17,9 @@ import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tuner import utils as mlx_lm_tuner_utils
 
-from mlx_flash.checkpoint.layout import LoadedModel, ModelLayout, load_config, load_lazily, make_layout
+from mlx_flash.checkpoint.layout import LoadedModel, ModelLayout, load_config, load_lazily
 from mlx_flash.checkpoint.safetensors import Checkpoint, read_checkpoint
+from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, CheckpointNotFoundError, ClosedError, StreamedWeightsError
 from mlx_flash.residency.headroom import check_headroom
@@ -133,7 +134,7 @@ class FlashLLM(nn.Module):
         before = self._prepared
         layout = make_layout(before.loaded, before.checkpoint)  # modules may have changed since
         machine = look_at_memory(before.machine, _promised(self))
-        sizes = measure(before.loaded.model, layout, before.loaded.config, kernel_alignment())
+        sizes = measure(layout, before.loaded.config, kernel_alignment())
         plan = make_plan(sizes, self._config, machine)
         self._carry_out(layout, plan, progress)
 
@@ -436,7 +437,7 @@ def prepare(
     checkpoint = read_checkpoint(Path(model_path))
     loaded = load_lazily(Path(model_path), model_config, **loading)
     layout = make_layout(loaded, checkpoint)
-    sizes = measure(loaded.model, layout, loaded.config, kernel_alignment())
+    sizes = measure(layout, loaded.config, kernel_alignment())
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
     machine = look_at_machine(largest.path, layout, config)
     return Prepared(loaded, checkpoint, layout, machine, make_plan(sizes, config, machine))

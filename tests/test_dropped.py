@@ -24,7 +24,7 @@ probe = Probe()
 def test_a_statement_drops_it() -> None:
     probe(1)
     probe(1, cache=2)
-    probe(*[1], **{"cache": 2})
+    probe(*[1], cache=2)
     for _ in range(2):
         probe()
     assert answers == [True] * 5

@@ -7,14 +7,19 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_flash.checkpoint.layout import ModelLayout, load_lazily, make_layout
+from mlx_flash.checkpoint.layout import ModelLayout, load_lazily
 from mlx_flash.checkpoint.safetensors import read_checkpoint
+from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.errors import CheckpointError
-from models import GEMMA3, LLAMA, MAMBA2, save, stock
+from mlx_flash.streaming.arrays import arrays_in
+from models import GEMMA3, LLAMA, MAMBA2, run, same_bits, save, stock
+from zoo import configuration
 
 
 def layout_of(directory: Path) -> tuple[nn.Module, ModelLayout]:
@@ -69,7 +74,7 @@ def test_what_sanitize_computes_is_derived(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_table_is_known_to_serve_as_head(tmp_path: Path, tied: bool) -> None:
     _, layout = layout_of(save(tmp_path, {**LLAMA, "tie_word_embeddings": tied}))
-    assert layout.head_of_embedding is tied
+    assert layout.tied == ({"model.embed_tokens"} if tied else set())
     assert [unit.name for unit in layout.heads] == ([] if tied else ["lm_head"])
     assert [unit.name for unit in layout.embeddings] == ["model.embed_tokens"]
 
@@ -81,15 +86,80 @@ def test_norms_and_tables_of_constants_are_not_streamed(tmp_path: Path) -> None:
     assert all(parameter.array.ndim > 1 for unit in layout.units for parameter in unit.large)
 
 
-def test_of_layers_that_are_not_called_the_linears_are_streamed(
+def test_of_layers_that_are_not_called_what_is_called_in_them_is_streamed(tmp_path: Path) -> None:
+    config = configuration("iquestloopcoder")
+    _, layout = layout_of(save(tmp_path, config))
+    assert {unit.name for unit in layout.layers if unit.name.startswith("model.layers.0.")} == {
+        "model.layers.0.mlp",
+        *(f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"),
+    }
+    assert any(parameter.name == "model.layers.0.input_layernorm.weight" for parameter in layout.resident)
+
+
+def test_layers_are_cut_finer_and_finer(tmp_path: Path) -> None:
+    _, layout = layout_of(save(tmp_path, LLAMA))
+    halves, linears = layout.finer
+    assert [unit.name for unit in halves[:3]] == [
+        "model.layers.0.self_attn",
+        "model.layers.0.mlp",
+        "model.layers.1.self_attn",
+    ]
+    assert [unit.name.rsplit(".", 1)[-1] for unit in linears[:7]] == [
+        f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
+    ]
+    for cut in layout.finer:
+        assert [p for unit in cut for p in unit.large] != []
+        assert {id(p) for unit in cut for p in unit.large} == {id(p) for unit in layout.layers for p in unit.large}
+
+
+def test_a_module_whose_weight_is_used_without_calling_it_is_not_cut_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    original = llama.MLP.__call__
+
+    def reaches_in(self: Any, x: mx.array) -> mx.array:
+        return original(self, x) + (x @ self.gate_proj.weight.T)[..., :1]
+
+    monkeypatch.setattr(llama.MLP, "__call__", reaches_in)
+    _, layout = layout_of(save(tmp_path, LLAMA))
+    assert "model.layers.0.mlp" in {unit.name for unit in layout.finer[-1]}
+    assert "model.layers.0.self_attn.q_proj" in {unit.name for unit in layout.finer[-1]}
+
+
+def test_a_rehearsal_reads_nothing_and_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    original = llama.MLP.__call__
+
+    def compiles(self: Any, x: mx.array) -> mx.array:
+        if "_compiled" not in vars(self):
+            self._compiled = mx.compile(lambda y: original(self, y))
+        seen.append(np.array(x.sum()))  # looks at numbers while it runs
+        return self._compiled(x)
+
+    monkeypatch.setattr(llama.MLP, "__call__", compiles)
     directory = save(tmp_path, LLAMA)
-    monkeypatch.delattr(llama.TransformerBlock, "__call__")
-    _, layout = layout_of(directory)
-    assert layout.layers == []
-    assert len(layout.heads) == 7 * LLAMA["num_hidden_layers"] + 1
-    assert any(parameter.name == "model.layers.0.input_layernorm.weight" for parameter in layout.resident)
+    expected = run(stock(directory), [[1, 2, 3]])
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    model, layout = layout_of(directory)
+    assert mx.get_active_memory() - before < 100_000 < layout.nbytes
+    assert not any("_compiled" in vars(layer.mlp) for layer in model.layers)
+    assert len(seen) > len(model.layers)
+    assert same_bits(run(model, [[1, 2, 3]]), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mamba2", "deepseek_v3", "qwen3_next", "gpt2", "nanbeige"])
+def test_the_size_of_the_cache_is_known_before_there_is_one(tmp_path: Path, name: str) -> None:
+    model, layout = layout_of(save(tmp_path, configuration(name)))
+    cache = make_prompt_cache(model)
+    num_tokens = 0
+    for _ in range(3):
+        model(mx.array([[5] * 256]), cache=cache)
+        num_tokens += 256
+        arrays = {id(array): array.nbytes for entry in cache for array in arrays_in(entry)}
+        assert sum(arrays.values()) <= layout.cache_bytes + num_tokens * layout.cache_bytes_per_token
+    if name in ("llama", "gpt2", "nanbeige"):
+        assert sum(arrays.values()) == layout.cache_bytes + num_tokens * layout.cache_bytes_per_token
 
 
 def test_a_model_without_layers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

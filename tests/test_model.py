@@ -110,7 +110,7 @@ def streamed_whole(directory: Path, num_slots: int = 2, tile_rows: int = 192, io
     settings = config(num_slots=num_slots, io=io)
     prepared = prepare(directory, settings)
     layout, plan = prepared.layout, prepared.plan
-    heads = layout.heads or layout.embeddings
+    heads = [*layout.heads, *(unit for unit in layout.embeddings if unit.name in layout.tied)]
     tile_rows = tile_rows if mx.default_device() == mx.cpu else 10**9
     slot = max(unit.nbytes for unit in layout.units) + 2_000_000
     streaming = replace(

@@ -23,10 +23,11 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.checkpoint import pack as pack_module
-from mlx_flash.checkpoint.layout import load_lazily, make_layout
+from mlx_flash.checkpoint.layout import load_lazily
 from mlx_flash.checkpoint.order import UnitTensors, streaming_order
 from mlx_flash.checkpoint.pack import PackReport, pack
 from mlx_flash.checkpoint.safetensors import Checkpoint, read_checkpoint
+from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.checkpoint.writer import DATA_ALIGNMENT, ShardWriter
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
 from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, run, same_bits, save, stock

@@ -30,7 +30,9 @@ SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-hea
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "llama"
-    subprocess.run([sys.executable, ROOT / "scripts/make_random_model.py", path, "--dtype", "float32", *SHAPE.split()], check=True)
+    subprocess.run(
+        [sys.executable, ROOT / "scripts/make_random_model.py", path, "--dtype", "float32", *SHAPE.split()], check=True
+    )
     return path
 
 
@@ -116,7 +118,9 @@ def test_text_is_cut_at_the_first_stop(text: str, stop: list[str], data: st.Data
 
     # A stop that a later piece completes may begin before one that was seen first; either is a place to end.
     found = "".join(cut_at(pieces(), stop))
-    assert found == expected or (ends and len(found) in [i for i in range(len(text)) for w in stop if text[i:].startswith(w)])
+    assert found == expected or (
+        ends and len(found) in [i for i in range(len(text)) for w in stop if text[i:].startswith(w)]
+    )
     assert text.startswith(found)
 
 
@@ -130,9 +134,12 @@ def test_a_served_modelfile_opens_every_conversation(own_system: bool) -> None:
     assert text == f"[system:{system}][user:Hi][user:What?]"
 
 
-def test_server_flags_say_what_they_can_and_stderr_the_rest(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_server_flags_say_what_they_can_and_stderr_the_rest(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     described = modelfile(
-        model_dir, "PARAMETER temperature 0.5\nPARAMETER min_p 0.1\nPARAMETER seed 3\nPARAMETER num_predict -1\nSYSTEM Hi"
+        model_dir,
+        "PARAMETER temperature 0.5\nPARAMETER min_p 0.1\nPARAMETER seed 3\nPARAMETER num_predict -1\nSYSTEM Hi",
     )
     args = argparse.Namespace(file="Modelfile", host="127.0.0.1", port=8080, max_tokens=None, prefill_step_size=None)
     flags = server_flags(described, args)

@@ -30,7 +30,14 @@ SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-hea
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("models")
     for i in range(2):
-        command = [sys.executable, ROOT / "scripts/make_random_model.py", folder / str(i), *SHAPE.split(), "--seed", str(i)]
+        command = [
+            sys.executable,
+            ROOT / "scripts/make_random_model.py",
+            folder / str(i),
+            *SHAPE.split(),
+            "--seed",
+            str(i),
+        ]
         subprocess.run(command, check=True)
     return [str(folder / str(i)) for i in range(2)]
 

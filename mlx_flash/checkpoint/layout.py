@@ -18,15 +18,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
-from mlx_flash.checkpoint.safetensors import Checkpoint, TensorRecord
+from mlx_flash.checkpoint.safetensors import TensorRecord
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError
-
-SMALL_BYTES = 64 * 1024
-"""A tensor at most this large, and a small part of its unit, is kept in memory always: reading it costs a disk access
-and saves nothing. One-dimensional ones (norms, biases) are kept whatever their size; some models use those of the next
-layer."""
-
-SMALL_SHARE = 1 / 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +74,12 @@ class Unit:
         """Bytes of the large parameters."""
         return sum(parameter.nbytes for parameter in self.large)
 
+    @property
+    def num_rows(self) -> int | None:
+        """Output rows, for a module that can be computed row tile by row tile."""
+        kinds = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
+        return int(self.module["weight"].shape[0]) if isinstance(self.module, kinds) else None
+
 
 @dataclass(slots=True, eq=False)
 class ModelLayout:
@@ -91,14 +90,21 @@ class ModelLayout:
         heads: linear layers outside of them, such as ``lm_head``; can be computed row tile by row tile.
         embeddings: tables outside of them; a lookup needs a few rows.
         resident: every other array of the model, constants such as RoPE tables included.
-        head_of_embedding: True when the embedding table must also serve as the head, since nothing else does.
+        tied: names of the embeddings that serve as the head too.
+        finer: ways to cut the layers into smaller units, each finer than the one before: attention and MLP, then their
+            parts. What a cut leaves over stays in memory. In calling order; parameters are those of the layers.
+        cache_bytes: what the cache takes however long the context is.
+        cache_bytes_per_token: what each token adds to the cache of all layers.
     """
 
     layers: list[Unit]
     heads: list[Unit]
     embeddings: list[Unit]
     resident: list[Parameter]
-    head_of_embedding: bool
+    tied: set[str]
+    finer: list[list[Unit]] = field(default_factory=list)
+    cache_bytes: int = 0
+    cache_bytes_per_token: int = 0
 
     @property
     def units(self) -> list[Unit]:
@@ -215,64 +221,3 @@ def _iter_arrays(container: Any, prefix: str, seen: set[int]) -> Iterator[tuple[
             for i, item in enumerate(value):
                 if isinstance(item, dict | list):
                     yield from _iter_arrays(item, f"{name}.{i}", seen)
-
-
-def make_layout(loaded: LoadedModel, checkpoint: Checkpoint) -> ModelLayout:
-    """Finds the units of a model and the source of each of its parameters.
-
-    Raises:
-        CheckpointError: the model has no list of layers.
-    """
-    model = loaded.model
-    names = {id(module): name for name, module in model.named_modules()}
-    layers = [Unit(names[id(layer)], layer) for layer in _streamable_layers(model) if id(layer) in names]
-    inside = {id(module) for unit in layers for module in unit.module.modules()}
-    outside = [Unit(name, module) for name, module in model.named_modules() if id(module) not in inside]
-    heads = [unit for unit in outside if isinstance(unit.module, nn.Linear | nn.QuantizedLinear)]
-    embeddings = [unit for unit in outside if isinstance(unit.module, nn.Embedding | nn.QuantizedEmbedding)]
-    taken: set[tuple[int, Any]] = set()
-    for unit in [*layers, *heads, *embeddings]:
-        _assign(unit, _parameters(unit.module, unit.name, loaded, checkpoint), taken)
-    rest = _parameters(model, "", loaded, checkpoint)
-    return ModelLayout(
-        layers=[unit for unit in layers if unit.large],
-        heads=[unit for unit in heads if unit.large],
-        embeddings=[unit for unit in embeddings if unit.large],
-        resident=[p for p in rest if (id(p.container), p.key) not in taken],
-        head_of_embedding=_serves_as_head(heads, embeddings),
-    )
-
-
-def _streamable_layers(model: nn.Module) -> list[nn.Module]:
-    """The model's layers, each once. Those that are not called (the model reaches into them) cannot be streamed."""
-    layers = getattr(model, "layers", None)
-    if layers is None:
-        raise CheckpointError(
-            f"{type(model).__module__}.{type(model).__name__} has no 'layers': nothing can be streamed"
-        )
-    distinct = {id(layer): layer for layer in layers if isinstance(layer, nn.Module)}
-    return [layer for layer in distinct.values() if any("__call__" in vars(base) for base in type(layer).__mro__)]
-
-
-def _parameters(module: nn.Module, prefix: str, loaded: LoadedModel, checkpoint: Checkpoint) -> Iterator[Parameter]:
-    for name, container, key, array in iter_parameters(module, prefix):
-        record = checkpoint.tensors.get(loaded.names.get(id(array), ""))
-        if record is not None and record.nbytes != array.nbytes:
-            record = None  # mlx reads this dtype as another one
-        yield Parameter(name, container, key, array, record)
-
-
-def _assign(unit: Unit, parameters: Iterator[Parameter], taken: set[tuple[int, Any]]) -> None:
-    candidates = list(parameters)
-    limit = min(SMALL_BYTES, SMALL_SHARE * sum(parameter.nbytes for parameter in candidates))
-    for parameter in candidates:
-        large = parameter.record is not None and parameter.array.ndim > 1 and parameter.nbytes > limit
-        (unit.large if large else unit.small).append(parameter)
-    if unit.large:
-        taken.update((id(parameter.container), parameter.key) for parameter in candidates)
-
-
-def _serves_as_head(heads: list[Unit], embeddings: list[Unit]) -> bool:
-    """Whether an embedding table has to be the head too: no linear layer has as many outputs as it has rows."""
-    outputs = {unit.module["weight"].shape[0] for unit in heads}
-    return any(unit.module["weight"].shape[0] not in outputs for unit in embeddings if unit.large)

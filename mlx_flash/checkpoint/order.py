@@ -71,7 +71,7 @@ def streaming_order(layout: ModelLayout, checkpoint: Checkpoint) -> list[UnitTen
         else:
             rest.append(UnitTensors((), (name,)))
     names = _names_by_unit(owners)
-    tables = [_unit_tensors(unit, names, layout.head_of_embedding) for unit in layout.embeddings]
+    tables = [_unit_tensors(unit, names, unit.name in layout.tied) for unit in layout.embeddings]
     layers = [_unit_tensors(unit, names, True) for unit in layout.layers]
     return [*tables, *layers, *rest, *(_unit_tensors(unit, names, True) for unit in layout.heads)]
 

@@ -24,9 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_flash.checkpoint.layout import load_lazily, make_layout
+from mlx_flash.checkpoint.layout import load_lazily
 from mlx_flash.checkpoint.order import ReadPattern, UnitTensors, read_pattern, streaming_order
 from mlx_flash.checkpoint.safetensors import INDEX_NAME, Checkpoint, read_checkpoint, read_shard
+from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.checkpoint.writer import (
     ShardWriter,
     TensorSpec,

@@ -42,11 +42,12 @@ def check_headroom(
     in_use = int(mx.get_active_memory())
     missing = elsewhere + in_use + activations + growth - plan.budget_bytes
     if missing > 0:
+        hint = _hint(plan, step or num_tokens, context, all_logits)
         raise BudgetError(
             f"a forward call with {num_tokens} new tokens in a context of {context} would take the process to "
             f"{(plan.budget_bytes + missing) / GB:.3f} GB: {elsewhere / MB:.0f} MB for the process itself, "
             f"{in_use / MB:.0f} MB in arrays now, {activations / MB:.0f} MB of activations, {growth / MB:.0f} MB of KV "
-            f"cache; the budget is {plan.budget_bytes / GB:.3f} GB. {_hint(plan, step or num_tokens, context, all_logits)}",
+            f"cache; the budget is {plan.budget_bytes / GB:.3f} GB. {hint}",
             plan.budget_bytes + missing,
         )
 

@@ -7,12 +7,9 @@ from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.checkpoint.layout import ModelLayout, Parameter, Unit
 from mlx_flash.storage.placement import padded_bytes, place
-from mlx_flash.streaming.arrays import arrays_in
 
 CACHE_STEP = 256
 """mlx-lm's KV cache grows by this many tokens."""
@@ -144,11 +141,10 @@ class ModelSizes:
         return sum(unit.nbytes for unit in units) + self.resident_bytes
 
 
-def measure(model: nn.Module, layout: ModelLayout, config: dict[str, Any], alignment: int) -> ModelSizes:
+def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> ModelSizes:
     """Takes the numbers of a model. Reads no weights.
 
     Args:
-        model: mlx-lm's model, lazily loaded.
         layout: its units.
         config: its configuration, with the key names Hugging Face uses.
         alignment: what kernels want addresses to be multiples of.
@@ -156,14 +152,13 @@ def measure(model: nn.Module, layout: ModelLayout, config: dict[str, Any], align
     text = config.get("text_config", config)
     small = [parameter for unit in layout.units for parameter in unit.small]
     tables = [_unit_size(unit, alignment, rows=True) for unit in layout.embeddings]
-    kv_bytes_constant, kv_bytes_per_token = _kv_bytes(model)
     return ModelSizes(
         layers=tuple(_unit_size(unit, alignment) for unit in layout.layers),
         heads=tuple(_unit_size(unit, alignment, rows=True) for unit in layout.heads),
-        tables=tuple(TableSize(table, layout.head_of_embedding and i == 0) for i, table in enumerate(tables)),
+        tables=tuple(TableSize(table, table.name in layout.tied) for table in tables),
         resident_bytes=sum(parameter.nbytes for parameter in [*small, *layout.resident]),
-        kv_bytes_constant=kv_bytes_constant,
-        kv_bytes_per_token=kv_bytes_per_token,
+        kv_bytes_constant=layout.cache_bytes,
+        kv_bytes_per_token=layout.cache_bytes_per_token,
         activations=_activations(layout, text),
     )
 
@@ -178,23 +173,6 @@ def working_itemsize(parameters: list[Parameter]) -> int:
     """Item size in bytes of the floating-point dtype a unit computes in; packed weights are integers."""
     sizes = [int(p.array.itemsize) for p in parameters if mx.issubdtype(p.array.dtype, mx.floating)]
     return max(sizes, default=2)
-
-
-def _kv_bytes(model: nn.Module) -> tuple[int, int]:
-    """(bytes of the model's cache that do not depend on the context, bytes that each token adds).
-
-    The model is called, and what it leaves in its cache is looked at, not computed: MLX is lazy. So whatever cache an
-    architecture has is counted. Sliding windows count as if they grew for good, which is an upper bound.
-    """
-    first, second = _cache_bytes(model, 1), _cache_bytes(model, 1 + CACHE_STEP)
-    per_token = -(-max(0, second - first) // CACHE_STEP)
-    return max(0, first - CACHE_STEP * per_token), per_token
-
-
-def _cache_bytes(model: nn.Module, num_tokens: int) -> int:
-    cache = make_prompt_cache(model)
-    model(mx.zeros((1, num_tokens), mx.int32), cache=cache)
-    return sum({id(array): int(array.nbytes) for array in arrays_in(cache)}.values())
 
 
 def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes:

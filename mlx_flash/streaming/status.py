@@ -176,7 +176,7 @@ def _parts(layout: ModelLayout, plan: ResidencyPlan, names: Sequence[str]) -> li
         parts.append(
             _Part(unit.name, "layer", unit.nbytes, nbytes, range(0) if number is None else range(number, number + 1))
         )
-    tied = layout.embeddings if layout.head_of_embedding else []
+    tied = [unit for unit in layout.embeddings if unit.name in layout.tied]
     return parts + [_head(unit, names) for unit in [*layout.heads, *tied]]
 
 

@@ -99,7 +99,8 @@ def vary(name: str, array: mx.array) -> mx.array:
         return array
     if not mx.issubdtype(array.dtype, mx.floating):
         return mx.random.randint(0, 1 << 31, array.shape).astype(array.dtype) if array.ndim > 1 else array
-    scale = array.shape[-1] ** -0.5 if array.ndim > 1 and first.item() == 0 else 0.05
+    is_matrix = array.ndim > 1 and first.item() == 0 and name.split(".")[-1] not in ("scales", "biases")
+    scale = array.shape[-1] ** -0.5 if is_matrix else 0.05
     return (array + scale * mx.random.normal(array.shape)).astype(array.dtype)
 
 

@@ -1,0 +1,155 @@
+"""A rehearsal: which modules a model calls, in what order, and what that leaves in its cache.
+
+The model is called with zeros for weights, and since MLX is lazy nothing is computed; an architecture that looks at
+numbers while it runs computes a token or two with zeros. No weights are read. A module whose arrays are used by others
+without calling it (an attention that takes a projection's ``weight``) cannot be made resident by its own calls; that
+shows too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_flash.checkpoint.layout import Parameter
+from mlx_flash.streaming.arrays import arrays_in
+from mlx_flash.streaming.swap import SwappedClass, own_class, restore_class, state_of, swap_class
+
+Place = tuple[int, Any]
+"""An array in a module tree: ``id`` of the module that holds it, and the key."""
+
+
+@dataclass(slots=True)
+class CallTrace:
+    """What a model's calls did to its modules.
+
+    Attributes:
+        called: the modules that were called, each once, in the order of their first calls.
+        users: of each array that was used, the ``id`` of every module that was being called at all of its uses.
+        cache_bytes: what the model's cache takes however long the context is: recurrent states.
+        cache_bytes_per_token: what each token adds to it. Sliding windows count as if they grew for good.
+    """
+
+    called: dict[int, nn.Module]
+    users: dict[Place, frozenset[int]]
+    cache_bytes: int = 0
+    cache_bytes_per_token: int = 0
+
+    def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
+        """Whether a module is called, and arrays are used during its calls only."""
+        inside = all(id(module) in self.users.get(place, (id(module),)) for place in places)
+        return id(module) in self.called and inside
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What a watched module notes, and where: all of them share it."""
+
+    trace: CallTrace
+    under_way: list[int]
+
+
+class _Watched(SwappedClass):
+    """A module that notes its calls, and uses of its arrays."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        watch: _Watch = state_of(self)
+        module = cast(nn.Module, self)
+        watch.trace.called.setdefault(id(self), module)
+        watch.under_way.append(id(self))
+        try:
+            return own_class(module).__call__(self, *args, **kwargs)
+        finally:
+            watch.under_way.pop()
+
+    def __getattr__(self, key: str) -> Any:
+        return _used(self, key, own_class(self).__getattr__(self, key))
+
+    def __getitem__(self, key: Any) -> Any:
+        return _used(self, key, dict.__getitem__(cast(dict[Any, Any], self), key))
+
+
+def _used(module: object, key: Any, value: Any) -> Any:
+    if isinstance(value, mx.array):
+        watch: _Watch = state_of(module)
+        users = watch.trace.users
+        now = frozenset(watch.under_way)
+        users[id(module), key] = users.get((id(module), key), now) & now
+    return value
+
+
+def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
+    """Calls a model with one token, then two, and leaves it as it was.
+
+    Args:
+        model: mlx-lm's, lazily loaded.
+        parameters: every array in it.
+    """
+    watch = _Watch(CallTrace({}, {}), [])
+    modules = list({id(module): module for _, module in model.named_modules()}.values())
+    with _as_it_was(modules), _zeros(parameters), _watched(modules, watch):
+        cache = make_prompt_cache(model)
+        model(mx.zeros((1, 1), mx.int32), cache=cache)
+        first = [_nbytes(entry) for entry in cache]
+        rows = [_bytes_of_a_row(entry) for entry in cache]
+        model(mx.zeros((1, 2), mx.int32), cache=cache)
+        third = [_nbytes(entry) for entry in cache]
+    for entry, before, row, after in zip(cache, first, rows, third, strict=True):
+        grows_in_steps = isinstance(getattr(entry, "step", None), int)
+        per_token = row if grows_in_steps else max(0, after - before) // 2
+        watch.trace.cache_bytes_per_token += per_token
+        watch.trace.cache_bytes += 0 if grows_in_steps else max(0, before - per_token)
+    return watch.trace
+
+
+def _nbytes(entry: Any) -> int:
+    return sum({id(array): int(array.nbytes) for array in arrays_in(entry)}.values())
+
+
+def _bytes_of_a_row(entry: Any) -> int:
+    """Bytes of one token in arrays of shape (batch, heads, tokens, width)."""
+    arrays = {id(array): array for array in arrays_in(entry) if array.ndim > 1 and array.size}
+    return sum(array.nbytes // array.shape[-2] for array in arrays.values())
+
+
+@contextmanager
+def _as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Undoes what calls leave in modules, such as compiled functions that hold the arrays they first saw."""
+    before = [(module, dict(module), dict(vars(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for module, items, attributes in before:
+            dict.clear(module)
+            dict.update(module, items)
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+@contextmanager
+def _zeros(parameters: Sequence[Parameter]) -> Iterator[None]:
+    """Puts zeros, which take no memory, in the place of all arrays."""
+    try:
+        for parameter in parameters:
+            parameter.bind(mx.broadcast_to(mx.zeros((), parameter.array.dtype), parameter.array.shape))
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.bind(parameter.array)
+
+
+@contextmanager
+def _watched(modules: Sequence[nn.Module], watch: _Watch) -> Iterator[None]:
+    for module in modules:
+        swap_class(module, _Watched, watch)
+    try:
+        yield
+    finally:
+        for module in modules:
+            restore_class(module)

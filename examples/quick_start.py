@@ -1,9 +1,8 @@
-"""Generates text with a model larger than memory: mlx-lm's own functions, on a model that is streamed.
+"""Generates text with mlx-lm. With --flash the model may be larger than memory; nothing else changes.
 
-python examples/quick_start.py --model DIR_OR_REPO --ram-budget-gb 2 --prompt "Why is the sky blue?"
+python examples/quick_start.py --model DIR_OR_REPO --prompt "Why is the sky blue?"
+python examples/quick_start.py --model DIR_OR_REPO --prompt "Why is the sky blue?" --flash --ram-budget-gb 2
 """
-
-from __future__ import annotations
 
 import argparse
 
@@ -11,26 +10,19 @@ import mlx_lm
 
 import mlx_flash
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", required=True, help="a model directory, or a Hugging Face repository")
+parser.add_argument("--prompt", default="Why is the sky blue?")
+parser.add_argument("--max-tokens", type=int, default=100)
+parser.add_argument("--flash", action="store_true", help="stream the weights that do not fit")
+parser.add_argument("--ram-budget-gb", type=mlx_flash.parse_budget, help="GB for the whole process, or min")
+args = parser.parse_args()
 
-def main() -> None:
-    """Parses the arguments, loads, streams the text."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="a model directory, or a Hugging Face repository")
-    parser.add_argument("--ram-budget-gb", default="min", help="a number of GB for the whole process, or 'min'")
-    parser.add_argument("--prompt", default="Why is the sky blue?")
-    parser.add_argument("--max-tokens", type=int, default=32)
-    args = parser.parse_args()
+if args.flash:
+    mlx_flash.apply_flash_patch(mlx_flash.FlashConfig(ram_budget_gb=args.ram_budget_gb))
 
-    config = mlx_flash.FlashConfig(ram_budget_gb=mlx_flash.parse_budget(args.ram_budget_gb))
-    model, tokenizer = mlx_flash.load(args.model, config)
-    with model:
-        messages = [{"role": "user", "content": args.prompt}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        options = {"max_tokens": args.max_tokens, "prefill_step_size": model.plan.prefill_step_size}
-        for response in mlx_lm.stream_generate(model, tokenizer, prompt, **options):
-            print(response.text, end="", flush=True)
-        print()
-
-
-if __name__ == "__main__":
-    main()
+model, tokenizer = mlx_lm.load(args.model)
+prompt = tokenizer.apply_chat_template([{"role": "user", "content": args.prompt}], add_generation_prompt=True)
+for response in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=args.max_tokens):
+    print(response.text, end="", flush=True)
+print()

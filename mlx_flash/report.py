@@ -297,9 +297,20 @@ def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str,
 
 
 def _streamed_layers(layout: ModelLayout, plan: ResidencyPlan) -> str:
-    streamed = dict(plan.streaming.layers)
-    partly = sum(unit.name in streamed and len(streamed[unit.name]) < len(unit.large) for unit in layout.layers)
-    return f"{len(streamed)} of {len(layout.layers)}" + (f", {partly} of them in part" if partly else "")
+    names = [name for _, names in plan.streaming.layers for name in names]
+    units = {*dict(plan.streaming.layers), *dict(plan.streaming.heads)} - {unit.name for unit in layout.heads}
+    touched = [unit for unit in layout.layers if any(_is_inside(name, unit.name) for name in units)]
+    partly = sum(not {p.name for p in unit.large} <= set(names) for unit in touched)
+    cut = units - {unit.name for unit in layout.layers} - {unit.name for unit in layout.embeddings}
+    text = f"{len(touched)} of {len(layout.layers)}"
+    if any(dict(plan.streaming.heads).get(name) for name in cut):
+        return f"{text}, their parts in tiles of rows"
+    text += f", {partly} of them in part" if partly else ""
+    return text + (f", cut into {_count(len(cut), 'unit')}" if cut else "")
+
+
+def _is_inside(name: str, unit: str) -> bool:
+    return name == unit or name.startswith(f"{unit}.")
 
 
 def _residence(unit: Unit, plan: ResidencyPlan) -> str:

@@ -105,28 +105,49 @@ def test_logits_equal_stock_with_any_number_of_slots(
         assert model.engine.stream.stats.num_unpredicted == 0
 
 
-def streamed_whole(directory: Path, num_slots: int = 2, tile_rows: int = 192, io: Any = "auto") -> FlashLLM:
-    """A model of which all layers are streamed and the head is computed in tiles, whatever the planner would do."""
+def streamed_whole(
+    directory: Path, num_slots: int = 2, tile_rows: int = 192, io: Any = "auto", cut: int | str = 0
+) -> FlashLLM:
+    """A model of which everything is streamed and the head is computed in tiles, whatever the planner would do.
+
+    ``cut`` is 0 for whole layers, 1 and more for finer units, "tiles" for rows of linear layers.
+    """
     settings = config(num_slots=num_slots, io=io)
     prepared = prepare(directory, settings)
     layout, plan = prepared.layout, prepared.plan
+    cuts = [layout.layers, *layout.finer]
+    units = cuts[-1] if cut == "tiles" else cuts[int(cut)]
     heads = [*layout.heads, *(unit for unit in layout.embeddings if unit.name in layout.tied)]
     tile_rows = tile_rows if mx.default_device() == mx.cpu else 10**9
+    if cut == "tiles":
+        heads = [unit for unit in units if unit.num_rows] + heads
+        units = [unit for unit in units if not unit.num_rows]
     slot = max(unit.nbytes for unit in layout.units) + 2_000_000
     streaming = replace(
         plan.streaming,
-        layers=tuple((unit.name, tuple(p.name for p in unit.large)) for unit in layout.layers),
+        layers=tuple((unit.name, tuple(p.name for p in unit.large)) for unit in units),
         heads=tuple((unit.name, tile_rows) for unit in heads),
         tables=tuple(unit.name for unit in layout.embeddings),
-        num_units=len(layout.layers) + sum(-(-unit.module["weight"].shape[0] // tile_rows) for unit in heads),
+        num_units=len(units) + sum(-(-unit.num_rows // tile_rows) for unit in heads),
         num_slots=num_slots,
         slot_bytes=slot,
-        read_bytes=sum(unit.nbytes for unit in [*layout.layers, *heads]),
+        read_bytes=sum(unit.nbytes for unit in [*units, *heads]),
     )
     plan = replace(plan, streaming=streaming, budget_bytes=plan.budget_bytes + num_slots * slot + 50_000_000)
     model = FlashLLM(prepared, settings, "test")
     model._carry_out(layout, plan, None)
     return model
+
+
+@pytest.mark.parametrize("cut", [1, 2, "tiles"])
+@pytest.mark.parametrize("name", MODELS)
+def test_finer_cuts_equal_stock(directories: Any, name: str, cut: int | str) -> None:
+    directory = directories(name)
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    with streamed_whole(directory, tile_rows=128, cut=cut) as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        assert model.engine.stream.stats.num_unpredicted == 0
+    assert same_bits(run(model.close(), PREFILL_AND_DECODE), expected)
 
 
 @pytest.mark.parametrize("tile_rows", [64, 320, 1000])

@@ -77,8 +77,21 @@ class Unit:
     @property
     def num_rows(self) -> int | None:
         """Output rows, for a module that can be computed row tile by row tile."""
-        kinds = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
-        return int(self.module["weight"].shape[0]) if isinstance(self.module, kinds) else None
+        return int(self.module["weight"].shape[0]) if is_linear(self.module) or is_embedding(self.module) else None
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes what mlx's linear layers do; classes of their own may compute something else."""
+    return _computes_as(module, nn.Linear, nn.QuantizedLinear)
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Whether a module looks rows up as mlx's embeddings do."""
+    return _computes_as(module, nn.Embedding, nn.QuantizedEmbedding)
+
+
+def _computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    return isinstance(module, kinds) and any(type(module).__call__ is kind.__call__ for kind in kinds)
 
 
 @dataclass(slots=True, eq=False)

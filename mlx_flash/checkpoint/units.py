@@ -11,7 +11,15 @@ from collections.abc import Iterator
 import mlx.nn as nn
 
 from mlx_flash.checkpoint.calls import rehearse
-from mlx_flash.checkpoint.layout import LoadedModel, ModelLayout, Parameter, Unit, iter_parameters
+from mlx_flash.checkpoint.layout import (
+    LoadedModel,
+    ModelLayout,
+    Parameter,
+    Unit,
+    is_embedding,
+    is_linear,
+    iter_parameters,
+)
 from mlx_flash.checkpoint.safetensors import Checkpoint
 from mlx_flash.errors import CheckpointError
 
@@ -37,8 +45,8 @@ def make_layout(loaded: LoadedModel, checkpoint: Checkpoint) -> ModelLayout:
     roots = tree.names_of(layers_of_model)
     layers = [unit for root in roots for unit in tree.cover(root)]
     outside = [name for name in tree.modules if not any(_is_inside(name, root) for root in roots)]
-    heads = [unit for unit in map(tree.whole, outside) if _is_linear(unit.module) and tree.is_covered(unit)]
-    embeddings = [unit for unit in map(tree.whole, outside) if _is_embedding(unit.module)]
+    heads = [unit for unit in map(tree.whole, outside) if is_linear(unit.module) and tree.is_covered(unit)]
+    embeddings = [unit for unit in map(tree.whole, outside) if is_embedding(unit.module)]
     units = [unit for unit in [*layers, *heads, *embeddings] if unit.large]
     taken = {id(parameter) for unit in units for parameter in [*unit.large, *unit.small]}
     return ModelLayout(
@@ -61,14 +69,6 @@ def _layers(model: nn.Module) -> list[nn.Module]:
             f"{type(model).__module__}.{type(model).__name__} has no 'layers': nothing can be streamed"
         )
     return list({id(layer): layer for layer in layers if isinstance(layer, nn.Module)}.values())
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.QuantizedLinear)
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
 
 
 def _is_inside(name: str, other: str) -> bool:
@@ -153,9 +153,11 @@ class _Tree:
         parts = []
         for child in self._children[unit.name]:
             for part in self.cover(child):
-                kept = [parameter for parameter in [*part.large, *part.small] if id(parameter) in large]
+                below = [*part.large, *part.small]
+                kept = [parameter for parameter in below if id(parameter) in large]
                 if kept:
-                    parts.append(Unit(part.name, part.module, kept))
+                    small = [parameter for parameter in below if id(parameter) not in large]
+                    parts.append(Unit(part.name, part.module, kept, small))
         rest = unit.nbytes - sum(part.nbytes for part in parts)
         return parts if parts and rest <= REST_SHARE * unit.nbytes else [unit]
 

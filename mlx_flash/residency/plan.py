@@ -46,12 +46,18 @@ DISK_UNEVENNESS = 0.3
 """Disks do not deliver evenly; a third slot evens that out. Measured: docs/lab-notes.md."""
 
 WORTH_A_SLOT = 0.99
-"""One more slot must bring the predicted time below this share of what it was."""
+"""More slots and smaller units must bring the predicted time below this share of what it is without."""
+
+WORTH_MORE_TOKENS = 1.25
+"""A longer context or prefill step may make the predicted time of a token this much longer."""
 
 SEARCH_STEPS = 16
 
 TILE_BYTES = (32 << 20, 8 << 20, 2 << 20, 0)
 """How large the tiles of a streamed head are at least, to try: small ones leave memory, but each is waited for."""
+
+LEAST_TILE_BYTES = 8 << 20
+"""How large the tiles of layers are at least: small reads are slow, and each tile is waited for."""
 
 MAX_TILES = 60
 """Each tile is waited for."""
@@ -265,11 +271,29 @@ def _too_small(budget: int, minimum: int, smallest: ResidencyPlan) -> str:
 
 def _smallest(task: _Task, reserve: _Reserve) -> ResidencyPlan:
     """As few slots as allowed, no layer pinned; or everything in memory, for a tiny model."""
-    streamed = [unit.tensors for unit in task.sizes.layers]
-    num_slots = task.config.num_slots or 1
-    plans = [_assemble(task, reserve, num_slots, streamed, tile_bytes) for tile_bytes in (0, None)]
+    plans = [plan for cut in _cuts(task) for plan in _smallest_of_cut(cut, reserve)]
     plans.append(_everything(task, reserve))
+    tiled = _tiled(task)
+    if tiled is not None:  # two slots, so that reading and computing overlap, cost little here
+        streamed = [unit.tensors for unit in tiled.sizes.layers]
+        plans.append(_assemble(tiled, reserve, task.config.num_slots or 2, streamed, LEAST_TILE_BYTES))
     return min(plans, key=lambda plan: plan.peak_bytes)
+
+
+def _smallest_of_cut(task: _Task, reserve: _Reserve) -> list[ResidencyPlan]:
+    streamed = [unit.tensors for unit in task.sizes.layers]
+    return [_assemble(task, reserve, task.config.num_slots or 1, streamed, tile_bytes) for tile_bytes in (0, None)]
+
+
+def _cuts(task: _Task) -> list[_Task]:
+    """The task with whole layers, then with smaller and smaller units."""
+    return [task, *(replace(task, sizes=task.sizes.cut(units)) for units in task.sizes.finer)]
+
+
+def _tiled(task: _Task) -> _Task | None:
+    """The task with linear layers in row tiles, where that is exact."""
+    sizes = task.sizes.tiled() if task.machine.exact_tiles else None
+    return None if sizes is None else replace(task, sizes=sizes)
 
 
 def _least(config: FlashConfig) -> _Reserve:
@@ -280,18 +304,25 @@ def _least(config: FlashConfig) -> _Reserve:
 
 
 def _best(task: _Task, budget: int) -> ResidencyPlan | None:
-    """The fastest plan that fits, with the longest context and prefill step that leave the weights their room."""
+    """The plan with the longest context and prefill step that is nearly as fast as one with the shortest."""
     reserves = list(_reserves(task, budget))
     for reserve in reserves:
         everything = _everything(task, reserve)
         if everything.peak_bytes <= budget and reserve.context_length >= ENOUGH_CONTEXT:
             return _timed(task, everything)
+    least = _least(task.config)
+    plans = list(_candidates(task, budget, least))
+    tiled = _tiled(task)
+    if tiled is not None:
+        plans += _candidates_of_cut(tiled, budget, least, range(2, MAX_SLOTS + 1))
+    if not plans:
+        return None
+    fastest = _fastest(plans)
     for reserve in reserves:
-        if _smallest(task, reserve).peak_bytes <= budget:
-            plans = list(_candidates(task, budget, reserve))
-            if plans:
-                return _fastest(plans)
-    return None
+        plans = list(_candidates(task, budget, reserve))
+        if plans and (plan := _fastest(plans)).streaming.seconds <= fastest.streaming.seconds * WORTH_MORE_TOKENS:
+            return plan
+    return fastest
 
 
 def _reserves(task: _Task, budget: int) -> Iterator[_Reserve]:
@@ -326,14 +357,22 @@ def _activation_bytes(task: _Task, reserve: _Reserve) -> int:
 
 
 def _candidates(task: _Task, budget: int, reserve: _Reserve) -> Iterator[ResidencyPlan]:
-    """Everything in memory if that fits; else, for each number of slots and way to cut layers, the most pinned."""
+    """Everything in memory if that fits; else, for each way to cut layers and number of slots, the most pinned."""
     everything = _everything(task, reserve)
     if everything.peak_bytes <= budget:
         yield _timed(task, everything)
         return
+    for cut in _cuts(task):
+        if all(plan.peak_bytes > budget for plan in _smallest_of_cut(cut, reserve)):
+            continue
+        yield from _candidates_of_cut(cut, budget, reserve, range(1, MAX_SLOTS + 1))
+
+
+def _candidates_of_cut(task: _Task, budget: int, reserve: _Reserve, slots: range) -> Iterator[ResidencyPlan]:
     tilings = TILE_BYTES if _heads(task.sizes) else ()
-    for num_slots in [task.config.num_slots] if task.config.num_slots else range(1, MAX_SLOTS + 1):
-        for whole_layers in (True, False):
+    is_finer = not task.sizes.finer
+    for num_slots in [task.config.num_slots] if task.config.num_slots else slots:
+        for whole_layers in (False,) if is_finer else (True, False):
             for tile_bytes in (None, *tilings):
                 plan = _most_pinned(task, budget, reserve, num_slots, whole_layers, tile_bytes)
                 if plan is not None:
@@ -363,11 +402,9 @@ def _most_pinned(
 
 
 def _fastest(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
-    best = plans[0]
-    for plan in plans[1:]:
-        if plan.streaming.seconds < best.streaming.seconds * WORTH_A_SLOT:
-            best = plan
-    return best
+    """The first that is nearly as fast as the fastest: coarse cuts and few slots come first."""
+    enough = min(plan.streaming.seconds for plan in plans) / WORTH_A_SLOT
+    return next(plan for plan in plans if plan.streaming.seconds <= enough)
 
 
 def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[tuple[TensorSize, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -120,6 +120,7 @@ class ModelSizes:
         kv_bytes_constant: what the caches of all layers take however long the context is: recurrent states.
         kv_bytes_per_token: what one more token adds to the caches of all layers.
         activations: what a forward call allocates.
+        finer: the layers cut into smaller units, each cut finer than the one before, in calling order.
     """
 
     layers: tuple[UnitSize, ...]
@@ -129,10 +130,25 @@ class ModelSizes:
     kv_bytes_constant: int
     kv_bytes_per_token: int
     activations: ActivationSizes
+    finer: tuple[tuple[UnitSize, ...], ...] = ()
 
     def kv_bytes(self, context_length: int) -> int:
         """Bytes of the caches of all layers."""
         return self.kv_bytes_constant + self.kv_bytes_per_token * context_length
+
+    def cut(self, units: tuple[UnitSize, ...]) -> ModelSizes:
+        """The same model with smaller units in the place of its layers; what they leave over stays in memory."""
+        rest = sum(unit.nbytes for unit in self.layers) - sum(unit.nbytes for unit in units)
+        return replace(self, layers=units, resident_bytes=self.resident_bytes + rest, finer=())
+
+    def tiled(self) -> ModelSizes | None:
+        """The same model, cut as finely as it can be, whose linear layers pass through the slots in row tiles."""
+        finest = self.finer[-1] if self.finer else self.layers
+        linears = tuple(unit for unit in finest if unit.num_rows)
+        if not linears:
+            return None
+        others = tuple(unit for unit in finest if not unit.num_rows)
+        return replace(self.cut(finest), layers=others, heads=(*linears, *self.heads))
 
     @cached_property
     def nbytes(self) -> int:
@@ -151,22 +167,23 @@ def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> Mode
     """
     text = config.get("text_config", config)
     small = [parameter for unit in layout.units for parameter in unit.small]
-    tables = [_unit_size(unit, alignment, rows=True) for unit in layout.embeddings]
+    tables = [_unit_size(unit, alignment) for unit in layout.embeddings]
     return ModelSizes(
         layers=tuple(_unit_size(unit, alignment) for unit in layout.layers),
-        heads=tuple(_unit_size(unit, alignment, rows=True) for unit in layout.heads),
+        heads=tuple(_unit_size(unit, alignment) for unit in layout.heads),
         tables=tuple(TableSize(table, table.name in layout.tied) for table in tables),
         resident_bytes=sum(parameter.nbytes for parameter in [*small, *layout.resident]),
         kv_bytes_constant=layout.cache_bytes,
         kv_bytes_per_token=layout.cache_bytes_per_token,
         activations=_activations(layout, text),
+        finer=tuple(tuple(_unit_size(unit, alignment) for unit in cut) for cut in layout.finer),
     )
 
 
-def _unit_size(unit: Unit, alignment: int, rows: bool = False) -> UnitSize:
+def _unit_size(unit: Unit, alignment: int) -> UnitSize:
     tensors = tuple(TensorSize(p.name, p.nbytes, padded_bytes(p.nbytes)) for p in unit.large)
     copies = place([p.record for p in unit.large if p.record is not None], alignment).copies
-    return UnitSize(unit.name, tensors, int(unit.module["weight"].shape[0]) if rows else None, copies)
+    return UnitSize(unit.name, tensors, unit.num_rows, copies)
 
 
 def working_itemsize(parameters: list[Parameter]) -> int:

@@ -116,11 +116,10 @@ class Engine:
 
     def _start_streaming(self, layout: ModelLayout, plan: ResidencyPlan) -> None:
         layers, heads, tables = dict(plan.streaming.layers), dict(plan.streaming.heads), set(plan.streaming.tables)
-        for unit in layout.layers:
+        for unit in [*_in_calling_order(layout, {*layers, *heads}), *layout.heads]:
             if unit.name in layers:
                 self._stream_layer(unit, set(layers[unit.name]))
-        for unit in layout.heads:
-            if unit.name in heads:
+            elif unit.name in heads:
                 self._swap(unit, TiledLinear, self._tile(unit, heads[unit.name]), unit.large)
         for unit in layout.embeddings:
             if unit.name in tables:
@@ -186,12 +185,19 @@ class Engine:
         self.reader.close()
 
 
+def _in_calling_order(layout: ModelLayout, names: set[str]) -> list[Unit]:
+    """The layers, or the units they are cut into, that have these names. A plan streams units of one cut only."""
+    cuts = [[unit for unit in cut if unit.name in names] for cut in (layout.layers, *layout.finer)]
+    return max(cuts, key=len)
+
+
 def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Parameter]]:
     """The large parameters that stay in memory, unit by unit."""
-    elsewhere = {*dict(plan.streaming.heads), *plan.streaming.tables}
     streamed = {name for _, names in plan.streaming.layers for name in names}
-    parts = [unit.large for unit in layout.units if unit.name not in elsewhere]
-    return [kept for part in parts if (kept := [p for p in part if p.name not in streamed])]
+    elsewhere = {*dict(plan.streaming.heads), *plan.streaming.tables}
+    cuts = (layout.heads, layout.embeddings, *layout.finer)
+    streamed |= {p.name for cut in cuts for unit in cut if unit.name in elsewhere for p in unit.large}
+    return [kept for unit in layout.units if (kept := [p for p in unit.large if p.name not in streamed])]
 
 
 def _records(parameters: list[Parameter]) -> list[TensorRecord]:

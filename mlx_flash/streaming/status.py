@@ -166,18 +166,21 @@ def _joint_state(states: Sequence[UnitState]) -> UnitState:
 
 def _parts(layout: ModelLayout, plan: ResidencyPlan, names: Sequence[str]) -> list[_Part]:
     """Layers in calling order, then heads, an embedding table that serves as one included."""
-    numbers = {name: i for i, name in enumerate(names)}
-    layers = dict(plan.streaming.layers)
-    parts = []
-    for unit in layout.layers:
-        streamed = set(layers.get(unit.name, ()))
-        nbytes = sum(parameter.nbytes for parameter in unit.large if parameter.name in streamed)
-        number = numbers.get(unit.name)
-        parts.append(
-            _Part(unit.name, "layer", unit.nbytes, nbytes, range(0) if number is None else range(number, number + 1))
-        )
+    streamed = {name for _, names in plan.streaming.layers for name in names}
     tied = [unit for unit in layout.embeddings if unit.name in layout.tied]
-    return parts + [_head(unit, names) for unit in [*layout.heads, *tied]]
+    return [_layer(unit, names, streamed) for unit in layout.layers] + [
+        _head(unit, names) for unit in [*layout.heads, *tied]
+    ]
+
+
+def _layer(unit: Unit, names: Sequence[str], streamed: set[str]) -> _Part:
+    """A layer that is streamed whole, as several units, or, these being linear layers, as their tiles."""
+    numbers = [i for i, name in enumerate(names) if name == unit.name or name.startswith(f"{unit.name}.")]
+    if not numbers:
+        return _Part(unit.name, "layer", unit.nbytes, 0, range(0))
+    tiled = {names[i].partition("[")[0] for i in numbers if "[" in names[i]}
+    nbytes = sum(p.nbytes for p in unit.large if p.name in streamed or p.name.rpartition(".")[0] in tiled)
+    return _Part(unit.name, "layer", unit.nbytes, nbytes, range(numbers[0], numbers[-1] + 1))
 
 
 def _head(unit: Unit, names: Sequence[str]) -> _Part:

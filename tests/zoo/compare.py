@@ -60,6 +60,7 @@ class Outcome:
     num_streamed: int = 0
     nbytes: int = 0
     streamed_bytes: int = 0
+    num_cuts: int = 0
     derived: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -109,12 +110,24 @@ def run_streamed(directory: Path, outcome: Outcome, expected: list[Any]) -> None
         with streamed_whole(directory, tile_rows=tile_rows) as model:
             model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)  # longer calls are cut
             describe(model, outcome)
+            num_cuts = len(model.layout.finer)
             got = trace(model)
             closed = trace(model.close(), GENERATIONS[-1:])
         outcome.reason = judge(directory, outcome, expected, got, closed)
+        for cut in [*range(1, num_cuts + 1), "tiles"]:
+            outcome.reason = outcome.reason or find_difference_of_cut(directory, cut, expected)
+            outcome.num_cuts += not outcome.reason
     except Exception as error:
         outcome.reason = one_line(error)
     outcome.status = "failed" if outcome.reason else "ok"
+
+
+def find_difference_of_cut(directory: Path, cut: int | str, expected: list[Any]) -> str:
+    """What smaller units change, if they change anything."""
+    with streamed_whole(directory, num_slots=3, tile_rows=64, cut=cut) as model:
+        model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
+        difference = find_difference(expected, trace(model))
+    return f"cut {cut}: {difference}" if difference else ""
 
 
 def judge(directory: Path, outcome: Outcome, expected: list[Any], got: list[Any], closed: list[Any]) -> str:

@@ -49,10 +49,10 @@ from streaming import (
 )
 
 from mlx_flash.checkpoint.layout import load_lazily
-from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.checkpoint.order import streaming_order
 from mlx_flash.checkpoint.pack import PackReport, pack
 from mlx_flash.checkpoint.safetensors import read_checkpoint
+from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.config import GB, parse_budget
 from mlx_flash.errors import FlashError
 from mlx_flash.storage.placement import Placement, place
@@ -84,7 +84,7 @@ class Contestant:
 
 def open_contestant(directory: Path, alignment: int) -> Contestant:
     checkpoint = read_checkpoint(directory)
-    units = streaming_order(make_layout(load_lazily(directory), checkpoint), checkpoint)
+    units = streaming_order(make_layout(load_lazily(directory, checkpoint)), checkpoint)
     records = [[checkpoint.tensors[name] for name in unit.streamed] for unit in units if unit.is_read_whole]
     return Contestant(directory, [shard.path for shard in checkpoint.shards], [place(r, alignment) for r in records])
 

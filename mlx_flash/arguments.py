@@ -51,7 +51,7 @@ def make_parser(commands: Commands) -> argparse.ArgumentParser:
     """The parser of all commands. ``args.command`` is one of them, or None; ``args.rest`` what mlx-lm shall parse."""
     parser = argparse.ArgumentParser(prog="mlx-flash", description="Run mlx-lm models larger than memory, bit for bit.")
     parser.add_argument("--version", action="version", version=f"mlx-flash {__version__}")
-    parser.set_defaults(command=None, passes_on=False, traceback=False)
+    parser.set_defaults(command=None, passes_on=False, traceback=False, verbose=True)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     add = partial(_add_command, subparsers)
     generating = add("generate", "generate text", "--model MODEL [flags]", commands.generate)
@@ -80,7 +80,9 @@ def make_parser(commands: Commands) -> argparse.ArgumentParser:
         "exec", "run any program that uses mlx-lm, streaming", "[flags] -- PROGRAM [its flags]", commands.execute
     )
     _add_dial_flags(executing)
-    executing.add_argument("program", nargs="+", metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL")
+    executing.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL"
+    )
     packing = add("pack", "rewrite a checkpoint in the order in which it is read", "SOURCE TARGET", commands.pack)
     packing.add_argument("source", help="model directory, or Hugging Face repository")
     packing.add_argument("target", help="directory to make")

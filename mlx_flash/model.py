@@ -18,7 +18,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tuner import utils as mlx_lm_tuner_utils
 
 from mlx_flash.checkpoint.layout import LoadedModel, ModelLayout, load_config, load_lazily
-from mlx_flash.checkpoint.safetensors import Checkpoint, read_checkpoint
+from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, CheckpointNotFoundError, ClosedError, StreamedWeightsError
@@ -48,14 +48,12 @@ class Prepared:
 
     Attributes:
         loaded: mlx-lm's model, every weight a lazily loaded array.
-        checkpoint: where the bytes lie.
         layout: the model's units.
         machine: the machine in numbers.
         plan: what will be in memory.
     """
 
     loaded: LoadedModel
-    checkpoint: Checkpoint
     layout: ModelLayout
     machine: Machine
     plan: ResidencyPlan
@@ -132,7 +130,7 @@ class FlashLLM(nn.Module):
 
     def _start(self, progress: Progress | None) -> None:
         before = self._prepared
-        layout = make_layout(before.loaded, before.checkpoint)  # modules may have changed since
+        layout = make_layout(before.loaded)  # modules may have changed since
         machine = look_at_memory(before.machine, _promised(self))
         sizes = measure(layout, before.loaded.config, kernel_alignment())
         plan = make_plan(sizes, self._config, machine)
@@ -435,14 +433,14 @@ def prepare(
         loading: further arguments of ``mlx_lm.utils.load_model``.
     """
     checkpoint = read_checkpoint(Path(model_path))
-    loaded = load_lazily(Path(model_path), model_config, **loading)
-    layout = make_layout(loaded, checkpoint)
+    loaded = load_lazily(Path(model_path), checkpoint, model_config, **loading)
+    layout = make_layout(loaded)
     sizes = measure(layout, loaded.config, kernel_alignment())
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
     machine = look_at_machine(largest.path, layout, config)
-    return Prepared(loaded, checkpoint, layout, machine, make_plan(sizes, config, machine))
+    return Prepared(loaded, layout, machine, make_plan(sizes, config, machine))
 
 
 def _files(layout: ModelLayout) -> list[Path]:
-    paths = {parameter.record.extent.path for unit in layout.units for parameter in unit.large if parameter.record}
+    paths = {record.extent.path for unit in layout.units for p in unit.large for record in p.records}
     return sorted(paths)

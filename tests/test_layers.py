@@ -86,7 +86,7 @@ def test_every_reachable_array_is_found() -> None:
 def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("embedding")
     save(directory, LLAMA, mx.bfloat16, bits=4 if request.param == "quantized" else None, header_shift=3)
-    layout = make_layout(load_lazily(directory), read_checkpoint(directory))
+    layout = make_layout(load_lazily(directory, read_checkpoint(directory)))
     (unit,) = layout.embeddings
     reader = Reader(sorted({p.record.extent.path for p in unit.large if p.record}))
     swap_class(unit.module, EmbeddingRows, TableState(unit.large, reader, None))

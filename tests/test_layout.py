@@ -23,8 +23,8 @@ from zoo import configuration
 
 
 def layout_of(directory: Path) -> tuple[nn.Module, ModelLayout]:
-    loaded = load_lazily(directory)
-    return loaded.model, make_layout(loaded, read_checkpoint(directory))
+    loaded = load_lazily(directory, read_checkpoint(directory))
+    return loaded.model, make_layout(loaded)
 
 
 @pytest.mark.parametrize("config", [LLAMA, GEMMA3, MAMBA2], ids=lambda c: c["model_type"])
@@ -67,7 +67,7 @@ def test_what_sanitize_computes_is_derived(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(llama.Model, "sanitize", sanitize)
     _, layout = layout_of(directory)
-    derived = [p.name for unit in layout.layers for p in unit.small if p.record is None and p.array.ndim > 1]
+    derived = [p.name for unit in layout.layers for p in unit.small if not p.records and p.array.ndim > 1]
     assert derived == ["model.layers.1.mlp.up_proj.weight"]
 
 

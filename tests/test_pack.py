@@ -77,7 +77,7 @@ def contents(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...], by
 
 def order_of(directory: Path) -> list[UnitTensors]:
     checkpoint = read_checkpoint(directory)
-    return streaming_order(make_layout(load_lazily(directory), checkpoint), checkpoint)
+    return streaming_order(make_layout(load_lazily(directory, checkpoint)), checkpoint)
 
 
 def names_on_disk(directory: Path) -> list[str]:

@@ -135,8 +135,10 @@ def test_a_prompt_beyond_the_budget_fails_alone(models: list[str], resident: Ser
     budget = f"{plan['minimum_bytes'] / 1e9 + 0.03:.3f}"
     with running(tmp_path / "log", "mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", budget) as server:
         message = {"role": "user", "content": "word " * 10_000}
-        with pytest.raises(openai.APIError):
+        with pytest.raises(openai.APIError, match="budget is"):
             server.client().chat.completions.create(model="default_model", messages=[message], max_tokens=16)
+        with pytest.raises(openai.APIError, match="budget is"):
+            chat(server, message["content"])
         assert chat(server, "Hi") == chat(resident, "Hi", max_tokens=16)
         assert "a request failed" in server.log.read_text()
 
@@ -204,8 +206,10 @@ def test_exec_runs_a_file_with_its_arguments_and_status(models: list[str], tmp_p
 
 
 def test_exec_of_nothing(models: list[str]) -> None:
-    done = run("mlx_flash", "exec", "--", "no-such-program")
+    done = run("mlx_flash", "exec", "no-such-program", "--model", "x")
     assert done.returncode == 1 and "no such Python program" in done.stderr
+    done = run("mlx_flash", "exec", "--")
+    assert done.returncode == 1 and "no program is named" in done.stderr
 
 
 def test_chat_is_mlx_lms(models: list[str]) -> None:

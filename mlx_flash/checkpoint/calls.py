@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.checkpoint.layout import Parameter
 from mlx_flash.streaming.arrays import arrays_in
-from mlx_flash.streaming.swap import SwappedClass, own_class, restore_class, state_of, swap_class
+from mlx_flash.streaming.swap import SwappedClass, own_class, remember, restore_class, state_of, swap_class
 
 Place = tuple[int, Any]
 """An array in a module tree: ``id`` of the module that holds it, and the key."""
@@ -85,7 +85,10 @@ def _used(module: object, key: Any, value: Any) -> Any:
 
 
 def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
-    """Calls a model with one token, then two, and leaves it as it was.
+    """Calls a model with one token, again with one, then with two, and leaves it as it was.
+
+    A module that is not called again for the same kind of input is called from a compiled function: there it cannot
+    wait for its weights, and does not count as called.
 
     Args:
         model: mlx-lm's, lazily loaded.
@@ -93,13 +96,20 @@ def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
     """
     watch = _Watch(CallTrace({}, {}), [])
     modules = list({id(module): module for _, module in model.named_modules()}.values())
+    called = watch.trace.called
     with _as_it_was(modules), _zeros(parameters), _watched(modules, watch):
+        model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
+        once = set(called)
+        called.clear()
         cache = make_prompt_cache(model)
         model(mx.zeros((1, 1), mx.int32), cache=cache)
+        compiled = once - set(called)
         first = [_nbytes(entry) for entry in cache]
         rows = [_bytes_of_a_row(entry) for entry in cache]
         model(mx.zeros((1, 2), mx.int32), cache=cache)
         third = [_nbytes(entry) for entry in cache]
+    for key in compiled:
+        called.pop(key, None)
     for entry, before, row, after in zip(cache, first, rows, third, strict=True):
         grows_in_steps = isinstance(getattr(entry, "step", None), int)
         per_token = row if grows_in_steps else max(0, after - before) // 2
@@ -120,16 +130,11 @@ def _bytes_of_a_row(entry: Any) -> int:
 
 @contextmanager
 def _as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Undoes what calls leave in modules, such as compiled functions that hold the arrays they first saw."""
-    before = [(module, dict(module), dict(vars(module))) for module in modules]
+    put_back = remember(modules)
     try:
         yield
     finally:
-        for module, items, attributes in before:
-            dict.clear(module)
-            dict.update(module, items)
-            vars(module).clear()
-            vars(module).update(attributes)
+        put_back()
 
 
 @contextmanager

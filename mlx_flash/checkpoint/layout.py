@@ -1,9 +1,9 @@
 """Whose bytes are these: from a lazily loaded mlx-lm model and its checkpoint to units and parameter sources.
 
-Which tensor of the checkpoint becomes which parameter is found by object identity, not by name: ``mlx_lm`` lets its
-caller choose the model class (``get_model_classes``), so the arrays that its ``sanitize`` is given can be seen. One
-that comes out of loading as a parameter is the same Python object: a *direct* parameter, whose bytes can be read from
-the file at any time. Everything else was computed on the way: a *derived* one.
+Which tensors of the checkpoint become which parameter is found by object identity, not by name: ``mlx_lm`` lets its
+caller choose the model class (``get_model_classes``), so the arrays that its ``sanitize`` is given can be seen, and
+what it does with them (:mod:`~mlx_flash.checkpoint.sources`). One whose bytes are those of tensors is a *direct*
+parameter: they can be read from the files at any time. Everything else was computed on the way: a *derived* one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
-from mlx_flash.checkpoint.safetensors import TensorRecord
+from mlx_flash.checkpoint.safetensors import Checkpoint, TensorRecord
+from mlx_flash.checkpoint.sources import Sources
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError
 
 
@@ -31,14 +32,19 @@ class Parameter:
         container: the module, dict or list that holds the array.
         key: under which key or index.
         array: the lazily loaded array; never evaluated while its bytes are streamed.
-        record: where its bytes lie, or None when mlx-lm computed it while loading.
+        records: where its bytes lie, one after another: several for a stack, none when mlx-lm computed it.
     """
 
     name: str
     container: dict[str, Any] | list[Any]
     key: Any
     array: mx.array
-    record: TensorRecord | None
+    records: tuple[TensorRecord, ...] = ()
+
+    @property
+    def record(self) -> TensorRecord | None:
+        """Where its bytes lie, when that is one run of bytes of a file."""
+        return self.records[0] if len(self.records) == 1 else None
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +83,9 @@ class Unit:
     @property
     def num_rows(self) -> int | None:
         """Output rows, for a module that can be computed row tile by row tile."""
-        return int(self.module["weight"].shape[0]) if is_linear(self.module) or is_embedding(self.module) else None
+        if not (is_linear(self.module) or is_embedding(self.module)) or not all(p.record for p in self.large):
+            return None
+        return int(self.module["weight"].shape[0])
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -138,13 +146,14 @@ class LoadedModel:
     Attributes:
         model: mlx-lm's model, every weight a lazily loaded array.
         config: its configuration, as mlx-lm returns it.
-        names: checkpoint tensor name of each parameter that is as it was read, by the array's ``id``.
+        sources: where the bytes of each direct parameter lie, by the ``id`` of its array: the tensors, or rows of them,
+            that it is made of, one after another.
         keep_alive: those arrays, so that no ``id`` is used twice.
     """
 
     model: nn.Module
     config: dict[str, Any]
-    names: dict[int, str]
+    sources: dict[int, tuple[TensorRecord, ...]]
     keep_alive: list[mx.array]
 
 
@@ -166,45 +175,55 @@ def load_config(directory: Path) -> dict[str, Any]:
 
 def load_lazily(
     directory: Path,
+    checkpoint: Checkpoint,
     model_config: dict[str, Any] | None = None,
     *,
     load_model: Callable[..., tuple[nn.Module, dict[str, Any]]] = mlx_lm_utils.load_model,
     get_model_classes: Callable[..., tuple[type[nn.Module], type]] = mlx_lm_utils._get_classes,
     **loading: Any,
 ) -> LoadedModel:
-    """Builds mlx-lm's model without reading its weights, and remembers which array came from which tensor.
+    """Builds mlx-lm's model without reading its weights, and remembers which array came from which tensors.
 
     Args:
         directory: the model directory.
+        checkpoint: what is in it.
         model_config: entries that replace those of ``config.json``, as in ``mlx_lm.utils.load_model``.
         load_model: mlx-lm's function, by default the one that is in force when this module is imported.
         get_model_classes, loading: as in ``mlx_lm.utils.load_model``.
+
+    Raises:
+        CheckpointError: the model is built by code of its own, beside the checkpoint.
     """
     load_config(directory)  # for a clear error
-    loaded: dict[str, mx.array] = {}
+    sources = Sources(checkpoint)
     original: list[type[nn.Module]] = []
 
     def recording_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         model_class, args_class = get_model_classes(config=config)
         original.append(model_class)
-        return _recording_class(model_class, loaded), args_class
+        return _recording_class(model_class, sources), args_class
 
     model, config = load_model(
         directory, lazy=True, model_config=model_config, get_model_classes=recording_classes, **loading
     )
+    if not original:
+        raise CheckpointError(
+            f"the model in {directory} is built by code of its own (model_file): it cannot be streamed. "
+            "Hint: load it with mlx_lm, without the patch."
+        )
     model.__class__ = original[0]
-    kept = {id(array) for _, _, _, array in iter_parameters(model, "")}
-    found = {name: array for name, array in loaded.items() if id(array) in kept}  # the rest would be held for nothing
-    return LoadedModel(model, config, {id(array): name for name, array in found.items()}, list(found.values()))
+    arrays = [array for _, _, _, array in iter_parameters(model, "")]
+    direct = [array for array in arrays if sources.of(array)]  # what went into the others would be held for nothing
+    return LoadedModel(model, config, {id(array): sources.of(array) for array in direct}, direct)
 
 
-def _recording_class(model_class: type[nn.Module], loaded: dict[str, mx.array]) -> type[nn.Module]:
-    """A subclass that notes the arrays as they come from the files, before ``sanitize`` turns them into parameters."""
+def _recording_class(model_class: type[nn.Module], sources: Sources) -> type[nn.Module]:
+    """A subclass that notes the arrays as they come from the files, and what ``sanitize`` makes of them."""
 
     def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        loaded.update(weights)
         inherited: Callable[..., dict[str, mx.array]] | None = getattr(super(recording, self), "sanitize", None)
-        return inherited(weights) if inherited is not None else weights
+        with sources.watching(weights):
+            return inherited(weights) if inherited is not None else weights
 
     recording: type[nn.Module] = type(
         model_class.__name__,

@@ -133,7 +133,7 @@ def pack(
     _check_target(source, target)
     checkpoint = read_checkpoint(source)
     state = _state(checkpoint)
-    units = streaming_order(make_layout(load_lazily(source), checkpoint), checkpoint)
+    units = streaming_order(make_layout(load_lazily(source, checkpoint)), checkpoint)
     folder = target.with_name(f"{target.name}.partial")
     with _locked(folder):
         shards = _plan_shards(units, checkpoint, folder, shard_bytes)

@@ -20,7 +20,6 @@ from mlx_flash.checkpoint.layout import (
     is_linear,
     iter_parameters,
 )
-from mlx_flash.checkpoint.safetensors import Checkpoint
 from mlx_flash.errors import CheckpointError
 
 SMALL_BYTES = 64 * 1024
@@ -34,14 +33,14 @@ REST_SHARE = 1 / 20
 """A unit is not cut when more than this share of it would be left over, to stay in memory."""
 
 
-def make_layout(loaded: LoadedModel, checkpoint: Checkpoint) -> ModelLayout:
+def make_layout(loaded: LoadedModel) -> ModelLayout:
     """Finds the units of a model and the source of each of its parameters. Reads no weights.
 
     Raises:
         CheckpointError: the model has no list of layers.
     """
     layers_of_model = _layers(loaded.model)
-    tree = _Tree(loaded, checkpoint)
+    tree = _Tree(loaded)
     roots = tree.names_of(layers_of_model)
     layers = [unit for root in roots for unit in tree.cover(root)]
     outside = [name for name in tree.modules if not any(_is_inside(name, root) for root in roots)]
@@ -78,11 +77,11 @@ def _is_inside(name: str, other: str) -> bool:
 class _Tree:
     """A model's modules by name, with the parameters below each of them."""
 
-    def __init__(self, loaded: LoadedModel, checkpoint: Checkpoint) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         self._names = {id(module): name for name, module in reversed(loaded.model.named_modules())}
         named = loaded.model.named_modules()
         self.modules = {name: module for name, module in named if self._names[id(module)] == name}
-        self.parameters = list(_parameters(loaded, checkpoint))
+        self.parameters = list(_parameters(loaded))
         self._below: dict[str, list[Parameter]] = {name: [] for name in self.modules}
         self._children: dict[str, list[str]] = {name: [] for name in self.modules}
         for parameter in self.parameters:
@@ -111,7 +110,7 @@ class _Tree:
         below = self._below[name]
         limit = min(SMALL_BYTES, SMALL_SHARE * sum(parameter.nbytes for parameter in below))
         for parameter in below:
-            large = parameter.record is not None and parameter.array.ndim > 1 and parameter.nbytes > limit
+            large = bool(parameter.records) and parameter.array.ndim > 1 and parameter.nbytes > limit
             (unit.large if large else unit.small).append(parameter)
         return unit
 
@@ -162,9 +161,6 @@ class _Tree:
         return parts if parts and rest <= REST_SHARE * unit.nbytes else [unit]
 
 
-def _parameters(loaded: LoadedModel, checkpoint: Checkpoint) -> Iterator[Parameter]:
+def _parameters(loaded: LoadedModel) -> Iterator[Parameter]:
     for name, container, key, array in iter_parameters(loaded.model, ""):
-        record = checkpoint.tensors.get(loaded.names.get(id(array), ""))
-        if record is not None and record.nbytes != array.nbytes:
-            record = None  # mlx reads this dtype as another one
-        yield Parameter(name, container, key, array, record)
+        yield Parameter(name, container, key, array, loaded.sources.get(id(array), ()))

@@ -25,8 +25,11 @@ from mlx_flash.residency.plan import ResidencyPlan
 
 def execute(args: argparse.Namespace, out: TextIO) -> int:
     """``mlx-flash exec``: a program that uses mlx-lm, in this process."""
+    command = args.program[1:] if args.program[:1] == ["--"] else args.program
+    if not command:
+        raise ConfigError("exec: no program is named. Hint: mlx-flash exec -- mlx_lm.generate --model MODEL")
     with apply_flash_patch(make_config(args)), contextlib.redirect_stdout(out):
-        return run_program(args.program)
+        return run_program(command)
 
 
 def serve(args: argparse.Namespace, out: TextIO) -> int:

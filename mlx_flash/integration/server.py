@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import Queue
 from typing import Any
 
@@ -47,12 +48,31 @@ class SurvivingGenerator(server.ResponseGenerator):  # type: ignore[misc]
             gc.collect()
 
 
+def _telling(handle: Callable[..., None]) -> Callable[..., None]:
+    """mlx-lm's handling of a completion, which also tells the client when it fails half-way."""
+
+    def handle_completion(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            handle(self, *args, **kwargs)
+        except FlashError as error:
+            told = json.dumps({"error": {"message": str(error), "type": type(error).__name__}}).encode()
+            if self.stream:  # the answer has begun
+                self.wfile.write(b"data: " + told + b"\n\n")
+            else:
+                self._set_completion_headers(500)
+                self.end_headers()
+                self.wfile.write(told)
+
+    return handle_completion
+
+
 @contextlib.contextmanager
 def surviving_server() -> Iterator[None]:
-    """While it lasts, ``mlx_lm.server`` uses :class:`SurvivingGenerator`."""
-    original = server.ResponseGenerator
+    """While it lasts, requests to ``mlx_lm.server`` fail one by one, and their clients learn why."""
+    generator, handle = server.ResponseGenerator, server.APIHandler.handle_completion
     server.ResponseGenerator = SurvivingGenerator
+    server.APIHandler.handle_completion = _telling(handle)
     try:
         yield
     finally:
-        server.ResponseGenerator = original
+        server.ResponseGenerator, server.APIHandler.handle_completion = generator, handle

@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from mlx_flash.config import GB
 from mlx_flash.errors import BudgetError
 from mlx_flash.residency.plan import MB, ResidencyPlan
 
@@ -44,10 +43,10 @@ def check_headroom(
     if missing > 0:
         hint = _hint(plan, step or num_tokens, context, all_logits)
         raise BudgetError(
-            f"a forward call with {num_tokens} new tokens in a context of {context} would take the process to "
-            f"{(plan.budget_bytes + missing) / GB:.3f} GB: {elsewhere / MB:.0f} MB for the process itself, "
+            f"a forward call with {num_tokens} new token{'s' * (num_tokens != 1)} in a context of {context} would take "
+            f"the process to {(plan.budget_bytes + missing) / MB:.1f} MB: {elsewhere / MB:.0f} MB for the process itself, "
             f"{in_use / MB:.0f} MB in arrays now, {activations / MB:.0f} MB of activations, {growth / MB:.0f} MB of KV "
-            f"cache; the budget is {plan.budget_bytes / GB:.3f} GB. {hint}",
+            f"cache; the budget is {plan.budget_bytes / MB:.1f} MB. {hint}",
             plan.budget_bytes + missing,
         )
 
@@ -59,7 +58,10 @@ def _hint(plan: ResidencyPlan, num_tokens: int, context: int, all_logits: bool) 
         return f"Hint: load the model with FlashConfig(context_length={2 * context}), or raise ram_budget_gb."
     if all_logits and num_tokens > 1:
         return "Hint: ask for the logits of fewer tokens at a time, or raise ram_budget_gb."
-    return "Hint: let go of other arrays and models in this process, or raise ram_budget_gb."
+    return (
+        "Hint: raise ram_budget_gb; let go of other arrays and models in this process; for several sequences at once "
+        "ask for a larger context_length, which counts tokens over all of them."
+    )
 
 
 def _plain(cache: Sequence[Any] | None) -> list[KVCache]:

@@ -351,9 +351,11 @@ def _is_modest(task: _Task, budget: int, reserve: _Reserve) -> bool:
 
 
 def _activation_bytes(task: _Task, reserve: _Reserve) -> int:
-    """For a prefill step, whose logits nobody looks at."""
+    """For a prefill step, whose logits nobody looks at, or a short call whose logits all are."""
     context = _round_up(reserve.context_length, CACHE_STEP)
-    return task.sizes.activations.nbytes(reserve.prefill_step_size, context, all_logits=False)
+    activations, short = task.sizes.activations, min(PREFILL_STEPS[-1], reserve.prefill_step_size)
+    prefill = activations.nbytes(reserve.prefill_step_size, context, all_logits=False)
+    return max(prefill, activations.nbytes(short, context, all_logits=True))
 
 
 def _candidates(task: _Task, budget: int, reserve: _Reserve) -> Iterator[ResidencyPlan]:

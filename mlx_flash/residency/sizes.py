@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash.checkpoint.layout import ModelLayout, Parameter, Unit
-from mlx_flash.storage.placement import padded_bytes, place
+from mlx_flash.storage.placement import padded_bytes, place_groups
 
 CACHE_STEP = 256
 """mlx-lm's KV cache grows by this many tokens."""
@@ -103,9 +103,9 @@ class ActivationSizes:
             context_length: tokens each of them attends to.
             all_logits: whether the head is computed for every new token, or only for the last.
         """
-        rows = num_tokens if all_logits else 1
+        rows = 4 + (num_tokens if all_logits else 1)  # sampling makes copies of the last one
         scores = self.scores_per_pair * num_tokens * max(context_length, num_tokens)
-        return num_tokens * (self.per_token + self.embedding_per_token) + scores + 4 * rows * self.logits_per_token
+        return num_tokens * (self.per_token + self.embedding_per_token) + scores + rows * self.logits_per_token
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> Mode
 
 def _unit_size(unit: Unit, alignment: int) -> UnitSize:
     tensors = tuple(TensorSize(p.name, p.nbytes, padded_bytes(p.nbytes)) for p in unit.large)
-    copies = place([p.record for p in unit.large if p.record is not None], alignment).copies
+    copies = place_groups([p.records for p in unit.large], alignment).copies
     return UnitSize(unit.name, tensors, unit.num_rows, copies)
 
 

@@ -11,10 +11,11 @@ copied to aligned places.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
-from mlx_flash.checkpoint.safetensors import TensorRecord
+from mlx_flash.checkpoint.safetensors import Extent, TensorRecord
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 
 MERGE_GAP = DIRECT_ALIGNMENT
@@ -111,6 +112,52 @@ def place(records: Sequence[TensorRecord], alignment: int = 1) -> Placement:
         for index, piece in zip(run, segment.pieces, strict=True):
             offsets[index] = piece.buffer_offset
     return Placement(cursor, tuple(segments), tuple(offsets))
+
+
+def place_groups(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Placement:
+    """Lays parameters out in one buffer that are made of one tensor, or of several, one after another.
+
+    Parts that do not follow each other in a file as they do in the buffer are read through the bounce buffer.
+
+    Args:
+        groups: the tensors of each parameter.
+        alignment: as in :func:`place`.
+
+    Returns:
+        A placement with an offset for each group.
+    """
+    joined = [_joined(group) for group in groups]
+    whole = [i for i, record in enumerate(joined) if record is not None]
+    placed = place([record for record in joined if record is not None], alignment)
+    offsets = dict(zip(whole, placed.offsets, strict=True))
+    cursor = placed.nbytes
+    parts: list[tuple[TensorRecord, int]] = []
+    for i in (i for i, record in enumerate(joined) if record is None):
+        cursor = offsets[i] = _round_up(cursor, max(alignment, COPY_ALIGNMENT))
+        for record in groups[i]:
+            parts.append((record, cursor))
+            cursor += record.nbytes
+    segments = [_scattered([parts[i] for i in run]) for run in _runs([record for record, _ in parts])]
+    nbytes = _round_up(cursor, DIRECT_ALIGNMENT)
+    return Placement(nbytes, (*placed.segments, *segments), tuple(offsets[i] for i in range(len(groups))))
+
+
+def _joined(group: Sequence[TensorRecord]) -> TensorRecord | None:
+    """Tensors that follow each other in a file as one; None when they do not."""
+    first = group[0]
+    follow = all(a.extent.path == b.extent.path and a.extent.end == b.extent.offset for a, b in pairwise(group))
+    if not follow:
+        return None
+    extent = Extent(first.extent.path, first.extent.offset, sum(record.nbytes for record in group))
+    return replace(first, extent=extent)
+
+
+def _scattered(run: Sequence[tuple[TensorRecord, int]]) -> Segment:
+    """A range of a file whose pieces go to places of their own."""
+    start = run[0][0].extent.offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+    end = _round_up(run[-1][0].extent.end, DIRECT_ALIGNMENT)
+    pieces = tuple(Piece(record.name, record.extent.offset, record.nbytes, at) for record, at in run)
+    return Segment(run[0][0].extent.path, start, end - start, None, pieces)
 
 
 def _runs(records: Sequence[TensorRecord]) -> Iterable[list[int]]:

@@ -10,9 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.checkpoint.layout import ModelLayout, Parameter, Unit
-from mlx_flash.checkpoint.safetensors import TensorRecord
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.storage.placement import Placement, place
+from mlx_flash.storage.placement import Placement, place, place_groups
 from mlx_flash.storage.reader import Reader, Ticket
 from mlx_flash.streaming.layers import (
     EmbeddingRows,
@@ -26,7 +25,7 @@ from mlx_flash.streaming.layers import (
 )
 from mlx_flash.streaming.slots import Arena, bind
 from mlx_flash.streaming.stream import WeightStream
-from mlx_flash.streaming.swap import SwappedClass, clone_with, restore_class, swap_class
+from mlx_flash.streaming.swap import SwappedClass, clone_with, remember, restore_class, swap_class
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes to read) while pinned weights are loaded."""
@@ -71,6 +70,9 @@ class Engine:
         self.stream = WeightStream([], reader, poison, 0)
         self._alignment = alignment
         self._heads: list[HeadState] = []
+        units = [*layout.units, *(unit for cut in layout.finer for unit in cut)]
+        modules = {id(module): module for unit in units for module in unit.module.modules()}
+        self._put_back = remember(modules.values())
         self._changed: list[nn.Module] = []
         self._bound: list[Parameter] = []
         self._streamed: set[tuple[int, object]] = set()
@@ -104,7 +106,7 @@ class Engine:
                 pinning.ticket.cancel()
 
     def _begin_pinning(self, parameters: list[Parameter]) -> _Pinning:
-        placement = place(_records(parameters), self._alignment)
+        placement = place_groups([parameter.records for parameter in parameters], self._alignment)
         arena = Arena(placement.nbytes)
         return _Pinning(parameters, placement, arena, self.reader.submit(placement.segments, arena.memory))
 
@@ -129,7 +131,7 @@ class Engine:
 
     def _stream_layer(self, unit: Unit, names: set[str]) -> None:
         parameters = [parameter for parameter in unit.large if parameter.name in names]
-        placement = place(_records(parameters), self._alignment)
+        placement = place_groups([parameter.records for parameter in parameters], self._alignment)
         index, arena = self.stream.add(unit.name, placement)
         self._bound += parameters
         bind(parameters, placement, arena)
@@ -144,7 +146,8 @@ class Engine:
         return self._heads[-1]
 
     def _stream_tile(self, unit: Unit, start: int, stop: int) -> Tile:
-        placement = place([record.rows(start, stop) for record in _records(unit.large)], self._alignment)
+        records = [parameter.record for parameter in unit.large if parameter.record is not None]
+        placement = place([record.rows(start, stop) for record in records], self._alignment)
         index, arena = self.stream.add(f"{unit.name}[{start}:{stop}]", placement)
         views = {
             parameter.key: arena.view(offset, (stop - start, *parameter.array.shape[1:]), parameter.array.dtype)
@@ -171,6 +174,8 @@ class Engine:
         self.stream.close()
         for module in self._changed:
             restore_class(module)
+        if self._changed or self._bound:
+            self._put_back()
         for parameter in self._bound:
             parameter.bind(parameter.array)
         self._heads.clear()
@@ -198,7 +203,3 @@ def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Paramet
     cuts = (layout.heads, layout.embeddings, *layout.finer)
     streamed |= {p.name for cut in cuts for unit in cut if unit.name in elsewhere for p in unit.large}
     return [kept for unit in layout.units if (kept := [p for p in unit.large if p.name not in streamed])]
-
-
-def _records(parameters: list[Parameter]) -> list[TensorRecord]:
-    return [parameter.record for parameter in parameters if parameter.record is not None]

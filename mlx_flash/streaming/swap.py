@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 _STATE = "_flash_state"
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class SwappedClass:
@@ -36,6 +37,25 @@ def own_class(module: Any) -> Any:
 def state_of(module: object) -> Any:
     """What :func:`swap_class` was given."""
     return vars(module)[_STATE]
+
+
+def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Notes what modules hold, and returns what puts it back.
+
+    What calls leave in a module goes: a compiled function, for one, holds the arrays that it saw first. Flags and
+    numbers that were set in between stay.
+    """
+    before = [(module, dict(module), dict(vars(module))) for module in modules]
+
+    def put_back() -> None:
+        for module, items, attributes in before:
+            flags = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
+            dict.clear(module)
+            dict.update(module, items)
+            vars(module).clear()
+            vars(module).update({**attributes, **flags})
+
+    return put_back
 
 
 def clone_with(module: nn.Module, arrays: dict[str, mx.array]) -> nn.Module:

@@ -214,7 +214,7 @@ def describe(model: FlashLLM, outcome: Outcome) -> None:
     parameters = [p for unit in layout.units for p in [*unit.large, *unit.small]] + layout.resident
     outcome.nbytes = sum(p.nbytes for p in parameters)
     outcome.streamed_bytes = sum(p.nbytes for p in parameters if engine.is_streamed(p.container, p.key))
-    outcome.derived = [p.name for p in parameters if p.record is None]
+    outcome.derived = [p.name for p in parameters if not p.records]
     names = {id(module): name for name, module in model.named_modules()}
     layers = list({id(layer): layer for layer in model.layers if layer is not None}.values())
     outcome.num_layers = len(layers)

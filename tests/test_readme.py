@@ -1,0 +1,227 @@
+"""What README.md and the guide for LM Studio show runs as it is written: a tiny model stands for the reader's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import mlx_lm
+import pytest
+
+from mlx_flash import FlashConfig
+from mlx_flash.integration.modelfile import read_modelfile
+from test_examples import ENV, free_port, served
+from test_patch import save_adapter
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "docs/lmstudio_integration.md")
+SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
+QUESTION = "Why is the sky blue?"
+
+NOT_RUN = {
+    "README.md": ["installs", "installs", "needs root, gigabytes and minutes", "runs the tests"],
+    "docs/lmstudio_integration.md": ["installs"],
+}
+"""Why blocks are not run: what their comments say, in order. A new one has to be added here."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it is, its language and text, and why it is not run."""
+
+    document: str
+    line: int
+    language: str
+    text: str
+    not_run: str | None
+
+    @property
+    def serves(self) -> bool:
+        return "mlx-flash serve" in self.text
+
+
+FENCE = re.compile(r"(?:^<!-- not run: (?P<why>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+
+
+def blocks_of(document: str) -> list[Block]:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    return [
+        Block(document, text.count("\n", 0, found.start()) + 1, found["language"], found["text"], found["why"])
+        for found in FENCE.finditer(text)
+    ]
+
+
+BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
+
+
+def runnable(language: str, without: str = "\0") -> pytest.MarkDecorator:
+    """Runs a test with every block of a language that can be run by itself."""
+    blocks = [b for b in BLOCKS if b.language == language and not (b.not_run or b.serves or without in b.text)]
+    return pytest.mark.parametrize("block", blocks, ids=[f"{block.document}:{block.line}" for block in blocks])
+
+
+def the_block(document: str, words: str) -> Block:
+    (block,) = [b for b in BLOCKS if b.document == document and words in b.text and not b.not_run]
+    return block
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A folder to work in, and what stands for the reader's own things."""
+
+    folder: Path
+    names: dict[str, str]
+    environment: dict[str, str]
+
+    def own(self, text: str) -> str:
+        """The text with the placeholders filled in."""
+        for name, value in self.names.items():
+            text = re.sub(rf"\b{name}\b", value, text)
+        return text
+
+    def run(self, block: Block) -> str:
+        text = self.own(block.text)
+        command = (
+            [sys.executable, "-c", text] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
+        )
+        done = subprocess.run(
+            command,
+            input="Hello\nq\n",
+            capture_output=True,
+            text=True,
+            cwd=self.folder,
+            env=self.environment,
+            timeout=200,
+        )
+        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    folder = tmp_path_factory.mktemp("desk")
+    model = folder / "model"
+    subprocess.run([sys.executable, ROOT / "scripts/make_random_model.py", model, *SHAPE.split()], check=True)
+    for name in ("examples", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    site_packages = folder / "site-packages"
+    site_packages.mkdir()
+    (site_packages / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(site_packages)!r})\n")
+    names = {
+        "DIR_OR_REPO": str(model),
+        "ADAPTER": str(save_adapter(folder / "adapter", model, "lora", 3)),
+        "PACKED": str(folder / "packed"),
+        "SITE_PACKAGES": str(site_packages),
+        "ENGINE_PYTHON": f"env PYTHONPATH={site_packages}:{ROOT} {sys.executable}",
+        "8080": str(free_port()),
+    }
+    own = {"XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "XDG_RUNTIME_DIR": str(folder)}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {key: value for key, value in ENV.items() if not key.startswith("MLX_FLASH_")}
+    desk = Desk(folder, names, environment | own | {"PATH": path, "PYTHONPATH": str(ROOT)})
+    (modelfile,) = [block for block in BLOCKS if block.language == "dockerfile"]
+    (folder / "Modelfile").write_text(desk.own(modelfile.text))
+    return desk
+
+
+@contextmanager
+def server(desk: Desk) -> Iterator[None]:
+    """What the README's block that starts a server starts, while it answers."""
+    command = desk.own(the_block("README.md", "mlx-flash serve").text).split()
+    command = [sys.executable, "-m", "mlx_flash", *command[1:]]
+    with served(command, int(desk.names["8080"]), desk.folder / "log"):
+        yield
+
+
+def stock_text(desk: Desk, prompt: str, max_tokens: int) -> str:
+    model, tokenizer, *_ = mlx_lm.load(desk.names["DIR_OR_REPO"])
+    return mlx_lm.generate(model, tokenizer, prompt, max_tokens=max_tokens)
+
+
+def stock_answer(desk: Desk, max_tokens: int) -> str:
+    _, tokenizer, *_ = mlx_lm.load(desk.names["DIR_OR_REPO"])
+    messages = [{"role": "user", "content": QUESTION}]
+    return stock_text(desk, tokenizer.apply_chat_template(messages, add_generation_prompt=True), max_tokens)
+
+
+def test_every_block_says_what_it_is() -> None:
+    assert {block.language for block in BLOCKS} <= {"python", "bash", "dockerfile", "toml", "text"}
+    for document in DOCUMENTS:
+        fences = re.findall(r"^```", (ROOT / document).read_text(encoding="utf-8"), re.M)
+        assert len(fences) == 2 * len(blocks_of(document))
+        assert [block.not_run for block in blocks_of(document) if block.not_run] == NOT_RUN[document]
+
+
+def test_one_block_serves() -> None:
+    assert [block.document for block in BLOCKS if block.serves] == ["README.md"]
+
+
+@runnable("python", without="openai")
+def test_python(block: Block, desk: Desk) -> None:
+    assert len(desk.run(block).strip()) > 10
+
+
+@runnable("bash", without="SITE_PACKAGES")
+def test_bash(block: Block, desk: Desk) -> None:
+    assert len(desk.run(block).strip()) > 10
+
+
+def test_the_patch_gives_mlx_lms_text(desk: Desk) -> None:
+    assert desk.run(the_block("README.md", "response.text")) == stock_text(desk, QUESTION, 100)
+
+
+def test_the_first_command_gives_mlx_lms_text(desk: Desk) -> None:
+    first = next(b for b in BLOCKS if b.language == "bash" and "mlx-flash generate" in b.text and not b.not_run)
+    assert desk.run(first) == f"{stock_answer(desk, 100)}\n"
+
+
+def test_the_client_gets_mlx_lms_text(desk: Desk) -> None:
+    pytest.importorskip("openai")
+    with server(desk):
+        assert desk.run(the_block("README.md", "import openai")) == f"{stock_answer(desk, 50)}\n"
+
+
+def test_the_modelfile_means_what_it_seems_to(desk: Desk) -> None:
+    modelfile = read_modelfile(desk.folder / "Modelfile")
+    assert not modelfile.notes
+    assert (modelfile.base, modelfile.parameters.num_predict) == (desk.names["DIR_OR_REPO"], 50)
+    assert FlashConfig.resolve(modelfile=modelfile.flash, environment={}).ram_budget_gb == 4
+
+
+@runnable("toml")
+def test_settings_files(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(block.text)
+    assert FlashConfig.resolve(file=tmp_path / "config.toml", environment={}) != FlashConfig()
+
+
+def test_the_hook_is_in_force_between_its_making_and_its_end(desk: Desk) -> None:
+    guide = "docs/lmstudio_integration.md"
+    make, check, end = (the_block(guide, words) for words in ("cp examples", "ENGINE_PYTHON -c", "rm SITE"))
+    desk.run(make)
+    assert desk.run(check) == "<class 'mlx_flash.model.FlashLLM'>\n"
+    desk.run(end)
+    assert desk.run(check) == "<class 'mlx_lm.models.llama.Model'>\n"
+
+
+def test_the_table_of_settings_is_flash_config() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (`[^`]*`|open) \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    shown = {name: default.strip("`").strip('"') for name, default in rows}
+    assert list(shown) == [field.name for field in fields(FlashConfig)]
+    for field in fields(FlashConfig):
+        word = "balanced" if field.name == "ram_budget_gb" else "open"
+        assert shown[field.name] == (word if field.default is None else str(field.default))
+
+
+def test_the_tree_names_every_package() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = text[text.index("## The tree") :]
+    packages = {path.parent.name for path in (ROOT / "mlx_flash").glob("*/__init__.py")}
+    modules = {path.name for path in (ROOT / "mlx_flash").glob("*.py") if not path.name.startswith("__")}
+    for name in {f"{package}/" for package in packages} | modules:
+        assert name in tree, f"{name} is not in README.md's tree"

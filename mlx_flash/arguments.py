@@ -45,6 +45,7 @@ class Commands:
     chat: Command
     execute: Command
     pack: Command
+    cache: Command
 
 
 def make_parser(commands: Commands) -> argparse.ArgumentParser:
@@ -88,6 +89,9 @@ def make_parser(commands: Commands) -> argparse.ArgumentParser:
     packing.add_argument("target", help="directory to make")
     packing.add_argument("--verify", action="store_true", help="read everything back and compare")
     packing.add_argument("--json", action="store_true", help="write one JSON object to stdout")
+    caching = add("cache", "show or remove what is kept to be found again faster", "list|clear", commands.cache)
+    caching.add_argument("action", choices=("list", "clear"), help="clear removes all of it that is not in use")
+    caching.add_argument("--json", action="store_true", help="write one JSON object to stdout")
     return parser
 
 

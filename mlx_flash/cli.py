@@ -1,4 +1,4 @@
-"""The command line: ``mlx-flash generate``, ``plan``, ``run``, ``serve``, ``chat``, ``exec``, ``pack``.
+"""The command line: ``mlx-flash generate``, ``plan``, ``run``, ``serve``, ``chat``, ``exec``, ``pack``, ``cache``.
 
 What was asked for goes to stdout, everything else to stderr.
 """
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from mlx_flash.arguments import Commands, make_parser
+from mlx_flash.commands.cache import cache
 from mlx_flash.commands.generate import generate
 from mlx_flash.commands.mlx_lm import chat, execute, serve
 from mlx_flash.commands.pack import pack
@@ -35,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    commands = Commands(generate=generate, plan=plan, run=run, serve=serve, chat=chat, execute=execute, pack=pack)
+    commands = Commands(
+        generate=generate, plan=plan, run=run, serve=serve, chat=chat, execute=execute, pack=pack, cache=cache
+    )
     parser = make_parser(commands)
     args, rest = parser.parse_known_args(argv)
     args.rest = rest

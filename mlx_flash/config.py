@@ -55,6 +55,9 @@ class FlashConfig:
             where the file system can.
         read_size_mb: size of one read in MB (10**6 bytes). None takes what a probe of the disk found best.
         queue_depth: reads in flight at once. None takes what a probe of the disk found best.
+        derived_cache_gb: what packed copies of parameters that mlx-lm computes while loading may take on disk, those of
+            all models together, in decimal GB; the ones used longest ago are removed to keep it. None: as much as
+            leaves a tenth of the disk free. 0 writes none, and such parameters stay in memory.
         telemetry: whether the engine's state is published for ``flash-monitor``.
         poison_released_slots: fill every released slot with NaN bytes, so that a read of stale weights shows at once.
             For tests; costs a pass over the memory.
@@ -68,6 +71,7 @@ class FlashConfig:
     io: IOMode = "auto"
     read_size_mb: float | None = None
     queue_depth: int | None = None
+    derived_cache_gb: float | None = None
     telemetry: bool = True
     poison_released_slots: bool = False
 
@@ -82,7 +86,8 @@ class FlashConfig:
         _check_count("prefill_step_size", self.prefill_step_size, 1)
         _check_count("num_slots", self.num_slots, 1)
         _check_count("queue_depth", self.queue_depth, 1, 64)
-        _check_positive("read_size_mb", self.read_size_mb)
+        _check_number("read_size_mb", self.read_size_mb)
+        _check_number("derived_cache_gb", self.derived_cache_gb, may_be_zero=True)
         if self.io not in _IO_MODES:
             hint = did_you_mean(self.io, _IO_MODES)
             raise ConfigError(f"io is {self.io!r}: it must be one of {', '.join(map(repr, _IO_MODES))}{hint}")
@@ -270,10 +275,11 @@ def _check_count(name: str, value: object, least: int, most: int | None = None) 
         raise ConfigError(f"{name} is {value}: it must be {bounds}")
 
 
-def _check_positive(name: str, value: object) -> None:
+def _check_number(name: str, value: object, *, may_be_zero: bool = False) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} is {value!r}: it must be a number")
-    if not 0 < value < math.inf or value > sys.float_info.max:
-        raise ConfigError(f"{name} is {value!r}: it must be a finite number above 0")
+    if not 0 <= value < math.inf or value > sys.float_info.max or (value == 0 and not may_be_zero):
+        least = "not below 0" if may_be_zero else "above 0"
+        raise ConfigError(f"{name} is {value!r}: it must be a finite number {least}")

@@ -86,7 +86,7 @@ def _owners(units: Iterable[Unit]) -> dict[str, Unit]:
 
 
 def _records(parameters: Sequence[Parameter]) -> list[TensorRecord]:
-    return [record for parameter in parameters for record in parameter.records]
+    return [parameter.record for parameter in parameters if parameter.record is not None]
 
 
 def _names_by_unit(owners: dict[str, Unit]) -> dict[int, list[str]]:

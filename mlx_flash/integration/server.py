@@ -59,6 +59,7 @@ def _telling(handle: Callable[..., None]) -> Callable[..., None]:
             if self.stream:  # the answer has begun
                 self.wfile.write(b"data: " + told + b"\n\n")
             else:
+                self._headers_buffer = []  # those of success were made, but not sent
                 self._set_completion_headers(500)
                 self.end_headers()
                 self.wfile.write(told)

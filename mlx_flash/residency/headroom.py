@@ -41,13 +41,13 @@ def check_headroom(
     in_use = int(mx.get_active_memory())
     missing = elsewhere + in_use + activations + growth - plan.budget_bytes
     if missing > 0:
-        hint = _hint(plan, step or num_tokens, context, all_logits)
+        hint, total = _hint(plan, step or num_tokens, context, all_logits), plan.budget_bytes + missing
         raise BudgetError(
             f"a forward call with {num_tokens} new token{'s' * (num_tokens != 1)} in a context of {context} would take "
-            f"the process to {(plan.budget_bytes + missing) / MB:.1f} MB: {elsewhere / MB:.0f} MB for the process itself, "
+            f"the process to {total / MB:.1f} MB: {elsewhere / MB:.0f} MB for the process itself, "
             f"{in_use / MB:.0f} MB in arrays now, {activations / MB:.0f} MB of activations, {growth / MB:.0f} MB of KV "
             f"cache; the budget is {plan.budget_bytes / MB:.1f} MB. {hint}",
-            plan.budget_bytes + missing,
+            total,
         )
 
 

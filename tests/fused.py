@@ -1,0 +1,44 @@
+"""A llama whose checkpoints fuse and scale: what mlx-lm computes while loading depends on tensors in every way.
+
+Of each layer's ``up_proj`` and ``down_proj``, both are halves of one tensor, one of them is transposed, and the other
+depends on ``gate_proj`` too, which is a parameter itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+
+from models import LLAMA, build
+
+SMALL = {**LLAMA, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4}
+STOCK_SANITIZE = llama.Model.sanitize
+
+
+def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Puts fused tensors asunder."""
+    weights = STOCK_SANITIZE(self, weights)
+    for name in [name for name in weights if name.endswith("fused.weight")]:
+        fused = weights.pop(name)
+        half = len(fused) // 2
+        weights[name.replace("fused", "down_proj")] = fused[:half].T
+        weights[name.replace("fused", "up_proj")] = fused[half:] - weights[name.replace("fused", "gate_proj")]
+    return weights
+
+
+def save_fused(directory: Path, config: dict[str, Any], dtype: mx.Dtype = mx.bfloat16) -> Path:
+    """Writes a checkpoint for it, of one file."""
+    weights = dict(tree_flatten(build(config, dtype).parameters()))
+    for name in [name for name in weights if re.search(r"layers\.\d+\.mlp\.down_proj", name)]:
+        down, up = weights.pop(name), weights.pop(name.replace("down_proj", "up_proj"))
+        weights[name.replace("down_proj", "fused")] = mx.concatenate([down.T, up])
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "pt"})
+    return directory

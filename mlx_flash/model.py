@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tuner import utils as mlx_lm_tuner_utils
 
+from mlx_flash.checkpoint.derived import adopt_derived
 from mlx_flash.checkpoint.layout import LoadedModel, ModelLayout, load_config, load_lazily
 from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.checkpoint.units import make_layout
@@ -367,7 +368,8 @@ def load(
         tokenizer_config: settings of the tokenizer.
         model_config: entries that replace those of ``config.json``.
         revision: of the repository.
-        progress: called with (bytes read, bytes to read) while pinned weights are loaded.
+        progress: called with (bytes done, bytes to do) while pinned weights are read, and before, the first time that
+            a checkpoint is loaded which mlx-lm rearranges, while the rearranged weights are written to the cache.
 
     Returns:
         The model and mlx-lm's tokenizer wrapper; ``mlx_lm.stream_generate`` and its kin take both as they are.
@@ -412,7 +414,7 @@ def load_model(
         The model and its configuration.
     """
     config = config or FlashConfig.resolve()
-    prepared = prepare(model_path, config, model_config)
+    prepared = prepare(model_path, config, model_config, progress=progress)
     model = FlashLLM(prepared, config, Path(model_path).name)
     if adapter_path is not None:
         mlx_lm_utils.load_adapters(model, adapter_path)
@@ -422,7 +424,13 @@ def load_model(
 
 
 def prepare(
-    model_path: Path | str, config: FlashConfig, model_config: dict[str, Any] | None = None, **loading: Any
+    model_path: Path | str,
+    config: FlashConfig,
+    model_config: dict[str, Any] | None = None,
+    *,
+    progress: Progress | None = None,
+    writes: bool = True,
+    **loading: Any,
 ) -> Prepared:
     """Everything that comes before weights are read: the lazily loaded model, its layout and plan.
 
@@ -430,10 +438,14 @@ def prepare(
         model_path: the model directory.
         config: how to stream.
         model_config: entries that replace those of ``config.json``.
+        progress: called with (bytes written, bytes to write) while large derived parameters are written to the cache.
+        writes: whether they may be written; if not, the plan is that of when they are.
         loading: further arguments of ``mlx_lm.utils.load_model``.
     """
-    checkpoint = read_checkpoint(Path(model_path))
-    loaded = load_lazily(Path(model_path), checkpoint, model_config, **loading)
+    path = Path(model_path)
+    checkpoint = read_checkpoint(path)
+    loaded = load_lazily(path, checkpoint, model_config, **loading)
+    adopt_derived(loaded, checkpoint, path, config.derived_cache_gb, progress, write=writes)
     layout = make_layout(loaded)
     sizes = measure(layout, loaded.config, kernel_alignment())
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)

@@ -1,7 +1,7 @@
 """A llama whose checkpoints fuse and scale: what mlx-lm computes while loading depends on tensors in every way.
 
 Of each layer's ``up_proj`` and ``down_proj``, both are halves of one tensor, one of them is transposed, and the other
-depends on ``gate_proj`` too, which is a parameter itself.
+depends on ``gate_proj`` too, which is a parameter itself. ``k_proj`` and ``v_proj`` are rows of one tensor.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ STOCK_SANITIZE = llama.Model.sanitize
 def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """Puts fused tensors asunder."""
     weights = STOCK_SANITIZE(self, weights)
+    for name in [name for name in weights if name.endswith("kv.weight")]:
+        rows = mx.split(weights.pop(name), 2)
+        weights[name.replace("kv", "k_proj")], weights[name.replace("kv", "v_proj")] = rows
     for name in [name for name in weights if name.endswith("fused.weight")]:
         fused = weights.pop(name)
         half = len(fused) // 2
@@ -38,6 +41,9 @@ def save_fused(directory: Path, config: dict[str, Any], dtype: mx.Dtype = mx.bfl
     for name in [name for name in weights if re.search(r"layers\.\d+\.mlp\.down_proj", name)]:
         down, up = weights.pop(name), weights.pop(name.replace("down_proj", "up_proj"))
         weights[name.replace("down_proj", "fused")] = mx.concatenate([down.T, up])
+    for name in [name for name in weights if name.endswith("k_proj.weight")]:
+        both = [weights.pop(name), weights.pop(name.replace("k_proj", "v_proj"))]
+        weights[name.replace("k_proj", "kv")] = mx.concatenate(both)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "pt"})

@@ -57,6 +57,7 @@ def test_defaults() -> None:
         "io": "auto",
         "read_size_mb": None,
         "queue_depth": None,
+        "derived_cache_gb": None,
         "telemetry": True,
         "poison_released_slots": False,
     }
@@ -68,7 +69,14 @@ def test_every_field_is_tested_here() -> None:
         *NUMBERS,
         *SWITCHES,
         "io",
+        "derived_cache_gb",
     }
+
+
+def test_a_cache_of_nothing_is_one_but_less_is_not() -> None:
+    assert FlashConfig(derived_cache_gb=0).derived_cache_gb == 0
+    with pytest.raises(ConfigError, match="derived_cache_gb"):
+        FlashConfig(derived_cache_gb=-1)
 
 
 def test_every_field_is_documented() -> None:
@@ -310,6 +318,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "io": ("auto", "direct", "buffered"),
     "read_size_mb": (None, 0.5, 4.0),
     "queue_depth": (None, 1, 64),
+    "derived_cache_gb": (None, 0, 12.5),
     "telemetry": (True, False),
     "poison_released_slots": (True, False),
 }

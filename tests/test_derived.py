@@ -1,4 +1,4 @@
-"""Packed copies hold what mlx-lm computes, take bounded memory to write, and are never used when they might be wrong."""
+"""Packed copies hold what mlx-lm computes, take bounded memory to write, and are not used when they might be wrong."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from mlx_lm.models import llama
 from fused import SMALL, sanitize, save_fused
 from mlx_flash import cli
 from mlx_flash.checkpoint import copies, derived
-from mlx_flash.checkpoint.copies import PARTIAL_SUFFIX, derived_directory, list_copies, make_room
+from mlx_flash.checkpoint.copies import PARTIAL_SUFFIX, Room, derived_directory, list_copies
 from mlx_flash.checkpoint.derived import adopt_derived, derived_parameters
 from mlx_flash.checkpoint.layout import LoadedModel, load_lazily
 from mlx_flash.checkpoint.safetensors import read_checkpoint
+from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.checkpoint.writer import ShardWriter
 from mlx_flash.errors import FileChangedError, FlashError, WriteError
 from models import PREFILL_AND_DECODE, run, same_bits, stock
@@ -115,6 +116,8 @@ def test_direct_parameters_stay_direct(directory: Path) -> None:
     after = [r for records in loaded.sources.values() for r in records if r.extent.path.parent == directory]
     assert sorted((r.name, r.extent.offset) for r in after) == before
     assert sorted(map(id, loaded.keep_alive)) == sorted(loaded.sources)
+    shapes = [r.shape for records in loaded.sources.values() for r in records if r.name.endswith("kv.weight")]
+    assert shapes == NUM_DERIVED * [(64, 128)]
 
 
 def test_constants_are_not_written(tmp_path: Path, computed: list[str]) -> None:
@@ -162,6 +165,16 @@ def test_a_tenth_of_the_disk_stays_free(
     assert not derived_parameters(adopt(directory))
 
 
+def test_a_plan_writes_nothing_and_counts_them_as_streamed(directory: Path, computed: list[str]) -> None:
+    planned = adopt(directory, write=False)
+    assert not derived_parameters(planned) and not computed and not derived_directory().exists()
+    found = {p.records for unit in make_layout(planned).units for p in unit.large}
+    loaded = adopt(directory)
+    assert found == {p.records for unit in make_layout(loaded).units for p in unit.large}
+    assert found == {p.records for unit in make_layout(adopt(directory, write=False)).units for p in unit.large}
+    assert derived_parameters(adopt(save_fused(directory, SMALL, mx.float16), write=False, limit_gb=0.0001))
+
+
 def test_progress_ends_at_the_total(directory: Path) -> None:
     seen: list[tuple[int, int]] = []
     adopt(directory, progress=lambda done, total: seen.append((done, total)))
@@ -192,7 +205,7 @@ def test_an_interrupted_run_is_taken_up_where_it_ended(
     directory: Path, monkeypatch: pytest.MonkeyPatch, computed: list[str]
 ) -> None:
     monkeypatch.setattr(derived, "SHARD_BYTES", 1)
-    write = derived.write_parameters
+    write = derived.write_parameter
     interrupted = []
 
     def interrupt(writer: ShardWriter, *rest: Any) -> None:
@@ -201,7 +214,7 @@ def test_an_interrupted_run_is_taken_up_where_it_ended(
             raise KeyboardInterrupt
         write(writer, *rest)
 
-    monkeypatch.setattr(derived, "write_parameters", interrupt)
+    monkeypatch.setattr(derived, "write_parameter", interrupt)
     loaded, checkpoint = load(directory)
     with pytest.raises(KeyboardInterrupt):
         adopt_derived(loaded, checkpoint, directory)
@@ -242,13 +255,13 @@ for name in ("open", "pwrite", "fsync", "replace"):
     setattr(os, name, step(getattr(os, name)))
 Path.replace = step(Path.replace)
 written = []
-write = derived.write_parameters
+write = derived.write_parameter
 def slowly(*args):
     written.append(1)
     write(*args)
     if mode == "slow":
         time.sleep(0.2)
-derived.write_parameters = slowly
+derived.write_parameter = slowly
 checkpoint = read_checkpoint(directory)
 loaded = load_lazily(directory, checkpoint)
 calls = 0
@@ -288,7 +301,7 @@ def test_a_run_that_is_killed_leaves_nothing_that_is_taken_for_whole(
 def test_of_two_processes_at_once_one_writes(directory: Path) -> None:
     both = [start(directory, "slow"), start(directory, "slow")]
     written = sorted(int(finish(process)[1].split()[0]) for process in both)
-    assert written == [0, SMALL["num_hidden_layers"]]
+    assert written == [0, NUM_DERIVED]
     assert [copy.is_complete for copy in list_copies()] == [True]
     assert not list(derived_directory().glob("*.lock"))
 
@@ -372,13 +385,13 @@ def test_a_damaged_copy_is_written_again(directory: Path, damage: Any, computed:
 
 
 def test_a_source_that_changes_meanwhile_is_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = derived.write_parameters
+    write = derived.write_parameter
 
     def meddle(*args: Any) -> None:
         write(*args)
         os.utime(directory / "model.safetensors", ns=(1, 1))
 
-    monkeypatch.setattr(derived, "write_parameters", meddle)
+    monkeypatch.setattr(derived, "write_parameter", meddle)
     with pytest.raises(FileChangedError, match="changed while"):
         adopt(directory)
     assert not list(derived_directory().glob("*/*.safetensors*"))
@@ -406,26 +419,26 @@ def fake_copy(name: str, nbytes: int, age: float, source: str = "/elsewhere") ->
 
 def test_room_is_made_of_what_was_used_longest_ago() -> None:
     old, new, own = fake_copy("old", 10**6, 300), fake_copy("new", 10**6, 10), fake_copy("own", 10**6, 1, "/here")
-    assert make_room(10**6, "/here", "mine", 10**7)
+    assert Room(10**6, "mine", 10**7).make("/here")
     assert old.exists() and new.exists() and own.exists()
-    assert not make_room(10**7 + 1, "/here", "mine", 10**7)
+    assert not Room(10**7 + 1, "mine", 10**7).make("/here")
     assert old.exists() and new.exists() and own.exists(), "what is no use is not done"
-    assert make_room(10**6, "/here", "mine", 3 * 10**6 + 10_000)
+    assert Room(10**6, "mine", 3 * 10**6 + 10_000).make("/here")
     assert old.exists() and new.exists() and not own.exists(), "of the same source, so of no use"
-    assert make_room(10**6, "/here", "mine", 2 * 10**6 + 10_000)
+    assert Room(10**6, "mine", 2 * 10**6 + 10_000).make("/here")
     assert not old.exists() and new.exists()
     held = copies.hold(new)
     assert held is not None
-    assert not make_room(10**6, "/here", "mine", 10**6 + 10_000)
+    assert not Room(10**6, "mine", 10**6 + 10_000).make("/here")
     os.close(held)
-    assert make_room(10**6, "/here", "mine", 10**6 + 10_000)
+    assert Room(10**6, "mine", 10**6 + 10_000).make("/here")
     assert not new.exists()
 
 
 def test_the_beginning_of_the_copy_itself_is_no_room() -> None:
     begun = fake_copy(f"mine{PARTIAL_SUFFIX}", 10**6, 300)
-    assert not make_room(10**6, "/here", "mine", 1_500_000)
-    assert make_room(400_000, "/here", "mine", 1_500_000)
+    assert not Room(10**6, "mine", 1_500_000).make("/here")
+    assert Room(400_000, "mine", 1_500_000).make("/here")
     assert begun.exists()
 
 
@@ -436,6 +449,11 @@ def test_use_is_remembered(directory: Path) -> None:
     adopt(directory)
     (copy,) = list_copies()
     assert time.time() - copy.last_used < 100
+
+
+def test_a_copy_is_named_after_the_repository(tmp_path: Path) -> None:
+    adopt(save_fused(tmp_path / "models--org--some-model" / "snapshots" / "0a1b2c", SMALL))
+    assert [copy.model for copy in list_copies()] == ["org/some-model"]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

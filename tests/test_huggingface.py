@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_flash import FileChangedError, FlashLLM
 from mlx_flash.checkpoint import derived
 from mlx_flash.checkpoint.copies import derived_directory, list_copies
-from mlx_flash.checkpoint.derived import adopt_derived, derived_parameters
+from mlx_flash.checkpoint.derived import derived_parameters
 from mlx_flash.checkpoint.layout import load_lazily
 from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.checkpoint.writer import ShardWriter
@@ -264,16 +264,6 @@ def _tiny_is_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.fixture(autouse=True)
-def _adopts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_and_adopt(directory: Path, checkpoint: Any, *args: Any, **options: Any) -> Any:
-        loaded = load_lazily(directory, checkpoint, *args, **options)
-        adopt_derived(loaded, checkpoint, directory)
-        return loaded
-
-    monkeypatch.setattr("mlx_flash.model.load_lazily", load_and_adopt)
-
-
 def never(*args: Any) -> Any:
     raise AssertionError("computed again")
 
@@ -338,7 +328,7 @@ def test_what_is_computed_is_streamed_from_a_copy(
     assert from_copy == computed & sources.keys()
     assert from_copy
 
-    monkeypatch.setattr(derived, "write_parameters", never)
+    monkeypatch.setattr(derived, "write_parameter", never)
     again = streamed(directory)
     assert not find_difference(expected, trace(again))
     assert list_copies()[0].created == copy.created

@@ -282,17 +282,19 @@ def test_a_long_prompt_is_cut_as_mlx_lm_cuts_it(directories: Any, caplog: pytest
     assert sum("--prefill-step-size 16" in record.message for record in caplog.records) == 1
 
 
-def test_a_streamed_head_is_not_read_for_a_prompt(directories: Any) -> None:
+@pytest.mark.parametrize("cut", [0, "tiles"])
+@pytest.mark.parametrize("name", ["bf16", "bf16-tied"])
+def test_a_streamed_head_is_not_read_for_a_prompt(directories: Any, name: str, cut: int | str) -> None:
     """mlx-lm drops a prompt's logits. They take no memory then, and the head is not read."""
-    directory = directories("bf16")
+    directory = directories(name)
     prompt = mx.array([5, 17, 900, 3] * 20)
     (token, logprobs), *_ = list(generate_step(prompt, stock(directory), max_tokens=1, prefill_step_size=16))
-    with streamed_whole(directory) as model:
+    with streamed_whole(directory, cut=cut) as model:
         model.plan = replace(model.plan, prefill_step_size=16)
         (found, found_logprobs), *_ = list(generate_step(prompt, model, max_tokens=1))
         assert found == token and same_bits([found_logprobs], [logprobs])
         names = [unit.name for unit in model.engine.stream.units]
-        num_tiles = sum(name.startswith("lm_head") for name in names)
+        num_tiles = sum(not unit.startswith("model.layers") for unit in names)
         num_layers = len(names) - num_tiles
         assert num_tiles > 1
         # Five steps of the prompt, its last token, and the token that mlx-lm computes ahead.

@@ -541,7 +541,7 @@ def test_more_memory_is_not_slower(
     """What is set aside for tokens is fixed here: left open, it grows with the budget, and may leave weights less."""
     plans = plans_between(make_model(layers, head, tied=tied), FIXED, machine, shares)
     for less, more in pairwise(plan.streaming.seconds for plan in plans):
-        assert more <= less * 1.03
+        assert more <= less * 1.06  # tensors are pinned whole
 
 
 @some(60)

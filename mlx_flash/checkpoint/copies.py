@@ -68,7 +68,7 @@ def list_copies() -> list[Copy]:
     """Every copy there is, interrupted ones too, the one used last first."""
     try:
         folders = [path for path in derived_directory().iterdir() if path.is_dir()]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(map(_look_at, folders), key=lambda copy: copy.last_used, reverse=True)
 
@@ -174,7 +174,7 @@ def _lock(path: Path, kind: int) -> int | None:
     while True:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         try:
             fcntl.flock(fd, kind)
@@ -218,34 +218,47 @@ def only_one(fingerprint: str) -> Iterator[None]:
         os.close(fd)
 
 
-def make_room(needed: int, source: str, fingerprint: str, limit: int | None) -> bool:
-    """Whether there is room for ``needed`` more bytes of a copy; others are removed for it.
-
-    The copies of the same source, which are of no use any more, go first, then those that were not used for longest.
-    None goes when that would not be enough.
+class Room:
+    """Room for more bytes of a copy.
 
     Args:
         needed: bytes that are still to be written.
-        source: the model directory.
-        fingerprint: of the copy; neither it nor its beginning is removed.
+        fingerprint: of the copy; neither it nor its beginning is removed for itself.
         limit: bytes of all copies together; None leaves a tenth of the disk free.
     """
-    copies = list_copies()
-    usage = shutil.disk_usage(derived_directory())
-    if limit is None:
-        room = usage.free - int(usage.total * FREE_SHARE)
-    else:
-        room = min(usage.free, limit - sum(copy.nbytes for copy in copies))
-    excess = needed - room
-    others = [copy for copy in copies if copy.folder.name.removesuffix(PARTIAL_SUFFIX) != fingerprint]
-    removable = [copy for copy in others if not is_held(copy)]
-    if excess > sum(copy.nbytes for copy in removable):
-        return False
-    for copy in sorted(removable, key=lambda copy: (copy.source != source, copy.last_used)):
-        if excess > 0 and remove(copy):
-            _log.info("removed %s, the packed copy of %s, to make room", copy.folder, copy.source)
-            excess -= copy.nbytes
-    return excess <= 0
+
+    def __init__(self, needed: int, fingerprint: str, limit: int | None) -> None:
+        copies = list_copies()
+        usage = shutil.disk_usage(_nearest(derived_directory()))
+        if limit is None:
+            room = usage.free - int(usage.total * FREE_SHARE)
+        else:
+            room = min(usage.free, limit - sum(copy.nbytes for copy in copies))
+        others = [copy for copy in copies if copy.folder.name.removesuffix(PARTIAL_SUFFIX) != fingerprint]
+        self._removable = [copy for copy in others if not is_held(copy)]
+        self._excess = needed - room
+
+    def is_enough(self) -> bool:
+        """Whether there is room, or would be if others were removed."""
+        return self._excess <= sum(copy.nbytes for copy in self._removable)
+
+    def make(self, source: str) -> bool:
+        """Removes other copies until there is room; none when that would not be enough. Returns whether there is.
+
+        Those of the same source, which are of no use any more, go first, then those used longest ago.
+        """
+        if not self.is_enough():
+            return False
+        for copy in sorted(self._removable, key=lambda copy: (copy.source != source, copy.last_used)):
+            if self._excess > 0 and remove(copy):
+                _log.info("removed %s, the packed copy of %s, to make room", copy.folder, copy.source)
+                self._excess -= copy.nbytes
+        return self._excess <= 0
+
+
+def _nearest(path: Path) -> Path:
+    """The innermost folder on the way to a path that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def remove_older(source: str, fingerprint: str) -> None:

@@ -10,7 +10,6 @@ A copy is good for one state of the checkpoint, the configuration, and the code:
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import re
@@ -18,17 +17,30 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_flash.checkpoint import copies
+from mlx_flash.checkpoint.copies import (
+    PARTIAL_SUFFIX,
+    Room,
+    derived_directory,
+    discard,
+    hold,
+    note_use,
+    only_one,
+    read_manifest,
+    remove_older,
+    write_errors,
+    write_manifest,
+)
 from mlx_flash.checkpoint.fingerprint import fingerprint_of, state_of, versions
 from mlx_flash.checkpoint.layout import LoadedModel, iter_parameters
-from mlx_flash.checkpoint.safetensors import Checkpoint, TensorRecord, read_shard
+from mlx_flash.checkpoint.renewal import bind, renew
+from mlx_flash.checkpoint.safetensors import Checkpoint, Extent, TensorRecord
 from mlx_flash.checkpoint.writer import ShardWriter, TensorSpec, aligned_order, is_complete, make_head
 from mlx_flash.config import GB
 from mlx_flash.errors import FileChangedError
@@ -68,6 +80,7 @@ class DerivedParameter:
         name: its path in the model, the first one if there are several.
         array: not evaluated; None once it was let go.
         places: (container, key) of each.
+        spec: the tensor that it is written as.
     """
 
     name: str
@@ -77,7 +90,8 @@ class DerivedParameter:
 
     def bind(self, array: mx.array) -> None:
         """Puts another array in its places."""
-        _bind(self.places, array)
+        for container, key in self.places:
+            bind(container, key, array)
 
     def let_go(self) -> mx.array:
         """Hands the array over; nothing else holds it afterwards.
@@ -104,9 +118,22 @@ class _Shard:
     def metadata(self) -> dict[str, str]:
         return {"format": "mlx", "fingerprint": self.fingerprint}
 
+    def parameter(self, name: str) -> DerivedParameter:
+        return next(parameter for parameter in self.parameters if parameter.name == name)
+
     @property
     def nbytes(self) -> int:
         return sum(parameter.spec.nbytes for parameter in self.parameters)
+
+    def records(self, folder: Path) -> dict[str, TensorRecord]:
+        """Where its parameters lie, written or not."""
+        sizes = [tensor.nbytes for tensor in self.tensors]
+        starts = accumulate(sizes, initial=len(make_head(self.tensors, self.metadata)))
+        extents = [Extent(folder / self.name, start, nbytes) for start, nbytes in zip(starts, sizes, strict=False)]
+        return {
+            tensor.name: TensorRecord(tensor.name, tensor.dtype, tensor.shape, extent)
+            for tensor, extent in zip(self.tensors, extents, strict=True)
+        }
 
     def is_written(self, folder: Path) -> bool:
         return is_complete(folder / self.name, make_head(self.tensors, self.metadata), self.nbytes)
@@ -118,6 +145,8 @@ def adopt_derived(
     directory: Path,
     limit_gb: float | None = None,
     progress: Progress | None = None,
+    *,
+    write: bool = True,
 ) -> None:
     """Gives derived parameters a place on disk to be read from: they become direct ones.
 
@@ -131,6 +160,8 @@ def adopt_derived(
         limit_gb: size of all copies together, in decimal GB; older ones are removed to keep it. None leaves a tenth of
             the disk free; 0 does nothing at all.
         progress: called with (bytes written, bytes to write).
+        write: False, for a plan, writes and removes nothing: where there is no copy, parameters count as direct ones
+            of the copy that would be made. The model must not be called then.
 
     Raises:
         FileChangedError: the checkpoint changed meanwhile.
@@ -142,11 +173,14 @@ def adopt_derived(
         return
     copying = _Copying(loaded, checkpoint, os.path.realpath(directory), derived)
     held = copying.use()
+    if held is None and not write:
+        copying.assume(limit_gb)
+        return
     if held is None:
         held = copying.make(limit_gb, progress or (lambda done, total: None))
     if held is not None:
         weakref.finalize(loaded.model, os.close, held)
-        _adopt(loaded, copying.folder, copying.shards)
+        copying.adopt()
 
 
 def derived_parameters(loaded: LoadedModel) -> list[DerivedParameter]:
@@ -167,14 +201,6 @@ def derived_parameters(loaded: LoadedModel) -> list[DerivedParameter]:
     return list(found.values())
 
 
-def _bind(places: Sequence[tuple[Any, Any]], array: mx.array) -> None:
-    for container, key in places:
-        if isinstance(container, dict):
-            dict.__setitem__(container, key, array)
-        else:
-            container[key] = array
-
-
 def _shards(derived: Sequence[DerivedParameter], fingerprint: str) -> list[_Shard]:
     parts: list[list[DerivedParameter]] = [[]]
     size = 0
@@ -186,6 +212,12 @@ def _shards(derived: Sequence[DerivedParameter], fingerprint: str) -> list[_Shar
         parts[-1] += layer
         size += sum(parameter.spec.nbytes for parameter in layer)
     return [_Shard(f"model-{i:05}.safetensors", part, fingerprint) for i, part in enumerate(parts, 1)]
+
+
+def _model_name(source: str) -> str:
+    """The folder's name; of a downloaded repository its own, since the folder is named after a revision."""
+    repositories = [part for part in Path(source).parts if part.startswith("models--")]
+    return repositories[-1].removeprefix("models--").replace("--", "/") if repositories else Path(source).name
 
 
 def _layer_of(name: str) -> str:
@@ -204,50 +236,77 @@ class _Copying:
         self._source = source
         self._state = state_of(checkpoint)
         self._fingerprint = fingerprint_of(loaded, self._state)
-        self.folder = copies.derived_directory() / self._fingerprint
-        self._partial = self.folder.with_name(self.folder.name + copies.PARTIAL_SUFFIX)
+        self.folder = derived_directory() / self._fingerprint
+        self._partial = self.folder.with_name(self.folder.name + PARTIAL_SUFFIX)
         self.shards = _shards(derived, self._fingerprint)
 
     def use(self) -> int | None:
         """Holds a copy that is complete and unchanged; None when there is none."""
-        held = copies.hold(self.folder)
+        held = hold(self.folder)
         if held is None:
             return None
-        files = copies.read_manifest(self.folder).get("files")
+        files = read_manifest(self.folder).get("files")
         if files == self._stamps(self.folder) and all(shard.is_written(self.folder) for shard in self.shards):
-            copies.note_use(self.folder)
+            note_use(self.folder)
             return held
         os.close(held)
         return None
 
     def make(self, limit_gb: float | None, progress: Progress) -> int | None:
         """Makes the copy, or what is left of it, and holds it; None when there is no room."""
-        with copies.only_one(self._fingerprint):
+        with only_one(self._fingerprint):
             if (held := self.use()) is not None:
                 return held  # another process was faster
-            needed = sum(shard.nbytes for shard in self.shards if not shard.is_written(self._partial))
-            limit = None if limit_gb is None else round(limit_gb * GB)
-            if copies.make_room(needed, self._source, self._fingerprint, limit):
+            if self._room(limit_gb).make(self._source):
                 return self._make(progress)
-        self._tell_no_room(needed, limit_gb)
+        self._tell_no_room(limit_gb)
         return None
+
+    def assume(self, limit_gb: float | None) -> None:
+        """Takes the copy for made, if there is room for it."""
+        if not self._room(limit_gb).is_enough():
+            self._tell_no_room(limit_gb)
+            return
+        for shard in self.shards:
+            for name, record in shard.records(self.folder).items():
+                self._note(shard.parameter(name).array, record)
+
+    def adopt(self) -> None:
+        """Binds the lazily loaded arrays of the copy."""
+        for shard in self.shards:
+            arrays = cast(dict[str, mx.array], mx.load(str(self.folder / shard.name)))
+            for name, record in shard.records(self.folder).items():
+                shard.parameter(name).bind(arrays[name])
+                self._note(arrays[name], record)
+
+    def _note(self, array: mx.array | None, record: TensorRecord) -> None:
+        assert array is not None
+        self._loaded.sources[id(array)] = (record,)
+        self._loaded.keep_alive.append(array)
+
+    def _room(self, limit_gb: float | None) -> Room:
+        limit = None if limit_gb is None else round(limit_gb * GB)
+        return Room(self._needed(), self._fingerprint, limit)
+
+    def _needed(self) -> int:
+        return sum(shard.nbytes for shard in self.shards if not shard.is_written(self._partial))
 
     def _make(self, progress: Progress) -> int:
         if self.folder.exists():
-            copies.discard(self.folder)  # damaged
-        with copies.write_errors(self._partial):
+            discard(self.folder)  # damaged
+        with write_errors(self._partial):
             self._partial.mkdir(exist_ok=True)
-        held = copies.hold(self._partial)
+        held = hold(self._partial)
         assert held is not None, "nobody else removes what is begun"
         try:
-            name = Path(self._source).name
+            name = _model_name(self._source)
             manifest = {"source": self._source, "model": name, "versions": versions(), "created": time.time()}
-            copies.write_manifest(self._partial, manifest)
+            write_manifest(self._partial, manifest)
             self._write(progress)
-            copies.write_manifest(self._partial, {**manifest, "files": self._stamps(self._partial)})
-            with copies.write_errors(self.folder):
+            write_manifest(self._partial, {**manifest, "files": self._stamps(self._partial)})
+            with write_errors(self.folder):
                 self._partial.replace(self.folder)
-            copies.remove_older(self._source, self._fingerprint)
+            remove_older(self._source, self._fingerprint)
         except BaseException:
             os.close(held)
             raise
@@ -264,12 +323,14 @@ class _Copying:
             done += nbytes
             progress(done, total)
 
-        _renew(self._loaded, self._checkpoint)
-        for parameter in (parameter for shard in self.shards if shard not in left for parameter in shard.parameters):
-            parameter.let_go()
+        renew(self._loaded, self._checkpoint)
+        for shard in self.shards:
+            for parameter in shard.parameters if shard not in left else ():
+                parameter.let_go()
         for shard in left:
             with ShardWriter(self._partial / shard.name, shard.tensors, shard.metadata, progress=count) as writer:
-                write_parameters(writer, shard.tensors, shard.parameters)
+                for tensor in shard.tensors:
+                    write_parameter(writer, shard.parameter(tensor.name))
                 self._check_source()
 
     def _check_source(self) -> None:
@@ -287,84 +348,22 @@ class _Copying:
             return {}
         return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
 
-    def _tell_no_room(self, needed: int, limit_gb: float | None) -> None:
+    def _tell_no_room(self, limit_gb: float | None) -> None:
         _log.warning(
             "%.2f GB of the parameters of %s are computed while loading and stay in memory: there is no room to write "
             "%.2f GB to %s (%s). Hint: mlx-flash cache list shows what is there.",
             sum(shard.nbytes for shard in self.shards) / GB,
             self._source,
-            needed / GB,
-            copies.derived_directory(),
+            self._needed() / GB,
+            derived_directory(),
             "a tenth of its disk is to stay free" if limit_gb is None else f"derived_cache_gb is {limit_gb:g}",
         )
 
 
-def write_parameters(
-    writer: ShardWriter, tensors: Sequence[TensorSpec], parameters: Sequence[DerivedParameter]
-) -> None:
-    """Evaluates and writes one parameter after another; each is let go before the next one."""
-    by_name = {parameter.name: parameter for parameter in parameters}
-    for tensor in tensors:
-        array = mx.contiguous(by_name[tensor.name].let_go())
-        mx.eval(array)
-        writer.write(tensor.name, memoryview(cast(Any, array)))
-        del array
-        mx.clear_cache()  # the next one may be of another size
-
-
-def _renew(loaded: LoadedModel, checkpoint: Checkpoint) -> None:
-    """Loads the direct parameters again.
-
-    Their arrays may be what others are computed from, would be evaluated with these, and keep their memory.
-    """
-    files = {shard.path: cast(dict[str, mx.array], mx.load(str(shard.path))) for shard in checkpoint.shards}
-    whole = {(shard.path, record.name): record for shard in checkpoint.shards for record in shard.tensors}
-    renewed: dict[int, mx.array] = {}
-    for _, container, key, array in list(iter_parameters(loaded.model, "")):
-        records = loaded.sources.get(id(array), ())
-        if records:
-            if id(array) not in renewed:
-                renewed[id(array)] = _joined([_rows(files, whole, record) for record in records], array)
-            _bind([(container, key)], renewed[id(array)])
-    sources = {id(fresh): loaded.sources[key] for key, fresh in renewed.items()}
-    loaded.sources.clear()
-    loaded.sources.update(sources)
-    loaded.keep_alive[:] = renewed.values()
-    gc.collect()  # what is in cycles holds arrays too
-
-
-def _rows(
-    files: dict[Path, dict[str, mx.array]], whole: dict[tuple[Path, str], TensorRecord], record: TensorRecord
-) -> mx.array:
-    """The lazily loaded tensor, or rows of it, that a record describes."""
-    place = record.extent.path, record.name
-    array, tensor = files[record.extent.path][record.name], whole[place]
-    if record.extent == tensor.extent:
-        return array
-    row_bytes = tensor.nbytes // tensor.shape[0]
-    start = (record.extent.offset - tensor.extent.offset) // row_bytes
-    return array[start : start + record.nbytes // row_bytes]
-
-
-def _joined(parts: Sequence[mx.array], like: mx.array) -> mx.array:
-    """An array of some shape and dtype whose bytes are those of others, one after another."""
-    if len(parts) == 1 and (parts[0].shape, parts[0].dtype) == (like.shape, like.dtype):
-        return parts[0]
-    flat = mx.concatenate([part.reshape(-1) for part in parts])
-    return flat.view(like.dtype).reshape(like.shape)
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-def _adopt(loaded: LoadedModel, folder: Path, shards: Sequence[_Shard]) -> None:
-    for shard in shards:
-        path = folder / shard.name
-        arrays = cast(dict[str, mx.array], mx.load(str(path)))
-        records = {record.name: record for record in read_shard(path).tensors}
-        for parameter in shard.parameters:
-            array = arrays[parameter.name]
-            parameter.array = None
-            parameter.bind(array)
-            loaded.sources[id(array)] = (records[parameter.name],)
-            loaded.keep_alive.append(array)
+def write_parameter(writer: ShardWriter, parameter: DerivedParameter) -> None:
+    """Evaluates a parameter, writes it, and lets it go."""
+    array = mx.contiguous(parameter.let_go())
+    mx.eval(array)
+    writer.write(parameter.name, memoryview(cast(Any, array)))
+    del array
+    mx.clear_cache()  # the next one may be of another size

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import platform
 from pathlib import Path
 
 import mlx.core as mx
@@ -55,7 +56,8 @@ def fingerprint_of(loaded: LoadedModel, state: State) -> str:
         loaded: the model; its configuration holds what the caller replaced in it.
         state: of its checkpoint.
     """
-    parts = [FORMAT, state, loaded.config, versions(), str(mx.default_device()), _code_digest(loaded.model)]
+    machine = [platform.machine(), str(mx.default_device())]
+    parts = [FORMAT, state, loaded.config, versions(), machine, _code_digest(loaded.model)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

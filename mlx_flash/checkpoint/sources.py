@@ -2,7 +2,7 @@
 
 mlx-lm's ``sanitize`` puts the tensors of experts, one by one in original checkpoints, into stacks. Along the first axis
 a stack's bytes are those of its parts, one after another, and the rows of a tensor are a run of its bytes. So while
-``sanitize`` runs, the functions of MLX that stack, concatenate and split are watched.
+``sanitize`` runs, the functions of MLX that stack, concatenate, split and reshape are watched.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ import mlx.core as mx
 from mlx_flash.checkpoint.safetensors import Checkpoint, TensorRecord
 
 _watching = threading.RLock()
+
+_FUNCTIONS: tuple[tuple[Any, str], ...] = (
+    *((mx, name) for name in ("stack", "concatenate", "split")),
+    *((mx.array, name) for name in ("view", "reshape", "flatten")),
+)
 
 
 class Sources:
@@ -41,17 +46,20 @@ class Sources:
             record = self._checkpoint.tensors.get(name)
             if record is not None:
                 self._note(array, (record,))
-        functions: Any = mx
-        with _watching:  # they belong to the process
-            originals = {name: getattr(functions, name) for name in ("stack", "concatenate", "split")}
-            functions.stack = self._joining(originals["stack"])
-            functions.concatenate = self._joining(originals["concatenate"])
-            functions.split = self._splitting(originals["split"])
+        with _watching:  # the functions belong to the process
+            originals = [(owner, name, getattr(owner, name)) for owner, name in _FUNCTIONS]
+            for owner, name, original in originals:
+                setattr(owner, name, self._watched(name)(original))
             try:
                 yield
             finally:
-                for name, original in originals.items():
-                    setattr(functions, name, original)
+                for owner, name, original in originals:
+                    setattr(owner, name, original)
+
+    def _watched(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        if name == "split":
+            return self._splitting
+        return self._joining if name in ("stack", "concatenate") else self._reshaping
 
     def _note(self, array: mx.array, records: tuple[TensorRecord, ...]) -> None:
         if sum(record.nbytes for record in records) == array.nbytes:  # mlx reads some dtypes as others
@@ -77,5 +85,15 @@ class Sources:
                     self._note(result, (records[0].rows(start, start + result.shape[0]),))
                     start += result.shape[0]
             return results
+
+        return watched
+
+    def _reshaping(self, reshape: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def watched(array: mx.array, *args: Any, **options: Any) -> mx.array:
+            result = reshape(array, *args, **options)
+            records = self.of(array)
+            if len(records) > 1 or (records and records[0].shape[:1] == tuple(result.shape[:1])):
+                self._note(result, records)  # rows have to stay rows
+            return result
 
         return watched

@@ -12,7 +12,7 @@ from mlx_flash.checkpoint.copies import Copy, derived_directory, list_copies, re
 from mlx_flash.commands.common import print_json, print_rich
 from mlx_flash.config import GB
 from mlx_flash.report import Json
-from mlx_flash.storage import probe
+from mlx_flash.storage.probe import _load_profiles, _profiles_file
 
 DAY = 24 * 3600
 
@@ -40,7 +40,7 @@ def _clear(args: argparse.Namespace, out: TextIO) -> int:
     removed = [copy for copy in copies if remove(copy)]
     kept = [copy for copy in copies if copy not in removed]
     disks = _remembered_disks()
-    probe._profiles_file().unlink(missing_ok=True)
+    _profiles_file().unlink(missing_ok=True)
     if args.json:
         freed = sum(copy.nbytes for copy in removed)
         lists = {"removed": [_to_json(copy) for copy in removed], "kept": [_to_json(copy) for copy in kept]}
@@ -56,11 +56,11 @@ def _clear(args: argparse.Namespace, out: TextIO) -> int:
 
 def _remembered_disks() -> list[str]:
     """Keys of the disks whose speed is known."""
-    return sorted(probe._load_profiles())
+    return sorted(_load_profiles())
 
 
 def _places() -> Json:
-    return {"derived_directory": str(derived_directory()), "disk_profiles": str(probe._profiles_file())}
+    return {"derived_directory": str(derived_directory()), "disk_profiles": str(_profiles_file())}
 
 
 def _to_json(copy: Copy) -> Json:

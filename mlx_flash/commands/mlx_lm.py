@@ -84,7 +84,7 @@ def _plan(model: str | None, config: FlashConfig) -> ResidencyPlan | None:
         return None
     path = resolve(model)
     tokenizer = mlx_lm_utils.load_tokenizer(path)  # takes memory too
-    plan = prepare(path, config).plan
+    plan = prepare(path, config, writes=False).plan
     del tokenizer
     speed = f", about {1 / plan.streaming.seconds:.2g} tokens/s" if plan.streaming.seconds else ""
     print(

@@ -17,7 +17,7 @@ def plan(args: argparse.Namespace, out: TextIO) -> int:
     tokenizer = None
     with contextlib.suppress(OSError, ValueError):  # a folder without one can be planned for too
         tokenizer = load_tokenizer(path, args)
-    prepared = prepare(path, make_config(args))
+    prepared = prepare(path, make_config(args), writes=False)
     del tokenizer  # it had to be there: it is part of the process when text is generated
     if args.json:
         print_json(planning_to_json(args.model, prepared.layout, prepared.plan), out)

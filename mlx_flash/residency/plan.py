@@ -290,10 +290,18 @@ def _cuts(task: _Task) -> list[_Task]:
     return [task, *(replace(task, sizes=task.sizes.cut(units)) for units in task.sizes.finer)]
 
 
-def _tiled(task: _Task) -> _Task | None:
-    """The task with linear layers in row tiles, where that is exact."""
-    sizes = task.sizes.tiled() if task.machine.exact_tiles else None
-    return None if sizes is None else replace(task, sizes=sizes)
+def _tiled(task: _Task, target: int | None = None) -> _Task | None:
+    """The task with linear layers in row tiles, where that is exact.
+
+    Args:
+        task: with whole layers.
+        target: bytes of linear layers to stream, spread evenly; None for all.
+    """
+    linears = task.sizes.linears
+    if not linears or not task.machine.exact_tiles:
+        return None
+    chosen = linears if target is None else spread_whole(linears, target)
+    return replace(task, sizes=task.sizes.tiled({unit.name for unit in chosen}))
 
 
 def _least(config: FlashConfig) -> _Reserve:
@@ -312,9 +320,8 @@ def _best(task: _Task, budget: int) -> ResidencyPlan | None:
             return _timed(task, everything)
     least = _least(task.config)
     plans = list(_candidates(task, budget, least))
-    tiled = _tiled(task)
-    if tiled is not None:
-        plans += _candidates_of_cut(tiled, budget, least, range(2, MAX_SLOTS + 1))
+    if task.machine.exact_tiles and task.sizes.linears:
+        plans += _candidates_with_tiles(task, budget, least)
     if not plans:
         return None
     fastest = _fastest(plans)
@@ -383,6 +390,26 @@ def _candidates_of_cut(task: _Task, budget: int, reserve: _Reserve, slots: range
                         break  # the layers' slots are larger anyway
 
 
+def _candidates_with_tiles(task: _Task, budget: int, reserve: _Reserve) -> Iterator[ResidencyPlan]:
+    """Linear layers in row tiles; as few of them as the budget allows."""
+    for num_slots in [task.config.num_slots] if task.config.num_slots else range(2, MAX_SLOTS + 1):
+        best, low, high = None, 0, sum(unit.nbytes for unit in task.sizes.linears)
+        for _ in range(SEARCH_STEPS):
+            target = high if best is None else (low + high) // 2
+            tiled = _tiled(task, target)
+            assert tiled is not None
+            streamed = [unit.tensors for unit in tiled.sizes.layers]
+            plan = _assemble(tiled, reserve, num_slots, streamed, LEAST_TILE_BYTES)
+            if plan.peak_bytes <= budget:
+                best, high = _timed(tiled, plan), target
+            elif best is None:
+                break
+            else:
+                low = target
+        if best is not None:
+            yield best
+
+
 def _most_pinned(
     task: _Task, budget: int, reserve: _Reserve, num_slots: int, whole_layers: bool, tile_bytes: int | None
 ) -> ResidencyPlan | None:
@@ -428,6 +455,11 @@ def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[
     return chosen
 
 
+def spread_whole(units: Sequence[UnitSize], target: int) -> list[UnitSize]:
+    """Chooses units to stream whole, of together about ``target`` bytes, evenly over all of them."""
+    return [unit for unit, tensors in zip(units, spread(units, target, True), strict=True) if tensors]
+
+
 def _whole(unit: UnitSize, due: int) -> tuple[TensorSize, ...]:
     return unit.tensors if 2 * due >= unit.nbytes else ()
 
@@ -466,7 +498,8 @@ def _assemble(
     tiles = {head.name: tile_rows(head, slot) for head in tiled}
     num_units = sum(map(bool, streamed)) + sum(_num_tiles(head, tiles[head.name]) for head in tiled)
     kept = {head.name for head in heads} - tiles.keys()
-    pinned = sum(unit.buffer_bytes for unit in [*sizes.layers, *heads]) - sum(unit.buffer_bytes for unit in tiled)
+    pinned = sum(unit.buffer_bytes for unit in [*sizes.layers, *sizes.kept, *heads])
+    pinned -= sum(unit.buffer_bytes for unit in tiled)
     streaming = Streaming(
         layers=tuple((u.name, tuple(t.name for t in ts)) for u, ts in zip(sizes.layers, streamed, strict=True) if ts),
         heads=tuple(tiles.items()),
@@ -560,6 +593,9 @@ def _timed(task: _Task, plan: ResidencyPlan) -> ResidencyPlan:
             steps += [(head.nbytes / disk / count, head.nbytes / compute / count + barrier)] * count
         else:
             steps.append((0.0, head.nbytes / compute))
+    # What is kept of layers is computed between what is streamed.
+    between = sum(unit.nbytes for unit in task.sizes.kept) / compute / max(1, len(steps))
+    steps = [(read, seconds + between) for read, seconds in steps]
     return replace(
         plan, streaming=replace(streaming, seconds=simulate(steps, streaming.num_slots, unevenness=DISK_UNEVENNESS))
     )

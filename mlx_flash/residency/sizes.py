@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -121,6 +122,7 @@ class ModelSizes:
         kv_bytes_per_token: what one more token adds to the caches of all layers.
         activations: what a forward call allocates.
         finer: the layers cut into smaller units, each cut finer than the one before, in calling order.
+        kept: parts of layers that stay in memory, between those that are streamed.
     """
 
     layers: tuple[UnitSize, ...]
@@ -131,6 +133,7 @@ class ModelSizes:
     kv_bytes_per_token: int
     activations: ActivationSizes
     finer: tuple[tuple[UnitSize, ...], ...] = ()
+    kept: tuple[UnitSize, ...] = ()
 
     def kv_bytes(self, context_length: int) -> int:
         """Bytes of the caches of all layers."""
@@ -141,19 +144,27 @@ class ModelSizes:
         rest = sum(unit.nbytes for unit in self.layers) - sum(unit.nbytes for unit in units)
         return replace(self, layers=units, resident_bytes=self.resident_bytes + rest, finer=())
 
-    def tiled(self) -> ModelSizes | None:
-        """The same model, cut as finely as it can be, whose linear layers pass through the slots in row tiles."""
+    @cached_property
+    def linears(self) -> tuple[UnitSize, ...]:
+        """The linear layers in the finest cut."""
+        return tuple(unit for unit in (self.finer[-1] if self.finer else self.layers) if unit.num_rows)
+
+    def tiled(self, names: Collection[str]) -> ModelSizes:
+        """The same model, cut as finely as it can be, with some linear layers passing through the slots in row tiles.
+
+        Args:
+            names: of those; the other linear layers stay in memory.
+        """
         finest = self.finer[-1] if self.finer else self.layers
-        linears = tuple(unit for unit in finest if unit.num_rows)
-        if not linears:
-            return None
+        streamed = tuple(unit for unit in self.linears if unit.name in names)
         others = tuple(unit for unit in finest if not unit.num_rows)
-        return replace(self.cut(finest), layers=others, heads=(*linears, *self.heads))
+        kept = tuple(unit for unit in self.linears if unit.name not in names)
+        return replace(self.cut(finest), layers=others, heads=(*streamed, *self.heads), kept=kept)
 
     @cached_property
     def nbytes(self) -> int:
         """All weights."""
-        units = [*self.layers, *self.heads, *(table.unit for table in self.tables)]
+        units = [*self.layers, *self.kept, *self.heads, *(table.unit for table in self.tables)]
         return sum(unit.nbytes for unit in units) + self.resident_bytes
 
 

@@ -122,11 +122,15 @@ class Engine:
             if unit.name in layers:
                 self._stream_layer(unit, set(layers[unit.name]))
             elif unit.name in heads:
-                self._swap(unit, TiledLinear, self._tile(unit, heads[unit.name]), unit.large)
+                tiles = self._tile(unit, heads[unit.name])
+                self._swap(unit, TiledLinear, tiles, unit.large)
+                if unit in layout.heads:
+                    self._heads.append(tiles)
         for unit in layout.embeddings:
             if unit.name in tables:
                 head = self._tile(unit, heads[unit.name]) if unit.name in heads else None
                 self._swap(unit, EmbeddingRows, TableState(unit.large, self.reader, head), unit.large)
+                self._heads += [head] if head is not None else []
         self.stream.start()
 
     def _stream_layer(self, unit: Unit, names: set[str]) -> None:
@@ -142,8 +146,7 @@ class Engine:
         ranges = [(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
         tiles = [self._stream_tile(unit, start, stop) for start, stop in ranges]
         whole = clone_with(unit.module, {parameter.key: parameter.array for parameter in unit.large})
-        self._heads.append(HeadState(tiles, self.stream, whole))
-        return self._heads[-1]
+        return HeadState(tiles, self.stream, whole)
 
     def _stream_tile(self, unit: Unit, start: int, stop: int) -> Tile:
         records = [parameter.record for parameter in unit.large if parameter.record is not None]

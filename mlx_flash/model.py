@@ -22,7 +22,7 @@ from mlx_flash.checkpoint.layout import LoadedModel, ModelLayout, load_config, l
 from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.config import FlashConfig
-from mlx_flash.errors import BudgetError, CheckpointNotFoundError, ClosedError, StreamedWeightsError
+from mlx_flash.errors import CheckpointNotFoundError, ClosedError, ConfigError, FlashError, StreamedWeightsError
 from mlx_flash.residency.headroom import check_headroom
 from mlx_flash.residency.machine import look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan, make_plan
@@ -125,7 +125,7 @@ class FlashLLM(nn.Module):
             for model in _waiting():
                 try:
                     model._start(progress if model is self else None)
-                except BudgetError:
+                except FlashError:
                     if model is self:
                         raise  # another one fails when it is called itself
 
@@ -414,6 +414,8 @@ def load_model(
         The model and its configuration.
     """
     config = config or FlashConfig.resolve()
+    if not config.enabled:
+        raise ConfigError("enabled is False, which leaves models to mlx-lm. Hint: load this one with mlx_lm.load.")
     prepared = prepare(model_path, config, model_config, progress=progress)
     model = FlashLLM(prepared, config, Path(model_path).name)
     if adapter_path is not None:

@@ -27,6 +27,7 @@ from mlx_flash import (
     BudgetError,
     CheckpointNotFoundError,
     ClosedError,
+    ConfigError,
     FileChangedError,
     FlashConfig,
     FlashLLM,
@@ -299,6 +300,11 @@ def test_a_streamed_head_is_not_read_for_a_prompt(directories: Any, name: str, c
         assert num_tiles > 1
         # Five steps of the prompt, its last token, and the token that mlx-lm computes ahead.
         assert model.engine.stream.stats.num_acquired == 5 * num_layers + 2 * len(names)
+
+
+def test_streaming_that_is_switched_off_is_not_asked_for(directories: Any) -> None:
+    with pytest.raises(ConfigError, match="which leaves models to mlx-lm"):
+        load_model(directories("bf16"), config(enabled=False))
 
 
 def test_a_model_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -541,7 +541,7 @@ def test_more_memory_is_not_slower(
     """What is set aside for tokens is fixed here: left open, it grows with the budget, and may leave weights less."""
     plans = plans_between(make_model(layers, head, tied=tied), FIXED, machine, shares)
     for less, more in pairwise(plan.streaming.seconds for plan in plans):
-        assert more <= less * 1.06  # tensors are pinned whole
+        assert more <= less * 1.03
 
 
 @some(60)
@@ -744,7 +744,7 @@ def test_thousands_of_layers_are_planned_in_no_time(budget: Any) -> None:
     sizes, machine = make_model(layers=[LLAMA_LAYER] * 2000), make_machine()
     began = time.process_time()
     plan = make_plan(sizes, FlashConfig(ram_budget_gb=budget), machine)
-    assert time.process_time() - began < 10  # seen: 1 s, 4 s on a busy machine
+    assert time.process_time() - began < 2
     check(plan, sizes, FlashConfig(), machine)
 
 

@@ -318,6 +318,10 @@ def _best(task: _Task, budget: int) -> ResidencyPlan | None:
         everything = _everything(task, reserve)
         if everything.peak_bytes <= budget and reserve.context_length >= ENOUGH_CONTEXT:
             return _timed(task, everything)
+    good = _least_seconds(task, budget) * WORTH_MORE_TOKENS
+    plans = list(_candidates(task, budget, reserves[0]))
+    if plans and (plan := _fastest(plans)).streaming.seconds <= good:
+        return plan
     least = _least(task.config)
     plans = list(_candidates(task, budget, least))
     if task.machine.exact_tiles and task.sizes.linears:
@@ -330,6 +334,14 @@ def _best(task: _Task, budget: int) -> ResidencyPlan | None:
         if plans and (plan := _fastest(plans)).streaming.seconds <= fastest.streaming.seconds * WORTH_MORE_TOKENS:
             return plan
     return fastest
+
+
+def _least_seconds(task: _Task, budget: int) -> float:
+    """No plan is faster: all weights are computed with, and what the budget cannot hold is read."""
+    machine = task.machine
+    nbytes = sum(unit.nbytes for unit in [*task.sizes.layers, *_heads(task.sizes)])
+    read = max(0, nbytes - (budget - machine.base_bytes))
+    return max(nbytes / machine.compute_bytes_per_second, read / machine.disk.bytes_per_second)
 
 
 def _reserves(task: _Task, budget: int) -> Iterator[_Reserve]:
@@ -374,14 +386,15 @@ def _candidates(task: _Task, budget: int, reserve: _Reserve) -> Iterator[Residen
     for cut in _cuts(task):
         if all(plan.peak_bytes > budget for plan in _smallest_of_cut(cut, reserve)):
             continue
-        yield from _candidates_of_cut(cut, budget, reserve, range(1, MAX_SLOTS + 1))
+        yield from _candidates_of_cut(cut, budget, reserve, may_skip_layers=cut is task)
 
 
-def _candidates_of_cut(task: _Task, budget: int, reserve: _Reserve, slots: range) -> Iterator[ResidencyPlan]:
+def _candidates_of_cut(
+    task: _Task, budget: int, reserve: _Reserve, *, may_skip_layers: bool
+) -> Iterator[ResidencyPlan]:
     tilings = TILE_BYTES if _heads(task.sizes) else ()
-    is_finer = not task.sizes.finer
-    for num_slots in [task.config.num_slots] if task.config.num_slots else slots:
-        for whole_layers in (False,) if is_finer else (True, False):
+    for num_slots in [task.config.num_slots] if task.config.num_slots else range(1, MAX_SLOTS + 1):
+        for whole_layers in (True, False) if may_skip_layers else (False,):
             for tile_bytes in (None, *tilings):
                 plan = _most_pinned(task, budget, reserve, num_slots, whole_layers, tile_bytes)
                 if plan is not None:

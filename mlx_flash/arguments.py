@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TextIO, get_args
 
 from mlx_lm.generate import (
@@ -30,7 +31,10 @@ from mlx_flash.errors import ConfigError
 
 Command = Callable[[argparse.Namespace, TextIO], int]
 
-DIAL = ("ram_budget_gb", "context_length", "prefill_step_size", "num_slots", "io", "read_size_mb", "queue_depth")
+DIAL = (
+    *("ram_budget_gb", "context_length", "prefill_step_size", "num_slots"),
+    *("expert_pool_gb", "expert_lookahead", "expert_warm_start", "io", "read_size_mb", "queue_depth"),
+)
 """The fields of ``FlashConfig`` that are flags of every command."""
 
 
@@ -125,6 +129,10 @@ def _add_dial_flags(parser: argparse.ArgumentParser, note: str | None = None) ->
     add("--context-length", type=int, metavar="N", help="tokens of KV cache to set memory aside for")
     add("--prefill-step-size", type=int, metavar="N", help="prompt tokens in one forward call; default: what fits")
     add("--num-slots", type=int, metavar="N", help="buffers that streamed weights take turns in")
+    add("--expert-pool-gb", type=float, metavar="GB", help="memory for experts of a mixture that are kept; 0: none")
+    either = argparse.BooleanOptionalAction
+    add("--expert-lookahead", action=either, help="whether experts are read early that the next layer may need")
+    add("--expert-warm-start", action=either, help="whether experts used most are remembered, and read first next time")
     add("--io", choices=get_args(IOMode), help="read past the page cache (direct) or through it")
     add("--read-size-mb", type=float, metavar="MB", help="size of one read")
     add("--queue-depth", type=int, metavar="N", help="reads in flight at once")
@@ -160,6 +168,7 @@ def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     add("--extra-eos-token", nargs="+", default=(), metavar="TOKEN", help="tokens that end generation")
     add("--adapter-path", metavar="DIR", help="LoRA or DoRA adapter to apply")
     add("--resident", action="store_true", help="everything in memory, by mlx-lm alone: to compare with")
+    add("--routing-trace", type=Path, metavar="FILE", help="record which experts are routed to, for benchmarks")
     add("--verbose", type=str2bool, default=True, metavar="BOOL", help="False: no progress bars and no summary")
 
 

@@ -51,6 +51,12 @@ class FlashConfig:
         prefill_step_size: the most new tokens in one forward call the plan sets memory aside for. None plans for
             mlx-lm's default, or for less where that would take more than a fifth of the budget.
         num_slots: buffers that the streamed units take turns in. None lets the plan choose.
+        expert_pool_gb: memory for experts of mixture-of-experts models that are kept between tokens, in decimal GB.
+            None: what the rest of the plan leaves of the budget. 0 keeps none; layers are read whole then, with all of
+            their experts, as those of other models are.
+        expert_lookahead: whether experts are read early that the router of the next layer is likely to choose. A wrong
+            guess costs a read; the output is the same either way.
+        expert_warm_start: whether it is remembered which experts are used most, so that they are read first next time.
         io: ``"direct"`` reads past the operating system's page cache, ``"buffered"`` through it; ``"auto"`` is direct
             where the file system can.
         read_size_mb: size of one read in MB (10**6 bytes). None takes what a probe of the disk found best.
@@ -68,6 +74,9 @@ class FlashConfig:
     context_length: int | None = None
     prefill_step_size: int | None = None
     num_slots: int | None = None
+    expert_pool_gb: float | None = None
+    expert_lookahead: bool = True
+    expert_warm_start: bool = True
     io: IOMode = "auto"
     read_size_mb: float | None = None
     queue_depth: int | None = None
@@ -87,11 +96,12 @@ class FlashConfig:
         _check_count("num_slots", self.num_slots, 1)
         _check_count("queue_depth", self.queue_depth, 1, 64)
         _check_number("read_size_mb", self.read_size_mb)
-        _check_number("derived_cache_gb", self.derived_cache_gb, may_be_zero=True)
+        for name in ("expert_pool_gb", "derived_cache_gb"):
+            _check_number(name, getattr(self, name), may_be_zero=True)
         if self.io not in _IO_MODES:
             hint = did_you_mean(self.io, _IO_MODES)
             raise ConfigError(f"io is {self.io!r}: it must be one of {', '.join(map(repr, _IO_MODES))}{hint}")
-        for name in ("enabled", "telemetry", "poison_released_slots"):
+        for name in ("enabled", "expert_lookahead", "expert_warm_start", "telemetry", "poison_released_slots"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} is {value!r}: it must be True or False")
 
@@ -280,6 +290,6 @@ def _check_number(name: str, value: object, *, may_be_zero: bool = False) -> Non
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} is {value!r}: it must be a number")
-    if not 0 <= value < math.inf or value > sys.float_info.max or (value == 0 and not may_be_zero):
+    if not 0 <= value <= sys.float_info.max / GB or (value == 0 and not may_be_zero):
         least = "not below 0" if may_be_zero else "above 0"
         raise ConfigError(f"{name} is {value!r}: it must be a finite number {least}")

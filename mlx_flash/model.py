@@ -8,16 +8,19 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tuner import utils as mlx_lm_tuner_utils
 
 from mlx_flash.checkpoint.derived import adopt_derived
+from mlx_flash.checkpoint.fingerprint import state_of
 from mlx_flash.checkpoint.layout import LoadedModel, ModelLayout, load_config, load_lazily
 from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.checkpoint.units import make_layout
@@ -25,12 +28,21 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.errors import CheckpointNotFoundError, ClosedError, ConfigError, FlashError, StreamedWeightsError
 from mlx_flash.residency.headroom import check_headroom
 from mlx_flash.residency.machine import look_at_machine, look_at_memory
-from mlx_flash.residency.plan import Machine, ResidencyPlan, make_plan
-from mlx_flash.residency.sizes import measure
+from mlx_flash.residency.plan import Machine, ResidencyPlan
+from mlx_flash.residency.popularity import (
+    Popularity,
+    load_popularity,
+    popularity_file,
+    popularity_fingerprint,
+    save_popularity,
+)
+from mlx_flash.residency.search import make_plan
+from mlx_flash.residency.sizes import ModelSizes, expecting, measure
 from mlx_flash.storage.reader import Reader
 from mlx_flash.streaming.arrays import arrays_in
 from mlx_flash.streaming.dropped import result_is_dropped
-from mlx_flash.streaming.engine import Engine, Progress
+from mlx_flash.streaming.engine import Engine, ExpertOptions, Progress
+from mlx_flash.streaming.experts import Routing
 from mlx_flash.streaming.slots import kernel_alignment
 from mlx_flash.streaming.status import PassCounters, Status
 from mlx_flash.telemetry import Publisher
@@ -52,12 +64,14 @@ class Prepared:
         layout: the model's units.
         machine: the machine in numbers.
         plan: what will be in memory.
+        popularity: where it is remembered which experts are used most; None without experts, or when it is not wanted.
     """
 
     loaded: LoadedModel
     layout: ModelLayout
     machine: Machine
     plan: ResidencyPlan
+    popularity: Path | None = None
 
 
 class FlashLLM(nn.Module):
@@ -133,23 +147,35 @@ class FlashLLM(nn.Module):
         before = self._prepared
         layout = make_layout(before.loaded)  # modules may have changed since
         machine = look_at_memory(before.machine, _promised(self))
-        sizes = measure(layout, before.loaded.config, kernel_alignment())
-        plan = make_plan(sizes, self._config, machine)
-        self._carry_out(layout, plan, progress)
+        popularity = _load_popularity(before.popularity, layout)
+        plan = make_plan(_measure(layout, before.loaded, popularity), self._config, machine)
+        self._carry_out(layout, plan, progress, popularity)
 
-    def _carry_out(self, layout: ModelLayout, plan: ResidencyPlan, progress: Progress | None) -> None:
+    def _carry_out(
+        self,
+        layout: ModelLayout,
+        plan: ResidencyPlan,
+        progress: Progress | None,
+        popularity: Popularity | None = None,
+    ) -> None:
         config = self._config
         reader = Reader(
             _files(layout), direct=config.io != "buffered", read_size=plan.read_size, queue_depth=plan.queue_depth
         )
-        engine = Engine(layout, plan, reader, kernel_alignment(), config.poison_released_slots, progress)
+        popular = popularity.most_popular(plan.pool.num_slots) if popularity and plan.pool else ()
+        experts = ExpertOptions(self._prepared.machine.exact_tiles, config.expert_lookahead, popular)
+        engine = Engine(layout, plan, reader, kernel_alignment(), config.poison_released_slots, progress, experts)
         self.layout, self.plan, self.engine = layout, plan, engine
         cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
         publisher = None
         if config.telemetry:  # what it collects from must not be this object, whose end closes it
             publisher = Publisher(Status(self.name, plan, layout, engine, self.counters).collect)
             publisher.start()
-        self._release = weakref.finalize(self, _let_go, reader, cache_limit, publisher)
+        remember = None
+        if popularity is not None and engine.experts is not None and self._prepared.popularity is not None:
+            engine.experts.listeners.append(partial(_count_uses, popularity))
+            remember = partial(save_popularity, self._prepared.popularity, popularity, self.name)
+        self._release = weakref.finalize(self, _let_go, reader, cache_limit, publisher, remember)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass, with the arguments and the result of mlx-lm's model.
@@ -299,9 +325,26 @@ def _promised(model: FlashLLM) -> int:
     )
 
 
-def _let_go(reader: Reader, cache_limit: int | None, publisher: Publisher | None) -> None:
+def _measure(layout: ModelLayout, loaded: LoadedModel, popularity: Popularity | None) -> ModelSizes:
+    sizes = measure(layout, loaded.config, kernel_alignment())
+    return sizes if popularity is None or popularity.is_empty else expecting(sizes, popularity.hit_rate)
+
+
+def _load_popularity(path: Path | None, layout: ModelLayout) -> Popularity | None:
+    return None if path is None else load_popularity(path, [stack.num_experts for stack in layout.experts])
+
+
+def _count_uses(popularity: Popularity, layer: int, routing: Routing) -> None:
+    popularity.add(layer, np.bincount(routing.reshape(-1), minlength=len(popularity.counts[layer])))
+
+
+def _let_go(
+    reader: Reader, cache_limit: int | None, publisher: Publisher | None, remember: Callable[[], None] | None
+) -> None:
     if publisher is not None:
         publisher.close()
+    if remember is not None:
+        remember()
     reader.close()
     if cache_limit is not None:
         mx.set_cache_limit(cache_limit)
@@ -449,10 +492,13 @@ def prepare(
     loaded = load_lazily(path, checkpoint, model_config, **loading)
     adopt_derived(loaded, checkpoint, path, config.derived_cache_gb, progress, write=writes)
     layout = make_layout(loaded)
-    sizes = measure(layout, loaded.config, kernel_alignment())
+    remembered = None
+    if layout.experts and config.expert_warm_start:
+        remembered = popularity_file(popularity_fingerprint(loaded.config, state_of(checkpoint)))
+    sizes = _measure(layout, loaded, _load_popularity(remembered, layout))
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
     machine = look_at_machine(largest.path, layout, config)
-    return Prepared(loaded, layout, machine, make_plan(sizes, config, machine))
+    return Prepared(loaded, layout, machine, make_plan(sizes, config, machine), remembered)
 
 
 def _files(layout: ModelLayout) -> list[Path]:

@@ -24,7 +24,7 @@ from mlx_flash.checkpoint.layout import ModelLayout, Unit
 from mlx_flash.config import GB
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.memory import peak_footprint
-from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, ResidencyPlan
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, Pool, ResidencyPlan
 
 Json = dict[str, Any]
 
@@ -201,8 +201,8 @@ def plan_to_json(plan: ResidencyPlan) -> Json:
         **asdict(plan),
         "peak_bytes": plan.peak_bytes,
         "parts": [{"name": name, "bytes": nbytes} for name, nbytes in plan.parts()],
-        "seconds_per_token": plan.streaming.seconds,
-        "tokens_per_second": _ratio(1, plan.streaming.seconds),
+        "seconds_per_token": plan.seconds,
+        "tokens_per_second": _ratio(1, plan.seconds),
     }
 
 
@@ -277,13 +277,14 @@ def render_plan(model: str, layout: ModelLayout, plan: ResidencyPlan) -> Rendera
 
 
 def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str, str]]:
-    streaming = plan.streaming
     yield "Streamed layers:", _streamed_layers(layout, plan)
+    if plan.pool is not None:
+        yield "Experts:", _experts(plan.pool)
     for unit in layout.heads:
         yield "Head:", f"{unit.name} {_residence(unit, plan)}"
     for unit in layout.embeddings:
         yield "Embedding:", f"{unit.name} {_residence(unit, plan)}"
-    yield "Read per token:", f"{size(streaming.read_bytes)}, through {_count(streaming.num_slots, 'slot')}"
+    yield "Read per token:", f"{size(plan.read_bytes)}, through {_count(plan.streaming.num_slots, 'slot')}"
     yield (
         "Disk:",
         (
@@ -291,9 +292,16 @@ def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str,
             f"{_count(plan.queue_depth, 'read')} of {size(plan.read_size)} in flight"
         ),
     )
-    yield "Prediction:", f"{streaming.seconds:.3g} s per token{_speed(_ratio(1, streaming.seconds))}"
+    yield "Prediction:", f"{plan.seconds:.3g} s per token{_speed(_ratio(1, plan.seconds))}"
     yield "Prefill:", f"{plan.prefill_step_size} tokens a call, {plan.context_length} tokens of context"
     yield "MLX cache limit:", size(plan.cache_limit)
+
+
+def _experts(pool: Pool) -> str:
+    return (
+        f"{pool.num_slots} of {pool.num_experts} in memory, {pool.hit_rate:.0%} of those a token needs expected there, "
+        f"{size(pool.read_bytes)} read for each token"
+    )
 
 
 def _streamed_layers(layout: ModelLayout, plan: ResidencyPlan) -> str:

@@ -6,6 +6,10 @@ template, all made without network. Names, shapes and dtypes come from the mlx-l
 evaluated, so every architecture of mlx-lm works. A tensor's values depend on the seed and its name alone: the same
 model written with another layout, shard size or naming holds the same numbers.
 
+--routing-skew gives a mixture of experts the habits of trained ones, which random weights lack: some experts are chosen
+far more often than others, tokens that follow each other share experts, and a layer's input tells much of what the next
+layer will choose. How much of each is a design of this script, not a measurement of any real model.
+
 Example:
     python scripts/make_random_model.py /tmp/model --size-gb 20 --dtype bfloat16
 """
@@ -38,6 +42,7 @@ import numpy as np
 Config = dict[str, Any]
 Array = np.ndarray[Any, Any]
 Fill = Callable[[np.random.Generator, int], Array]
+Pattern = Callable[[Array, int], Array]
 
 # Values are made in blocks of this many, each from its own random stream, so that any slice of a tensor can be made
 # alone. Memory is bounded by a few blocks per worker whatever the size of the model.
@@ -130,6 +135,7 @@ class Tensor:
         fill: Makes the first n values of a block from the block's random stream.
         source: The name that keys the random stream; a slice of a larger tensor keeps the larger one's.
         start: Where in the source's values this tensor begins.
+        pattern: Changes values, given them and where in the source's values they begin.
     """
 
     name: str
@@ -138,6 +144,7 @@ class Tensor:
     fill: Fill
     source: str
     start: int = 0
+    pattern: Pattern | None = None
 
     @property
     def count(self) -> int:
@@ -203,11 +210,18 @@ def encode(values: Array, dtype: str) -> Array:
     return np.ascontiguousarray(values, np.dtype(kind))
 
 
+def random_stream(seed: int, source: str, block: int) -> np.random.Generator:
+    """The random stream of one block of a source of values."""
+    key = hashlib.sha256(f"{seed}\0{source}\0{block}".encode()).digest()
+    return np.random.Generator(np.random.SFC64(int.from_bytes(key[:16], "little")))
+
+
 def make_piece(seed: int, tensor: Tensor, block: int, low: int, high: int) -> Array:
     """Make the values [low, high) of one block of a tensor, encoded."""
-    key = hashlib.sha256(f"{seed}\0{tensor.source}\0{block}".encode()).digest()
-    rng = np.random.Generator(np.random.SFC64(int.from_bytes(key[:16], "little")))
-    return encode(tensor.fill(rng, high)[low:], tensor.dtype)
+    values = tensor.fill(random_stream(seed, tensor.source, block), high)[low:]
+    if tensor.pattern is not None:
+        values = tensor.pattern(values, block * BLOCK + low)
+    return encode(values, tensor.dtype)
 
 
 def pieces(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -232,6 +246,199 @@ def make_all(seed: int, tensors: Iterable[Tensor], pool: ThreadPoolExecutor) -> 
         yield waiting.popleft().result()
 
 
+# Routing like a trained model's
+
+
+NUM_TOPICS = 16
+# What the values of a token's embedding consist of, as shares of their variance; the rest is the token's own.
+COMMON_SHARE, TOPIC_SHARE = 0.05, 0.1
+# Deviations that a router's logits get from a token's topic and from the token itself. Together they are as wide as the
+# Gumbel noise that would make drawing without replacement of them.
+TOPIC_LOGIT, TOKEN_LOGIT = 0.8, 1.0
+# Logit of the tokens of the present topic in the head, and the share of tokens that lead to another topic.
+NEXT_LOGIT, CHANGE_SHARE = 4.0, 0.08
+# Factors of what is added to the residual stream, for other modules and for stacks of experts, whose mean is small as
+# it is: the stream changes slowly, but by more than what is the same for all tokens. What a layer then adds to the
+# stream's variance, as measured.
+OUTPUT_SCALE, EXPERT_SCALE = 0.5, 2.0
+LAYER_VARIANCE = 0.38
+OUTPUT_NAMES = frozenset({"o", "o_proj", "out_proj", "wo", "dense", "down_proj", "fc2", "w2", "output_linear"})
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The pattern of a matrix whose columns are those of the residual stream.
+
+    Attributes:
+        std: Deviation of the random part.
+        masked: Columns, from the first, without random part.
+        width: Number of columns.
+        make: Makes what is added to the rows of the given numbers, ``(rows, width)``.
+    """
+
+    std: float
+    masked: int
+    width: int
+    make: Callable[[Array], Array]
+
+    @property
+    def fill(self) -> Fill:
+        """The random part, before the pattern."""
+        return normal(self.std)
+
+    def __call__(self, values: Array, start: int) -> Array:
+        """Add the pattern to values."""
+        end = start + len(values)
+        rows = np.arange(start // self.width, -(-end // self.width))
+        skip = start % self.width
+        values[np.arange(start, end) % self.width < self.masked] = 0
+        values += self.make(rows).reshape(-1)[skip : skip + len(values)]
+        return values
+
+
+class SkewedRouting:
+    """The weights that make a model's routing skewed.
+
+    A token's embedding is a direction common to all, the direction of its topic, and noise. A router weighs the common
+    direction with a bias for each expert, the topics with a preference of each expert, and the noise at random. The
+    head prefers tokens of the present topic. The common direction lies in a few columns, so that leaving it out of the
+    head, which would favour a few tokens always, needs no sums over rows.
+
+    Attributes:
+        patterns: By parameter, for embedding, head and routers.
+        output_scales: By path, for modules whose results are added to the residual stream.
+    """
+
+    def __init__(self, model: Any, exponent: float, seed: int) -> None:
+        """Find what is to be patterned.
+
+        Args:
+            model: An unevaluated model that is not quantized yet.
+            exponent: How often an expert is chosen falls with about this power of its rank.
+            seed: Of directions, topics and preferences.
+
+        Raises:
+            UsageError: The model has no experts, or is not built in a way that is known here.
+        """
+        from mlx.utils import tree_flatten
+
+        self._seed, self._exponent = seed, exponent
+        self._modules = dict(model.named_modules())
+        leaves: Any = tree_flatten(model.parameters())
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in leaves}
+        routers = find_routers(self._modules, self._shapes)
+        embedding, head = self._find_ends()
+        tokens, self._width = self._shapes[embedding]
+        self._masked = max(1, self._width // 16)
+        signs = random_stream(seed, "topics", 0).integers(0, 2, (NUM_TOPICS, self._width))
+        self._topics = (2 * signs - 1).astype(np.float32)
+        self._topics[:, : self._masked] = 0
+        self._topic_unit = np.float32(1 / (math.sqrt(TOPIC_SHARE) * (self._width - self._masked)))
+        self.patterns = {embedding: self._embedding(tokens), head: self._head(tokens)}
+        self.patterns |= {name: self._router(name) for name in routers}
+        scales = {path: self._output_scale(path) for path in self._modules}
+        self.output_scales = {path: scale for path, scale in scales.items() if scale is not None}
+
+    def _find_ends(self) -> tuple[str, str]:
+        """Names of the embedding's and the head's weights."""
+        embeddings = [path for path, module in self._modules.items() if isinstance(module, mlx_nn().Embedding)]
+        embedding = max(embeddings, key=lambda path: self._modules[path].weight.shape[0], default="") + ".weight"
+        shape = self._shapes.get(embedding)
+        heads = [name for name in self._shapes if self._shapes[name] == shape and name != embedding]
+        if len(heads) != 1:
+            message = "needs a model with an embedding and one head of its own: with tied ones it would repeat a token"
+            raise UsageError(f"--routing-skew {message}; this one has {len(heads)} heads")
+        return embedding, heads[0]
+
+    def _output_scale(self, path: str) -> float | None:
+        shape = self._shapes.get(f"{path}.weight", ())
+        if path.rpartition(".")[2] not in OUTPUT_NAMES or len(shape) < 2 or shape[-2] != self._width:
+            return None
+        return EXPERT_SCALE if len(shape) == 3 else OUTPUT_SCALE
+
+    def _rms(self, name: str) -> float:
+        """Root mean square of the residual stream where a parameter reads it; at the end for one in no layer."""
+        numbers = (int(part) for path in self._modules for part in path.split(".") if part.isdigit())
+        depth = next((int(part) for part in name.split(".") if part.isdigit()), max(numbers) + 1)
+        return math.sqrt(1 + depth * LAYER_VARIANCE)
+
+    def _topic_of(self, tokens: int, changed: bool) -> Array:
+        """Topic of each token: the one that it leads to, or the one in which it is said."""
+        rng = random_stream(self._seed, "tokens", 0)
+        said = rng.integers(0, NUM_TOPICS, tokens)
+        leads = rng.random(tokens) < CHANGE_SHARE
+        other: Array = rng.integers(0, NUM_TOPICS, tokens)
+        return np.where(leads, other, said) if changed else said
+
+    def _embedding(self, tokens: int) -> Rows:
+        common = np.zeros(self._width, np.float32)
+        common[: self._masked] = math.sqrt(COMMON_SHARE * self._width / self._masked)
+        topic_of = self._topic_of(tokens, changed=True)
+        topics = self._topics * np.float32(math.sqrt(TOPIC_SHARE)) + common
+        own = math.sqrt(1 - COMMON_SHARE - TOPIC_SHARE)
+        return Rows(own, self._masked, self._width, lambda rows: topics[topic_of[rows]])
+
+    def _head(self, tokens: int) -> Rows:
+        topic_of = self._topic_of(tokens, changed=False)
+        topics = self._topics * self._topic_unit * np.float32(NEXT_LOGIT * self._rms(""))
+        return Rows(1 / math.sqrt(self._width), self._masked, self._width, lambda rows: topics[topic_of[rows]])
+
+    def _router(self, name: str) -> Rows:
+        experts, width = self._shapes[name]
+        if width != self._width:
+            raise UsageError(f"--routing-skew: {name} reads {width} values, but the residual stream has {self._width}")
+        rng, rms = random_stream(self._seed, f"routing of {name}", 0), self._rms(name)
+        bias = -self._exponent * np.log1p(rng.permutation(experts))
+        bias_unit = rms / math.sqrt(COMMON_SHARE * width * self._masked)
+        biases = ((bias - bias.mean()) * bias_unit).astype(np.float32)
+        liking = rng.standard_normal((experts, NUM_TOPICS), np.float32) * np.float32(TOPIC_LOGIT * rms)
+
+        def make(rows: Array) -> Array:
+            values = (liking[rows] @ self._topics) * self._topic_unit
+            values[:, : self._masked] = biases[rows, None]
+            return values
+
+        own = rms**2 - COMMON_SHARE - TOPIC_SHARE
+        return Rows(TOKEN_LOGIT * rms / math.sqrt(own * width), self._masked, width, make)
+
+
+def find_routers(modules: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """Find the parameter that chooses among the experts of each stack of experts.
+
+    It is the only one with a row for each expert in the smallest module around a stack that has such a one.
+
+    Args:
+        modules: A model's modules by path.
+        shapes: Shapes of its parameters by name.
+
+    Returns:
+        Names of parameters.
+
+    Raises:
+        UsageError: There are no stacks, or it cannot be told what chooses among one's experts.
+    """
+    from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+    stacks = [path for path, module in modules.items() if isinstance(module, (SwitchGLU, SwitchMLP))]
+    if not stacks:
+        raise UsageError("--routing-skew needs a mixture of experts; this model has no stacks of experts of mlx-lm's")
+    return [find_router(path, stacks, shapes) for path in stacks]
+
+
+def find_router(stack: str, stacks: list[str], shapes: dict[str, tuple[int, ...]]) -> str:
+    """Find the parameter that chooses among the experts of one stack."""
+    experts = next(shape[0] for name, shape in shapes.items() if name.startswith(f"{stack}."))
+    around, found = stack, list[str]()
+    while around and not found:
+        around = around.rpartition(".")[0]
+        names = (name for name in shapes if name.startswith(f"{around}.") and not name.startswith(f"{stack}."))
+        found = [name for name in names if len(shapes[name]) == 2 and shapes[name][0] == experts]
+    if len(found) != 1 or sum(path.startswith(f"{around}.") for path in stacks) != 1:
+        listed = ", ".join(found) or "nothing"
+        raise UsageError(f"--routing-skew: cannot tell what chooses among the {experts} experts of {stack}: {listed}")
+    return found[0]
+
+
 # Which tensors a model has
 
 
@@ -252,23 +459,28 @@ def build_model(config: Config) -> Any:
         raise UsageError(f"mlx-lm cannot build a {name!r} model from this config: {error!r}") from error
 
 
-def quantize(model: Any, config: Config) -> Config:
-    """Quantize a model lazily as the config says, leaving alone what cannot be; returns the complete config."""
+def quantize(model: Any, config: Config, spared: frozenset[str]) -> Config:
+    """Quantize a model lazily as the config says, except spared modules; returns the complete config."""
     from mlx_lm.utils import quantize_model
 
-    settings = config["quantization"]
+    settings = {key: value for key, value in config["quantization"].items() if key not in spared}
     group, bits, mode = settings["group_size"], settings["bits"], settings.get("mode", "affine")
     if any(isinstance(value, dict) for value in settings.values()):
 
         def chosen(path: str, module: Any) -> Any:
             fits = hasattr(module, "to_quantized") and module.weight.shape[-1] % group == 0
-            return settings.get(path, fits)
+            return settings.get(path, fits and path not in spared)
 
         mlx_nn().quantize(model, group, bits, mode=mode, class_predicate=chosen)
-        return config
+        return config | {"quantization": settings, "quantization_config": settings}
+    own = getattr(model, "quant_predicate", None) or (lambda _path, _module: True)
+
+    def wanted(path: str, module: Any) -> Any:
+        return path not in spared and own(path, module)
+
     plain = {key: value for key, value in config.items() if not key.startswith("quantization")}
     with contextlib.redirect_stdout(io.StringIO()):
-        completed: Config = quantize_model(model, plain, group, bits, mode)[1]
+        completed: Config = quantize_model(model, plain, group, bits, mode, quant_predicate=wanted)[1]
     return completed
 
 
@@ -298,7 +510,7 @@ def scale_fill(mode: str, scale: float) -> Fill:
 class Describer:
     """Decides dtype and values of each parameter of an unevaluated model."""
 
-    def __init__(self, model: Any, dtype: str) -> None:
+    def __init__(self, model: Any, dtype: str, routing: SkewedRouting | None) -> None:
         """Take the modules of a model, whose floating parameters will have the dtype."""
         nn = mlx_nn()
         self._modules = dict(model.named_modules())
@@ -307,6 +519,7 @@ class Describer:
         kinds = (nn.Embedding, nn.QuantizedEmbedding)
         self._embeddings = {path for path, module in self._modules.items() if isinstance(module, kinds)}
         self._tied = not self._has_head()
+        self._routing = routing
 
     def _has_head(self) -> bool:
         """Whether a module other than the embedding has a row for each token."""
@@ -327,7 +540,8 @@ class Describer:
             fill = self._fill(path, leaf, parameter.shape, code)
         # The biases follow from the scales, so both read the same stream.
         source = f"{path}.scales" if leaf == "biases" else name
-        return Tensor(name, tuple(parameter.shape), code, fill, source)
+        pattern = self._routing and self._routing.patterns.get(name)
+        return Tensor(name, tuple(parameter.shape), code, pattern.fill if pattern else fill, source, pattern=pattern)
 
     def _quantized_fill(self, path: str, leaf: str, module: Any) -> Fill:
         std = self._std(path, module.weight.shape[-1] * 32 // module.bits)
@@ -354,15 +568,18 @@ class Describer:
 
     def _std(self, path: str, fan_in: int) -> float:
         # A tied embedding of deviation 1 would dominate the residual stream, and the model only echo its last token.
-        return 1.0 if path in self._embeddings and not self._tied else 1 / math.sqrt(fan_in)
+        std = 1.0 if path in self._embeddings and not self._tied else 1 / math.sqrt(fan_in)
+        return std * self._routing.output_scales.get(path, 1.0) if self._routing else std
 
 
-def list_tensors(config: Config, dtype: str) -> tuple[list[Tensor], Config]:
+def list_tensors(config: Config, dtype: str, skew: float, seed: int) -> tuple[list[Tensor], Config]:
     """List the tensors of a config's model in the model's order.
 
     Args:
         config: A config.json, with "quantization" when the weights are quantized.
         dtype: The dtype of floating parameters.
+        skew: How skewed the routing is; 0 leaves it to chance.
+        seed: Of what the routing's patterns share. The tensors' own streams get it when they are made.
 
     Returns:
         The tensors, and the config completed with what the quantization decided per module.
@@ -370,12 +587,14 @@ def list_tensors(config: Config, dtype: str) -> tuple[list[Tensor], Config]:
     from mlx.utils import tree_flatten
 
     model = build_model(config)
+    routing = SkewedRouting(model, skew, seed) if skew else None
     if "quantization" in config:
+        spared = frozenset(name.rpartition(".")[0] for name in routing.patterns) if routing else frozenset()
         try:
-            config = quantize(model, config)
+            config = quantize(model, config, spared)
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"cannot quantize this model so: {error}") from error
-    describer = Describer(model, dtype)
+    describer = Describer(model, dtype, routing)
     leaves: Any = tree_flatten(model.parameters())
     return [describer.describe(name, parameter) for name, parameter in leaves], config
 
@@ -518,12 +737,12 @@ def with_layers(config: Config, layers: int) -> Config:
     return config
 
 
-def fit_size(config: Config, dtype: str, gigabytes: float) -> Config:
+def fit_size(config: Config, dtype: str, gigabytes: float, skew: float) -> Config:
     """Choose the number of layers that brings a model nearest to a size in decimal GB."""
     target = gigabytes * 1e9
 
     def size(layers: int) -> int:
-        return sum(tensor.nbytes for tensor in list_tensors(with_layers(config, layers), dtype)[0])
+        return sum(tensor.nbytes for tensor in list_tensors(with_layers(config, layers), dtype, skew, 0)[0])
 
     # Far enough in to be past leading layers of another kind, and a multiple of usual periods of layer types.
     few, many = 12, 24
@@ -591,7 +810,9 @@ def finish_config(args: argparse.Namespace) -> Config:
     if "quantization" in config:
         config["quantization_config"] = config["quantization"]
     check_vocabulary(config)
-    return config if args.size_gb is None else fit_size(config, config["torch_dtype"], args.size_gb)
+    if args.size_gb is None:
+        return config
+    return fit_size(config, config["torch_dtype"], args.size_gb, args.routing_skew)
 
 
 # The tokenizer
@@ -792,7 +1013,8 @@ def remove_model(out: Path) -> None:
 
 def create(args: argparse.Namespace) -> str:
     """Write the model that the arguments describe; returns a line about it."""
-    tensors, config = list_tensors(plan := finish_config(args), plan["torch_dtype"])
+    plan = finish_config(args)
+    tensors, config = list_tensors(plan, plan["torch_dtype"], args.routing_skew, args.seed)
     if args.naming == "huggingface":
         tensors = to_huggingface(tensors, config)
     tokenizer = make_tokenizer(vocabulary_size(config))
@@ -820,6 +1042,14 @@ def positive(text: str) -> float:
     return value
 
 
+def not_negative(text: str) -> float:
+    """Read a number of at least zero."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least zero")
+    return value
+
+
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that shape a model without --config."""
     group = parser.add_argument_group("shape", "defaults: " + ", ".join(f"{k} {v}" for k, v in SHAPE_DEFAULTS.items()))
@@ -844,6 +1074,15 @@ def add_format_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--naming", choices=["mlx", "huggingface"], default="mlx", help="whose tensor names")
     group.add_argument("--layout", choices=["shuffled", "sequential"], default="shuffled", help="order inside a file")
     group.add_argument("--seed", type=int, default=0, metavar="N")
+    group.add_argument(
+        "--routing-skew",
+        type=not_negative,
+        default=0.0,
+        metavar="X",
+        help="choose experts like a trained model seems to: how often falls with about the power X of the rank, "
+        "neighbouring tokens share experts, each layer foretells the next one's. Synthetic: made up here, real models "
+        "differ. Routers, embedding and head are not quantized then (default 0: routing by chance)",
+    )
     group.add_argument("--force", action="store_true", help="overwrite the model in OUT")
 
 

@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mlx_flash
+from mlx_flash.arguments import DIAL, Commands, make_parser
 from mlx_flash.config import (
     OTHER_VARIABLES,
     FlashConfig,
@@ -28,8 +29,9 @@ from mlx_flash.config import (
 from mlx_flash.errors import ConfigError, FlashError
 
 COUNTS = ("context_length", "prefill_step_size", "num_slots", "queue_depth")
-NUMBERS = ("ram_budget_gb", "read_size_mb")
-SWITCHES = ("enabled", "telemetry", "poison_released_slots")
+SHARES = ("expert_pool_gb", "derived_cache_gb")
+NUMBERS = ("ram_budget_gb", "read_size_mb", *SHARES)
+SWITCHES = ("enabled", "expert_lookahead", "expert_warm_start", "telemetry", "poison_released_slots")
 WORDS = ("min", "safe", "balanced", "performance")
 OR_WORDS = "or one of 'min', 'safe', 'balanced', 'performance'"
 
@@ -54,6 +56,9 @@ def test_defaults() -> None:
         "context_length": None,
         "prefill_step_size": None,
         "num_slots": None,
+        "expert_pool_gb": None,
+        "expert_lookahead": True,
+        "expert_warm_start": True,
         "io": "auto",
         "read_size_mb": None,
         "queue_depth": None,
@@ -69,14 +74,7 @@ def test_every_field_is_tested_here() -> None:
         *NUMBERS,
         *SWITCHES,
         "io",
-        "derived_cache_gb",
     }
-
-
-def test_a_cache_of_nothing_is_one_but_less_is_not() -> None:
-    assert FlashConfig(derived_cache_gb=0).derived_cache_gb == 0
-    with pytest.raises(ConfigError, match="derived_cache_gb"):
-        FlashConfig(derived_cache_gb=-1)
 
 
 def test_every_field_is_documented() -> None:
@@ -168,6 +166,27 @@ def test_read_size_refuses_other_types(value: object) -> None:
 @pytest.mark.parametrize("value", [0, 0.0, -0.0, -1, -0.5, math.nan, math.inf, -math.inf])
 def test_read_size_refuses_what_is_not_above_zero(value: float) -> None:
     assert refused(read_size_mb=value) == "a finite number above 0"
+
+
+# --- shares of memory and disk, which may be nothing -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("value", [None, 0, 0.0, 1, 0.5, 12.5, 1e6])
+def test_shares(name: str, value: float | None) -> None:
+    assert getattr(FlashConfig(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("value", [True, False, "4", "", "auto", [4], {}, b"4", 4j])
+def test_shares_refuse_other_types(name: str, value: object) -> None:
+    assert refused(**{name: value}) == "a number"
+
+
+@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("value", [-1, -0.5, -5e-324, math.nan, math.inf, -math.inf, 10**400, 1e300])
+def test_shares_refuse_what_is_below_zero_or_too_large_to_count_in_bytes(name: str, value: float) -> None:
+    assert refused(**{name: value}) == "a finite number not below 0"
 
 
 # --- the way to read -------------------------------------------------------------------------------------------------
@@ -315,6 +334,9 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "context_length": (None, 1, 4096),
     "prefill_step_size": (None, 64, 512),
     "num_slots": (None, 1, 3),
+    "expert_pool_gb": (None, 0, 2.5),
+    "expert_lookahead": (True, False),
+    "expert_warm_start": (True, False),
     "io": ("auto", "direct", "buffered"),
     "read_size_mb": (None, 0.5, 4.0),
     "queue_depth": (None, 1, 64),
@@ -423,6 +445,8 @@ def test_an_empty_variable_is_not_given() -> None:
         ("num_slots", "+3", 3),
         ("read_size_mb", "1e-1", 0.1),
         ("read_size_mb", "4", 4.0),
+        ("expert_pool_gb", "0", 0.0),
+        ("expert_pool_gb", " 1.5 ", 1.5),
         ("ram_budget_gb", "performance", "performance"),
         ("ram_budget_gb", "1.5", 1.5),
     ],
@@ -441,6 +465,8 @@ def test_text_becomes_the_type_of_the_field(name: str, text: str, value: object)
         *((name, text, "true or false") for name in SWITCHES for text in ("maybe", "none", "2", "t")),
         *((name, text, "a whole number") for name in COUNTS for text in ("1.0", "many", "0x10", "1e3")),
         ("read_size_mb", "big", "a number"),
+        ("expert_pool_gb", "most", "a number"),
+        ("expert_pool_gb", "-1", "a finite number not below 0"),
         ("read_size_mb", "nan", "a finite number above 0"),
         ("io", "none", "one of 'auto', 'direct', 'buffered'"),
         ("queue_depth", "65", "between 1 and 64"),
@@ -485,6 +511,27 @@ def test_every_variable_that_the_package_reads_is_known() -> None:
     sources = [path.read_text() for path in Path(mlx_flash.__file__).parent.rglob("*.py")]
     found = {name for text in sources for name in re.findall(r"\bMLX_FLASH_[A-Z_]*[A-Z]\b", text)}
     assert found <= {*OTHER_VARIABLES, *variables_of_fields()}
+
+
+def from_flags(*flags: str) -> FlashConfig:
+    """The settings that the command line gives."""
+    commands = Commands(**{field.name: lambda args, out: 0 for field in dataclasses.fields(Commands)})
+    args = make_parser(commands).parse_args(["plan", "--model", "x", *flags])
+    return resolve(**{name: getattr(args, name) for name in DIAL})
+
+
+def test_flags_that_are_not_given_leave_settings_open() -> None:
+    assert from_flags() == FlashConfig()
+
+
+@pytest.mark.parametrize("name", DIAL)
+def test_every_flag_sets_its_field(name: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    for value in RIGHT[name]:
+        if isinstance(value, bool):
+            assert getattr(from_flags(flag if value else f"--no-{flag[2:]}"), name) is value
+        elif value is not None:
+            assert getattr(from_flags(flag, str(value)), name) == value
 
 
 @pytest.mark.parametrize(

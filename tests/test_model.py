@@ -36,7 +36,11 @@ from mlx_flash import (
     TruncatedFileError,
     load_model,
 )
+from mlx_flash.checkpoint.experts import trunk_of
 from mlx_flash.model import prepare
+from mlx_flash.residency.plan import Pool
+from mlx_flash.residency.sizes import measure
+from mlx_flash.streaming.slots import kernel_alignment
 from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, run, same_bits, save, stock
 
 MODELS = {
@@ -107,15 +111,30 @@ def test_logits_equal_stock_with_any_number_of_slots(
 
 
 def streamed_whole(
-    directory: Path, num_slots: int = 2, tile_rows: int = 192, io: Any = "auto", cut: int | str = 0
+    directory: Path,
+    num_slots: int = 2,
+    tile_rows: int = 192,
+    io: Any = "auto",
+    cut: int | str = 0,
+    pool_slots: int | None = None,
+    exact_rows: bool = True,
+    **settings: Any,
 ) -> FlashLLM:
     """A model of which everything is streamed and the head is computed in tiles, whatever the planner would do.
 
-    ``cut`` is 0 for whole layers, 1 and more for finer units, "tiles" for rows of linear layers.
+    ``cut`` is 0 for whole layers, 1 and more for finer units, "tiles" for rows of linear layers. With ``pool_slots``
+    (0 for the fewest) experts are read one by one; without ``exact_rows`` as they are on a GPU.
     """
-    settings = config(num_slots=num_slots, io=io)
-    prepared = prepare(directory, settings)
-    layout, plan = prepared.layout, prepared.plan
+    settings = {"num_slots": num_slots, "io": io, **settings}
+    prepared = prepare(directory, config(**settings))
+    prepared = replace(prepared, machine=replace(prepared.machine, exact_tiles=exact_rows))
+    full, plan = prepared.layout, prepared.plan
+    layout, pool = full, None
+    if pool_slots is not None:
+        layout, experts = trunk_of(full), measure(full, {}, kernel_alignment()).trunk.experts
+        pool_slots = max(pool_slots, experts.least_slots)
+        pool = Pool(pool_slots, experts.slot_bytes, sum(experts.num_experts), 0.5, 0, 0.0)
+        plan = replace(plan, budget_bytes=plan.budget_bytes + pool.nbytes)
     cuts = [layout.layers, *layout.finer]
     units = cuts[-1] if cut == "tiles" else cuts[int(cut)]
     heads = [*layout.heads, *(unit for unit in layout.embeddings if unit.name in layout.tied)]
@@ -123,7 +142,7 @@ def streamed_whole(
     if cut == "tiles":
         heads = [unit for unit in units if unit.num_rows] + heads
         units = [unit for unit in units if not unit.num_rows]
-    slot = max(unit.nbytes for unit in layout.units) + 2_000_000
+    slot = max(unit.nbytes for unit in full.units) + 2_000_000
     streaming = replace(
         plan.streaming,
         layers=tuple((unit.name, tuple(p.name for p in unit.large)) for unit in units),
@@ -134,9 +153,10 @@ def streamed_whole(
         slot_bytes=slot,
         read_bytes=sum(unit.nbytes for unit in [*units, *heads]),
     )
-    plan = replace(plan, streaming=streaming, budget_bytes=plan.budget_bytes + num_slots * slot + 50_000_000)
-    model = FlashLLM(prepared, settings, "test")
-    model._carry_out(layout, plan, None)
+    budget_bytes = plan.budget_bytes + num_slots * slot + 50_000_000
+    plan = replace(plan, streaming=streaming, pool=pool, budget_bytes=budget_bytes)
+    model = FlashLLM(prepared, config(**settings), "test")
+    model._carry_out(full, plan, None)
     return model
 
 

@@ -97,7 +97,7 @@ def state(num_layers: int = 24, **sections: Any) -> Json:
         },
     }
     for name, changes in sections.items():
-        told[name] = {**told[name], **changes} if isinstance(changes, dict) else changes
+        told[name] = {**told.get(name, {}), **changes} if isinstance(changes, dict) else changes
     return told
 
 
@@ -204,7 +204,7 @@ def test_states_differ_without_colour() -> None:
     for glyphs in (UNICODE, ASCII):
         assert set(glyphs.states) == set(STATES)
         assert len(set(glyphs.states.values())) == len(STATES)
-        assert len({*glyphs.parts, glyphs.rest}) == 6
+        assert len({*glyphs.parts, glyphs.rest}) == 7
         assert all(len(glyph) == 1 for glyph in glyphs.states.values())
     assert "".join([*ASCII.states.values(), ASCII.parts, ASCII.levels, ASCII.rest, ASCII.gap, ASCII.marker]).isascii()
 

@@ -21,22 +21,16 @@ from mlx_lm.generate import generate_step
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
-from mlx_flash.residency.plan import (
+from mlx_flash.residency.assemble import TILE_ROW_MULTIPLE, TILE_SLACK_BYTES, simulate, tile_rows
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, PREFILL_STEPS, Machine, ResidencyPlan
+from mlx_flash.residency.search import (
     ACTIVATION_SHARE,
     CONTEXT_LENGTHS,
-    DEFAULT_PREFILL_STEP_SIZE,
     KV_SHARE,
     MAX_SLOTS,
-    PREFILL_STEPS,
     PROFILE_SHARES,
-    TILE_ROW_MULTIPLE,
-    TILE_SLACK_BYTES,
-    Machine,
-    ResidencyPlan,
     make_plan,
-    simulate,
     spread,
-    tile_rows,
 )
 from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes, ModelSizes, TableSize, TensorSize, UnitSize
 from mlx_flash.storage.placement import padded_bytes

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_flash.checkpoint.layout import Parameter
 from mlx_flash.streaming.arrays import arrays_in
@@ -23,6 +24,23 @@ from mlx_flash.streaming.swap import SwappedClass, own_class, remember, restore_
 
 Place = tuple[int, Any]
 """An array in a module tree: ``id`` of the module that holds it, and the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a call of experts came about.
+
+    Attributes:
+        top_k: experts of each token.
+        block: the module that calls them, given one array, and whose router chooses; None when it is not so.
+        norm: the module that makes the block's input, if there is one.
+        router: the arrays that the block uses before it calls the experts.
+    """
+
+    top_k: int
+    block: nn.Module | None = None
+    norm: nn.Module | None = None
+    router: frozenset[Place] = frozenset()
 
 
 @dataclass(slots=True)
@@ -34,12 +52,14 @@ class CallTrace:
         users: of each array that was used, the ``id`` of every module that was being called at all of its uses.
         cache_bytes: what the model's cache takes however long the context is: recurrent states.
         cache_bytes_per_token: what each token adds to it. Sliding windows count as if they grew for good.
+        routes: of each module that was called with tokens and the experts for them, what came before.
     """
 
     called: dict[int, nn.Module]
     users: dict[Place, frozenset[int]]
     cache_bytes: int = 0
     cache_bytes_per_token: int = 0
+    routes: dict[int, Route] = field(default_factory=dict)
 
     def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
         """Whether a module is called, and arrays are used during its calls only."""
@@ -52,7 +72,17 @@ class _Watch:
     """What a watched module notes, and where: all of them share it."""
 
     trace: CallTrace
-    under_way: list[int]
+    under_way: list[_Call] = field(default_factory=list)
+    outputs: dict[int, tuple[mx.array, nn.Module]] = field(default_factory=dict)  # holds them, so that ids are unique
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call under way: of which module, with what, and the arrays used in it so far."""
+
+    module: nn.Module
+    arguments: tuple[Any, ...]
+    used: set[Place] = field(default_factory=set)
 
 
 class _Watched(SwappedClass):
@@ -62,11 +92,16 @@ class _Watched(SwappedClass):
         watch: _Watch = state_of(self)
         module = cast(nn.Module, self)
         watch.trace.called.setdefault(id(self), module)
-        watch.under_way.append(id(self))
+        if isinstance(self, SwitchGLU | SwitchMLP):
+            _note_route(watch, module, *args, **kwargs)
+        watch.under_way.append(_Call(module, (*args, *kwargs.values())))
         try:
-            return own_class(module).__call__(self, *args, **kwargs)
+            result = own_class(module).__call__(self, *args, **kwargs)
         finally:
             watch.under_way.pop()
+        if isinstance(result, mx.array):
+            watch.outputs[id(result)] = result, module
+        return result
 
     def __getattr__(self, key: str) -> Any:
         return _used(self, key, own_class(self).__getattr__(self, key))
@@ -79,9 +114,20 @@ def _used(module: object, key: Any, value: Any) -> Any:
     if isinstance(value, mx.array):
         watch: _Watch = state_of(module)
         users = watch.trace.users
-        now = frozenset(watch.under_way)
+        now = frozenset(id(call.module) for call in watch.under_way)
         users[id(module), key] = users.get((id(module), key), now) & now
+        for call in watch.under_way:
+            call.used.add((id(module), key))
     return value
+
+
+def _note_route(watch: _Watch, experts: nn.Module, x: mx.array, indices: mx.array) -> None:
+    call = watch.under_way[-1] if watch.under_way else None
+    route = Route(indices.shape[-1])
+    if call is not None and len(call.arguments) == 1 and call.used:
+        _, norm = watch.outputs.get(id(call.arguments[0]), (None, None))
+        route = replace(route, block=call.module, norm=norm, router=frozenset(call.used))
+    watch.trace.routes[id(experts)] = route
 
 
 def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
@@ -94,13 +140,14 @@ def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
         model: mlx-lm's, lazily loaded.
         parameters: every array in it.
     """
-    watch = _Watch(CallTrace({}, {}), [])
+    watch = _Watch(CallTrace({}, {}))
     modules = list({id(module): module for _, module in model.named_modules()}.values())
     called = watch.trace.called
     with _as_it_was(modules), _zeros(parameters), _watched(modules, watch):
         model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
         once = set(called)
         called.clear()
+        watch.outputs.clear()
         cache = make_prompt_cache(model)
         model(mx.zeros((1, 1), mx.int32), cache=cache)
         compiled = once - set(called)

@@ -103,6 +103,32 @@ def _computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 @dataclass(slots=True, eq=False)
+class ExpertStack:
+    """A module that computes each token with the experts it is told.
+
+    Attributes:
+        unit: the module; every array below it has one row an expert.
+        num_experts: how many experts there are.
+        top_k: how many of them compute each token.
+        block: the module that calls it and whose router chooses, if it is called with nothing but the tokens.
+        norm: the module that makes the input of ``block``.
+        router: what ``block`` uses before it calls the experts.
+    """
+
+    unit: Unit
+    num_experts: int
+    top_k: int
+    block: nn.Module | None
+    norm: nn.Module | None
+    router: list[Parameter]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert that are not in memory always."""
+        return self.unit.nbytes // self.num_experts
+
+
+@dataclass(slots=True, eq=False)
 class ModelLayout:
     """A model, split into what can be streamed and how.
 
@@ -116,6 +142,7 @@ class ModelLayout:
             parts. What a cut leaves over stays in memory. In calling order; parameters are those of the layers.
         cache_bytes: what the cache takes however long the context is.
         cache_bytes_per_token: what each token adds to the cache of all layers.
+        experts: the stacks of experts in the layers, in calling order.
     """
 
     layers: list[Unit]
@@ -126,6 +153,7 @@ class ModelLayout:
     finer: list[list[Unit]] = field(default_factory=list)
     cache_bytes: int = 0
     cache_bytes_per_token: int = 0
+    experts: list[ExpertStack] = field(default_factory=list)
 
     @property
     def units(self) -> list[Unit]:

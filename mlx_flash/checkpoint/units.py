@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import mlx.nn as nn
 
 from mlx_flash.checkpoint.calls import rehearse
+from mlx_flash.checkpoint.experts import find_experts
 from mlx_flash.checkpoint.layout import (
     LoadedModel,
     ModelLayout,
@@ -57,6 +58,7 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         finer=list(tree.finer([unit for unit in layers if unit.large])),
         cache_bytes=tree.trace.cache_bytes,
         cache_bytes_per_token=tree.trace.cache_bytes_per_token,
+        experts=find_experts(layers, tree.parameters, tree.trace),
     )
 
 

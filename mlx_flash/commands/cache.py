@@ -12,9 +12,12 @@ from mlx_flash.checkpoint.copies import Copy, derived_directory, list_copies, re
 from mlx_flash.commands.common import print_json, print_rich
 from mlx_flash.config import GB
 from mlx_flash.report import Json
+from mlx_flash.residency.popularity import PopularityFile, list_popularity, popularity_directory, remove_popularity
 from mlx_flash.storage.probe import _load_profiles, _profiles_file
 
 DAY = 24 * 3600
+
+OFF_SWITCH = "expert_warm_start=False (--no-expert-warm-start) keeps none"
 
 
 def cache(args: argparse.Namespace, out: TextIO) -> int:
@@ -24,14 +27,18 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
 
 def _list(args: argparse.Namespace, out: TextIO) -> int:
     copies = list_copies()
+    files = list_popularity()
     disks = _remembered_disks()
     if args.json:
-        total = sum(copy.nbytes for copy in copies)
-        print_json({**_places(), "bytes": total, "copies": [_to_json(copy) for copy in copies], "disks": disks}, out)
-    else:
-        if copies:
-            print_rich(_render(copies), out)
-        print(f"{_in_words(copies)} in {derived_directory()}; {len(disks)} remembered disk profiles", file=out)
+        lists = {"copies": [_to_json(copy) for copy in copies], "popularity": [_file_to_json(file) for file in files]}
+        print_json({**_places(), "bytes": _total(copies, files), **lists, "disks": disks}, out)
+        return 0
+    if copies:
+        print_rich(_render(copies), out)
+    print(f"{_in_words(copies)} in {derived_directory()}; {len(disks)} remembered disk profiles", file=out)
+    if files:
+        print_rich(_render_files(files), out)
+    print(f"{_files_in_words(files)} in {popularity_directory()}; {OFF_SWITCH}", file=out)
     return 0
 
 
@@ -39,18 +46,27 @@ def _clear(args: argparse.Namespace, out: TextIO) -> int:
     copies = list_copies()
     removed = [copy for copy in copies if remove(copy)]
     kept = [copy for copy in copies if copy not in removed]
+    files = list_popularity()
+    for file in files:
+        remove_popularity(file)
     disks = _remembered_disks()
     _profiles_file().unlink(missing_ok=True)
     if args.json:
-        freed = sum(copy.nbytes for copy in removed)
         lists = {"removed": [_to_json(copy) for copy in removed], "kept": [_to_json(copy) for copy in kept]}
-        print_json({**_places(), "bytes": freed, **lists, "disks": disks}, out)
+        lists |= {"popularity": [_file_to_json(file) for file in files]}
+        print_json({**_places(), "bytes": _total(removed, files), **lists, "disks": disks}, out)
         return 0
     for copy in removed:
         print(f"removed {copy.nbytes / GB:.2f} GB of {_model(copy)}: {copy.folder}", file=out)
     for copy in kept:
         print(f"kept {copy.nbytes / GB:.2f} GB of {_model(copy)}: in use, {copy.folder}", file=out)
-    print(f"removed {_in_words(removed)}, and {len(disks)} remembered disk profiles", file=out)
+    for file in files:
+        print(f"removed {_size(file.nbytes)} of popular experts of {_model(file)}: {file.path}", file=out)
+    print(
+        f"removed {_in_words(removed)}, {_files_in_words(files)}, and {len(disks)} remembered disk profiles", file=out
+    )
+    if files:
+        print(OFF_SWITCH, file=out)
     return 0
 
 
@@ -60,7 +76,15 @@ def _remembered_disks() -> list[str]:
 
 
 def _places() -> Json:
-    return {"derived_directory": str(derived_directory()), "disk_profiles": str(_profiles_file())}
+    return {
+        "derived_directory": str(derived_directory()),
+        "popularity_directory": str(popularity_directory()),
+        "disk_profiles": str(_profiles_file()),
+    }
+
+
+def _total(copies: list[Copy], files: list[PopularityFile]) -> int:
+    return sum(copy.nbytes for copy in copies) + sum(file.nbytes for file in files)
 
 
 def _to_json(copy: Copy) -> Json:
@@ -76,6 +100,10 @@ def _to_json(copy: Copy) -> Json:
     }
 
 
+def _file_to_json(file: PopularityFile) -> Json:
+    return {"file": str(file.path), "model": file.model, "bytes": file.nbytes, "last_used": file.last_used}
+
+
 def _render(copies: list[Copy]) -> Table:
     table = Table.grid(padding=(0, 2))
     for copy in copies:
@@ -83,17 +111,35 @@ def _render(copies: list[Copy]) -> Table:
     return table
 
 
-def _model(copy: Copy) -> str:
-    return copy.model or "(cannot be read)"
+def _render_files(files: list[PopularityFile]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for file in files:
+        table.add_row(_model(file), _size(file.nbytes), _days_ago(file.last_used))
+    return table
+
+
+def _model(kept: Copy | PopularityFile) -> str:
+    return kept.model or "(cannot be read)"
 
 
 def _when(copy: Copy) -> str:
-    if not copy.is_complete:
-        return "not complete"
-    days = int((time.time() - copy.last_used) // DAY)
+    return _days_ago(copy.last_used) if copy.is_complete else "not complete"
+
+
+def _days_ago(last_used: float) -> str:
+    days = int((time.time() - last_used) // DAY)
     return "used today" if days < 1 else f"used {days} {'day' if days == 1 else 'days'} ago"
 
 
 def _in_words(copies: list[Copy]) -> str:
     noun = "packed copy" if len(copies) == 1 else "packed copies"
     return f"{len(copies)} {noun} of {sum(copy.nbytes for copy in copies) / GB:.2f} GB"
+
+
+def _files_in_words(files: list[PopularityFile]) -> str:
+    noun = "list" if len(files) == 1 else "lists"
+    return f"{len(files)} {noun} of popular experts of {_size(_total([], files))}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1000:.1f} kB"

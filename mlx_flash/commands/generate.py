@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -23,6 +23,7 @@ from mlx_flash.errors import ConfigError
 from mlx_flash.model import FlashLLM, load_model, resolve
 from mlx_flash.report import GenerationReport, ProgressBar, Recorder, make_report, render_generation
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
+from mlx_flash.streaming.trace import RoutingTrace
 
 
 def generate(args: argparse.Namespace, out: TextIO) -> int:
@@ -39,7 +40,10 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
     with model if isinstance(model, FlashLLM) else contextlib.nullcontext():
         run = Recorder(model, len(prompt), time.perf_counter() - began)
         step = run.plan.prefill_step_size if run.plan else args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
-        with ProgressBar("Prefill", MofNCompleteColumn(), shows_progress(args)) as progress:
+        with (
+            ProgressBar("Prefill", MofNCompleteColumn(), shows_progress(args)) as progress,
+            routing_trace(model, args),
+        ):
             options = generation_options(args, tokenizer)
             responses = stream_generate(
                 model, tokenizer, prompt, prefill_step_size=step, prompt_progress_callback=progress, **options
@@ -50,6 +54,27 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
     if interrupted:
         raise KeyboardInterrupt
     return 0
+
+
+@contextlib.contextmanager
+def routing_trace(model: nn.Module, args: argparse.Namespace) -> Iterator[None]:
+    """Records which experts are routed to, if that was asked for.
+
+    Raises:
+        ConfigError: experts are not read one by one.
+    """
+    if args.routing_trace is None:
+        yield
+        return
+    experts = model.engine.experts if isinstance(model, FlashLLM) and model.engine is not None else None
+    if experts is None:
+        raise ConfigError(
+            "--routing-trace records experts that are read one by one, and none are. Hint: this needs a mixture of "
+            "experts larger than the budget, without --resident."
+        )
+    with RoutingTrace(args.routing_trace, args.model, experts.stacks) as trace:
+        experts.listeners.append(trace)
+        yield
 
 
 def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:

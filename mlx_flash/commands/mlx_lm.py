@@ -86,10 +86,10 @@ def _plan(model: str | None, config: FlashConfig) -> ResidencyPlan | None:
     tokenizer = mlx_lm_utils.load_tokenizer(path)  # takes memory too
     plan = prepare(path, config, writes=False).plan
     del tokenizer
-    speed = f", about {1 / plan.streaming.seconds:.2g} tokens/s" if plan.streaming.seconds else ""
+    speed = f", about {1 / plan.seconds:.2g} tokens/s" if plan.seconds else ""
     print(
         f"mlx-flash: {size(plan.model_bytes)} of weights in a budget of {plan.budget_bytes / GB:.3f} GB: "
-        f"{size(plan.streaming.read_bytes)} read for each token{speed}",
+        f"{size(plan.read_bytes)} read for each token{speed}",
         file=sys.stderr,
     )
     return plan

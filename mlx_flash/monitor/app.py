@@ -130,7 +130,9 @@ def draw(watcher: Watcher, args: argparse.Namespace, console: Console, height: i
 def print_json(watcher: Watcher) -> None:
     """One object on one line for each engine."""
     for told in watcher.to_json():
-        print(json.dumps(told, allow_nan=False))
+        # A file may hold NaN, which is no JSON.
+        finite = json.loads(json.dumps(told), parse_constant=lambda name: None)
+        print(json.dumps(finite, allow_nan=False))
     sys.stdout.flush()
 
 

@@ -44,7 +44,7 @@ class Glyphs:
 
 UNICODE = Glyphs(
     states={"pinned": "█", "waiting": "·", "reading": "░", "resident": "▒", "computing": "▶", "done": "─"},
-    parts="█▓▒░◆",
+    parts="█▓▒░◆▚",
     rest="·",
     levels="▁▂▃▄▅▆▇█",
     gap=" ",
@@ -52,7 +52,7 @@ UNICODE = Glyphs(
 )
 ASCII = Glyphs(
     states={"pinned": "#", "waiting": ".", "reading": "r", "resident": "s", "computing": ">", "done": "-"},
-    parts="#=+~*",
+    parts="#=+~*%",
     rest=".",
     levels="_.-:=+*#",
     gap=" ",
@@ -128,6 +128,16 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def percent(part: float | None) -> str:
+    """A share in per cent."""
+    return "-" if part is None else f"{part:.0%}"
+
+
+def amount(number: float | None) -> str:
+    """A mean number of things."""
+    return "-" if number is None else f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
 
 
 def rate(per_second: float | None) -> str:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from mlx_flash.monitor.experts import ExpertCounts, ExpertRates, Pool, expert_rates
 from mlx_flash.monitor.state import number, optional
 from mlx_flash.telemetry import Published
 
@@ -25,8 +26,8 @@ class Shares:
     """Where the time goes; together 1.
 
     Attributes:
-        disk: waiting for weights.
-        compute: from the arrival of a unit's weights to their release.
+        disk: waiting for weights, experts included.
+        compute: from the arrival of a unit's weights to their release, without waiting for experts.
         calls: the rest of forward calls: what is not streamed.
         between: between calls: sampling, the program around it; everything when idle.
     """
@@ -48,6 +49,7 @@ class Rates:
         read_bytes_per_second: over the last seconds.
         mean_read_bytes_per_second: while at least one read was in flight, loading included.
         shares: of the last seconds.
+        experts: over the last seconds, or, in a slow model, the last calls; None without a pool of experts.
     """
 
     tokens_per_second: float | None = None
@@ -56,6 +58,7 @@ class Rates:
     read_bytes_per_second: float | None = None
     mean_read_bytes_per_second: float | None = None
     shares: Shares | None = None
+    experts: ExpertRates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,14 @@ class Sample:
     """Counters at one moment of the engine's clock, as in the published state."""
 
     clock: float
+    tokens_in: float
     tokens_out: float
     last_ended: float
     nbytes: float
     wait_seconds: float
     held_seconds: float
     pass_seconds: float
+    experts: ExpertCounts
 
     @classmethod
     def of(cls, published: Published) -> Sample:
@@ -78,12 +83,14 @@ class Sample:
         under_way = 0.0 if began is None else max(0.0, published.clock - began)
         return cls(
             clock=published.clock,
+            tokens_in=number(state, "passes", "num_tokens_in"),
             tokens_out=number(state, "passes", "num_tokens_out"),
             last_ended=number(state, "passes", "last_ended"),
             nbytes=number(state, "read", "nbytes"),
             wait_seconds=number(state, "stream", "wait_seconds"),
             held_seconds=number(state, "stream", "held_seconds"),
             pass_seconds=number(state, "passes", "pass_seconds") + under_way,
+            experts=ExpertCounts.of(state),
         )
 
 
@@ -149,7 +156,7 @@ class History:
         state, now, before = self.latest.state, self._samples[-1], self._window_start()
         seconds = now.clock - before.clock
         decode, busy = number(state, "passes", "decode_seconds"), number(state, "read", "busy_seconds")
-        prompt = number(state, "passes", "num_tokens_in") - now.tokens_out
+        prompt = now.tokens_in - now.tokens_out
         prefill = number(state, "passes", "pass_seconds") - decode
         return Rates(
             tokens_per_second=self._tokens_per_second(),
@@ -158,6 +165,7 @@ class History:
             read_bytes_per_second=max(0.0, now.nbytes - before.nbytes) / seconds if seconds > 0 else None,
             mean_read_bytes_per_second=now.nbytes / busy if busy > SHORTEST_SECONDS else None,
             shares=_shares(before, now) if seconds > 0 else None,
+            experts=None if Pool.of(state) is None else self._expert_rates(before),
         )
 
     def _window_start(self) -> Sample:
@@ -184,12 +192,45 @@ class History:
     def _with_fewer_tokens(self, now: Sample) -> Iterator[Sample]:
         return (s for s in reversed(self._samples) if s.tokens_out < now.tokens_out and s.last_ended > 0)
 
+    def _expert_rates(self, before: Sample) -> ExpertRates:
+        """From whole calls where two were seen to end, so that all layers count alike; else from the last seconds."""
+        now, calls = self._samples[-1], self._calls()
+        lately, seconds = now.experts.since(before.experts), now.clock - before.clock
+        if calls is None:
+            return expert_rates(lately, 0.0, lately, seconds)
+        start, end = calls
+        lasted, num_tokens = end.last_ended - start.last_ended, end.tokens_in - start.tokens_in
+        # The first sample of all may be from anywhere within a call: its counters grew for another time.
+        is_known = num_tokens >= 1 and lasted > SHORTEST_SECONDS
+        num_tokens *= (end.clock - start.clock) / lasted if is_known else 0.0
+        return expert_rates(end.experts.since(start.experts), num_tokens, lately, seconds)
+
+    def _calls(self) -> tuple[Sample, Sample] | None:
+        """The first samples after the ends of two calls: the last one, and the earliest one within the window."""
+        ends = self._call_ends()
+        end, start = next(ends, None), None
+        if end is None:
+            return None
+        for sample in ends:
+            if start is not None and end.last_ended - sample.last_ended > WINDOW_SECONDS:
+                break
+            start = sample
+        return None if start is None else (start, end)
+
+    def _call_ends(self) -> Iterator[Sample]:
+        """The first sample after each end of a call, the newest first."""
+        samples = list(self._samples)
+        for earlier, sample in reversed(list(zip([None, *samples[:-1]], samples, strict=True))):
+            if sample.last_ended > 0 and (earlier is None or earlier.tokens_in != sample.tokens_in):
+                yield sample
+
 
 def _shares(before: Sample, now: Sample) -> Shares:
     """Counters move when something ends, so a share may come out a little too large: they are cut to fit."""
     seconds = now.clock - before.clock
-    disk = _cut(now.wait_seconds - before.wait_seconds, seconds)
-    compute = _cut(now.held_seconds - before.held_seconds, seconds - disk)
+    experts = now.experts.since(before.experts).wait_seconds or 0.0
+    disk = _cut(now.wait_seconds - before.wait_seconds + experts, seconds)
+    compute = _cut(now.held_seconds - before.held_seconds - experts, seconds - disk)
     in_calls = _cut(now.pass_seconds - before.pass_seconds, seconds)
     calls = _cut(in_calls - disk - compute, seconds - disk - compute)
     return Shares(disk / seconds, compute / seconds, calls / seconds, (seconds - disk - compute - calls) / seconds)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from mlx_flash.monitor.glyphs import STYLES, WORDS, Glyphs, bar, duration, rate, size, sparkline, strip
+from mlx_flash.monitor.experts import ExpertRates, Pool
+from mlx_flash.monitor.glyphs import STYLES, WORDS, Glyphs, amount, bar, duration, percent, rate, size, sparkline, strip
 from mlx_flash.monitor.history import History, Shares
-from mlx_flash.monitor.state import STATES, Unit, model_name, number, optional, units
+from mlx_flash.monitor.state import STATES, Unit, count, model_name, number, optional, units
 from mlx_flash.monitor.system import SystemMemory
 from mlx_flash.telemetry import SCHEMA, SILENT_SECONDS
 
@@ -21,8 +22,9 @@ MAX_WIDTH = 120
 MAX_ENGINES = 4
 MAX_STRIP_ROWS = 3
 SPARK_CELLS = 30
+LEGEND_WIDTH = 80
 
-PART_STYLES = ("magenta", "blue", "cyan", "yellow", "green")
+PART_STYLES = ("magenta", "blue", "cyan", "bright_magenta", "yellow", "green", "dim")
 SHARE_STYLES = ("yellow", "green", "cyan", "dim")
 
 
@@ -170,6 +172,9 @@ def _speeds(history: History, canvas: Canvas) -> Iterator[Text]:
     yield _line("read GB/s", *_spark(history, "read", disk, "yellow", canvas), words)
     if rates.shares is not None:
         yield from _time(rates.shares, canvas)
+    pool = Pool.of(state)
+    if pool is not None:
+        yield from _experts(pool, rates.experts or ExpertRates())
 
 
 def _spark(history: History, name: str, top: float | None, style: str, canvas: Canvas) -> list[tuple[str, str]]:
@@ -187,6 +192,19 @@ def _time(shares: Shares, canvas: Canvas) -> Iterator[Text]:
     yield _line("time", *((g * n, style) for g, n, style in zip(glyphs, columns, SHARE_STYLES, strict=True)))
     words = (f"{g} {name} {v:.0%}  " for g, name, v in zip(glyphs, names, values, strict=True))
     yield _line("", *zip(words, SHARE_STYLES, strict=True))
+
+
+def _experts(pool: Pool, rates: ExpertRates) -> Iterator[Text]:
+    resident, total = ("-" if number is None else f"{number:.0f}" for number in (pool.num_resident, pool.num_experts))
+    words = f"{resident} of {total} experts in {_size(pool.nbytes)}; "
+    yield _line("pool", words + f"hits {percent(rates.hit_rate)}, predicted right {percent(rates.predicted_right)}")
+    words = f"per token {amount(rates.read_per_token)} read ({_size(rates.read_bytes_per_token)}), "
+    words += f"{amount(rates.reused_per_token)} reused; waited {percent(rates.wait_share)} of the time"
+    yield _line("experts", words)
+
+
+def _size(nbytes: float | None) -> str:
+    return "-" if nbytes is None else size(nbytes)
 
 
 # Memory
@@ -214,15 +232,27 @@ def _parts(history: History, budget: float, used: float, canvas: Canvas) -> Iter
     cache = number(state, "memory", "cache")
     base = max(0.0, used - number(state, "memory", "active") - cache)
     reserved = number(state, "plan", "kv_bytes") + number(state, "plan", "activation_bytes")
-    names = ("base", "pinned", "slots", "MLX cache", "KV + activations", "free")
-    values = (base, weights, slots, cache, tokens, max(0.0, budget - used))
-    glyphs, styles = (*canvas.glyphs.parts, canvas.glyphs.rest), (*PART_STYLES, "dim")
+    pool = count(state, "plan", "pool_bytes") or 0.0
+    names = ("base", "pinned", "slots", "experts", "MLX cache", "KV + activations", "free")
+    values = (base, weights, slots, pool, cache, tokens, max(0.0, budget - used))
+    glyphs = (*canvas.glyphs.parts[:3], canvas.glyphs.parts[5], *canvas.glyphs.parts[3:5], canvas.glyphs.rest)
     columns = bar(values, max(budget, sum(values)), canvas.columns)
-    yield _line("", *((g * n, style) for g, n, style in zip(glyphs, columns, styles, strict=True)))
+    yield _line("", *((g * n, style) for g, n, style in zip(glyphs, columns, PART_STYLES, strict=True)))
     words = [f"{glyph} {name} {size(value)}" for glyph, name, value in zip(glyphs, names, values, strict=True)]
-    words[4] += f" of {size(reserved)}"
-    for start, stop in ((0, 4), (4, 6)):
-        yield _line("", *((f"{words[i]}  ", styles[i]) for i in range(start, stop)))
+    words[5] += f" of {size(reserved)}"
+    shown = [part for part in zip(words, PART_STYLES, strict=True) if part[0] != words[3] or pool > 0]
+    yield from _legend(shown)
+
+
+def _legend(parts: Sequence[tuple[str, str]]) -> Iterator[Text]:
+    """As many in a line as fit 80 columns. A wider terminal changes nothing, a narrower one cuts."""
+    line = _line("")
+    for words, style in parts:
+        if len(line) > LABEL and len(line) + len(words) > LEGEND_WIDTH:
+            yield line
+            line = _line("")
+        line.append(f"{words}  ", style)
+    yield line
 
 
 def _system(system: SystemMemory) -> Iterator[str | tuple[str, str]]:

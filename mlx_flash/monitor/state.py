@@ -44,6 +44,12 @@ def optional(state: Json, section: str, key: str) -> float | None:
     return float(value)
 
 
+def count(state: Json, section: str, key: str) -> float | None:
+    """A number of the state that is not negative; None where there is none."""
+    value = optional(state, section, key)
+    return None if value is None or value < 0 else value
+
+
 def model_name(state: Json) -> str:
     """The model's name, fit to be printed."""
     fields = state.get("model")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_flash.checkpoint.layout import ModelLayout, Parameter, Unit
+from mlx_flash.checkpoint.experts import matrices_of, place_experts, place_matrix, trunk_of
+from mlx_flash.checkpoint.layout import ExpertStack, ModelLayout, Parameter, Unit
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import padded_bytes, place_groups
 
 CACHE_STEP = 256
@@ -109,6 +111,40 @@ class ActivationSizes:
         return num_tokens * (self.per_token + self.embedding_per_token) + scores + rows * self.logits_per_token
 
 
+DEFAULT_HITS = (0.0, 0.33, 0.55, 0.7, 0.8, 0.87, 0.93, 0.97, 1.0)
+"""Hit rates of pools of 0, 1/8, 2/8 ... of all experts, when nothing is known of a model's routing. Seen with random
+models whose routing is skewed as that of trained ones: docs/lab-notes.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """A model's experts in numbers.
+
+    Attributes:
+        num_experts: of each layer that has any.
+        slot_bytes: memory for one in the pool.
+        least_slots: the smallest pool that works.
+        nbytes: of all experts.
+        token_bytes: of those that compute one token.
+        copies: whether direct reads of them go through a bounce buffer.
+        hits: expected hit rates of pools from none to all of the experts, at equal distances.
+    """
+
+    num_experts: tuple[int, ...]
+    slot_bytes: int
+    least_slots: int
+    nbytes: int
+    token_bytes: int
+    copies: bool
+    hits: tuple[float, ...] = DEFAULT_HITS
+
+    def hit_rate(self, num_slots: int) -> float:
+        """Share of the experts of a token that a pool of so many slots is expected to hold."""
+        at = min(1.0, num_slots / sum(self.num_experts)) * (len(self.hits) - 1)
+        low = min(int(at), len(self.hits) - 2)
+        return self.hits[low] + (at - low) * (self.hits[low + 1] - self.hits[low])
+
+
 @dataclass(frozen=True)
 class ModelSizes:
     """A model in numbers.
@@ -123,6 +159,8 @@ class ModelSizes:
         activations: what a forward call allocates.
         finer: the layers cut into smaller units, each cut finer than the one before, in calling order.
         kept: parts of layers that stay in memory, between those that are streamed.
+        experts: what is read expert by expert, and is in no layer then.
+        trunk: the same model with its experts read so, if it has any.
     """
 
     layers: tuple[UnitSize, ...]
@@ -134,6 +172,8 @@ class ModelSizes:
     activations: ActivationSizes
     finer: tuple[tuple[UnitSize, ...], ...] = ()
     kept: tuple[UnitSize, ...] = ()
+    experts: ExpertSizes | None = None
+    trunk: ModelSizes | None = None
 
     def kv_bytes(self, context_length: int) -> int:
         """Bytes of the caches of all layers."""
@@ -165,7 +205,8 @@ class ModelSizes:
     def nbytes(self) -> int:
         """All weights."""
         units = [*self.layers, *self.kept, *self.heads, *(table.unit for table in self.tables)]
-        return sum(unit.nbytes for unit in units) + self.resident_bytes
+        experts = self.experts.nbytes if self.experts else 0
+        return sum(unit.nbytes for unit in units) + self.resident_bytes + experts
 
 
 def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> ModelSizes:
@@ -176,7 +217,30 @@ def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> Mode
         config: its configuration, with the key names Hugging Face uses.
         alignment: what kernels want addresses to be multiples of.
     """
-    text = config.get("text_config", config)
+    activations = _activations(layout, config.get("text_config", config))
+    sizes = _measure(layout, activations, alignment)
+    if not layout.experts:
+        return sizes
+    trunk = _measure(trunk_of(layout), activations, alignment)
+    return replace(sizes, trunk=replace(trunk, experts=_expert_sizes(layout.experts, alignment)))
+
+
+def expecting(sizes: ModelSizes, hit_rate: Callable[[int], float]) -> ModelSizes:
+    """The same model with other expectations.
+
+    Args:
+        sizes: the model.
+        hit_rate: the share of the experts of a token that a pool of so many slots is expected to hold.
+    """
+    trunk = sizes.trunk
+    if trunk is None or trunk.experts is None:
+        return sizes
+    total, parts = sum(trunk.experts.num_experts), len(DEFAULT_HITS) - 1
+    hits = tuple(hit_rate(total * i // parts) for i in range(parts + 1))
+    return replace(sizes, trunk=replace(trunk, experts=replace(trunk.experts, hits=hits)))
+
+
+def _measure(layout: ModelLayout, activations: ActivationSizes, alignment: int) -> ModelSizes:
     small = [parameter for unit in layout.units for parameter in unit.small]
     tables = [_unit_size(unit, alignment) for unit in layout.embeddings]
     return ModelSizes(
@@ -186,8 +250,23 @@ def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> Mode
         resident_bytes=sum(parameter.nbytes for parameter in [*small, *layout.resident]),
         kv_bytes_constant=layout.cache_bytes,
         kv_bytes_per_token=layout.cache_bytes_per_token,
-        activations=_activations(layout, text),
+        activations=activations,
         finer=tuple(tuple(_unit_size(unit, alignment) for unit in cut) for cut in layout.finer),
+    )
+
+
+def _expert_sizes(stacks: Sequence[ExpertStack], alignment: int) -> ExpertSizes:
+    placed = [place_experts(stack, alignment) for stack in stacks]
+    slot_bytes = max(placement.nbytes for placement in placed)
+    staged = [place_matrix(stack, columns, alignment) for stack in stacks for columns in matrices_of(stack)]
+    stage_bytes = max(placement.nbytes for placement in staged) + DIRECT_ALIGNMENT
+    return ExpertSizes(
+        num_experts=tuple(stack.num_experts for stack in stacks),
+        slot_bytes=slot_bytes,
+        least_slots=max(-(-stage_bytes // slot_bytes), *(stack.top_k for stack in stacks)),
+        nbytes=sum(stack.unit.nbytes for stack in stacks),
+        token_bytes=sum(min(stack.top_k, stack.num_experts) * stack.expert_bytes for stack in stacks),
+        copies=any(placement.read.copies for placement in placed) or any(placement.copies for placement in staged),
     )
 
 

@@ -89,6 +89,23 @@ class Placement:
         return any(segment.buffer_offset is None for segment in self.segments)
 
 
+@dataclass(frozen=True)
+class RowPlacement:
+    """Where the tensors of one row of some stacks (an expert) lie in a slot: the same for every row.
+
+    Attributes:
+        nbytes: what a slot needs, a multiple of ``DIRECT_ALIGNMENT``.
+        offsets: where each tensor starts in the slot; its address is aligned when the slot's is to a page.
+        copies: whether any read goes through a bounce buffer.
+        segments: ``segments[row]``: the reads that fill a slot with that row, in file order.
+    """
+
+    nbytes: int
+    offsets: tuple[int, ...]
+    copies: bool
+    segments: tuple[tuple[Segment, ...], ...]
+
+
 def padded_bytes(nbytes: int) -> int:
     """What a tensor takes of a buffer at most, wherever it lies in its file: the sum over some tensors is never less
     than the size of their :class:`Placement`."""
@@ -107,7 +124,7 @@ def place(records: Sequence[TensorRecord], alignment: int = 1) -> Placement:
     segments: list[Segment] = []
     offsets = [0] * len(records)
     for run in _runs(records):
-        segment, cursor = _segment([(i, records[i]) for i in run], cursor, alignment)
+        segment, cursor = _segment([records[i] for i in run], cursor, alignment)
         segments.append(segment)
         for index, piece in zip(run, segment.pieces, strict=True):
             offsets[index] = piece.buffer_offset
@@ -142,6 +159,83 @@ def place_groups(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -
     return Placement(nbytes, (*placed.segments, *segments), tuple(offsets[i] for i in range(len(groups))))
 
 
+def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> RowPlacement:
+    """Lays the rows of some stacks out in slots, all in the same way, so that any slot can hold any row.
+
+    Tensors that lie in the same way beside each other in every row, as in files that store expert after expert, are
+    one read each row. A block of them is read in place when it starts at the same place of a page in every row and
+    all its tensors are aligned; otherwise it is copied whole.
+
+    Args:
+        rows: ``rows[i][j]`` is tensor ``j`` of row ``i``, of the same size and dtype in every row.
+        alignment: as in :func:`place`.
+
+    Raises:
+        ValueError: the rows are not alike.
+    """
+    _check_alike(rows)
+    first = rows[0] if rows else ()
+    offsets = [0] * len(first)
+    in_place: list[tuple[list[int], int]] = []
+    copied: list[int] = []
+    cursor = 0
+    for block in _common_blocks(rows):
+        if _fits_in_place(rows, block, alignment):
+            segment = _in_place([first[j] for j in block], cursor)
+            for j, piece in zip(block, segment.pieces, strict=True):
+                offsets[j] = piece.buffer_offset
+            in_place.append((block, cursor))
+            cursor += segment.nbytes
+        else:
+            copied += block
+    for j in copied:
+        offsets[j] = _round_up(cursor, max(alignment, COPY_ALIGNMENT))
+        cursor = offsets[j] + first[j].nbytes
+    segments = tuple(_row_segments(row, in_place, [(j, offsets[j]) for j in copied]) for row in rows)
+    return RowPlacement(_round_up(cursor, DIRECT_ALIGNMENT), tuple(offsets), bool(copied), segments)
+
+
+def _check_alike(rows: Sequence[Sequence[TensorRecord]]) -> None:
+    expected = [(record.nbytes, record.dtype) for record in rows[0]] if rows else []
+    for i, row in enumerate(rows):
+        found = [(record.nbytes, record.dtype) for record in row]
+        if found != expected:
+            raise ValueError(f"row {i} has tensors of (bytes, dtype) {found}, row 0 has {expected}")
+
+
+def _common_blocks(rows: Sequence[Sequence[TensorRecord]]) -> Iterable[list[int]]:
+    """Indices of the non-empty tensors, grouped into those that are neighbours in one file, equally in every row."""
+    for run in _runs(rows[0] if rows else ()):
+        block = run[:1]
+        for left, right in pairwise(run):
+            gap = rows[0][right].extent.offset - rows[0][left].extent.offset
+            if not all(_lies_after(row[left].extent, row[right].extent, gap) for row in rows):
+                yield block
+                block = []
+            block.append(right)
+        yield block
+
+
+def _lies_after(left: Extent, right: Extent, gap: int) -> bool:
+    return right.offset - left.offset == gap and right.path == left.path
+
+
+def _fits_in_place(rows: Sequence[Sequence[TensorRecord]], block: Sequence[int], alignment: int) -> bool:
+    """Whether a block's pages can be read to the same place of a slot for every row."""
+    first, *_ = starts = [row[block[0]].extent.offset % DIRECT_ALIGNMENT for row in rows]
+    return all(start == first for start in starts) and all(_is_aligned(rows[0][j], alignment) for j in block)
+
+
+def _row_segments(
+    row: Sequence[TensorRecord], in_place: Iterable[tuple[list[int], int]], copied: Iterable[tuple[int, int]]
+) -> tuple[Segment, ...]:
+    """The reads of one row: of blocks, each with a place for its pages, and of tensors with places of their own."""
+    segments = [_in_place([row[j] for j in block], at) for block, at in in_place]
+    parts = [(row[j], at) for j, at in copied]
+    segments += (_scattered([parts[i] for i in run]) for run in _runs([record for record, _ in parts]))
+    return tuple(sorted(segments, key=lambda segment: (str(segment.path), segment.pieces[0].offset)))
+
+
 def _joined(group: Sequence[TensorRecord]) -> TensorRecord | None:
     """Tensors that follow each other in a file as one; None when they do not."""
     first = group[0]
@@ -152,12 +246,27 @@ def _joined(group: Sequence[TensorRecord]) -> TensorRecord | None:
     return replace(first, extent=extent)
 
 
+def _in_place(records: Sequence[TensorRecord], cursor: int) -> Segment:
+    """A range of a file that is read to ``cursor`` of the buffer as it is."""
+    start, end = _pages(records)
+    pieces = tuple(
+        Piece(record.name, record.extent.offset, record.nbytes, cursor + record.extent.offset - start)
+        for record in records
+    )
+    return Segment(records[0].extent.path, start, end - start, cursor, pieces)
+
+
 def _scattered(run: Sequence[tuple[TensorRecord, int]]) -> Segment:
     """A range of a file whose pieces go to places of their own."""
-    start = run[0][0].extent.offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-    end = _round_up(run[-1][0].extent.end, DIRECT_ALIGNMENT)
+    start, end = _pages([record for record, _ in run])
     pieces = tuple(Piece(record.name, record.extent.offset, record.nbytes, at) for record, at in run)
     return Segment(run[0][0].extent.path, start, end - start, None, pieces)
+
+
+def _pages(records: Sequence[TensorRecord]) -> tuple[int, int]:
+    """The file's pages that neighbours lie on: where the first begins and the last ends."""
+    start = records[0].extent.offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+    return start, _round_up(records[-1].extent.end, DIRECT_ALIGNMENT)
 
 
 def _runs(records: Sequence[TensorRecord]) -> Iterable[list[int]]:
@@ -181,20 +290,21 @@ def _neighbours(left: TensorRecord, right: TensorRecord) -> bool:
     return left.extent.path == right.extent.path and 0 <= gap <= MERGE_GAP
 
 
-def _segment(run: list[tuple[int, TensorRecord]], cursor: int, alignment: int) -> tuple[Segment, int]:
-    records = [record for _, record in run]
-    start = records[0].extent.offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-    end = _round_up(records[-1].extent.end, DIRECT_ALIGNMENT)
-    in_place = all(record.extent.offset % max(alignment, record.itemsize) == 0 for record in records)
-    pieces = []
-    place_at = cursor
+def _segment(records: Sequence[TensorRecord], cursor: int, alignment: int) -> tuple[Segment, int]:
+    """Neighbours placed from ``cursor`` on, and the first free page after them."""
+    if all(_is_aligned(record, alignment) for record in records):
+        segment = _in_place(records, cursor)
+        return segment, cursor + segment.nbytes
+    run = []
     for record in records:
-        at = cursor + record.extent.offset - start if in_place else _round_up(place_at, max(alignment, COPY_ALIGNMENT))
-        pieces.append(Piece(record.name, record.extent.offset, record.nbytes, at))
-        place_at = at + record.nbytes
-    after = cursor + end - start if in_place else _round_up(place_at, DIRECT_ALIGNMENT)
-    segment = Segment(records[0].extent.path, start, end - start, cursor if in_place else None, tuple(pieces))
-    return segment, after
+        at = _round_up(cursor, max(alignment, COPY_ALIGNMENT))
+        run.append((record, at))
+        cursor = at + record.nbytes
+    return _scattered(run), _round_up(cursor, DIRECT_ALIGNMENT)
+
+
+def _is_aligned(record: TensorRecord, alignment: int) -> bool:
+    return record.extent.offset % max(alignment, record.itemsize) == 0
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,7 +39,7 @@ class ReadStats:
     Attributes:
         nbytes: bytes of tensors that were read; the rest of the pages they lie on is not counted.
         busy_seconds: time during which at least one read was in flight.
-        num_reads: reads that ended, retries not counted.
+        num_reads: ranges of at most ``read_size`` bytes of one segment whose reading ended, retries not counted.
         num_retries: reads tried again after an I/O error.
     """
 
@@ -47,6 +47,10 @@ class ReadStats:
     busy_seconds: float = 0.0
     num_reads: int = 0
     num_retries: int = 0
+
+
+_Range = tuple[Segment, int, int]
+"""The part ``[start, stop)`` of a segment, in bytes of its file."""
 
 
 class _Gate:
@@ -78,8 +82,11 @@ class _Gate:
 class Ticket:
     """Reads under way that fill one buffer. Made by :meth:`Reader.submit`."""
 
-    def __init__(self, reader: Reader, segments: Sequence[Segment], buffer: memoryview, keep_cached: bool) -> None:
+    def __init__(
+        self, reader: Reader, pool: Executor, segments: Sequence[Segment], buffer: memoryview, keep_cached: bool
+    ) -> None:
         self._reader = reader
+        self._pool = pool
         self._segments = segments
         self._buffer = buffer
         self._keep_cached = keep_cached
@@ -95,8 +102,10 @@ class Ticket:
         self._gate = _Gate()  # an interrupt may hide a future from us, the gate knows its task all the same
         self._futures.clear()
         self._identities = self._reader._identities(self._segments)
-        for future in self._reader._start(self._segments, self._buffer, self._keep_cached, self._gate):
-            self._futures.append(future)
+        self._reader._check_open()
+        how = self._buffer, self._keep_cached, self._gate
+        for task in self._reader._tasks(self._segments, self._keep_cached):
+            self._futures.append(self._pool.submit(self._reader._read_all, task, *how))
 
     def done(self) -> bool:
         """Whether no read is left to wait for."""
@@ -141,13 +150,13 @@ class Ticket:
 
 
 class Reader:
-    """Reads segments of files with a pool of threads.
+    """Reads segments of files with pools of threads: one that reads ahead, one for what somebody waits for.
 
     Args:
         paths: every file that will be read.
         direct: read past the page cache where the file system can.
         read_size: bytes of one read; rounded up to whole pages.
-        queue_depth: reads in flight at once.
+        queue_depth: reads in flight at once, urgent ones not counted: there may be as many of them besides.
 
     Raises:
         CheckpointError: a file cannot be opened.
@@ -178,7 +187,9 @@ class Reader:
         except BaseException:
             self._close_files()
             raise
+        # an executor makes its threads when they are needed: one that is never used costs nothing
         self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="mlx-flash-reader")
+        self._urgent_pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="mlx-flash-reader-urgent")
 
     @property
     def stats(self) -> ReadStats:
@@ -192,7 +203,9 @@ class Reader:
         """Whether every file is read past the page cache."""
         return all(file.direct_fd is not None for file in self._files.values())
 
-    def submit(self, segments: Sequence[Segment], buffer: memoryview, *, keep_cached: bool = False) -> Ticket:
+    def submit(
+        self, segments: Sequence[Segment], buffer: memoryview, *, keep_cached: bool = False, urgent: bool = False
+    ) -> Ticket:
         """Starts reading.
 
         Args:
@@ -201,6 +214,7 @@ class Reader:
                 until the ticket was waited for or cancelled.
             keep_cached: read through the page cache and leave the pages there, one task a segment: for small reads
                 that come again, such as embedding rows.
+            urgent: somebody waits already: do not queue behind what is read ahead.
 
         Raises:
             ClosedError: the reader was closed.
@@ -211,24 +225,28 @@ class Reader:
                 raise ValueError(
                     f"'{segment.pieces[-1].name}' ends at byte {_buffer_end(segment)} of a buffer of {len(buffer)}"
                 )
-        return Ticket(self, segments, buffer, keep_cached)
-
-    def _start(
-        self, segments: Sequence[Segment], buffer: memoryview, keep_cached: bool, gate: _Gate
-    ) -> Iterator[Future[None]]:
-        self._check_open()
-        for segment in segments:
-            for start, stop in self._chunks(segment, keep_cached):
-                yield self._pool.submit(self._read, segment, start, stop, buffer, keep_cached, gate)
+        return Ticket(self, self._urgent_pool if urgent else self._pool, segments, buffer, keep_cached)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the reader was closed. Hint: load the model again.")
 
-    def _chunks(self, segment: Segment, whole: bool) -> Iterable[tuple[int, int]]:
-        step = segment.nbytes if whole else self.read_size
-        end = segment.offset + segment.nbytes
-        return ((start, min(start + step, end)) for start in range(segment.offset, end, step))
+    def _tasks(self, segments: Sequence[Segment], keep_cached: bool) -> Iterator[list[_Range]]:
+        """What each task reads: ranges of ``read_size`` bytes together, since handing a task over costs time."""
+        task: list[_Range] = []
+        room = self.read_size
+        for segment in segments:
+            step = segment.nbytes if keep_cached else self.read_size
+            end = segment.offset + segment.nbytes
+            for start in range(segment.offset, end, step):
+                stop = min(start + step, end)
+                if task and (keep_cached or stop - start > room):
+                    yield task
+                    task, room = [], self.read_size
+                task.append((segment, start, stop))
+                room -= stop - start
+        if task:
+            yield task
 
     def _identities(self, segments: Sequence[Segment]) -> dict[Path, FileIdentity | None]:
         return {segment.path: self._files[segment.path].identity for segment in segments}
@@ -243,26 +261,27 @@ class Reader:
                     self._files[path].reopen(tensor)
             return self._identities(segments) != seen
 
-    def _read(
-        self, segment: Segment, start: int, stop: int, buffer: memoryview, keep_cached: bool, gate: _Gate
-    ) -> None:
-        """One task: the part ``[start, stop)`` of a segment."""
+    def _read_all(self, task: Sequence[_Range], buffer: memoryview, keep_cached: bool, gate: _Gate) -> None:
+        for segment, start, stop in task:
+            with gate, self._gate:  # for each range anew: what is cancelled goes on with none
+                self._read(segment, start, stop, buffer, keep_cached)
+
+    def _read(self, segment: Segment, start: int, stop: int, buffer: memoryview, keep_cached: bool) -> None:
         file = self._files[segment.path]
-        with gate, self._gate:
-            self._begin()
-            nbytes = 0
-            try:
-                fd = None if keep_cached else file.direct_fd
-                if fd is None:
-                    self._read_buffered(file.buffered_fd, segment, start, stop, buffer, keep_cached)
-                elif segment.buffer_offset is not None:
-                    at = segment.buffer_offset + start - segment.offset
-                    self._read_direct(fd, segment, start, buffer[at : at + stop - start])
-                else:
-                    self._read_bounced(fd, segment, start, stop, buffer)
-                nbytes = sum(len(part) for _, part in _parts(segment, start, stop, buffer))
-            finally:
-                self._end(nbytes)
+        self._begin()
+        nbytes = 0
+        try:
+            fd = None if keep_cached else file.direct_fd
+            if fd is None:
+                self._read_buffered(file.buffered_fd, segment, start, stop, buffer, keep_cached)
+            elif segment.buffer_offset is not None:
+                at = segment.buffer_offset + start - segment.offset
+                self._read_direct(fd, segment, start, buffer[at : at + stop - start])
+            else:
+                self._read_bounced(fd, segment, start, stop, buffer)
+            nbytes = sum(len(part) for _, part in _parts(segment, start, stop, buffer))
+        finally:
+            self._end(nbytes)
 
     def _read_direct(self, fd: int, segment: Segment, start: int, target: memoryview) -> None:
         self._fill(fd, segment, start, target, min(len(target), segment.wanted_end - start), DIRECT_ALIGNMENT)
@@ -330,7 +349,8 @@ class Reader:
         """Ends the threads and closes the files. Harmless when repeated."""
         self._closed = True
         self._gate.shut()  # joining the threads is not enough: CPython forgets one whose join was interrupted
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._pool, self._urgent_pool):
+            pool.shutdown(wait=True, cancel_futures=True)
         with self._reopening:
             self._close_files()
 

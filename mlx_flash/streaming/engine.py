@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_flash.checkpoint.layout import ModelLayout, Parameter, Unit
-from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.checkpoint.experts import trunk_of
+from mlx_flash.checkpoint.layout import ExpertStack, ModelLayout, Parameter, Unit
+from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.storage.placement import Placement, place, place_groups
 from mlx_flash.storage.reader import Reader, Ticket
+from mlx_flash.streaming.eviction import Expert
+from mlx_flash.streaming.experts import Experts
 from mlx_flash.streaming.layers import (
     EmbeddingRows,
     HeadState,
@@ -23,12 +26,29 @@ from mlx_flash.streaming.layers import (
     TiledLinear,
     tile_module,
 )
-from mlx_flash.streaming.slots import Arena, bind
+from mlx_flash.streaming.pool import ExpertPool, pool_layer
+from mlx_flash.streaming.slots import Arena, SlotArena, bind
+from mlx_flash.streaming.stage import Stage
 from mlx_flash.streaming.stream import WeightStream
 from mlx_flash.streaming.swap import SwappedClass, clone_with, remember, restore_class, swap_class
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes to read) while pinned weights are loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertOptions:
+    """How experts are streamed.
+
+    Attributes:
+        exact_rows: as in :class:`~mlx_flash.streaming.experts.Experts`.
+        lookahead: as there.
+        popular: experts to read first, the most popular first.
+    """
+
+    exact_rows: bool = True
+    lookahead: bool = True
+    popular: Sequence[Expert] = ()
 
 
 @dataclass(slots=True)
@@ -51,9 +71,11 @@ class Engine:
         alignment: what kernels want addresses to be multiples of.
         poison: fill released slots with NaN bytes.
         progress: is told how far loading is.
+        experts: how experts are streamed.
 
     Attributes:
         stream: the ring of streamed units.
+        experts: what computes experts that are read one by one; None when there are none, and after :meth:`close`.
         reader: the reader.
     """
 
@@ -65,9 +87,11 @@ class Engine:
         alignment: int,
         poison: bool,
         progress: Progress | None = None,
+        experts: ExpertOptions | None = None,
     ) -> None:
         self.reader = reader
         self.stream = WeightStream([], reader, poison, 0)
+        self.experts: Experts | None = None
         self._alignment = alignment
         self._heads: list[HeadState] = []
         units = [*layout.units, *(unit for cut in layout.finer for unit in cut)]
@@ -76,13 +100,16 @@ class Engine:
         self._changed: list[nn.Module] = []
         self._bound: list[Parameter] = []
         self._streamed: set[tuple[int, object]] = set()
+        trunk = layout if plan.pool is None else trunk_of(layout)
         try:
-            for parameter in [p for unit in layout.units for p in unit.small] + layout.resident:
+            for parameter in [p for unit in trunk.units for p in unit.small] + trunk.resident:
                 mx.eval(parameter.array)
-            self._pin(_pinned_parts(layout, plan), progress or (lambda done, total: None))
+            self._pin(_pinned_parts(trunk, plan), progress or (lambda done, total: None))
             slots = [Arena(plan.streaming.slot_bytes) for _ in range(plan.streaming.num_slots)]
             self.stream = WeightStream(slots, reader, poison, plan.streaming.num_units)
-            self._start_streaming(layout, plan)
+            self._start_streaming(trunk, plan)
+            if plan.pool is not None:
+                self._start_experts(layout.experts, plan.pool, poison, experts or ExpertOptions())
         except BaseException:
             self.close()
             raise
@@ -158,6 +185,21 @@ class Engine:
         }
         return Tile(index, tile_module(unit, start, stop, views))
 
+    def _start_experts(self, stacks: Sequence[ExpertStack], plan: Pool, poison: bool, options: ExpertOptions) -> None:
+        layers = [pool_layer(stack, self._alignment) for stack in stacks]
+        pool = ExpertPool(SlotArena(plan.num_slots, plan.slot_bytes), layers, self.reader, poison)
+        self.experts = Experts(
+            stacks,
+            pool,
+            Stage(pool, stacks, self.reader, self._alignment, poison),
+            self.stream,
+            exact_rows=options.exact_rows,
+            lookahead=options.lookahead,
+        )
+        self._changed += self.experts.changed
+        self._streamed.update((id(p.container), p.key) for stack in stacks for p in stack.unit.large)
+        pool.warm(options.popular)
+
     def _swap(self, unit: Unit, mixin: type[SwappedClass], state: object, streamed: list[Parameter]) -> None:
         swap_class(unit.module, mixin, state)
         self._changed.append(unit.module)
@@ -175,6 +217,8 @@ class Engine:
     def close(self) -> None:
         """Stops reading, gives every module its own class and its lazily loaded arrays back. Harmless when repeated."""
         self.stream.close()
+        if self.experts is not None:
+            self.experts.pool.close()
         for module in self._changed:
             restore_class(module)
         if self._changed or self._bound:
@@ -190,6 +234,7 @@ class Engine:
             WeightStream([], self.reader, poison=False, num_units=0),
         )  # lets go of the slots
         self.stream.stats = stats
+        self.experts = None
         self.reader.close()
 
 

@@ -21,7 +21,7 @@ from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.reader import Reader
 from mlx_flash.streaming.arrays import arrays_in
 from mlx_flash.streaming.slots import Arena
-from mlx_flash.streaming.stream import WeightStream
+from mlx_flash.streaming.stream import GuessEndedError, WeightStream
 from mlx_flash.streaming.swap import SwappedClass, clone_with, own_class, state_of
 
 
@@ -48,6 +48,8 @@ def run_resident(stream: WeightStream, index: int, run: Callable[..., Any], args
     The outputs alone are not enough: a recurrent state or an indexer's keys do not feed them, and would later be
     computed from whatever the slot holds by then.
     """
+    if stream.is_guessing:
+        raise GuessEndedError
     if not stream.is_ready(index):
         mx.async_eval(arrays_in(args, kwargs))  # pinned layers before this one compute while we wait
     stream.acquire(index)

@@ -18,27 +18,29 @@ from mlx_flash.residency.memory import use_huge_pages
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Placement
 
+_MARK = 0xA5
+
 
 class Arena:
     """A page-aligned buffer of bytes and typed views of it.
 
     Args:
         nbytes: the size that can be used.
+        pages: evaluated rows of one page to use, instead of new memory.
 
     Attributes:
         memory: the writable bytes; their address is a multiple of ``DIRECT_ALIGNMENT``.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, pages: mx.array | None = None) -> None:
         # Rows of one page: MLX's dimensions are 32-bit, a flat array would end at 2 GiB.
-        pages = -(-nbytes // DIRECT_ALIGNMENT) + 1  # MLX's CPU allocator aligns to 16 bytes only
-        self._array = mx.zeros((pages, DIRECT_ALIGNMENT), dtype=mx.uint8)
-        mx.eval(self._array)
+        self._array = _zeros(-(-nbytes // DIRECT_ALIGNMENT) + 1, DIRECT_ALIGNMENT) if pages is None else pages
         everything = _memory(self._array).cast("B")
-        self._start = -_address(everything) % DIRECT_ALIGNMENT
+        self._start = _first_page(everything)
         self.nbytes = nbytes
         self.memory = everything[self._start : self._start + nbytes]
-        use_huge_pages(self.memory)
+        if pages is None:
+            use_huge_pages(self.memory)
 
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
         """An evaluated array whose memory begins ``offset`` bytes into the arena.
@@ -65,6 +67,67 @@ class Arena:
         np.frombuffer(self.memory, np.uint8)[:] = byte
 
 
+class SlotArena:
+    """Slots of one size, one after another, and arrays that have one row in each of them.
+
+    Args:
+        num_slots: how many.
+        pitch: bytes from one slot to the next, a multiple of ``DIRECT_ALIGNMENT``. One page of it cannot be used: MLX's
+            CPU allocator aligns to 16 bytes only.
+    """
+
+    def __init__(self, num_slots: int, pitch: int) -> None:
+        self.num_slots = num_slots
+        self.pitch = pitch
+        self._array = _zeros(num_slots, self.pitch)
+        self._everything = _memory(self._array).cast("B")
+        self._start = _first_page(self._everything)
+        use_huge_pages(self._everything)
+
+    def memory(self, slot: int) -> memoryview:
+        """The bytes of a slot; their address is a multiple of ``DIRECT_ALIGNMENT``."""
+        first = slot * self.pitch + self._start
+        return self._everything[first : first + self.pitch - DIRECT_ALIGNMENT]
+
+    def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+        """An evaluated array ``(slots, *shape)`` whose row of each slot begins ``offset`` bytes into it.
+
+        For empty slots: bytes of the first and the last are overwritten.
+
+        Args:
+            offset: a multiple of the item size.
+            shape: of a row.
+            dtype: of the array.
+        """
+        first, size = (self._start + offset) // dtype.size, math.prod(shape)
+        # Not reshape(), which copies what is not contiguous.
+        array = mx.unflatten(self._array.view(dtype)[:, first : first + size], 1, tuple(shape))
+        mx.eval(array)
+        for slot in {0, self.num_slots - 1}:
+            if not self._shares(array, slot, offset):
+                raise AssertionError(f"MLX copied a view of {shape} at {offset}: it does not share the slots")
+        return array
+
+    def _shares(self, array: mx.array, slot: int, offset: int) -> bool:
+        """Whether what is written to a slot shows in an array's row."""
+        row = np.frombuffer(self.memory(slot), np.uint8)[offset:][: array[slot].nbytes]
+        for byte in (_MARK, 0):
+            row[:] = byte
+            if not bool((array[slot].flatten().view(mx.uint8) == byte).all()):
+                return False
+        return True
+
+    def tail(self, num_slots: int) -> Arena:
+        """The memory of the last slots as one buffer."""
+        pages = self._array[self.num_slots - num_slots :].reshape(-1, DIRECT_ALIGNMENT)
+        mx.eval(pages)
+        return Arena(num_slots * self.pitch - DIRECT_ALIGNMENT, pages)
+
+    def fill(self, slot: int, byte: int) -> None:
+        """Writes one value to every byte of a slot."""
+        np.frombuffer(self.memory(slot), np.uint8)[:] = byte
+
+
 def bind(parameters: Sequence[Parameter], placement: Placement, arena: Arena) -> None:
     """Makes modules hold views of an arena.
 
@@ -83,6 +146,16 @@ def kernel_alignment() -> int:
     GPU kernels and the libraries behind them choose by alignment, and so might give other bits; the CPU's do not.
     """
     return 16 if mx.default_device() == mx.gpu else 1
+
+
+def _zeros(rows: int, columns: int) -> mx.array:
+    array = mx.zeros((rows, columns), dtype=mx.uint8)
+    mx.eval(array)
+    return array
+
+
+def _first_page(memory: memoryview) -> int:
+    return -_address(memory) % DIRECT_ALIGNMENT
 
 
 def _memory(array: mx.array) -> memoryview:

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_flash.checkpoint.experts import trunk_of
 from mlx_flash.checkpoint.layout import ModelLayout, Unit
 from mlx_flash.residency.memory import footprint, peak_footprint
 from mlx_flash.residency.plan import ResidencyPlan
@@ -105,7 +106,8 @@ class Status:
         self._counters = counters
         self._plan = plan
         self._num_units = len(engine.stream.units)
-        self._parts = _parts(layout, plan, [unit.name for unit in engine.stream.units])
+        trunk = layout if plan.pool is None else trunk_of(layout)
+        self._parts = _parts(trunk, plan, [unit.name for unit in engine.stream.units])
         self._model = {"name": name, "bytes": plan.model_bytes}
         self._told_plan = _plan_to_json(plan)
 
@@ -124,6 +126,21 @@ class Status:
             "stream": asdict(stream.stats),
             "read": asdict(self._engine.reader.stats),
             "memory": self._memory(),
+            "experts": self._experts(),
+        }
+
+    def _experts(self) -> Json | None:
+        plan, experts = self._plan.pool, self._engine.experts
+        if plan is None or experts is None:
+            return None
+        return {
+            **asdict(experts.pool.stats),
+            "num_slots": plan.num_slots,
+            "slot_bytes": plan.slot_bytes,
+            "num_resident": experts.pool.num_resident,
+            "num_experts": plan.num_experts,
+            "expert_bytes": max(layer.expert_bytes for layer in experts.pool.layers),
+            "warm": experts.pool.num_warm,
         }
 
     def _units(self) -> list[Json]:
@@ -143,7 +160,7 @@ class Status:
     def _memory(self) -> Json:
         plan = self._plan
         active = int(mx.get_active_memory())
-        weights = plan.resident_bytes + plan.pinned_bytes + plan.slots_bytes
+        weights = plan.resident_bytes + plan.pinned_bytes + plan.slots_bytes + plan.pool_bytes
         return {
             "footprint": footprint(),
             "peak_footprint": peak_footprint(),
@@ -198,6 +215,7 @@ def _plan_to_json(plan: ResidencyPlan) -> Json:
         "resident_bytes": plan.resident_bytes,
         "pinned_bytes": plan.pinned_bytes,
         "slots_bytes": plan.slots_bytes,
+        "pool_bytes": plan.pool_bytes,
         "num_slots": streaming.num_slots,
         "kv_bytes": plan.kv_bytes,
         "activation_bytes": plan.activation_bytes,
@@ -205,7 +223,7 @@ def _plan_to_json(plan: ResidencyPlan) -> Json:
         "cache_limit": plan.cache_limit,
         "context_length": plan.context_length,
         "prefill_step_size": plan.prefill_step_size,
-        "read_bytes_per_pass": streaming.read_bytes,
-        "predicted_seconds_per_pass": streaming.seconds,
+        "read_bytes_per_pass": plan.read_bytes,
+        "predicted_seconds_per_pass": plan.seconds,
         "disk_bytes_per_second": plan.disk_bytes_per_second,
     }

@@ -24,6 +24,10 @@ UnitState = Literal["waiting", "reading", "resident", "computing", "done"]
 """Where a unit is: nowhere yet, on its way into its slot, there, being computed from, computed."""
 
 
+class GuessEndedError(Exception):
+    """What is called only to see what it would choose came to weights that it would have to wait for."""
+
+
 @dataclass(frozen=True, slots=True)
 class StreamedUnit:
     """What the ring knows of a unit.
@@ -90,10 +94,14 @@ class WeightStream:
         reader: reads the bytes.
         poison: fill released slots with NaN bytes.
         num_units: how many units will be added.
+
+    Attributes:
+        is_guessing: nothing is to be waited for now: calls end with :class:`GuessEndedError`.
     """
 
     def __init__(self, slots: Sequence[Arena], reader: Reader, poison: bool, num_units: int) -> None:
         self.stats = StreamStats()
+        self.is_guessing = False
         self.units: list[StreamedUnit] = []
         self._slots = [_Slot(arena) for arena in slots]
         self._reader = reader

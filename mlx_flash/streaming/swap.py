@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache
 from typing import Any, cast
 
@@ -65,6 +65,24 @@ def clone_with(module: nn.Module, arrays: dict[str, mx.array]) -> nn.Module:
     dict.update(clone, module)
     dict.update(clone, arrays)
     clone.__dict__.update({key: value for key, value in vars(module).items() if key != _STATE})
+    return clone
+
+
+def clone_tree(module: nn.Module, arrays: Mapping[tuple[int, Any], mx.array]) -> nn.Module:
+    """A copy of a module and those below it that holds other arrays.
+
+    Args:
+        module: what to copy; settings and other arrays are shared.
+        arrays: by ``id`` of the module they are for, and key.
+    """
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return clone_tree(value, arrays)
+        return [copied(item) for item in value] if isinstance(value, list) else value
+
+    clone = clone_with(module, {key: array for (owner, key), array in arrays.items() if owner == id(module)})
+    dict.update(clone, {key: copied(value) for key, value in clone.items()})
     return clone
 
 

@@ -1,0 +1,245 @@
+"""What a choice takes: adds up memory, and simulates a pass over the streamed units to predict its time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mlx_flash.config import FlashConfig
+from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan, Streaming
+from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, TensorSize, UnitSize
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.streaming.stream import take_turns
+
+DISK_UNEVENNESS = 0.3
+"""Disks do not deliver evenly; a third slot evens that out. Measured: docs/lab-notes.md."""
+
+LEAST_TILE_BYTES = 8 << 20
+"""How large the tiles of layers are at least: small reads are slow, and each tile is waited for."""
+
+MAX_TILES = 60
+"""Each tile is waited for."""
+
+TILE_ROW_MULTIPLE = 64
+TILE_SLACK_BYTES = 12 * DIRECT_ALIGNMENT
+"""Padding to pages and alignment that a tile may need beside its rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is given."""
+
+    sizes: ModelSizes
+    config: FlashConfig
+    machine: Machine
+    cache_limit: int
+    pool_slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """What is set aside for tokens."""
+
+    prefill_step_size: int
+    context_length: int
+
+
+def activation_bytes(task: Task, reserve: Reserve) -> int:
+    """For a prefill step, whose logits nobody looks at, or a short call whose logits all are."""
+    context = round_up(reserve.context_length, CACHE_STEP)
+    activations, short = task.sizes.activations, min(PREFILL_STEPS[-1], reserve.prefill_step_size)
+    prefill = activations.nbytes(reserve.prefill_step_size, context, all_logits=False)
+    return max(prefill, activations.nbytes(short, context, all_logits=True))
+
+
+def everything_pinned(task: Task, reserve: Reserve) -> ResidencyPlan:
+    """All weights in memory, except for experts: nothing is streamed."""
+    sizes = task.sizes
+    pinned = sum(u.buffer_bytes for u in [*sizes.layers, *sizes.heads, *(table.unit for table in sizes.tables)])
+    return _add_up(task, reserve, pinned, Streaming())
+
+
+def assemble(
+    task: Task,
+    reserve: Reserve,
+    num_slots: int,
+    streamed: Sequence[tuple[TensorSize, ...]],
+    tile_bytes: int | None,
+) -> ResidencyPlan:
+    """Adds up what a choice takes. Heads are pinned, or tiled if ``tile_bytes`` says how large slots are at least."""
+    sizes = task.sizes
+    heads = heads_of(sizes)
+    tiled = [] if tile_bytes is None else heads
+    if tiled and not task.machine.exact_tiles:
+        tile_bytes = max(head.nbytes for head in tiled)
+    slot = _slot_bytes(streamed, tiled, tile_bytes or 0)
+    tiles = {head.name: tile_rows(head, slot) for head in tiled}
+    num_units = sum(map(bool, streamed)) + sum(_num_tiles(head, tiles[head.name]) for head in tiled)
+    kept = {head.name for head in heads} - tiles.keys()
+    pinned = sum(unit.buffer_bytes for unit in [*sizes.layers, *sizes.kept, *heads])
+    pinned -= sum(unit.buffer_bytes for unit in tiled)
+    streaming = Streaming(
+        layers=tuple((u.name, tuple(t.name for t in ts)) for u, ts in zip(sizes.layers, streamed, strict=True) if ts),
+        heads=tuple(tiles.items()),
+        tables=tuple(table.unit.name for table in sizes.tables if table.unit.name not in kept),
+        num_units=num_units,
+        num_slots=min(num_slots, num_units),
+        slot_bytes=slot if num_units else 0,
+        read_bytes=sum(tensor.nbytes for ts in streamed for tensor in ts) + sum(head.nbytes for head in tiled),
+    )
+    return _add_up(task, reserve, pinned - sum(t.buffer_bytes for ts in streamed for t in ts), streaming)
+
+
+def heads_of(sizes: ModelSizes) -> list[UnitSize]:
+    """Everything that every output needs whole."""
+    return [*sizes.heads, *(table.unit for table in sizes.tables if table.is_head)]
+
+
+def _slot_bytes(streamed: Sequence[tuple[TensorSize, ...]], tiled: Sequence[UnitSize], tile_bytes: int) -> int:
+    layers = max((sum(tensor.buffer_bytes for tensor in tensors) for tensors in streamed), default=0)
+    least = max((max(TILE_ROW_MULTIPLE * _row_bytes(head), head.nbytes // MAX_TILES) for head in tiled), default=0)
+    whole = max((head.nbytes for head in tiled), default=0)
+    tile = max(least, min(tile_bytes, whole))
+    return max(layers, tile + TILE_SLACK_BYTES if tiled else 0)
+
+
+def _num_tiles(head: UnitSize, rows: int) -> int:
+    return -(-(head.num_rows or 0) // rows)
+
+
+def tile_rows(head: UnitSize, slot_bytes: int) -> int:
+    """Rows of a head in one tile: as few equal tiles as fit the slot, cut at multiples that keep rows aligned."""
+    assert head.num_rows
+    most = max(TILE_ROW_MULTIPLE, (slot_bytes - TILE_SLACK_BYTES) // _row_bytes(head))
+    num_tiles = -(-head.num_rows // most)
+    rows = min(round_up(-(-head.num_rows // num_tiles), TILE_ROW_MULTIPLE), head.num_rows)
+    return rows if rows <= most else most // TILE_ROW_MULTIPLE * TILE_ROW_MULTIPLE
+
+
+def _row_bytes(head: UnitSize) -> int:
+    assert head.num_rows
+    return -(-head.nbytes // head.num_rows)
+
+
+def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streaming) -> ResidencyPlan:
+    sizes, machine = task.sizes, task.machine
+    context = round_up(reserve.context_length, CACHE_STEP)
+    units = [*sizes.layers, *sizes.heads, *(table.unit for table in sizes.tables)]
+    experts = sizes.experts
+    copies = any(unit.copies for unit in units) or (experts is not None and experts.copies)
+    bounce = machine.disk.direct and copies
+    num_layers = max(1, len(sizes.layers))
+    return ResidencyPlan(
+        budget_bytes=0,
+        minimum_bytes=0,
+        model_bytes=sizes.nbytes,
+        base_bytes=machine.base_bytes + machine.runtime_bytes,
+        active_bytes=machine.active_bytes,
+        resident_bytes=sizes.resident_bytes,
+        pinned_bytes=pinned_bytes,
+        streaming=streaming,
+        pool=None if experts is None else pool_of(task, experts, task.pool_slots or experts.least_slots),
+        # A cache that grows holds its old and its new arrays for a moment, one layer at a time.
+        kv_bytes=sizes.kv_bytes(context) * (num_layers + 1) // num_layers,
+        activation_bytes=activation_bytes(task, reserve),
+        bounce_bytes=machine.disk.read_size * machine.disk.queue_depth if bounce else 0,
+        read_size=machine.disk.read_size,
+        queue_depth=machine.disk.queue_depth,
+        disk_bytes_per_second=machine.disk.bytes_per_second,
+        cache_limit=task.cache_limit,
+        prefill_step_size=reserve.prefill_step_size,
+        context_length=reserve.context_length,
+        kv_bytes_per_token=sizes.kv_bytes_per_token,
+        activations=sizes.activations,
+    )
+
+
+def pool_of(task: Task, experts: ExpertSizes, num_slots: int) -> Pool:
+    """A pool of so many slots, and what it brings."""
+    hit_rate = experts.hit_rate(num_slots)
+    read_bytes = round((1 - hit_rate) * experts.token_bytes)
+    machine = task.machine
+    # What is there computes while the rest is read.
+    there = hit_rate * experts.token_bytes / machine.compute_bytes_per_second
+    read = read_bytes / machine.disk.bytes_per_second
+    late = read_bytes / machine.compute_bytes_per_second
+    seconds = max(there, read) + late + len(experts.num_experts) * machine.barrier_seconds
+    return Pool(num_slots, experts.slot_bytes, sum(experts.num_experts), hit_rate, read_bytes, seconds)
+
+
+def finished(task: Task, plan: ResidencyPlan, budget: int) -> ResidencyPlan:
+    """The plan with its predicted time and, for a mixture of experts, with what is left of the budget in the pool."""
+    experts = task.sizes.experts
+    if experts is not None and plan.pool is not None and not task.pool_slots:
+        more = max(0, budget - plan.peak_bytes) // experts.slot_bytes
+        num_slots = min(plan.pool.num_slots + more, sum(experts.num_experts))
+        plan = replace(plan, pool=pool_of(task, experts, max(num_slots, plan.pool.num_slots)))
+    return timed(task, plan)
+
+
+def cache_limit_of(machine: Machine, budget: int) -> int:
+    """What MLX may keep of freed buffers."""
+    return min(max(64 * MB, budget // 20), 256 * MB) if machine.has_buffer_cache else 0
+
+
+def timed(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
+    """The plan with the predicted time of a decoding pass, from a simulation of the ring."""
+    streaming, machine = plan.streaming, task.machine
+    compute, barrier = machine.compute_bytes_per_second, machine.barrier_seconds
+    disk = machine.disk.bytes_per_second
+    layers, tiles = dict(streaming.layers), dict(streaming.heads)
+    steps = []
+    for unit in task.sizes.layers:
+        names = set(layers.get(unit.name, ()))
+        read = sum(tensor.nbytes for tensor in unit.tensors if tensor.name in names) / disk
+        steps.append((read, unit.nbytes / compute + (barrier if names else 0.0)))
+    for head in heads_of(task.sizes):
+        if head.name in tiles:
+            count = _num_tiles(head, tiles[head.name])
+            steps += [(head.nbytes / disk / count, head.nbytes / compute / count + barrier)] * count
+        else:
+            steps.append((0.0, head.nbytes / compute))
+    # What is kept of layers is computed between what is streamed.
+    between = sum(unit.nbytes for unit in task.sizes.kept) / compute / max(1, len(steps))
+    steps = [(read, seconds + between) for read, seconds in steps]
+    return replace(
+        plan, streaming=replace(streaming, seconds=simulate(steps, streaming.num_slots, unevenness=DISK_UNEVENNESS))
+    )
+
+
+def simulate(
+    steps: Sequence[tuple[float, float]], num_slots: int, num_passes: int = 4, unevenness: float = 0.0
+) -> float:
+    """Seconds of one pass in the steady state.
+
+    Args:
+        steps: (seconds to read, seconds to compute) of each unit in calling order; nothing to read means pinned.
+        num_slots: units that are read take turns in this many slots; a slot is filled again once it was released.
+        num_passes: passes to run before the last two are taken, whose mean is returned.
+        unevenness: every other read takes longer by this share of its time, the others as much less; in the next pass
+            it is the other way round.
+    """
+    if num_slots == 0:
+        return sum(compute for _, compute in steps)
+    turns = take_turns(sum(read > 0 for read, _ in steps), num_slots)
+    released = [0.0] * num_slots
+    disk = now = 0.0
+    ends = []
+    for number in range(num_passes + 1):
+        turn = 0
+        for read, compute in steps:
+            if not read:
+                now += compute
+                continue
+            slot = turns[turn]
+            late = unevenness if (turn + number) % 2 else -unevenness
+            disk = max(disk, released[slot]) + read * (1 + late)
+            now = released[slot] = max(now, disk) + compute
+            turn += 1
+        ends.append(now)
+    return (ends[-1] - ends[-3]) / 2
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-number // multiple) * multiple

@@ -1,0 +1,362 @@
+"""What stays in memory: a pure function from sizes, settings and machine to a plan that adds up.
+
+A forward pass reads in a cycle: a least-recently-used cache hits nothing there, a fixed pinned part hits its share.
+What is streamed is spread evenly over the layers, so that reading overlaps computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from mlx_flash.config import GB, FlashConfig, Profile
+from mlx_flash.errors import BudgetError, ConfigError
+from mlx_flash.residency.assemble import (
+    LEAST_TILE_BYTES,
+    TILE_SLACK_BYTES,
+    Reserve,
+    Task,
+    activation_bytes,
+    assemble,
+    cache_limit_of,
+    everything_pinned,
+    finished,
+    heads_of,
+    pool_of,
+    timed,
+)
+from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, ResidencyPlan, in_gb
+from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes, TensorSize, UnitSize
+
+PROFILE_SHARES: dict[Profile, tuple[float, float]] = {
+    "safe": (0.5, 0.4),
+    "balanced": (0.7, 0.7),
+    "performance": (0.9, 0.8),
+}
+"""What each profile takes at most: this share of the memory that is free, and this share of the machine's. The second
+counts on a machine where little runs yet: what is started later needs room too."""
+
+ACTIVATION_SHARE = 0.2
+"""Share of the budget that a forward call's activations may take when the plan chooses the prefill step."""
+
+KV_SHARE = 0.25
+"""Share of the budget that the KV cache may take when the plan chooses the context length."""
+
+CONTEXT_LENGTHS = (4096, 2048, 1024, 512, 256)
+
+ENOUGH_CONTEXT = 1024
+"""Everything in memory with this many tokens beats more tokens and weights that have to be read."""
+
+MAX_SLOTS = 4
+
+WORTH_A_SLOT = 0.99
+"""More slots and smaller units must bring the predicted time below this share of what it is without."""
+
+WORTH_MORE_TOKENS = 1.25
+"""A longer context or prefill step may make the predicted time of a token this much longer."""
+
+SEARCH_STEPS = 16
+
+TILE_BYTES = (32 << 20, 8 << 20, 2 << 20, 0)
+"""How large the tiles of a streamed head are at least, to try: small ones leave memory, but each is waited for."""
+
+
+def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
+    """Decides what stays in memory.
+
+    Args:
+        sizes: the model in numbers.
+        config: the settings.
+        machine: the machine in numbers.
+
+    Raises:
+        BudgetError: the budget, or the machine, is too small; it names the smallest workable budget.
+    """
+    tasks = [Task(sizes, config, machine, cache_limit_of(machine, 0))]
+    if sizes.trunk is not None and config.expert_pool_gb != 0:
+        tasks.insert(0, _with_experts(tasks[0], sizes.trunk))
+    smallest = {id(task): _smallest(task, _least(config)) for task in tasks}
+    minimum = min(plan.peak_bytes for plan in smallest.values())
+    budget = _budget(config, machine, minimum)
+    # Experts one by one are always faster than whole layers, except when everything fits.
+    usable = [task for task in tasks if smallest[id(task)].peak_bytes <= budget]
+    if not usable:
+        least = min(smallest.values(), key=lambda plan: plan.peak_bytes)
+        raise BudgetError(_too_small(budget, minimum, least), minimum)
+    task = tasks[-1] if _fits_whole(tasks[-1], budget) else usable[0]
+    plan = _best(replace(task, cache_limit=cache_limit_of(machine, budget)), budget) or timed(task, smallest[id(task)])
+    plan = replace(plan, budget_bytes=budget, minimum_bytes=minimum)
+    if plan.peak_bytes > machine.total_memory:
+        raise BudgetError(
+            f"the plan needs {plan.peak_bytes / GB:.2f} GB, but this process can have at most "
+            f"{machine.total_memory / GB:.2f} GB. Hint: {_smaller(minimum, machine)}.",
+            minimum,
+        )
+    return plan
+
+
+def _with_experts(task: Task, trunk: ModelSizes) -> Task:
+    """The same task, with experts read one by one.
+
+    Raises:
+        ConfigError: the pool that was asked for is too small.
+    """
+    experts, pool_gb = trunk.experts, task.config.expert_pool_gb
+    assert experts is not None
+    if pool_gb is None:
+        return replace(task, sizes=trunk)
+    num_slots = min(int(pool_gb * GB) // experts.slot_bytes, sum(experts.num_experts))
+    if num_slots < experts.least_slots:
+        raise ConfigError(
+            f"expert_pool_gb is {pool_gb:g}, but this model needs at least "
+            f"{in_gb(experts.least_slots * experts.slot_bytes)}: {experts.least_slots} experts of "
+            f"{experts.slot_bytes / MB:.1f} MB. Hint: give more, or 0 to read whole layers."
+        )
+    return replace(task, sizes=trunk, pool_slots=num_slots)
+
+
+def _fits_whole(task: Task, budget: int) -> bool:
+    """Whether all weights fit the budget, with room for a conversation."""
+    least = _least(task.config)
+    reserve = replace(least, context_length=task.config.context_length or max(least.context_length, ENOUGH_CONTEXT))
+    return everything_pinned(task, reserve).peak_bytes <= budget
+
+
+def _budget(config: FlashConfig, machine: Machine, minimum: int) -> int:
+    """The budget in bytes. A word never stands for less than the minimum."""
+    budget = config.budget_bytes
+    if isinstance(budget, int):
+        return budget
+    if budget == "min":
+        return minimum
+    of_free, of_all = PROFILE_SHARES[budget]
+    return max(minimum, min(int(machine.available_memory * of_free), int(machine.total_memory * of_all)))
+
+
+def _smaller(minimum: int, machine: Machine) -> str:
+    if minimum <= machine.total_memory:
+        return f"the smallest workable budget is {in_gb(minimum)} GB"
+    return "a smaller context_length or prefill_step_size needs less"
+
+
+def _too_small(budget: int, minimum: int, smallest: ResidencyPlan) -> str:
+    parts = ", ".join(f"{name} {nbytes / MB:.0f} MB" for name, nbytes in smallest.parts() if nbytes >= MB)
+    return (
+        f"ram_budget_gb is {budget / GB:g}, but this model needs at least {in_gb(minimum)} with these settings: "
+        f"{parts}. Hint: give {in_gb(minimum)} or more, or 'min'; a smaller context_length or prefill_step_size "
+        "lowers it."
+    )
+
+
+def _smallest(task: Task, reserve: Reserve) -> ResidencyPlan:
+    """As few slots as allowed, no layer pinned; or everything in memory, for a tiny model."""
+    plans = [plan for cut in _cuts(task) for plan in _smallest_of_cut(cut, reserve)]
+    plans.append(everything_pinned(task, reserve))
+    tiled = _tiled(task)
+    if tiled is not None:  # two slots, so that reading and computing overlap, cost little here
+        streamed = [unit.tensors for unit in tiled.sizes.layers]
+        plans.append(assemble(tiled, reserve, task.config.num_slots or 2, streamed, LEAST_TILE_BYTES))
+    return min(plans, key=lambda plan: plan.peak_bytes)
+
+
+def _smallest_of_cut(task: Task, reserve: Reserve) -> list[ResidencyPlan]:
+    streamed = [unit.tensors for unit in task.sizes.layers]
+    return [assemble(task, reserve, task.config.num_slots or 1, streamed, tile_bytes) for tile_bytes in (0, None)]
+
+
+def _cuts(task: Task) -> list[Task]:
+    """The task with whole layers, then with smaller and smaller units."""
+    return [task, *(replace(task, sizes=task.sizes.cut(units)) for units in task.sizes.finer)]
+
+
+def _tiled(task: Task, target: int | None = None) -> Task | None:
+    """The task with linear layers in row tiles, where that is exact.
+
+    Args:
+        task: with whole layers.
+        target: bytes of linear layers to stream, spread evenly; None for all.
+    """
+    linears = task.sizes.linears
+    if not linears or not task.machine.exact_tiles:
+        return None
+    chosen = linears if target is None else spread_whole(linears, target)
+    return replace(task, sizes=task.sizes.tiled({unit.name for unit in chosen}))
+
+
+def _least(config: FlashConfig) -> Reserve:
+    """The shortest prefill step and context, as far as they were left open. A cache grows by ``CACHE_STEP`` anyway."""
+    step = config.prefill_step_size or PREFILL_STEPS[-1]
+    context = config.context_length or max(CACHE_STEP, step)
+    return Reserve(min(step, context), context)
+
+
+def _best(task: Task, budget: int) -> ResidencyPlan | None:
+    """The plan with the longest context and prefill step that is nearly as fast as one with the shortest."""
+    reserves = list(_reserves(task, budget))
+    for reserve in reserves:
+        everything = everything_pinned(task, reserve)
+        is_whole = everything.pool is None and everything.peak_bytes <= budget
+        if is_whole and reserve.context_length >= ENOUGH_CONTEXT:
+            return timed(task, everything)
+    good = _least_seconds(task, budget) * WORTH_MORE_TOKENS
+    plans = list(_candidates(task, budget, reserves[0]))
+    if plans and (plan := _fastest(plans)).seconds <= good:
+        return plan
+    least = _least(task.config)
+    plans = list(_candidates(task, budget, least))
+    if task.machine.exact_tiles and task.sizes.linears:
+        plans += _candidates_with_tiles(task, budget, least)
+    if not plans:
+        return None
+    fastest = _fastest(plans)
+    for reserve in reserves:
+        plans = list(_candidates(task, budget, reserve))
+        if plans and (plan := _fastest(plans)).seconds <= fastest.seconds * WORTH_MORE_TOKENS:
+            return plan
+    return fastest
+
+
+def _least_seconds(task: Task, budget: int) -> float:
+    """No plan is faster: all weights are computed with, and what the budget cannot hold is read."""
+    machine = task.machine
+    nbytes = sum(unit.nbytes for unit in [*task.sizes.layers, *heads_of(task.sizes)])
+    read = max(0, nbytes - (budget - machine.base_bytes))
+    trunk = max(nbytes / machine.compute_bytes_per_second, read / machine.disk.bytes_per_second)
+    experts = task.sizes.experts
+    if experts is None:
+        return trunk
+    most = max(experts.least_slots, (budget - machine.base_bytes) // experts.slot_bytes)
+    return trunk + pool_of(task, experts, task.pool_slots or most).seconds
+
+
+def _reserves(task: Task, budget: int) -> Iterator[Reserve]:
+    """What to set aside for tokens, most first. What the user asked for is not cut; what was left open is."""
+    config, least = task.config, _least(task.config)
+    for context in [config.context_length] if config.context_length else CONTEXT_LENGTHS:
+        kv_bytes = task.sizes.kv_bytes(context)
+        if context < least.prefill_step_size:
+            continue
+        if not config.context_length and context > CONTEXT_LENGTHS[-1] and kv_bytes > KV_SHARE * budget:
+            continue
+        longest = next((s for s in reversed(PREFILL_STEPS) if s >= context), PREFILL_STEPS[0])
+        steps = [step for step in PREFILL_STEPS if step <= longest]
+        for step in [least.prefill_step_size] if config.prefill_step_size else steps:
+            reserve = Reserve(step, context)
+            if _is_modest(task, budget, reserve):
+                yield reserve
+    yield least
+
+
+def _is_modest(task: Task, budget: int, reserve: Reserve) -> bool:
+    """Whether the activations leave the weights their room, or are as small as they can be."""
+    if task.config.prefill_step_size or reserve == _least(task.config):
+        return True
+    return activation_bytes(task, reserve) <= ACTIVATION_SHARE * budget
+
+
+def _candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[ResidencyPlan]:
+    """Everything in memory if that fits; else, for each way to cut layers and number of slots, the most pinned."""
+    everything = everything_pinned(task, reserve)
+    if everything.peak_bytes <= budget:
+        yield finished(task, everything, budget)
+        return
+    for cut in _cuts(task):
+        if all(plan.peak_bytes > budget for plan in _smallest_of_cut(cut, reserve)):
+            continue
+        yield from _candidates_of_cut(cut, budget, reserve, may_skip_layers=cut is task)
+
+
+def _candidates_of_cut(task: Task, budget: int, reserve: Reserve, *, may_skip_layers: bool) -> Iterator[ResidencyPlan]:
+    tilings = TILE_BYTES if heads_of(task.sizes) else ()
+    for num_slots in [task.config.num_slots] if task.config.num_slots else range(1, MAX_SLOTS + 1):
+        for whole_layers in (True, False) if may_skip_layers else (False,):
+            for tile_bytes in (None, *tilings):
+                plan = _most_pinned(task, budget, reserve, num_slots, whole_layers, tile_bytes)
+                if plan is not None:
+                    yield finished(task, plan, budget)
+                    if tile_bytes and plan.streaming.slot_bytes > tile_bytes + TILE_SLACK_BYTES:
+                        break  # the layers' slots are larger anyway
+
+
+def _candidates_with_tiles(task: Task, budget: int, reserve: Reserve) -> Iterator[ResidencyPlan]:
+    """Linear layers in row tiles; as few of them as the budget allows."""
+    for num_slots in [task.config.num_slots] if task.config.num_slots else range(2, MAX_SLOTS + 1):
+        best, low, high = None, 0, sum(unit.nbytes for unit in task.sizes.linears)
+        for _ in range(SEARCH_STEPS):
+            target = high if best is None else (low + high) // 2
+            tiled = _tiled(task, target)
+            assert tiled is not None
+            streamed = [unit.tensors for unit in tiled.sizes.layers]
+            plan = assemble(tiled, reserve, num_slots, streamed, LEAST_TILE_BYTES)
+            if plan.peak_bytes <= budget:
+                best, high = finished(tiled, plan, budget), target
+            elif best is None:
+                break
+            else:
+                low = target
+        if best is not None:
+            yield best
+
+
+def _most_pinned(
+    task: Task, budget: int, reserve: Reserve, num_slots: int, whole_layers: bool, tile_bytes: int | None
+) -> ResidencyPlan | None:
+    """Finds by bisection how few of the layers' bytes can be streamed within the budget."""
+    total = sum(unit.nbytes for unit in task.sizes.layers)
+    best, low, high = None, 0, total
+    for _ in range(SEARCH_STEPS):
+        streamed = spread(task.sizes.layers, high if best is None else (low + high) // 2, whole_layers)
+        plan = assemble(task, reserve, num_slots, streamed, tile_bytes)
+        fits = plan.peak_bytes <= budget
+        if best is None and not fits:
+            return None
+        middle = high if best is None else (low + high) // 2
+        if fits:
+            best, high = plan, middle
+        else:
+            low = middle
+    return best
+
+
+def _fastest(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
+    """The first that is nearly as fast as the fastest: coarse cuts and few slots come first."""
+    enough = min(plan.seconds for plan in plans) / WORTH_A_SLOT
+    return next(plan for plan in plans if plan.seconds <= enough)
+
+
+def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[tuple[TensorSize, ...]]:
+    """Chooses which tensors of each layer are streamed, so that every stretch of layers has its share of the target.
+
+    Args:
+        layers: the layers.
+        target: bytes to stream, over all layers.
+        whole_layers: stream a layer whole or not at all; fewer layers are waited for then.
+    """
+    total = sum(unit.nbytes for unit in layers)
+    chosen, passed, done = [], 0, 0
+    for unit in layers:
+        passed += unit.nbytes
+        due = target * passed // max(total, 1) - done
+        tensors = _whole(unit, due) if whole_layers else _some(unit, due)
+        done += sum(tensor.nbytes for tensor in tensors)
+        chosen.append(tensors)
+    return chosen
+
+
+def spread_whole(units: Sequence[UnitSize], target: int) -> list[UnitSize]:
+    """Chooses units to stream whole, of together about ``target`` bytes, evenly over all of them."""
+    return [unit for unit, tensors in zip(units, spread(units, target, True), strict=True) if tensors]
+
+
+def _whole(unit: UnitSize, due: int) -> tuple[TensorSize, ...]:
+    return unit.tensors if 2 * due >= unit.nbytes else ()
+
+
+def _some(unit: UnitSize, due: int) -> tuple[TensorSize, ...]:
+    """Tensors of together about ``due`` bytes, the largest first."""
+    kept = set()
+    for tensor in unit.largest_first:
+        if 2 * due >= tensor.nbytes:
+            kept.add(tensor.name)
+            due -= tensor.nbytes
+    return tuple(tensor for tensor in unit.tensors if tensor.name in kept)

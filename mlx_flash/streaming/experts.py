@@ -1,0 +1,235 @@
+"""Layers of experts that compute with those experts only that a token is routed to.
+
+A call evaluates its indices, asks the pool for the experts and computes with the rows of the pool's slots: the module's
+own code, on arrays that have a slot where it expects an expert. Experts that are there already compute while the
+others are read. Before that, the next layer's router is asked which experts it would choose now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_flash.checkpoint.layout import ExpertStack
+from mlx_flash.streaming.pool import ExpertPool, Numbers
+from mlx_flash.streaming.stage import Stage
+from mlx_flash.streaming.stream import GuessEndedError, WeightStream
+from mlx_flash.streaming.swap import SwappedClass, clone_tree, own_class, state_of, swap_class
+
+SORTED_SIZE = 64
+"""From so many indices on mlx-lm sorts them, and kernels on GPUs choose by the number of experts."""
+
+LOOKAHEAD_SHARE = 1 / 8
+"""Share of the pool that experts may take which a router is only expected to choose."""
+
+Routing = np.ndarray[Any, np.dtype[np.int64]]
+OnRouting = Callable[[int, Routing], None]
+"""Called with the number of a layer and the experts of each of its tokens, ``(..., top_k)``."""
+
+
+class _GuessedError(GuessEndedError):
+    """A router has chosen."""
+
+    def __init__(self, indices: mx.array) -> None:
+        self.indices = indices
+
+
+class _Routed(SwappedClass):
+    """A stack of experts whose calls go through the pool."""
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        experts, layer = cast("tuple[Experts, int]", state_of(self))
+        return experts.call(layer, x, indices)
+
+
+@dataclass(slots=True)
+class _Residual:
+    """What a norm before experts was given last."""
+
+    value: mx.array | None = None
+
+
+class _Remembering(SwappedClass):
+    """A norm that remembers what it was given, when that is few tokens."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        residual = cast(_Residual, state_of(self))
+        residual.value = x if x.size <= SORTED_SIZE * x.shape[-1] else None
+        return cast(mx.array, own_class(self).__call__(self, x))
+
+
+class Experts:
+    """All stacks of experts of a model, and what they compute with.
+
+    Args:
+        stacks: in the pool's order, which is the order of calls.
+        pool: the experts in memory.
+        stage: for calls at the full number of experts.
+        stream: what else is streamed.
+        exact_rows: whether a row of a matrix product is the same whatever the other rows are. Then the pool serves
+            calls of any size.
+        lookahead: read experts early that the next layer is likely to need.
+
+    Attributes:
+        pool: the experts in memory.
+        stacks: as given.
+        listeners: told of every call.
+        changed: the modules whose class was changed.
+    """
+
+    def __init__(
+        self,
+        stacks: Sequence[ExpertStack],
+        pool: ExpertPool,
+        stage: Stage,
+        stream: WeightStream,
+        *,
+        exact_rows: bool,
+        lookahead: bool,
+    ) -> None:
+        self.pool = pool
+        self.stacks = stacks
+        self.listeners: list[OnRouting] = []
+        self._stage = stage
+        self._stream = stream
+        self._exact_rows = exact_rows
+        self._modules = [self._pooled_copy(layer) for layer in range(len(stacks))]
+        self._pending: list[mx.array] = []
+        self.changed: list[nn.Module] = []
+        for layer, stack in enumerate(stacks):
+            self._swap(stack.unit.module, _Routed, (self, layer))
+        self._residuals = [self._remember(layer) if lookahead else None for layer in range(len(stacks))]
+
+    def _pooled_copy(self, layer: int) -> nn.Module:
+        """The stack with the pool's slots in the place of its experts."""
+        unit = self.stacks[layer].unit
+        offsets = self.pool.layers[layer].placement.offsets
+        offsets = (*offsets, *(offset for offset, _ in self.pool.layers[layer].kept))
+        arrays = {
+            (id(p.container), p.key): self.pool.slots.view(offset, p.array.shape[1:], p.array.dtype)
+            for p, offset in zip([*unit.large, *unit.small], offsets, strict=True)
+        }
+        return clone_tree(unit.module, arrays)
+
+    def _swap(self, module: nn.Module, mixin: type[SwappedClass], state: object) -> None:
+        swap_class(module, mixin, state)
+        self.changed.append(module)
+
+    def _remember(self, layer: int) -> _Residual | None:
+        """Makes the norm before a stack remember its input, if it helps to guess what the next stack needs."""
+        norm = self.stacks[layer].norm
+        if norm is None or isinstance(norm, SwappedClass) or not self._can_be_guessed(layer + 1):
+            return None
+        residual = _Residual()
+        self._swap(norm, _Remembering, residual)
+        return residual
+
+    def _can_be_guessed(self, layer: int) -> bool:
+        return layer < len(self.stacks) and self.stacks[layer].block is not None and bool(self.stacks[layer].norm)
+
+    def call(self, layer: int, x: mx.array, indices: mx.array) -> mx.array:
+        """What a stack makes of tokens.
+
+        Args:
+            layer: number of the stack.
+            x: the tokens, ``(..., width)``.
+            indices: their experts, ``(..., top_k)``.
+
+        Raises:
+            ReadError: experts could not be read.
+            IndexError: there are no such experts.
+        """
+        if self._stream.is_guessing:
+            raise _GuessedError(indices)
+        guess = self._guess(layer + 1) if indices.size < SORTED_SIZE else None
+        mx.eval(indices, self._pending, [] if guess is None else guess)
+        self._pending.clear()
+        self.pool.hold(layer, ())
+        routing = np.array(indices).astype(np.int64)
+        experts, counts = np.unique(routing, return_counts=True)
+        self._check(layer, experts)
+        for listener in self.listeners:
+            listener(layer, routing)
+        self.pool.stats.num_calls += 1
+        if len(experts) > self.pool.slots.num_slots or not (self._exact_rows or indices.size < SORTED_SIZE):
+            self.pool.stats.num_full += 1
+            return self._stage.run(layer, x, indices, _hottest(experts, counts), self._quota)
+        return self._compact(layer, x, routing, experts, counts, guess)
+
+    @property
+    def _quota(self) -> int:
+        """Experts of each layer that stay in the pool when a prompt passes."""
+        return max(1, self.pool.slots.num_slots // len(self.stacks))
+
+    def _check(self, layer: int, experts: Numbers) -> None:
+        num_experts = self.stacks[layer].num_experts
+        if experts.size and not (0 <= experts[0] and experts[-1] < num_experts):
+            name = self.stacks[layer].unit.name
+            raise IndexError(f"'{name}' was asked for experts {experts[0]} to {experts[-1]}: it has {num_experts}")
+
+    def _compact(
+        self, layer: int, x: mx.array, routing: Routing, experts: Numbers, counts: Numbers, guess: mx.array | None
+    ) -> mx.array:
+        pool = self.pool
+        late = pool.request(layer, experts)
+        pool.hold(layer, map(int, experts))
+        if guess is not None:
+            likely = np.unique(np.array(guess).astype(np.int64))
+            pool.read_ahead(layer + 1, likely.tolist(), int(pool.slots.num_slots * LOOKAHEAD_SHARE))
+        result = self._compute(layer, x, routing, late)
+        if routing.size >= SORTED_SIZE:
+            pool.settle(layer, _hottest(experts, counts)[: self._quota])
+        self._pending.append(result)
+        return result
+
+    def _compute(self, layer: int, x: mx.array, routing: Routing, late: Numbers) -> mx.array:
+        """Computes with what is there while the rest is read."""
+        is_late = np.isin(routing.reshape(-1), late)
+        slots = self.pool.slot_of[layer][routing]
+        tokens = x.reshape(-1, x.shape[-1])
+        if not len(late) or is_late.all() or len(tokens) * routing.shape[-1] != routing.size:
+            self.pool.wait(layer, late)
+            return self._run(layer, x, slots)
+        parts: list[mx.array] = []
+        for chosen in (np.flatnonzero(~is_late), np.flatnonzero(is_late)):
+            if parts:
+                mx.async_eval(parts)
+                self.pool.wait(layer, late)
+            rows = tokens[mx.array((chosen // routing.shape[-1]).astype(np.uint32))]
+            parts.append(self._run(layer, rows, slots.reshape(-1)[chosen][:, None])[:, 0])
+        back = np.argsort(np.concatenate([np.flatnonzero(~is_late), np.flatnonzero(is_late)]))
+        result = mx.concatenate(parts)[mx.array(back.astype(np.uint32))]
+        return result.reshape(*routing.shape, result.shape[-1])
+
+    def _run(self, layer: int, x: mx.array, slots: Numbers) -> mx.array:
+        module = self._modules[layer]
+        return cast(mx.array, own_class(module).__call__(module, x, mx.array(slots.astype(np.uint32))))
+
+    def _guess(self, layer: int) -> mx.array | None:
+        """The experts that the next stack's router would choose if the layers between changed nothing."""
+        residual = self._residuals[layer - 1]
+        if residual is None or residual.value is None:
+            return None
+        stack, x = self.stacks[layer], residual.value
+        residual.value = None
+        norm, block = cast(nn.Module, stack.norm), cast(Callable[[mx.array], mx.array], stack.block)
+        self._stream.is_guessing = True
+        try:
+            block(own_class(norm).__call__(norm, x))
+        except _GuessedError as guessed:
+            return guessed.indices
+        except GuessEndedError:
+            return None
+        finally:
+            self._stream.is_guessing = False
+        return None
+
+
+def _hottest(experts: Numbers, counts: Numbers) -> list[int]:
+    """Experts, those of most tokens first."""
+    return [int(expert) for expert in experts[np.argsort(-counts, kind="stable")]]

@@ -1,0 +1,344 @@
+"""The experts that are in memory: a pool of slots that all layers of a model share.
+
+A slot holds one expert of one layer. Which stays is decided by use: an expert that is needed and missing takes the
+place of the one that is least likely to be needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from mlx_flash.checkpoint.experts import place_experts
+from mlx_flash.checkpoint.layout import ExpertStack
+from mlx_flash.storage.placement import RowPlacement
+from mlx_flash.storage.reader import Reader, Ticket
+from mlx_flash.streaming.eviction import Expert, Recency
+from mlx_flash.streaming.slots import SlotArena
+from mlx_flash.streaming.stream import POISON
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+ABSENT = -1
+
+
+@dataclass(slots=True)
+class ExpertStats:
+    """What the experts did so far.
+
+    Attributes:
+        num_calls: calls of layers of experts.
+        num_full: those that ran at the full number of experts.
+        num_routed: experts that calls needed, each once a call.
+        num_hits: those of them that were in the pool, or on their way, when the call came.
+        num_predicted: experts that were read because a router was expected to choose them.
+        num_predicted_right: those of them that the next call of their layer needed.
+        num_evicted: experts whose place was taken.
+        read_bytes: bytes of experts that were read, except for those of earlier runs.
+        wait_seconds: time that calls waited for experts.
+    """
+
+    num_calls: int = 0
+    num_full: int = 0
+    num_routed: int = 0
+    num_hits: int = 0
+    num_predicted: int = 0
+    num_predicted_right: int = 0
+    num_evicted: int = 0
+    read_bytes: int = 0
+    wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayer:
+    """The experts of one layer, as the pool sees them.
+
+    Attributes:
+        placement: where the tensors of each expert lie, in its file and in a slot.
+        kept: arrays that are in memory always, as bytes ``(experts, row)``, and where their rows go in a slot.
+        expert_bytes: of one expert, read from disk.
+    """
+
+    placement: RowPlacement
+    kept: Sequence[tuple[int, Bytes]]
+    expert_bytes: int
+
+    @property
+    def num_experts(self) -> int:
+        """How many there are."""
+        return len(self.placement.segments)
+
+
+def pool_layer(stack: ExpertStack, alignment: int) -> PoolLayer:
+    """What the pool needs of a stack, whose small parameters have been evaluated."""
+    placed = place_experts(stack, alignment)
+    rows = [
+        np.frombuffer(memoryview(cast(Any, p.array)).cast("B"), np.uint8).reshape(stack.num_experts, -1)
+        for p in stack.unit.small
+    ]
+    return PoolLayer(placed.read, list(zip(placed.kept, rows, strict=True)), stack.expert_bytes)
+
+
+class ExpertPool:
+    """Brings experts into slots.
+
+    Not for several threads at once: the caller holds a lock around a whole forward pass. What computes with a slot
+    must have been evaluated before the next call of :meth:`request` or :meth:`clear_tail`, except for the experts that
+    :meth:`hold` names.
+
+    Args:
+        slots: the memory.
+        layers: whose experts.
+        reader: reads them.
+        poison: fill slots with NaN bytes when an expert leaves.
+
+    Attributes:
+        stats: what happened so far.
+        slot_of: for each layer the slot of each expert, or ``ABSENT``.
+        num_warm: experts that were put there before the first call.
+    """
+
+    def __init__(self, slots: SlotArena, layers: Sequence[PoolLayer], reader: Reader, poison: bool) -> None:
+        self.stats = ExpertStats()
+        self.slots = slots
+        self.layers = layers
+        self.slot_of: list[Numbers] = [np.full(layer.num_experts, ABSENT) for layer in layers]
+        self.num_warm = 0
+        self._reader = reader
+        self._poison = poison
+        self._free = list(reversed(range(slots.num_slots)))
+        self._cleared = 0
+        self._tickets: dict[Expert, Ticket] = {}
+        self._predicted: list[set[int]] = [set() for _ in layers]
+        self._held: set[Expert] = set()
+        self._recency = Recency()
+
+    @property
+    def num_resident(self) -> int:
+        """Experts that are in slots, or on their way."""
+        return len(self._recency)
+
+    @property
+    def num_usable(self) -> int:
+        """Slots that hold experts, or may."""
+        return self.slots.num_slots - self._cleared
+
+    def hold(self, layer: int, experts: Iterable[int]) -> None:
+        """Keeps some experts where they are, until other ones are named."""
+        self._held = {(layer, expert) for expert in experts}
+
+    def request(self, layer: int, experts: Numbers) -> Numbers:
+        """Begins to read those of some experts that are missing, in the order of their files.
+
+        Args:
+            layer: whose.
+            experts: distinct; at most ``num_usable``.
+
+        Returns:
+            Those that have to be waited for.
+
+        Raises:
+            ReadError: one that was on its way already could not be read.
+        """
+        wanted = [int(expert) for expert in experts]
+        self.count(layer, wanted)
+        needed = {(layer, expert) for expert in wanted}
+        missing = [expert for expert in wanted if self.slot_of[layer][expert] == ABSENT]
+        for expert in wanted:
+            if self.slot_of[layer][expert] != ABSENT:
+                self._recency.touch((layer, expert))
+        for expert in sorted(missing, key=lambda expert: self._file_order(layer, expert)):
+            if not self._read((layer, expert), needed, urgent=True):
+                raise AssertionError(f"{len(wanted)} experts do not fit {self.num_usable} slots")
+        return np.array([expert for expert in wanted if not self._is_there((layer, expert))], np.int64)
+
+    def count(self, layer: int, wanted: Sequence[int]) -> None:
+        """Notes that a call of a layer needs some experts."""
+        stats, predicted = self.stats, self._predicted[layer]
+        stats.num_routed += len(wanted)
+        stats.num_hits += int(np.count_nonzero(self.slot_of[layer][wanted] != ABSENT))
+        stats.num_predicted_right += len(predicted.intersection(wanted))
+        predicted.clear()
+
+    def _file_order(self, layer: int, expert: int) -> tuple[str, int]:
+        first = self.layers[layer].placement.segments[expert][0]
+        return str(first.path), first.offset
+
+    def is_there(self, layer: int, expert: int) -> bool:
+        """Whether an expert is in its slot.
+
+        Raises:
+            ReadError: it could not be read.
+        """
+        return bool(self.slot_of[layer][expert] != ABSENT) and self._is_there((layer, expert))
+
+    def _is_there(self, key: Expert) -> bool:
+        ticket = self._tickets.get(key)
+        if ticket is not None and ticket.done():
+            self._finish(key, ticket)
+        return key not in self._tickets
+
+    def wait(self, layer: int, experts: Iterable[int]) -> None:
+        """Returns when some experts, all of them requested, are in their slots.
+
+        Raises:
+            ReadError: one of them could not be read. It may be requested again.
+        """
+        began = time.perf_counter()
+        try:
+            for expert in experts:
+                ticket = self._tickets.get((layer, int(expert)))
+                if ticket is not None:
+                    self._finish((layer, int(expert)), ticket)
+        finally:
+            self.stats.wait_seconds += time.perf_counter() - began
+
+    def wait_for(self, ticket: Ticket) -> None:
+        """Waits for reads of the caller's, and counts the time."""
+        began = time.perf_counter()
+        try:
+            ticket.wait()
+        finally:
+            self.stats.wait_seconds += time.perf_counter() - began
+
+    def _finish(self, key: Expert, ticket: Ticket) -> None:
+        try:
+            ticket.wait()
+        except BaseException:
+            self._free.append(self._leave(key))
+            raise
+        del self._tickets[key]
+
+    def read_ahead(self, layer: int, experts: Sequence[int], most: int) -> None:
+        """Begins to read experts that may be needed by the next call of a layer.
+
+        Args:
+            layer: whose.
+            experts: the likeliest first.
+            most: how many of them may be on their way at once, over all layers.
+        """
+        needed = {(layer, expert) for expert in experts}
+        under_way = sum(map(len, self._predicted))
+        for expert in experts:
+            if under_way < most and self.slot_of[layer][expert] == ABSENT:
+                if not self._read((layer, expert), needed, urgent=True):
+                    return
+                self._predicted[layer].add(expert)
+                self.stats.num_predicted += 1
+                under_way += 1
+
+    def warm(self, experts: Iterable[Expert]) -> None:
+        """Begins to read experts of earlier runs, the most popular first, into free slots."""
+        chosen = [key for key, _ in zip(experts, range(len(self._free)), strict=False)]
+        for key in chosen:
+            self._read(key, set(), urgent=False)
+        for key in reversed(chosen):
+            self._recency.touch(key)
+        self.num_warm += len(chosen)
+        self.stats.read_bytes -= sum(self.layers[layer].expert_bytes for layer, _ in chosen)
+
+    def _read(self, key: Expert, needed: Collection[Expert], *, urgent: bool) -> bool:
+        """Begins to read an expert. Returns whether there was a slot for it."""
+        layer, expert = key
+        slot = self._enter(key, needed)
+        if slot is None:
+            return False
+        segments = self.layers[layer].placement.segments[expert]
+        try:
+            self._tickets[key] = self._reader.submit(segments, self.slots.memory(slot), urgent=urgent)
+        except BaseException:
+            self._free.append(self._leave(key))
+            raise
+        self.stats.read_bytes += self.layers[layer].expert_bytes
+        return True
+
+    def _enter(self, key: Expert, needed: Collection[Expert]) -> int | None:
+        """Gives an expert a slot, with what is in memory of it; none when all slots hold what is needed."""
+        layer, expert = key
+        slot = self._free.pop() if self._free else self._evict(needed)
+        if slot is None:
+            return None
+        for offset, rows in self.layers[layer].kept:
+            row = rows[expert]
+            np.frombuffer(self.slots.memory(slot), np.uint8)[offset : offset + len(row)] = row
+        self.slot_of[layer][expert] = slot
+        self._recency.add(key)
+        return slot
+
+    def _evict(self, needed: Collection[Expert]) -> int | None:
+        for key in self._recency.coldest():
+            if key not in needed and key not in self._held:
+                self.stats.num_evicted += 1
+                return self._leave(key)
+        return None
+
+    def _leave(self, key: Expert) -> int:
+        """Takes an expert's slot away. Returns the slot."""
+        layer, expert = key
+        ticket = self._tickets.pop(key, None)
+        if ticket is not None:
+            ticket.cancel()
+        self._predicted[layer].discard(expert)
+        self._recency.remove(key)
+        slot = int(self.slot_of[layer][expert])
+        self.slot_of[layer][expert] = ABSENT
+        if self._poison:
+            self.slots.fill(slot, POISON)
+        return slot
+
+    def clear_tail(self, num_slots: int) -> None:
+        """Takes the last slots away from their experts, until :meth:`restore_tail`."""
+        first = self.slots.num_slots - num_slots
+        for layer, table in enumerate(self.slot_of):
+            for expert in np.flatnonzero(table >= first):
+                self._leave((layer, int(expert)))
+        self._free = [slot for slot in self._free if slot < first]
+        self._cleared = num_slots
+
+    def restore_tail(self) -> None:
+        """Gives the slots of :meth:`clear_tail` back."""
+        first = self.slots.num_slots - self._cleared
+        self._free = [*reversed(range(first, self.slots.num_slots)), *self._free]
+        self._cleared = 0
+
+    def settle(self, layer: int, experts: Sequence[int]) -> None:
+        """Lets the experts of a layer go first that are in the pool, except for some."""
+        kept = {int(expert) for expert in experts}
+        for expert in np.flatnonzero(self.slot_of[layer] != ABSENT):
+            if int(expert) not in kept:
+                self._recency.cool((layer, int(expert)))
+
+    def adopt(self, layer: int, experts: Iterable[int], keep: Collection[int]) -> dict[int, int]:
+        """Gives slots to experts that the caller will fill, as long as there are slots.
+
+        Args:
+            layer: whose.
+            experts: that are not in the pool, those that matter most first.
+            keep: experts of the layer that must not give way.
+
+        Returns:
+            The slot of each that got one.
+        """
+        needed = {(layer, expert) for expert in keep}
+        slots = {}
+        for expert in experts:
+            slot = self._enter((layer, expert), needed)
+            if slot is None:
+                break
+            slots[expert] = slot
+            needed.add((layer, expert))
+        return slots
+
+    def forget(self, layer: int, experts: Iterable[int]) -> None:
+        """Takes the slots of some experts away, which were not filled."""
+        self._free += [self._leave((layer, expert)) for expert in experts]
+
+    def close(self) -> None:
+        """Returns when nothing writes to a slot any more."""
+        for ticket in self._tickets.values():
+            ticket.cancel()
+        self._tickets.clear()

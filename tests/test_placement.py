@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_flash.checkpoint.safetensors import DTYPE_SIZES, Extent, TensorRecord
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.storage.placement import MERGE_GAP, Placement, padded_bytes, place
+from mlx_flash.storage.placement import MERGE_GAP, Placement, RowPlacement, Segment, padded_bytes, place, place_rows
 
 ALIGNMENTS = (1, 8, 16, 256, DIRECT_ALIGNMENT)
 BY_SIZE = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}
@@ -158,3 +162,200 @@ def test_files_of_one_name_in_two_folders_are_two_files() -> None:
 @given(st.integers(0, 1 << 40))
 def test_padded_bytes_hold_the_tensor_and_a_page_on_either_side(nbytes: int) -> None:
     assert 0 <= padded_bytes(nbytes) - nbytes - 2 * DIRECT_ALIGNMENT < DIRECT_ALIGNMENT
+
+
+# --- rows of stacks --------------------------------------------------------------------
+
+Rows = list[list[TensorRecord]]
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> Rows:
+    """The experts of a layer, in a file as converters write them: stacked, expert after expert, or anywhere."""
+    num_rows = draw(st.integers(1, 5))
+    sizes = st.one_of(st.integers(0, 40), st.integers(1, 9000), st.sampled_from((DIRECT_ALIGNMENT, 256, 512)))
+    kinds = draw(st.lists(st.tuples(sizes, st.sampled_from(tuple(BY_SIZE))), min_size=1, max_size=5))
+    start = draw(st.one_of(st.integers(0, 5000), st.sampled_from((0, 256, DIRECT_ALIGNMENT))))
+    order = [(i, j) for i in range(num_rows) for j in range(len(kinds))]
+    match draw(st.sampled_from(("stacked", "one after another", "rows permuted", "anywhere"))):
+        case "stacked":
+            order.sort(key=lambda at: (at[1], at[0]))
+        case "rows permuted":
+            rank = draw(st.permutations(range(num_rows)))
+            order.sort(key=lambda at: (rank[at[0]], at[1]))
+        case "anywhere":
+            order = draw(st.permutations(order))
+    step = draw(st.sampled_from((1, 16, DIRECT_ALIGNMENT)))
+    gap = draw(st.sampled_from((0, 0, 24, MERGE_GAP, 2 * MERGE_GAP)))
+    num_files = draw(st.integers(1, 2))
+    ends = [start] * num_files
+    places: dict[tuple[int, int], TensorRecord] = {}
+    for at in order:
+        nbytes, itemsize = kinds[at[1]]
+        file = draw(st.integers(0, num_files - 1))
+        offset = -(-ends[file] // step) * step
+        places[at] = record(f"{at[0]}.{at[1]}", offset, nbytes, BY_SIZE[itemsize], "ab"[file])
+        ends[file] = places[at].extent.end + gap
+    return [[places[i, j] for j in range(len(kinds))] for i in range(num_rows)]
+
+
+def one_after_another(start: int, sizes: list[int], num_rows: int, gap: int = 0, padding: int = 0) -> Rows:
+    """Experts in a file, each with all its tensors."""
+    rows = []
+    for i in range(num_rows):
+        row = []
+        for j, nbytes in enumerate(sizes):
+            row.append(record(f"{i}.{j}", start, nbytes))
+            start = row[-1].extent.end + gap
+        rows.append(row)
+        start += padding
+    return rows
+
+
+def stacked(start: int, sizes: list[int], num_rows: int) -> Rows:
+    """Experts in one tensor a matrix."""
+    columns = []
+    for j, nbytes in enumerate(sizes):
+        whole = TensorRecord(f"{j}", "U8", (num_rows, nbytes), Extent(Path("a"), start, num_rows * nbytes))
+        columns.append([whole.rows(i, i + 1) for i in range(num_rows)])
+        start = whole.extent.end
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def fill(slot: np.ndarray[Any, Any], segments: Sequence[Segment], files: dict[Path, np.ndarray[Any, Any]]) -> None:
+    """Does what a reader does: whole pages where a segment is read in place, pieces otherwise. Nothing lies beside the
+    slot, as numpy says when a slice and what goes there differ in length."""
+    for segment in segments:
+        assert segment.offset % DIRECT_ALIGNMENT == segment.nbytes % DIRECT_ALIGNMENT == 0
+        file = files[segment.path]
+        pages = file[segment.offset : segment.offset + segment.nbytes]
+        if segment.buffer_offset is not None:
+            assert segment.buffer_offset % DIRECT_ALIGNMENT == 0
+            slot[segment.buffer_offset : segment.buffer_offset + segment.nbytes] = pages
+            continue
+        for piece in segment.pieces:
+            within = pages[piece.offset - segment.offset :][: piece.nbytes]
+            slot[piece.buffer_offset : piece.buffer_offset + piece.nbytes] = within
+
+
+def check_rows(rows: Rows, alignment: int, seed: int = 0) -> RowPlacement:
+    placement = place_rows(rows, alignment)
+    assert placement.nbytes % DIRECT_ALIGNMENT == 0
+    assert len(placement.segments) == len(rows)
+    every = [segment for segments in placement.segments for segment in segments]
+    assert placement.copies == any(segment.buffer_offset is None for segment in every)
+    for made, at in zip(rows[0], placement.offsets, strict=True):
+        assert at % max(alignment, made.itemsize) == 0
+    ends: dict[Path, int] = {}
+    for made in (made for row in rows for made in row):
+        ends[made.extent.path] = max(ends.get(made.extent.path, 0), made.extent.end)
+    random = np.random.default_rng(seed)
+    files = {path: random.integers(0, 256, end + 2 * DIRECT_ALIGNMENT, np.uint8) for path, end in ends.items()}
+    for row, segments in zip(rows, placement.segments, strict=True):
+        check_row(row, segments, placement, files)
+    return placement
+
+
+def check_row(
+    row: list[TensorRecord],
+    segments: tuple[Segment, ...],
+    placement: RowPlacement,
+    files: dict[Path, np.ndarray[Any, Any]],
+) -> None:
+    keys = [(str(segment.path), segment.pieces[0].offset) for segment in segments]
+    assert keys == sorted(keys)
+    check_segments(Placement(placement.nbytes, segments, placement.offsets))
+    check_pieces(row, Placement(placement.nbytes, segments, placement.offsets))
+    for order in (segments, segments[::-1]):  # reads of a slot end in any order
+        slot = np.zeros(placement.nbytes, np.uint8)
+        fill(slot, order, files)
+        for made, at in zip(row, placement.offsets, strict=True):
+            expected = files[made.extent.path][made.extent.offset : made.extent.end]
+            assert np.array_equal(slot[at : at + made.nbytes], expected), made
+
+
+@settings(max_examples=300, deadline=None)
+@given(stacks(), st.sampled_from(ALIGNMENTS), st.integers(0, 1000))
+def test_any_rows(rows: Rows, alignment: int, seed: int) -> None:
+    check_rows(rows, alignment, seed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 5000),
+    st.lists(st.integers(1, 9000), min_size=1, max_size=9),
+    st.sampled_from((0, 1, MERGE_GAP)),
+    st.sampled_from((0, 77, 5 * MERGE_GAP)),
+    st.sampled_from(ALIGNMENTS),
+)
+def test_experts_one_after_another_are_one_read_each(
+    start: int, sizes: list[int], gap: int, padding: int, alignment: int
+) -> None:
+    placement = check_rows(one_after_another(start, sizes, 4, gap, padding), alignment)
+    assert [len(segments) for segments in placement.segments] == [1] * 4
+
+
+@pytest.mark.parametrize("start", [0, 256, DIRECT_ALIGNMENT])
+def test_rows_of_whole_pages_are_read_in_place(start: int) -> None:
+    sizes = [4 * DIRECT_ALIGNMENT, DIRECT_ALIGNMENT, DIRECT_ALIGNMENT] * 3
+    for rows in (stacked(start, sizes, 6), one_after_another(start, sizes, 6)):
+        placement = check_rows(rows, 256)
+        assert not placement.copies
+        assert {at % DIRECT_ALIGNMENT for at in placement.offsets} == {start % DIRECT_ALIGNMENT}
+    assert placement.nbytes == sum(sizes) + (DIRECT_ALIGNMENT if start % DIRECT_ALIGNMENT else 0)
+
+
+def test_only_tensors_that_cannot_be_read_in_place_are_copied() -> None:
+    placement = check_rows(stacked(0, [4 * DIRECT_ALIGNMENT, 3 * DIRECT_ALIGNMENT + 64, DIRECT_ALIGNMENT], 8), 16)
+    in_place = [[s.buffer_offset is not None for s in segments] for segments in placement.segments]
+    assert in_place == [[True, False, True]] * 8
+
+
+def test_copied_neighbours_are_one_read() -> None:
+    """Scales and biases so small that those of an expert are close to each other."""
+    placement = check_rows(stacked(0, [DIRECT_ALIGNMENT, 100, 100, 100], 8), 16)
+    assert [len(segments) for segments in placement.segments] == [2] * 8
+
+
+@pytest.mark.parametrize(("page_of_b", "file_of_b"), [(5, "a"), (10, "b")])
+def test_neighbours_in_the_first_row_only_are_read_one_by_one(page_of_b: int, file_of_b: str) -> None:
+    page = DIRECT_ALIGNMENT
+    rows = [
+        [record("a", 0, page), record("b", page, page)],
+        [record("a", 9 * page, page), record("b", page_of_b * page, page, path=file_of_b)],
+    ]
+    placement = check_rows(rows, 16)
+    assert not placement.copies
+    assert [len(segments) for segments in placement.segments] == [2, 2]
+
+
+def test_misaligned_experts_are_copied() -> None:
+    placement = check_rows(one_after_another(DIRECT_ALIGNMENT + 8, [4096, 4096], 3), 16)
+    assert placement.copies
+    assert placement.offsets == (0, 4096)
+
+
+def test_rows_that_are_not_alike_are_refused() -> None:
+    first = [record("a", 0, 8), record("b", 8, 8)]
+    for other in (first[:1], [record("a", 0, 8), record("b", 8, 9)], [record("a", 0, 8), record("b", 8, 2, "F32")]):
+        with pytest.raises(ValueError, match=r"row 1 has .*row 0 has"):
+            place_rows([first, other])
+
+
+def test_no_rows_and_empty_tensors_take_nothing() -> None:
+    assert place_rows([]) == RowPlacement(0, (), False, ())
+    assert place_rows([[record("a", 5, 0)]] * 2) == RowPlacement(0, (0,), False, ((), ()))
+
+
+@pytest.mark.parametrize("tail", [0, 100])
+def test_time_is_linear_in_the_number_of_tensors(tail: int) -> None:
+    def seconds(num_rows: int) -> float:
+        rows = stacked(0, [4 * DIRECT_ALIGNMENT + tail] * 9, num_rows)
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            place_rows(rows)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    assert seconds(1600) < 40 * seconds(100)  # 16 times as many; 256 times as long, were it quadratic

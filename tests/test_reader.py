@@ -72,8 +72,8 @@ class Load:
         ]
         self.nbytes = sum(made.nbytes for made in records)
 
-    def submit(self, reader: Reader, mode: str = "direct") -> Ticket:
-        return reader.submit(self.placement.segments, self.buffer, keep_cached=mode == "kept")
+    def submit(self, reader: Reader, mode: str = "direct", urgent: bool = False) -> Ticket:
+        return reader.submit(self.placement.segments, self.buffer, keep_cached=mode == "kept", urgent=urgent)
 
     def found(self) -> list[bytes]:
         return [
@@ -81,10 +81,10 @@ class Load:
             for made, at in zip(self.records, self.placement.offsets, strict=True)
         ]
 
-    def check(self, reader: Reader, mode: str = "direct") -> None:
+    def check(self, reader: Reader, mode: str = "direct", urgent: bool = False) -> None:
         """Reads into a soiled buffer."""
         self.soil()
-        self.submit(reader, mode).wait()
+        self.submit(reader, mode, urgent).wait()
         assert self.found() == self.expected
 
     def soil(self) -> None:
@@ -99,6 +99,13 @@ def small_load(path: Path, start: int = IN_PLACE, count: int = 3, nbytes: int = 
     sizes = [nbytes] * (count - 1) + [nbytes + 129]
     write_file(path, start + sum(sizes))
     return Load(packed(path, start, sizes))
+
+
+def apart(path: Path, sizes: Sequence[int], start: int = IN_PLACE) -> Load:
+    """Tensors that are a segment each."""
+    load = Load(packed(path, start, sizes, gap=3 * PAGE))
+    assert len(load.placement.segments) == len(sizes)
+    return load
 
 
 def descriptors() -> int:
@@ -240,7 +247,7 @@ def test_any_tensors_any_way(two_files: list[Path], data: st.DataObject) -> None
         queue_depth=data.draw(st.integers(1, 8)),
     )
     try:
-        load.check(reader, mode)
+        load.check(reader, mode, data.draw(st.booleans(), label="urgent"))
         assert reader.stats.nbytes == load.nbytes
     finally:
         reader.close()
@@ -313,6 +320,174 @@ def test_buffer_that_is_too_small_is_refused(shard: Path, start: int) -> None:
     last = load.placement.segments[-1].pieces[-1]
     with pytest.raises(ValueError, match=r"shard\.2.* of a buffer of"):
         reader.submit(load.placement.segments, load.buffer[: last.buffer_offset + last.nbytes - 1])
+
+
+# --- tasks -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def num_tasks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many tasks the pools were given since the last time this was asked."""
+    given_tasks: list[object] = []
+    real = ThreadPoolExecutor.submit
+
+    def submit(pool: ThreadPoolExecutor, *args: Any) -> Future[None]:
+        given_tasks.append(args)
+        return real(pool, *args)
+
+    def count() -> int:
+        found = len(given_tasks)
+        given_tasks.clear()
+        return found
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    return count
+
+
+@pytest.mark.parametrize("start", [IN_PLACE, BOUNCED])
+@pytest.mark.parametrize("mode", MODES)
+def test_small_segments_share_a_task(shard: Path, num_tasks: Callable[[], int], start: int, mode: str) -> None:
+    write_file(shard, 100 * PAGE)
+    load = apart(shard, [5 * PAGE, 100, 100] * 3, start)
+    for queue_depth, at_most in ((1, 1), (2, 2), (3, 3), (4, 4), (100, 9)):
+        reader = open_reader(shard, mode, 100 * PAGE, queue_depth)
+        load.check(reader, mode)
+        assert num_tasks() <= (9 if mode == "kept" else at_most)
+        assert reader.stats.num_reads == 9
+        assert reader.stats.nbytes == load.nbytes
+
+
+@pytest.mark.parametrize(
+    ("pages", "at_least", "at_most"), [([8] * 6, 6, 6), ([3] * 6, 3, 3), ([20], 3, 3), ([20, 1, 1], 3, 4)]
+)
+def test_a_task_reads_no_more_than_the_read_size(
+    shard: Path, num_tasks: Callable[[], int], pages: list[int], at_least: int, at_most: int
+) -> None:
+    write_file(shard, 100 * PAGE)
+    load = apart(shard, [PAGE * count for count in pages])
+    load.check(open_reader(shard, read_size=8 * PAGE, queue_depth=1))
+    assert at_least <= num_tasks() <= at_most
+
+
+def test_segments_of_cached_reads_are_a_task_each(shard: Path, num_tasks: Callable[[], int]) -> None:
+    write_file(shard, 100 * PAGE)
+    apart(shard, [100, 3 * PAGE, 100]).check(open_reader(shard, "kept", PAGE, 1), "kept")
+    assert num_tasks() == 3
+
+
+def test_segments_are_read_in_their_order(shard: Path, replace_preadv: Replace) -> None:
+    write_file(shard, 100 * PAGE)
+    load = apart(shard, [PAGE, 7 * PAGE, 100, 100, 2 * PAGE])
+    reader = open_reader(shard, read_size=4 * PAGE, queue_depth=1)
+    offsets: list[int] = []
+    replace_preadv(failing(errno.EIO, 0, offsets))
+    load.check(reader)
+    assert offsets == sorted(offsets)
+    assert len(offsets) == reader.stats.num_reads == 6
+
+
+def test_a_ticket_of_small_segments_uses_all_threads(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_file(shard, 100 * PAGE)
+    load = apart(shard, [PAGE] * 8)
+    reader = open_reader(shard, read_size=100 * PAGE, queue_depth=4)
+    together = threading.Barrier(4, timeout=20)
+    real = os.preadv
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        together.wait()
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(reader_module.os, "preadv", preadv)
+    load.check(reader)
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_cancelled_task_does_not_go_on_with_its_next_segment(
+    shard: Path, replace_preadv: Replace, urgent: bool
+) -> None:
+    write_file(shard, 100 * PAGE)
+    load = apart(shard, [PAGE] * 9)
+    reader = open_reader(shard, read_size=100 * PAGE, queue_depth=1)
+    offsets: list[int] = []
+    replace_preadv(slowly(0.1))
+    replace_preadv(failing(errno.EIO, 0, offsets))
+    ticket = load.submit(reader, urgent=urgent)
+    while not offsets:
+        time.sleep(0.001)
+    ticket.cancel()
+    load.soil()
+    time.sleep(0.25)
+    load.check_soiled()
+    assert len(offsets) == reader.stats.num_reads == 1
+    load.check(reader)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_error_in_the_middle_of_a_task_names_its_tensor(shard: Path, replace_preadv: Replace, mode: str) -> None:
+    write_file(shard, 100 * PAGE)
+    load = apart(shard, [PAGE] * 9)
+    reader = open_reader(shard, mode, 100 * PAGE, 1)
+    bad = load.records[4].extent.offset
+
+    def wrap(real: Preadv) -> Preadv:
+        def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if offset == bad:
+                raise OSError(errno.ENXIO, "gone")
+            return real(fd, buffers, offset)
+
+        return preadv
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader_module.os, "preadv", wrap(os.preadv))
+        with pytest.raises(ReadError, match=rf"'shard\.4'.*{shard}: gone at offset {bad}\."):
+            load.check(reader, mode)
+    load.check(reader, mode)
+
+
+# --- urgent reads ----------------------------------------------------------------------
+
+
+def test_urgent_reads_do_not_queue_behind_others(shard: Path, replace_preadv: Replace) -> None:
+    write_file(shard, 200 * PAGE)
+    ahead, needed = apart(shard, [PAGE] * 40), apart(shard, [PAGE] * 2)
+    reader = open_reader(shard, queue_depth=2)
+    replace_preadv(slowly(0.05))
+    ticket = ahead.submit(reader)
+    needed.check(reader, urgent=True)
+    assert reader.stats.num_reads < 20
+    assert not ticket.done()
+    ticket.wait()
+    assert ahead.found() == ahead.expected
+    assert reader.stats.num_reads == 42
+
+
+def test_urgent_reads_have_a_depth_too(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_file(shard, 200 * PAGE)
+    load = apart(shard, [PAGE] * 20)
+    reader = open_reader(shard, queue_depth=3)
+    real, lock, under_way, most = os.preadv, threading.Lock(), [0], [0]
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with lock:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+        time.sleep(0.005)
+        with lock:
+            under_way[0] -= 1
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(reader_module.os, "preadv", preadv)
+    load.check(reader, urgent=True)
+    assert most == [3]
+
+
+def test_threads_for_urgent_reads_are_made_when_needed(shard: Path) -> None:
+    load = small_load(shard)
+    reader = open_reader(shard)
+    load.check(reader)
+    assert not [name for name in reader_threads() if "urgent" in name]
+    load.check(reader, urgent=True)
+    assert [name for name in reader_threads() if "urgent" in name]
 
 
 # --- short and failing reads -----------------------------------------------------------
@@ -474,12 +649,13 @@ def interrupt_after(seconds: float) -> threading.Timer:
     return timer
 
 
-def test_interrupt_while_waiting(shard: Path, replace_preadv: Replace) -> None:
+@pytest.mark.parametrize("urgent", [False, True])
+def test_interrupt_while_waiting(shard: Path, replace_preadv: Replace, urgent: bool) -> None:
     load = small_load(shard, count=12)
     reader = open_reader(shard, queue_depth=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader_module.os, "preadv", slowly(0.15)(os.preadv))
-        ticket = load.submit(reader)
+        ticket = load.submit(reader, urgent=urgent)
         timer = interrupt_after(0.05)
         with pytest.raises(KeyboardInterrupt):
             ticket.wait()
@@ -533,13 +709,15 @@ def test_close_ends_threads_and_closes_files(shard: Path, mode: str) -> None:
         load.submit(reader)
 
 
-def test_close_while_reads_are_under_way(shard: Path, replace_preadv: Replace) -> None:
+@pytest.mark.parametrize("urgent", [False, True])
+def test_close_while_reads_are_under_way(shard: Path, replace_preadv: Replace, urgent: bool) -> None:
     load = small_load(shard, count=12)
     before = descriptors()
     reader = open_reader(shard, queue_depth=2)
     replace_preadv(slowly(0.1))
-    ticket = load.submit(reader)
+    ticket = load.submit(reader, urgent=urgent)
     reader.close()
+    assert not reader_threads()
     load.soil()
     time.sleep(0.2)
     load.check_soiled()
@@ -564,12 +742,13 @@ def test_wait_after_close_opens_nothing(shard: Path) -> None:
     assert descriptors() == before
 
 
-def test_interrupt_while_closing(shard: Path, replace_preadv: Replace) -> None:
+@pytest.mark.parametrize("urgent", [False, True])
+def test_interrupt_while_closing(shard: Path, replace_preadv: Replace, urgent: bool) -> None:
     load = small_load(shard, count=12)
     before = descriptors()
     reader = open_reader(shard, queue_depth=1)
     replace_preadv(slowly(0.2))
-    load.submit(reader)
+    load.submit(reader, urgent=urgent)
     timer = interrupt_after(0.05)
     with pytest.raises(KeyboardInterrupt):
         reader.close()

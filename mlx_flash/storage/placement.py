@@ -63,6 +63,16 @@ class Segment:
         """First byte after the last piece: what a read must reach to be complete."""
         return max(piece.end for piece in self.pieces)
 
+    @property
+    def buffer_end(self) -> int:
+        """First byte of the buffer after all that a read writes."""
+        pieces_end = max(piece.buffer_offset + piece.nbytes for piece in self.pieces)
+        return pieces_end if self.buffer_offset is None else max(pieces_end, self.buffer_offset + self.nbytes)
+
+    def piece_at(self, offset: int) -> Piece:
+        """The piece at an offset of the file, or the next one after it."""
+        return next((piece for piece in self.pieces if offset < piece.end), self.pieces[-1])
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

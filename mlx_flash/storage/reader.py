@@ -20,7 +20,7 @@ import numpy as np
 
 from mlx_flash.errors import ClosedError, ReadError, TruncatedFileError
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT, drop_cached
-from mlx_flash.storage.placement import Piece, Segment
+from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.source import FileIdentity, SourceFile
 
 RETRIES = 3
@@ -221,9 +221,9 @@ class Reader:
             ValueError: the buffer is too small.
         """
         for segment in segments:
-            if _buffer_end(segment) > len(buffer):
+            if segment.buffer_end > len(buffer):
                 raise ValueError(
-                    f"'{segment.pieces[-1].name}' ends at byte {_buffer_end(segment)} of a buffer of {len(buffer)}"
+                    f"'{segment.pieces[-1].name}' ends at byte {segment.buffer_end} of a buffer of {len(buffer)}"
                 )
         return Ticket(self, self._urgent_pool if urgent else self._pool, segments, buffer, keep_cached)
 
@@ -232,19 +232,24 @@ class Reader:
             raise ClosedError("the reader was closed. Hint: load the model again.")
 
     def _tasks(self, segments: Sequence[Segment], keep_cached: bool) -> Iterator[list[_Range]]:
-        """What each task reads: ranges of ``read_size`` bytes together, since handing a task over costs time."""
+        """What each task reads: small ranges together, since handing a task over costs time.
+
+        That is at most ``read_size`` bytes, and no more than leaves work for all threads. Cached segments are not
+        joined.
+        """
+        share = min(self.read_size, -(-sum(segment.nbytes for segment in segments) // self.queue_depth))
         task: list[_Range] = []
-        room = self.read_size
+        nbytes = 0
         for segment in segments:
             step = segment.nbytes if keep_cached else self.read_size
             end = segment.offset + segment.nbytes
             for start in range(segment.offset, end, step):
                 stop = min(start + step, end)
-                if task and (keep_cached or stop - start > room):
+                if task and (keep_cached or nbytes >= share or nbytes + stop - start > self.read_size):
                     yield task
-                    task, room = [], self.read_size
+                    task, nbytes = [], 0
                 task.append((segment, start, stop))
-                room -= stop - start
+                nbytes += stop - start
         if task:
             yield task
 
@@ -368,17 +373,8 @@ def _parts(segment: Segment, start: int, stop: int, buffer: memoryview) -> Itera
             yield low, buffer[at : at + high - low]
 
 
-def _buffer_end(segment: Segment) -> int:
-    pieces_end = max(piece.buffer_offset + piece.nbytes for piece in segment.pieces)
-    return pieces_end if segment.buffer_offset is None else max(pieces_end, segment.buffer_offset + segment.nbytes)
-
-
-def _tensor_at(segment: Segment, offset: int) -> Piece:
-    return next((piece for piece in segment.pieces if offset < piece.end), segment.pieces[-1])
-
-
 def _read_error(segment: Segment, offset: int, error: OSError) -> ReadError:
-    piece = _tensor_at(segment, offset)
+    piece = segment.piece_at(offset)
     return ReadError(
         f"cannot read '{piece.name}' ({piece.nbytes} bytes at offset {piece.offset}) in {segment.path}: "
         f"{error.strerror} at offset {offset}. Hint: check the disk; the next call reads it again."
@@ -386,7 +382,7 @@ def _read_error(segment: Segment, offset: int, error: OSError) -> ReadError:
 
 
 def _truncated_error(segment: Segment, offset: int, got: int, needed: int) -> TruncatedFileError:
-    piece = _tensor_at(segment, offset + got)
+    piece = segment.piece_at(offset + got)
     return TruncatedFileError(
         f"read {got} of {needed} bytes at offset {offset}, of '{piece.name}' ({piece.nbytes} bytes at offset "
         f"{piece.offset}) in {segment.path}: the file is truncated. Hint: put the file back or download it again; the "

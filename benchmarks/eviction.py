@@ -6,13 +6,14 @@ A trace has one JSON value a line. The first describes the model:
 
     {"format": 1, "model": str, "top_k": int, "layers": [{"name": str, "num_experts": int, "expert_bytes": int}, ...]}
 
-Each other line is a call of a layer of experts, in the order of calls: ``[pass, tokens, layer, [[expert, count], ...]]``
-with the tokens that chose each expert; passes count from 0.
+Each other line is a call of a layer of experts, in the order of calls, with the tokens that chose each expert:
+
+    [pass, tokens, layer, [[expert, count], ...]]
 
 All layers share one pool, whose slots are a share of all experts. A call of few tokens needs all its experts at once:
-those in the pool are hits, the others are inserted, and none gives way to another of the same call. These calls are what
-the hit rates count. A call of a prompt, or of more experts than the pool has slots, reads what it needs elsewhere: after
-it the experts that most tokens chose are inserted, as many as are one layer's part of the pool, and nothing is counted.
+those in the pool are hits, the others are inserted, and none gives way to another of the same call. Hit rates are of
+these calls. A call of a prompt, or of more experts than the pool has slots, reads what it needs elsewhere: after it the
+experts that most tokens chose are inserted, as many as are one layer's part of the pool, and nothing is counted.
 
 *optimum* knows the future: it evicts what is needed last, which no policy can better. The time is that of the whole
 replay, its own bookkeeping included, for each hit, insertion and eviction.
@@ -137,6 +138,33 @@ def _is_choice(pair: Any) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and _is_count(pair[0], 0) and _is_count(pair[1], 1)
 
 
+@dataclass(frozen=True)
+class Step:
+    """What a call asks of the pool.
+
+    Attributes:
+        layer: that is called.
+        keys: experts that are in the pool after it.
+        is_counted: whether the call computes with the pool.
+    """
+
+    layer: int
+    keys: list[Key]
+    is_counted: bool
+
+
+def make_steps(trace: Trace, slots: int) -> list[Step]:
+    """What each call asks of a pool of so many slots."""
+    quota = max(1, slots // len(trace.layers))
+    steps = []
+    for call in trace.calls:
+        is_counted = call.num_tokens < PROMPT_TOKENS and len(call.counts) <= slots
+        hottest = sorted(call.counts, key=lambda expert: (-call.counts[expert], expert))
+        experts = hottest if is_counted else hottest[:quota]
+        steps.append(Step(call.layer, [(call.layer, expert) for expert in experts], is_counted))
+    return steps
+
+
 # --- policies --------------------------------------------------------------------------------------------------------
 
 
@@ -257,7 +285,7 @@ class AgingLFU(LFU):
 
     def rank(self, key: Key) -> Rank:
         count, clock = super().rank(key)
-        return max(self._age + 1, self._ranks.get(key, (self._age,))[0] + 1) if count > 1 else self._age + 1, clock
+        return self._age + count, clock
 
     def left(self, key: Key, rank: Rank) -> None:
         self._age = rank[0]
@@ -301,7 +329,7 @@ class Decayed(Ranked):
 
 
 class S3FIFO(Policy):
-    """A short queue that most leave soon, a long one for what was used again, and a memory of what left the short one."""
+    """A short queue that most leave soon, a long one for what is used again, and a memory. O(1)."""
 
     def __init__(self, slots: int, num_layers: int) -> None:
         super().__init__(slots, num_layers)
@@ -356,26 +384,30 @@ class PerLayer(Policy):
 
     def __init__(self, slots: int, num_layers: int, inner: Callable[[int, int], Policy]) -> None:
         super().__init__(slots, num_layers)
-        parts = [slots // num_layers + (layer < slots % num_layers) for layer in range(num_layers)]
-        self._free = parts
-        self._layers = [inner(part, num_layers) for part in parts]
+        self._parts = [slots // num_layers + (layer < slots % num_layers) for layer in range(num_layers)]
+        self._held: list[set[Key]] = [set() for _ in range(num_layers)]
+        self._inner = [inner(part, num_layers) for part in self._parts]
 
     def begin(self, layer: int) -> None:
-        self._layers[layer].begin(layer)
+        self._inner[layer].begin(layer)
 
     def hit(self, key: Key) -> None:
-        self._layers[key[0]].hit(key)
+        self._inner[key[0]].hit(key)
 
     def insert(self, key: Key) -> None:
-        self._free[key[0]] -= 1
-        self._layers[key[0]].insert(key)
+        self._held[key[0]].add(key)
+        self._inner[key[0]].insert(key)
 
     def victim(self, pinned: Collection[Key]) -> Key:
-        own = next(iter(pinned))[0]
-        held = self._free_of_pinned(pinned)
-        layer = own if self._free[own] <= 0 and held[own] else max(held, key=lambda i: (held[i] > 0, -self._free[i]))
-        self._free[layer] += 1
-        return self._layers[layer].victim(pinned)
+        own = next(iter(pinned))[0]  # all are of the layer that is called
+        held = self._held[own]
+        others = {i: len(keys) - self._parts[i] for i, keys in enumerate(self._held) if keys and i != own}
+        can_give = len(held) > sum(key in held for key in pinned)
+        is_full = len(held) >= self._parts[own] or not others
+        layer = own if can_give and is_full else max(others, key=lambda i: others[i])
+        key = self._inner[layer].victim(pinned)
+        self._held[layer].remove(key)
+        return key
 
 
 class Optimum(Ranked):
@@ -397,3 +429,177 @@ class Optimum(Ranked):
 
     def rank(self, key: Key) -> Rank:
         return (-self._next[self._now][key],)
+
+
+POLICIES: dict[str, Callable[[int, int], Policy]] = {
+    "LRU": LRU,
+    "LRU by passes, then LFU": RecentPass,
+    "LFU": LFU,
+    "LFU, aging": AgingLFU,
+    "LFU, half-life 8": partial(Decayed, half_life=8),
+    "LFU, half-life 32": partial(Decayed, half_life=32),
+    "LFU, half-life 128": partial(Decayed, half_life=128),
+    "S3-FIFO": S3FIFO,
+    "LRU, parts by layer": partial(PerLayer, inner=LRU),
+    "LFU, half-life 32, parts": partial(PerLayer, inner=partial(Decayed, half_life=32)),
+}
+OPTIMUM = "optimum"
+
+
+# --- replay ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """What one policy made of one trace.
+
+    Attributes:
+        num_routed: experts that counted calls needed.
+        num_hits: those that were in the pool.
+        num_evicted: by all calls.
+        num_operations: hits, insertions and evictions by all calls.
+        seconds: of the replay.
+    """
+
+    num_routed: int = 0
+    num_hits: int = 0
+    num_evicted: int = 0
+    num_operations: int = 0
+    seconds: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hits / self.num_routed if self.num_routed else 0.0
+
+
+def replay(steps: Sequence[Step], policy: Policy) -> Outcome:
+    """Replays calls with a policy and its number of slots."""
+    outcome, resident = Outcome(), set[Key]()
+    began = time.perf_counter()
+    for step in steps:
+        policy.begin(step.layer)
+        pinned = set(step.keys)
+        missing = []
+        for key in step.keys:
+            if key in resident:
+                policy.hit(key)
+            else:
+                missing.append(key)
+        for key in missing:
+            if len(resident) == policy.slots:
+                resident.remove(policy.victim(pinned))
+                outcome.num_evicted += 1
+            policy.insert(key)
+            resident.add(key)
+        outcome.num_operations += len(step.keys)
+        if step.is_counted:
+            outcome.num_routed += len(step.keys)
+            outcome.num_hits += len(step.keys) - len(missing)
+    outcome.seconds = time.perf_counter() - began
+    outcome.num_operations += outcome.num_evicted
+    return outcome
+
+
+def compare(trace: Trace, share: float) -> list[dict[str, Any]]:
+    """Replays a trace under all policies, with a share of its experts as slots."""
+    slots = max(1, round(share * trace.num_experts))
+    steps = make_steps(trace, slots)
+    num_layers = len(trace.layers)
+    best = replay(steps, Optimum(slots, num_layers, steps))
+    outcomes = {name: replay(steps, make(slots, num_layers)) for name, make in POLICIES.items()} | {OPTIMUM: best}
+    return [
+        {
+            "trace": trace.name,
+            "pool": share,
+            "slots": slots,
+            "policy": name,
+            **asdict(outcome),
+            "hit_rate": outcome.hit_rate,
+            "of_optimum": outcome.num_hits / best.num_hits if best.num_hits else None,
+            "microseconds": 1e6 * outcome.seconds / max(1, outcome.num_operations),
+        }
+        for name, outcome in outcomes.items()
+    ]
+
+
+# --- what people see -------------------------------------------------------------------------------------------------
+
+
+def describe_trace(trace: Trace) -> dict[str, Any]:
+    counted = [call for call in trace.calls if call.num_tokens < PROMPT_TOKENS]
+    return {
+        "name": trace.name,
+        "model": trace.model,
+        "num_layers": len(trace.layers),
+        "num_experts": trace.num_experts,
+        "num_calls": len(trace.calls),
+        "num_calls_of_few_tokens": len(counted),
+    }
+
+
+def print_tables(console: Console, result: dict[str, Any]) -> None:
+    for trace in result["traces"]:
+        rows = [row for row in result["results"] if row["trace"] == trace["name"]]
+        pools = sorted({row["pool"] for row in rows})
+        title = f"{trace['name']}: hit rate (share of the optimum's hits) by pool; {trace['num_experts']} experts"
+        table = Table("policy", title=title, box=SIMPLE_HEAD, title_justify="left")
+        for pool in pools:
+            table.add_column(f"{pool:g}", justify="right", no_wrap=True)
+        table.add_column("us/op", justify="right")
+        for name in dict.fromkeys(row["policy"] for row in rows):
+            found = {row["pool"]: row for row in rows if row["policy"] == name}
+            worst = max(row["microseconds"] for row in found.values())
+            table.add_row(name, *(_cell(found[pool]) for pool in pools), f"{worst:.2f}")
+        console.print(table)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    of_optimum = "" if row["of_optimum"] is None else f" ({row['of_optimum']:.3f})"
+    return f"{row['hit_rate']:.3f}{of_optimum}"
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE", help="file with a trace")
+    parser.add_argument(
+        "--pools", type=float, nargs="+", default=[0.1, 0.25, 0.5, 0.75], help="shares of all experts that have a slot"
+    )
+    parser.add_argument("--json", type=Path, help="file for all the numbers")
+    options = parser.parse_args(arguments)
+    if not all(0 < pool <= 1 for pool in options.pools):
+        parser.error("--pools must be above 0 and at most 1")
+    if len({path.stem for path in options.traces}) < len(options.traces):
+        parser.error("two traces have the same name: the tables tell them apart by it")
+    return options
+
+
+def run_bench(options: argparse.Namespace) -> dict[str, Any]:
+    traces = [read_trace(path) for path in options.traces]
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "machine": describe_machine(options.traces[0]),
+        "versions": describe_versions(),
+        "traces": [describe_trace(trace) for trace in traces],
+        "results": [row for trace in traces for share in options.pools for row in compare(trace, share)],
+    }
+
+
+def main() -> None:
+    options = parse_arguments(sys.argv[1:])
+    try:
+        result = run_bench(options)
+    except (TraceError, OSError) as error:
+        raise SystemExit(str(error)) from None
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    print_tables(Console(width=max(110, Console().width)), result)
+
+
+if __name__ == "__main__":
+    main()

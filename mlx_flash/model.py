@@ -21,7 +21,7 @@ from mlx_lm.tuner import utils as mlx_lm_tuner_utils
 
 from mlx_flash.checkpoint.derived import adopt_derived
 from mlx_flash.checkpoint.fingerprint import state_of
-from mlx_flash.checkpoint.layout import LoadedModel, ModelLayout, load_config, load_lazily
+from mlx_flash.checkpoint.layout import LoadedModel, ModelLayout, load_config, load_lazily, model_name
 from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.config import FlashConfig
@@ -64,14 +64,16 @@ class Prepared:
         layout: the model's units.
         machine: the machine in numbers.
         plan: what will be in memory.
-        popularity: where it is remembered which experts are used most; None without experts, or when it is not wanted.
+        popularity: which experts earlier runs used most; None without experts, or when that is not wanted.
+        popularity_path: where that is remembered.
     """
 
     loaded: LoadedModel
     layout: ModelLayout
     machine: Machine
     plan: ResidencyPlan
-    popularity: Path | None = None
+    popularity: Popularity | None = None
+    popularity_path: Path | None = None
 
 
 class FlashLLM(nn.Module):
@@ -147,7 +149,9 @@ class FlashLLM(nn.Module):
         before = self._prepared
         layout = make_layout(before.loaded)  # modules may have changed since
         machine = look_at_memory(before.machine, _promised(self))
-        popularity = _load_popularity(before.popularity, layout)
+        popularity = before.popularity
+        if popularity is not None and not _are_of(layout, popularity):
+            popularity = None
         plan = make_plan(_measure(layout, before.loaded, popularity), self._config, machine)
         self._carry_out(layout, plan, progress, popularity)
 
@@ -172,9 +176,10 @@ class FlashLLM(nn.Module):
             publisher = Publisher(Status(self.name, plan, layout, engine, self.counters).collect)
             publisher.start()
         remember = None
-        if popularity is not None and engine.experts is not None and self._prepared.popularity is not None:
+        path = self._prepared.popularity_path
+        if popularity is not None and engine.experts is not None and path is not None:
             engine.experts.listeners.append(partial(_count_uses, popularity))
-            remember = partial(save_popularity, self._prepared.popularity, popularity, self.name)
+            remember = partial(save_popularity, path, popularity, self.name)
         self._release = weakref.finalize(self, _let_go, reader, cache_limit, publisher, remember)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -330,8 +335,9 @@ def _measure(layout: ModelLayout, loaded: LoadedModel, popularity: Popularity | 
     return sizes if popularity is None or popularity.is_empty else expecting(sizes, popularity.hit_rate)
 
 
-def _load_popularity(path: Path | None, layout: ModelLayout) -> Popularity | None:
-    return None if path is None else load_popularity(path, [stack.num_experts for stack in layout.experts])
+def _are_of(layout: ModelLayout, popularity: Popularity) -> bool:
+    """Whether a layout still has the stacks of experts that were counted: adapters may have changed modules."""
+    return [stack.num_experts for stack in layout.experts] == [len(counts) for counts in popularity.counts]
 
 
 def _count_uses(popularity: Popularity, layer: int, routing: Routing) -> None:
@@ -460,7 +466,7 @@ def load_model(
     if not config.enabled:
         raise ConfigError("enabled is False, which leaves models to mlx-lm. Hint: load this one with mlx_lm.load.")
     prepared = prepare(model_path, config, model_config, progress=progress)
-    model = FlashLLM(prepared, config, Path(model_path).name)
+    model = FlashLLM(prepared, config, model_name(model_path))
     if adapter_path is not None:
         mlx_lm_utils.load_adapters(model, adapter_path)
         model.eval()
@@ -492,13 +498,14 @@ def prepare(
     loaded = load_lazily(path, checkpoint, model_config, **loading)
     adopt_derived(loaded, checkpoint, path, config.derived_cache_gb, progress, write=writes)
     layout = make_layout(loaded)
-    remembered = None
+    popularity, popularity_path = None, None
     if layout.experts and config.expert_warm_start:
-        remembered = popularity_file(popularity_fingerprint(loaded.config, state_of(checkpoint)))
-    sizes = _measure(layout, loaded, _load_popularity(remembered, layout))
+        popularity_path = popularity_file(popularity_fingerprint(loaded.config, state_of(checkpoint)))
+        popularity = load_popularity(popularity_path, [stack.num_experts for stack in layout.experts])
+    sizes = _measure(layout, loaded, popularity)
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
     machine = look_at_machine(largest.path, layout, config)
-    return Prepared(loaded, layout, machine, make_plan(sizes, config, machine), remembered)
+    return Prepared(loaded, layout, machine, make_plan(sizes, config, machine), popularity, popularity_path)
 
 
 def _files(layout: ModelLayout) -> list[Path]:

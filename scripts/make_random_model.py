@@ -540,7 +540,7 @@ class Describer:
             fill = self._fill(path, leaf, parameter.shape, code)
         # The biases follow from the scales, so both read the same stream.
         source = f"{path}.scales" if leaf == "biases" else name
-        pattern = self._routing and self._routing.patterns.get(name)
+        pattern = self._routing.patterns.get(name) if self._routing else None
         return Tensor(name, tuple(parameter.shape), code, pattern.fill if pattern else fill, source, pattern=pattern)
 
     def _quantized_fill(self, path: str, leaf: str, module: Any) -> Fill:

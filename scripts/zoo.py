@@ -12,12 +12,13 @@ import fnmatch
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from zoo import names, unconfigured
+from zoo import architecture, names, unconfigured
 from zoo.compare import Outcome
 from zoo.pool import Case, run
 from zoo.weights import VARIANTS
@@ -43,6 +44,8 @@ def main() -> int:
         f"{counts['ok']} ok, {counts['failed']} failed, {counts['cannot']} cannot run stock, of {len(outcomes)} "
         f"(mlx {version('mlx')}, mlx-lm {version('mlx-lm')})"
     )
+    for told in summary_of_experts(outcomes):
+        print(told)
     if arguments.json is not None:
         write_json(arguments.json, outcomes)
     return int(counts["failed"] > 0)
@@ -85,8 +88,24 @@ def line(outcome: Outcome) -> str:
     share = 100 * outcome.streamed_bytes / max(1, outcome.nbytes)
     streamed = f"layers streamed {outcome.num_streamed}/{outcome.num_layers}  {share:3.0f} % of bytes"
     kept = "; ".join(sorted(set(outcome.kept.values())))
-    end = outcome.reason or (f"not streamed: {kept}" if kept else "")
+    experts = f"{outcome.num_stacks} stacks of experts, {outcome.num_pools} pools  " if outcome.num_stacks else ""
+    end = experts + (outcome.reason or (f"not streamed: {kept}" if kept else ""))
     return f"{start} {streamed}  {outcome.seconds:5.1f} s  {end}".rstrip()
+
+
+def summary_of_experts(outcomes: list[Outcome]) -> Iterator[str]:
+    """Which architectures with routed experts had them read one by one, and which not and why; nothing without any."""
+    ran = [outcome for outcome in outcomes if outcome.status != "cannot"]
+    routed = {architecture(o.name) for o in ran if o.num_stacks or o.unpooled}
+    missed: dict[str, set[str]] = {}
+    for outcome in ran:
+        for reason in outcome.unpooled.values():
+            missed.setdefault(architecture(outcome.name), set()).add(reason)
+    if routed:
+        whole = len(routed - missed.keys())
+        yield f"experts one by one in {whole} of {len(routed)} architectures that have routed ones"
+    for name, reasons in sorted(missed.items()):
+        yield f"  not in {name}: {'; '.join(sorted(reasons))}"
 
 
 def write_json(path: Path, outcomes: list[Outcome]) -> None:

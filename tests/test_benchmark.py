@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from models import LLAMA, save
 
@@ -117,6 +123,207 @@ def test_what_was_measured_where(model: Path, tmp_path: Path) -> None:
 )
 def test_refusals(model: Path, arguments: list[str], words: str) -> None:
     done = run(*(argument.replace("MODEL", str(model)) for argument in arguments), "--no-resident")
+    assert done.returncode != 0
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- eviction --------------------------------------------------------------------------------------------------------
+
+
+def load_eviction() -> Any:
+    folder = str(ROOT / "benchmarks")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module("eviction")
+
+
+eviction = load_eviction()
+
+
+def trace_of(*layers: int, calls: Sequence[tuple[int, int, dict[int, int]]]) -> Any:
+    """A trace of (tokens, layer, counts) calls."""
+    return eviction.Trace("t", "m", list(layers), [eviction.Call(*call) for call in calls])
+
+
+def decode(*experts: str) -> Any:
+    """A trace of one layer of nine experts; each call is given by their digits."""
+    return trace_of(9, calls=[(1, 0, {int(digit): 1 for digit in call}) for call in experts])
+
+
+def hits(trace: Any, slots: int, name: str) -> int:
+    steps = eviction.make_steps(trace, slots)
+    count = len(trace.layers)
+    if name == eviction.OPTIMUM:
+        policy = eviction.Optimum(slots, count, steps)
+    else:
+        policy = eviction.POLICIES[name](slots, count)
+    outcome = eviction.replay(steps, policy)
+    assert isinstance(outcome.num_hits, int)
+    return outcome.num_hits
+
+
+# All with two slots.
+ALTERNATING = decode(*"01020304010")  # 0 every other time
+LOOP = decode(*"012012012")
+SCAN = decode(*"0001230")  # 1, 2, 3 once each
+FORMER_FAVOURITE = decode(*"0000012121212")  # 0 five times, then never again
+SAME_PASS = trace_of(
+    2, 2, calls=[(1, layer, {expert: 1}) for layer, expert in [(0, 0), (1, 0), (0, 0), (1, 1), (0, 1), (0, 0)]]
+)
+
+
+@pytest.mark.parametrize(
+    ("trace", "name", "expected"),
+    [
+        *((ALTERNATING, name, 5) for name in (*eviction.POLICIES, eviction.OPTIMUM) if name != "S3-FIFO"),
+        (LOOP, "LRU", 0),  # what comes next has just left
+        (LOOP, "LRU, parts by layer", 0),
+        (LOOP, "S3-FIFO", 0),  # its memory of one has just lost what comes next
+        (LOOP, "optimum", 3),  # 0 stays, then 1 or 2, then 0 again
+        (SCAN, "LRU", 2),
+        (SCAN, "S3-FIFO", 3),  # 0 moves to the long queue
+        (SCAN, "LFU", 3),
+        (FORMER_FAVOURITE, "LRU", 4 + 6),
+        (FORMER_FAVOURITE, "LFU", 4),  # 1 and 2 come to four uses each
+        (FORMER_FAVOURITE, "LFU, aging", 4 + 2),  # what enters begins one higher each time, the sixth above 0
+        (FORMER_FAVOURITE, "LFU, half-life 8", 4 + 1),  # 6.53 of 0 against 6.61 of 2 when 1 comes for the fourth time
+        (FORMER_FAVOURITE, "optimum", 4 + 6),
+        (SAME_PASS, "LRU", 1),  # (0, 1) takes the place of (0, 0)
+        (SAME_PASS, "LRU by passes, then LFU", 2),  # and here of (1, 1): as recent in its layer, used once
+    ],
+)
+def test_hits_worked_out_by_hand(trace: Any, name: str, expected: int) -> None:
+    assert hits(trace, 2, name) == expected
+
+
+def test_experts_of_one_call_do_not_replace_each_other() -> None:
+    assert hits(decode("01", "23", "12", "03"), 3, "LRU") == 0 + 0 + 2 + 1  # 0 gave way to 3, and 1 and 3 stay
+
+
+def test_a_layer_takes_from_its_own_part() -> None:
+    calls = [(1, layer, {expert: 1}) for layer, expert in [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 0)]]
+    trace = trace_of(3, 3, calls=calls)
+    assert hits(trace, 4, "LRU") == 0  # (1, 2) replaces (0, 0)
+    assert hits(trace, 4, "LRU, parts by layer") == 1  # (1, 2) replaces (1, 0)
+
+
+def test_prompts_leave_their_hottest_experts_and_do_not_count() -> None:
+    calls = [(16, 0, {0: 5, 1: 9, 2: 7}), (1, 0, {1: 1}), (1, 0, {2: 1}), (15, 0, {0: 1})]
+    steps = eviction.make_steps(trace_of(4, 4, calls=calls), 4)
+    assert steps[0].keys == [(0, 1), (0, 2)]
+    outcome = eviction.replay(steps, eviction.LRU(4, 2))
+    assert (outcome.num_hits, outcome.num_routed, outcome.num_evicted) == (2, 3, 0)
+
+
+def test_a_call_that_does_not_fit_the_pool_is_like_a_prompt() -> None:
+    (step, _) = eviction.make_steps(decode("012", "01"), 2)
+    assert not step.is_counted
+    assert step.keys == [(0, 0), (0, 1)]
+    assert hits(decode("012", "01"), 2, "LFU") == 2
+
+
+@st.composite
+def traces(draw: st.DrawFn, longest: int) -> Any:
+    layers = draw(st.lists(st.integers(2, 4), min_size=1, max_size=3))
+    calls = []
+    for _ in range(draw(st.integers(1, longest))):
+        layer = draw(st.integers(0, len(layers) - 1))
+        experts = st.dictionaries(st.integers(0, layers[layer] - 1), st.integers(1, 9), min_size=1, max_size=3)
+        calls.append((draw(st.sampled_from([1, 1, 1, 20])), layer, draw(experts)))
+    return trace_of(*layers, calls=calls)
+
+
+@settings(deadline=None)
+@given(traces(60), st.integers(1, 8))
+def test_nothing_betters_the_optimum(trace: Any, slots: int) -> None:
+    best = hits(trace, slots, eviction.OPTIMUM)
+    assert all(hits(trace, slots, name) <= best for name in eviction.POLICIES)
+
+
+@settings(deadline=None)
+@given(traces(10), st.integers(1, 4))
+def test_the_optimum_is_the_best_of_all_ways_to_evict(trace: Any, slots: int) -> None:
+    best: dict[frozenset[tuple[int, int]], int] = {frozenset(): 0}
+    for step in eviction.make_steps(trace, slots):
+        needed, after = frozenset(step.keys), dict[frozenset[tuple[int, int]], int]()
+        for held, count in best.items():
+            count += len(held & needed) * step.is_counted
+            others = held - needed
+            for kept in combinations(others, min(len(others), slots - len(needed))):
+                pool = needed | frozenset(kept)
+                after[pool] = max(after.get(pool, 0), count)
+        best = after
+    assert hits(trace, slots, eviction.OPTIMUM) == max(best.values())
+
+
+HEADER = json.dumps(
+    {"format": 1, "model": "m", "top_k": 2, "layers": [{"name": "a", "num_experts": 4, "expert_bytes": 8}]}
+)
+
+
+def replay_files(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "eviction.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_a_trace_becomes_a_table_and_json(tmp_path: Path) -> None:
+    trace = tmp_path / "mine.jsonl"
+    calls = [[number, 1, 0, [[expert, 1], [3, 1]]] for number, expert in enumerate([0, 1, 0, 2, 0])]
+    trace.write_text("\n".join([HEADER, *map(json.dumps, calls)]))
+    done = replay_files(trace, "--pools", 0.5, 1, "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert set(result) == {"date", "command", "machine", "versions", "traces", "results"}
+    assert result["traces"][0]["num_calls"] == 5
+    rows = {(row["policy"], row["slots"]): row for row in result["results"]}
+    assert {policy for policy, _ in rows} == {*eviction.POLICIES, eviction.OPTIMUM}
+    assert rows["LRU", 2]["num_hits"] == 4  # the other slot never has what comes next
+    assert rows["LRU", 4]["num_hits"] == rows["optimum", 4]["num_hits"] == 6
+    assert rows["LRU", 4]["hit_rate"] == 0.6
+    assert rows["LRU", 4]["of_optimum"] == 1
+    assert all(row["microseconds"] > 0 for row in rows.values())
+    assert re.search(r"LRU +0\.400 \(1\.000\) +0\.600 \(1\.000\)", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["{}"], 'line 1: an object with "format": 1 was expected'),
+        (['{"format": 1, "model": "m", "layers": []}'], 'line 1: "model" must be a string'),
+        (['{"format": 1, "model": "m", "layers": [{}]}'], 'line 1: every layer needs a positive "num_experts"'),
+        ([HEADER], "has no calls"),
+        ([HEADER, "[0, 1, 0, [[1, 1]]]", "[0, 1,"], "line 3: "),
+        ([HEADER, "[0, 1, 0]"], "line 2: [pass, tokens, layer, [[expert, count], ...]] was expected"),
+        ([HEADER, "[0, true, 0, [[1, 1]]]"], "line 2: [pass, tokens"),
+        ([HEADER, "[0, 1, 1, [[1, 1]]]"], "line 2: layer 1 of 1"),
+        ([HEADER, "[0, 1, 0, [[1, 0]]]"], "line 2: [[expert, count], ...] was expected"),
+        ([HEADER, "[0, 1, 0, [[1, 1], [1, 1]]]"], "line 2: an expert is listed twice"),
+        ([HEADER, "[0, 1, 0, [[4, 1]]]"], "line 2: expert 4 of a layer with 4"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_traces_name_the_line(tmp_path: Path, lines: list[str], words: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(eviction.TraceError) as caught:
+        eviction.read_trace(path)
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["FILE"], "line 1: "),
+        (["nowhere.jsonl"], "nowhere.jsonl"),
+        (["FILE", "--pools", "0"], "--pools must be above 0"),
+        (["FILE", "FILE"], "the same name"),
+    ],
+)
+def test_eviction_refusals(tmp_path: Path, arguments: list[str], words: str) -> None:
+    (tmp_path / "bad.jsonl").write_text("nothing")
+    done = replay_files(*(argument.replace("FILE", str(tmp_path / "bad.jsonl")) for argument in arguments))
     assert done.returncode != 0
     assert words in done.stderr
     assert "Traceback" not in done.stderr

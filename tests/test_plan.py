@@ -32,7 +32,18 @@ from mlx_flash.residency.search import (
     make_plan,
     spread,
 )
-from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes, ModelSizes, TableSize, TensorSize, UnitSize
+from mlx_flash.residency.sizes import (
+    CACHE_STEP,
+    DEFAULT_HITS,
+    ActivationSizes,
+    ExpertSizes,
+    ModelSizes,
+    TableSize,
+    TensorSize,
+    UnitSize,
+    expecting,
+)
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.probe import DiskProfile
 
@@ -194,9 +205,11 @@ def all_units(sizes: ModelSizes) -> list[UnitSize]:
 
 def streamed_tensors(sizes: ModelSizes, plan: ResidencyPlan) -> list[list[TensorSize]]:
     """The tensors that each streamed layer reads. Checks that they are tensors of the model, none twice."""
-    units = {unit.name: unit for unit in sizes.layers}
     names = [name for name, _ in plan.streaming.layers]
-    assert names == [unit.name for unit in sizes.layers if unit.name in set(names)]
+    units = next(
+        units for cut in (sizes.layers, *sizes.finer) if set(names) <= (units := {u.name: u for u in cut}).keys()
+    )
+    assert names == [name for name in units if name in set(names)]
     found = []
     for name, tensors in plan.streaming.layers:
         assert tensors
@@ -252,7 +265,7 @@ def check(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig, machine: 
     assert machine.exact_tiles or all(num_rows == head.num_rows for head, num_rows in heads)
     assert streaming.slot_bytes >= max(needed, default=0)
 
-    computed = sum(unit.nbytes for unit in sizes.layers)
+    computed = sum(unit.computed_bytes for unit in sizes.layers)
     computed += sum(unit.nbytes for unit in [*sizes.heads, *(t.unit for t in sizes.tables if t.is_head)])
     floor = max(read / machine.disk.bytes_per_second, computed / machine.compute_bytes_per_second)
     assert streaming.seconds >= floor * (1 - 1e-9)
@@ -753,3 +766,297 @@ def test_a_head_is_not_cut_where_tiles_are_not_exact() -> None:
 
 def test_the_default_prefill_step_is_mlx_lms() -> None:
     assert inspect.signature(generate_step).parameters["prefill_step_size"].default == DEFAULT_PREFILL_STEP_SIZE
+
+
+# --- mixtures of experts ---------------------------------------------------------------------------------------------
+
+QWEN_EXPERT = (1_200_000, 1_200_000, 1_200_000)
+"""Matrices of one expert."""
+
+
+def make_mixture(
+    num_layers: int = 24,
+    num_experts: int = 64,
+    top_k: int = 4,
+    expert: Sequence[int] = QWEN_EXPERT,
+    attention: Sequence[int] = (8 * MIB, 2 * MIB, 2 * MIB, 8 * MIB),
+    *,
+    num_dense: int = 0,
+    copies: bool = False,
+    **kinds: Any,
+) -> ModelSizes:
+    """A model whose layers, after the first few, have experts; its trunk is cut into single tensors too."""
+    trunk = make_model([attention] * num_layers, **kinds)
+    trunk = replace(trunk, finer=(tuple(part for unit in trunk.layers for part in tensors_of(unit)),))
+    num_sparse = num_layers - num_dense
+    slot_bytes = padded_bytes(sum(expert)) + DIRECT_ALIGNMENT
+    stage_bytes = padded_bytes(num_experts * max(expert)) + DIRECT_ALIGNMENT
+    experts = ExpertSizes(
+        num_experts=(num_experts,) * num_sparse,
+        slot_bytes=slot_bytes,
+        least_slots=max(-(-stage_bytes // slot_bytes), top_k),
+        nbytes=num_sparse * num_experts * sum(expert),
+        token_bytes=num_sparse * top_k * sum(expert),
+        copies=copies,
+    )
+    stack = [num_experts * nbytes for nbytes in expert]
+    idle = (num_experts - top_k) * sum(expert)
+    layers = [
+        unit if i < num_dense else replace(make_unit(unit.name, [*attention, *stack]), idle_bytes=idle)
+        for i, unit in enumerate(trunk.layers)
+    ]
+    finer = tuple(part for unit in layers for part in tensors_of(unit))
+    return replace(trunk, layers=tuple(layers), finer=(finer,), trunk=replace(trunk, experts=experts))
+
+
+def tensors_of(unit: UnitSize) -> list[UnitSize]:
+    """A unit cut into its tensors; those of experts, the last ones, share what is idle."""
+    total = sum(tensor.nbytes for tensor in unit.tensors[-3:])
+    idle = [0] * (len(unit.tensors) - 3) + [unit.idle_bytes * tensor.nbytes // total for tensor in unit.tensors[-3:]]
+    return [
+        UnitSize(tensor.name.removesuffix(".weight"), (tensor,), idle_bytes=nbytes)
+        for tensor, nbytes in zip(unit.tensors, idle, strict=True)
+    ]
+
+
+@st.composite
+def mixtures(draw: Any) -> ModelSizes:
+    num_experts = draw(st.integers(2, 40))
+    num_layers = draw(st.integers(1, 12))
+    return make_mixture(
+        num_layers,
+        num_experts,
+        draw(st.integers(1, min(8, num_experts))),
+        draw(st.lists(st.integers(20_000, 4_000_000), min_size=3, max_size=3)),
+        draw(st.lists(tensor_bytes, min_size=3, max_size=5)),
+        num_dense=draw(st.integers(0, num_layers - 1)),
+        copies=draw(st.booleans()),
+        head=draw(st.none() | st.sampled_from([(1000, 4096), (32_000, 4096)])),
+        tied=draw(st.booleans()),
+    )
+
+
+def experts_of(sizes: ModelSizes) -> ExpertSizes:
+    assert sizes.trunk is not None and sizes.trunk.experts is not None
+    return sizes.trunk.experts
+
+
+def check_mixture(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig, machine: Machine) -> None:
+    """Everything that is true of every plan of a mixture of experts."""
+    experts, pool = experts_of(sizes), plan.pool
+    if pool is None:
+        check(plan, sizes, config, machine)
+        return
+    assert sizes.trunk is not None
+    check(plan, sizes.trunk, config, machine)
+    assert pool.slot_bytes == experts.slot_bytes
+    assert pool.num_experts == sum(experts.num_experts)
+    assert experts.least_slots <= pool.num_slots
+    assert pool.num_slots <= max(pool.num_experts, experts.least_slots)
+    assert plan.pool_bytes == pool.nbytes == pool.num_slots * pool.slot_bytes
+    assert pool.nbytes in dict(plan.parts()).values()
+    assert 0 <= pool.hit_rate == experts.hit_rate(pool.num_slots) <= 1
+    assert pool.read_bytes == round((1 - pool.hit_rate) * experts.token_bytes)
+    assert plan.read_bytes == plan.streaming.read_bytes + pool.read_bytes
+    assert plan.seconds == plan.streaming.seconds + pool.seconds
+    computed = experts.token_bytes / machine.compute_bytes_per_second
+    assert pool.seconds >= max(computed, pool.read_bytes / machine.disk.bytes_per_second)
+
+
+@some(150)
+@given(mixtures(), configs, machines, shares)
+def test_every_plan_of_a_mixture_adds_up(
+    sizes: ModelSizes, config: FlashConfig, machine: Machine, share: float
+) -> None:
+    (plan,) = plans_between(sizes, config, machine, [share])
+    check_mixture(plan, sizes, config, machine)
+
+
+@some(80)
+@given(mixtures(), configs, machines)
+def test_the_minimum_of_a_mixture_is_enough_and_less_is_refused(
+    sizes: ModelSizes, config: FlashConfig, machine: Machine
+) -> None:
+    least = minimum_of(sizes, config, machine)
+    enough = make_plan(sizes, with_budget(config, least), machine)
+    assert enough.minimum_bytes == least
+    check_mixture(enough, sizes, config, machine)
+    with pytest.raises(BudgetError) as caught:
+        make_plan(sizes, replace(config, ram_budget_gb=(least - 1) / GB), machine)
+    assert caught.value.minimum_bytes == least
+
+
+@some(40)
+@given(mixtures(), machines, many_shares)
+def test_more_memory_is_not_slower_for_a_mixture(sizes: ModelSizes, machine: Machine, shares: Sequence[float]) -> None:
+    plans = plans_between(sizes, FIXED, machine, shares)
+    for less, more in pairwise(plan.seconds for plan in plans):
+        assert more <= less * 1.03
+
+
+@some(80)
+@given(mixtures(), configs, machines, st.floats(0, 1))
+def test_a_mixture_that_fits_whole_has_no_pool(
+    sizes: ModelSizes, config: FlashConfig, machine: Machine, share: float
+) -> None:
+    config = replace(config, context_length=config.context_length or 1024)
+    whole = replace(config, expert_pool_gb=0)
+    budget = int(everything(sizes, whole, machine).peak_bytes * (1 + share))
+    plan = make_plan(sizes, with_budget(config, budget), machine)
+    assert plan.pool is None and plan.streaming.num_units == 0 and plan.read_bytes == 0
+    check_mixture(plan, sizes, config, machine)
+
+
+@some(80)
+@given(mixtures(), machines, shares)
+def test_the_trunk_is_pinned_before_the_pool_grows(sizes: ModelSizes, machine: Machine, share: float) -> None:
+    """One tensor more in memory, or its padding, is all that what a larger pool takes could be used for."""
+    (plan,) = plans_between(sizes, FIXED, machine, [share])
+    experts = experts_of(sizes)
+    if plan.pool is None or not plan.streaming.read_bytes:
+        return
+    assert sizes.trunk is not None
+    largest = max(unit.buffer_bytes for unit in all_units(sizes.trunk))
+    spare = (plan.pool.num_slots - experts.least_slots) * experts.slot_bytes
+    assert spare <= (MAX_SLOTS + 2) * (largest + TILE_SLACK_BYTES)
+
+
+def test_a_pool_takes_what_the_trunk_leaves() -> None:
+    sizes, machine = make_mixture(), make_machine()
+    sizes_of_pools = []
+    for share in (0.15, 0.3, 0.5, 0.7, 0.9):
+        (plan,) = plans_between(sizes, FIXED, machine, [share])
+        assert plan.pool is not None and plan.streaming.read_bytes == 0
+        assert plan.budget_bytes - plan.peak_bytes < plan.pool.slot_bytes
+        sizes_of_pools.append(plan.pool.num_slots)
+    assert sizes_of_pools == sorted(set(sizes_of_pools))
+
+
+def test_a_pool_of_all_experts_is_as_large_as_there_are_experts() -> None:
+    """Just below what it takes to have everything in memory whole, as slots are padded."""
+    sizes, machine = make_mixture(expert=(1 << 20,) * 3), make_machine()
+    whole = everything(sizes, replace(FIXED, expert_pool_gb=0), machine).peak_bytes
+    plan = make_plan(sizes, with_budget(FIXED, whole - MB), machine)
+    assert plan.pool is not None
+    assert 0.97 * plan.pool.num_experts < plan.pool.num_slots <= plan.pool.num_experts
+
+
+@pytest.mark.parametrize("num_slots", [0, 1, 100, 10**6])
+def test_a_pool_of_the_size_asked_for(num_slots: int) -> None:
+    """From the least on, and no larger than there are experts."""
+    sizes, machine = make_mixture(), make_machine()
+    experts = experts_of(sizes)
+    num_slots += experts.least_slots
+    config = replace(FIXED, expert_pool_gb=(num_slots * experts.slot_bytes + 1000) / GB)
+    least = minimum_of(sizes, config, machine)
+    for more in (0, 10 * MB, 300 * MB):
+        plan = make_plan(sizes, with_budget(config, least + more), machine)
+        assert plan.pool is not None
+        assert plan.pool.num_slots == min(num_slots, sum(experts.num_experts))
+        check_mixture(plan, sizes, config, machine)
+
+
+def test_a_pool_asked_for_that_the_budget_cannot_hold_is_refused() -> None:
+    """It is not left out without a word."""
+    sizes, machine = make_mixture(), make_machine()
+    with pytest.raises(BudgetError) as caught:
+        make_plan(sizes, replace(FIXED, expert_pool_gb=2, ram_budget_gb=2), machine)
+    assert caught.value.minimum_bytes > 2 * GB
+    plan = make_plan(sizes, with_budget(replace(FIXED, expert_pool_gb=2), caught.value.minimum_bytes), machine)
+    assert plan.pool is not None and 1.99 * GB < plan.pool_bytes <= 2 * GB
+
+
+def test_a_pool_that_is_too_small_is_refused_with_the_least() -> None:
+    sizes, machine = make_mixture(), make_machine()
+    experts = experts_of(sizes)
+    least = experts.least_slots * experts.slot_bytes
+    with pytest.raises(ConfigError, match="expert_pool_gb") as caught:
+        make_plan(sizes, replace(FIXED, expert_pool_gb=(least - 1) / GB, ram_budget_gb=10), machine)
+    assert not isinstance(caught.value, BudgetError)
+    found = re.search(r"at least ([0-9.]+): (\d+) experts", str(caught.value))
+    assert found is not None and int(found[2]) == experts.least_slots
+    plan = make_plan(sizes, replace(FIXED, expert_pool_gb=float(found[1]), ram_budget_gb=3), machine)
+    assert plan.pool is not None and plan.pool.num_slots == experts.least_slots
+
+
+@pytest.mark.parametrize("pages", range(15_625 * 3, 15_625 * 60, 15_625 * 3))
+def test_the_least_pool_can_be_typed_back_in(pages: int) -> None:
+    """Pages of 4 or 16 kB that are whole MB, where nothing is rounded up."""
+    sizes = make_mixture(num_layers=2, num_experts=2, top_k=1)
+    slot_bytes = pages * DIRECT_ALIGNMENT // 4
+    experts = replace(experts_of(sizes), slot_bytes=slot_bytes, least_slots=1)
+    assert sizes.trunk is not None and slot_bytes % MB == 0
+    sizes = replace(sizes, trunk=replace(sizes.trunk, experts=experts))
+    config = replace(FIXED, expert_pool_gb=float(f"{slot_bytes / GB:.3f}"), ram_budget_gb="min")
+    plan = make_plan(sizes, config, make_machine())
+    assert plan.pool is None or plan.pool.num_slots == 1
+
+
+@some(40)
+@given(mixtures(), machines, shares)
+def test_no_pool_reads_whole_layers(sizes: ModelSizes, machine: Machine, share: float) -> None:
+    config = replace(FIXED, expert_pool_gb=0)
+    (plan,) = plans_between(sizes, config, machine, [share])
+    (dense,) = plans_between(replace(sizes, trunk=None), FIXED, machine, [share])
+    assert plan.pool is None and plan == dense
+    assert not any("experts" in name for name, _ in plan.parts())
+
+
+@pytest.mark.parametrize("word", ["safe", "balanced", "performance"])
+def test_profiles_of_a_mixture(word: Any) -> None:
+    sizes, machine = make_mixture(), make_machine(total_memory=8 * GB, available_memory=4 * GB)
+    plan = make_plan(sizes, replace(FIXED, ram_budget_gb=word), machine)
+    assert plan.pool is not None and plan.pool.num_slots > experts_of(sizes).least_slots
+    assert plan.peak_bytes <= plan.budget_bytes == int(PROFILE_SHARES[word][0] * 4 * GB)
+
+
+def test_the_smallest_plan_of_a_mixture_keeps_its_least_pool() -> None:
+    sizes, machine = make_mixture(), make_machine()
+    plan = make_plan(sizes, replace(FIXED, ram_budget_gb="min"), machine)
+    assert plan.pool is not None and plan.pool.num_slots == experts_of(sizes).least_slots
+    check_mixture(plan, sizes, FIXED, machine)
+
+
+@pytest.mark.parametrize("hit_rate", [lambda num_slots: 0.0, lambda num_slots: num_slots / 1536, lambda num_slots: 1.0])
+def test_what_is_expected_of_pools(hit_rate: Callable[[int], float]) -> None:
+    sizes = expecting(make_mixture(), hit_rate)
+    experts = experts_of(sizes)
+    assert sum(experts.num_experts) == 1536
+    for num_slots in (0, 100, 192, 1000, 1536, 9999):
+        assert experts.hit_rate(num_slots) == pytest.approx(hit_rate(min(num_slots, 1536)))
+    (plan,) = plans_between(sizes, FIXED, make_machine(), [0.5])
+    assert plan.pool is not None and plan.pool.hit_rate == pytest.approx(hit_rate(plan.pool.num_slots))
+
+
+def test_nothing_is_expected_of_a_model_without_experts() -> None:
+    sizes = make_model()
+    assert expecting(sizes, lambda num_slots: 1.0) is sizes
+
+
+@some(100)
+@given(mixtures(), st.integers(0, 600), st.integers(0, 600))
+def test_larger_pools_are_expected_to_hit_more(sizes: ModelSizes, few: int, many: int) -> None:
+    experts = experts_of(sizes)
+    few, many = sorted((few, many))
+    assert 0 <= experts.hit_rate(few) <= experts.hit_rate(many) <= 1
+    assert experts.hit_rate(0) == DEFAULT_HITS[0] == 0 and experts.hit_rate(sum(experts.num_experts)) == 1
+
+
+def test_experts_that_are_not_computed_with_take_no_time() -> None:
+    """In memory whole, a mixture is as fast as what a token passes through, not as slow as all of its weights."""
+    sizes, machine = make_mixture(num_experts=64, top_k=4), make_machine()
+    assert sizes.trunk is not None
+    plan = everything(sizes, FIXED, machine)
+    dense = everything(replace(sizes.trunk, experts=None), FIXED, machine)
+    experts = experts_of(sizes).token_bytes / machine.compute_bytes_per_second
+    assert plan.seconds == pytest.approx(dense.seconds + experts)
+
+
+@pytest.mark.parametrize("num_experts", [128, 512])
+@pytest.mark.parametrize("budget", ["min", 30, 100])
+def test_many_experts_are_planned_in_no_time(num_experts: int, budget: Any) -> None:
+    sizes = make_mixture(94, num_experts, 8, (9_400_000,) * 3)
+    began = time.process_time()
+    plan = make_plan(sizes, FlashConfig(ram_budget_gb=budget), make_machine())
+    assert time.process_time() - began < 2
+    check_mixture(plan, sizes, FlashConfig(), make_machine())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import re
 import signal
@@ -15,6 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from zoo import configuration
+
+Array = np.ndarray[Any, Any]
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 MAKE = SCRIPTS / "make_random_model.py"
@@ -210,6 +215,137 @@ def test_huggingface_naming_loads_to_the_same_model(made: Callable[..., Path], a
     models = [dict(tree_flatten(load_model(folder, strict=True)[0].parameters())) for folder in (theirs, ours)]
     assert models[0].keys() == models[1].keys()
     assert all(mx.array_equal(value, models[1][name]) for name, value in models[0].items())
+
+
+SKEWED = ["--architecture=qwen3_moe", "--routing-skew=1"]
+ROUTED = ["--layers=6", "--hidden-size=256", "--intermediate-size=32", "--experts=32", "--experts-per-token=4"]
+
+
+class Routing:
+    """What the layers of a model chose for a sequence of tokens that it wrote itself."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import mlx.core as mx
+        from mlx_lm.models.cache import make_prompt_cache
+        from mlx_lm.models.switch_layers import SwitchGLU
+        from mlx_lm.utils import load_model
+
+        model, _ = load_model(folder, strict=True)
+        calls: list[tuple[mx.array, mx.array]] = []
+        plain = SwitchGLU.__call__
+
+        def noted(module: SwitchGLU, x: mx.array, indices: mx.array) -> mx.array:
+            calls.append((x[0], indices[0]))
+            return plain(module, x, indices)
+
+        mx.random.seed(0)
+        cache, tokens = make_prompt_cache(model), [7]
+        for _ in range(150):
+            tokens.append(int(mx.random.categorical(model(mx.array([tokens[-1:]]), cache)[0, -1] / 0.8)))
+        monkeypatch.setattr(SwitchGLU, "__call__", noted)
+        mx.eval(model(mx.array([tokens])))
+        self.chosen = [np.array(indices) for _, indices in calls]
+        gates = [layer.mlp.gate for layer in model.layers[1:]]
+        self.foretold = [
+            np.array(mx.argsort(gate(x), axis=-1)[:, -4:]) for (x, _), gate in zip(calls, gates, strict=False)
+        ]
+
+    def top_share(self) -> float:
+        """Share of uses that go to the quarter of each layer's experts that is used most."""
+        counts = [np.sort(np.bincount(chosen.ravel(), minlength=32))[::-1] for chosen in self.chosen]
+        return float(np.mean([count[:8].sum() / count.sum() for count in counts]))
+
+    def shared_by_neighbours(self, distance: int) -> float:
+        """Share of a token's experts that one so much later has too."""
+        return float(np.mean([overlap(chosen[:-distance], chosen[distance:]) for chosen in self.chosen]))
+
+    def foretold_share(self) -> float:
+        """Share of experts that the router would have chosen from the input of the layer before."""
+        pairs = zip(self.foretold, self.chosen[1:], strict=True)
+        return float(np.mean([overlap(foretold, chosen) for foretold, chosen in pairs]))
+
+
+def overlap(left: Array, right: Array) -> float:
+    return float(np.mean([len(set(a) & set(b)) / len(a) for a, b in zip(left, right, strict=True)]))
+
+
+def test_skewed_routing_is_like_a_trained_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = [*ROUTED, "--dtype=float32", "--heads=4", "--kv-heads=2", "--vocab-size=2000", "--architecture=qwen3_moe"]
+    for name, skew in (("even", "0"), ("skewed", "1")):
+        result = run_make(tmp_path / name, *shape, f"--routing-skew={skew}")
+        assert result.returncode == 0, result.stderr
+    with monkeypatch.context() as patch:
+        even = Routing(tmp_path / "even", patch)
+    with monkeypatch.context() as patch:
+        skewed = Routing(tmp_path / "skewed", patch)
+    assert skewed.top_share() > max(0.6, even.top_share() + 0.1)
+    # Popular experts are shared by any two tokens, those of a topic by tokens that are close.
+    assert skewed.shared_by_neighbours(1) > skewed.shared_by_neighbours(60) + 0.02
+    assert 0.6 < skewed.foretold_share() < 0.9
+    assert len(set(generate(tmp_path / "skewed", 64))) > 16
+
+
+def test_skewed_values_depend_on_seed_and_name_only(made: Callable[..., Path], tmp_path: Path) -> None:
+    first = read_tensors(made(*SKEWED))
+    assert read_tensors(made("--layout=sequential", "--shard-size-gb=0.00005", *SKEWED)) == first
+    other = read_tensors(made("--seed=1", *SKEWED))
+    assert not [name for name in first if "norm" not in name and first[name] == other[name]]
+
+
+def test_a_pattern_is_the_same_in_any_pieces() -> None:
+    script = load_script()
+    pattern = script.Rows(1.0, 2, 7, lambda rows: (rows[:, None] * 100 + np.arange(7)).astype(np.float32))
+    whole = pattern(np.ones(70, np.float32), 0)
+    assert whole.reshape(10, 7)[3].tolist() == [300, 301, 303, 304, 305, 306, 307]
+    for first, last in [(0, 1), (5, 9), (13, 14), (14, 21), (20, 70)]:
+        assert pattern(np.ones(last - first, np.float32), first).tolist() == whole[first:last].tolist()
+
+
+def load_script() -> Any:
+    spec = importlib.util.spec_from_file_location("make_random_model", MAKE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_skewed_and_quantized_keeps_routers_whole(made: Callable[..., Path]) -> None:
+    folder = made("--mode=affine", "--group-size=32", *SKEWED)
+    tensors = read_tensors(folder)
+    whole = ("mlp.gate.", "embed_tokens", "lm_head")
+    assert not [name for name in tensors if name.endswith("scales") and any(part in name for part in whole)]
+    assert "model.layers.0.mlp.switch_mlp.up_proj.scales" in tensors
+    assert len(generate(folder)) == 5
+
+
+@pytest.mark.parametrize("config", ["deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_routers_are_found_without_knowing_the_architecture(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(configuration(config)))
+    result = run_make(tmp_path / "m", f"--config={tmp_path / 'config.json'}", "--routing-skew=1", "--dtype=float32")
+    assert result.returncode == 0, result.stderr
+    assert len(generate(tmp_path / "m")) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--architecture=llama"], "needs a mixture of experts"),
+        (["--architecture=mixtral", "--tie-word-embeddings"], "one head of its own"),
+        (["--routing-skew=-1"], "not a number of at least zero"),
+    ],
+    ids=str,
+)
+def test_skew_is_refused_where_it_cannot_be(tmp_path: Path, arguments: list[str], message: str) -> None:
+    assert message in refused(tmp_path / "m", *TINY, "--routing-skew=1", *arguments)
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_router_that_cannot_be_told_is_not_guessed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(configuration("longcat_flash")))
+    message = refused(tmp_path / "m", f"--config={tmp_path / 'config.json'}", "--routing-skew=1")
+    assert "cannot tell what chooses among the 6 experts of model.layers." in message
 
 
 def test_any_architecture_from_a_config(tmp_path: Path) -> None:

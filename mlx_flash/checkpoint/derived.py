@@ -38,7 +38,7 @@ from mlx_flash.checkpoint.copies import (
     write_manifest,
 )
 from mlx_flash.checkpoint.fingerprint import fingerprint_of, state_of, versions
-from mlx_flash.checkpoint.layout import LoadedModel, iter_parameters
+from mlx_flash.checkpoint.layout import LoadedModel, iter_parameters, model_name
 from mlx_flash.checkpoint.renewal import bind, renew
 from mlx_flash.checkpoint.safetensors import Checkpoint, Extent, TensorRecord
 from mlx_flash.checkpoint.writer import ShardWriter, TensorSpec, aligned_order, is_complete, make_head
@@ -214,12 +214,6 @@ def _shards(derived: Sequence[DerivedParameter], fingerprint: str) -> list[_Shar
     return [_Shard(f"model-{i:05}.safetensors", part, fingerprint) for i, part in enumerate(parts, 1)]
 
 
-def _model_name(source: str) -> str:
-    """The folder's name; of a downloaded repository its own, since the folder is named after a revision."""
-    repositories = [part for part in Path(source).parts if part.startswith("models--")]
-    return repositories[-1].removeprefix("models--").replace("--", "/") if repositories else Path(source).name
-
-
 def _layer_of(name: str) -> str:
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else name
@@ -299,7 +293,7 @@ class _Copying:
         held = hold(self._partial)
         assert held is not None, "nobody else removes what is begun"
         try:
-            name = _model_name(self._source)
+            name = model_name(self._source)
             manifest = {"source": self._source, "model": name, "versions": versions(), "created": time.time()}
             write_manifest(self._partial, manifest)
             self._write(progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
@@ -13,6 +14,9 @@ from mlx_flash.checkpoint.layout import ExpertStack, ModelLayout, Parameter, Uni
 from mlx_flash.checkpoint.safetensors import TensorRecord
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import COPY_ALIGNMENT, Placement, RowPlacement, place_groups, place_rows
+
+_MAX_CACHED = 4096
+"""Of what takes seconds for a model with many experts; asked for when a plan is made, and when it is carried out."""
 
 
 def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace: CallTrace) -> list[ExpertStack]:
@@ -64,19 +68,23 @@ def _num_experts(unit: Unit) -> int:
     return counts.pop()
 
 
-def expert_records(parameter: Parameter) -> list[TensorRecord]:
+def expert_records(parameter: Parameter) -> tuple[TensorRecord, ...]:
     """Where each row of a stack lies; empty when a row is not one run of bytes."""
-    num_rows = parameter.array.shape[0]
-    row_bytes = parameter.nbytes // num_rows
+    return _rows(parameter.records, parameter.array.shape[0], parameter.nbytes)
+
+
+@lru_cache(maxsize=_MAX_CACHED)
+def _rows(records: tuple[TensorRecord, ...], num_rows: int, nbytes: int) -> tuple[TensorRecord, ...]:
     found: list[TensorRecord] = []
-    for record in parameter.records:
+    row_bytes = nbytes // num_rows
+    for record in records:
         if record.nbytes == row_bytes:
             found.append(record)
         elif record.shape and record.nbytes == record.shape[0] * row_bytes:
             found += (record.rows(i, i + 1) for i in range(record.shape[0]))
         else:
-            return []
-    return found if len(found) == num_rows else []
+            return ()
+    return tuple(found) if len(found) == num_rows else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +109,31 @@ def place_experts(stack: ExpertStack, alignment: int) -> ExpertPlacement:
         stack: whose experts.
         alignment: what kernels want addresses to be multiples of.
     """
-    columns = [expert_records(parameter) for parameter in stack.unit.large]
-    read = place_rows(list(zip(*columns, strict=True)), alignment)
+    read = _place(_Columns(tuple(expert_records(parameter) for parameter in stack.unit.large)), alignment)
     kept, cursor = [], read.nbytes + DIRECT_ALIGNMENT
     for parameter in stack.unit.small:
         kept.append(cursor - DIRECT_ALIGNMENT)
         cursor += -(-parameter.nbytes // stack.num_experts // COPY_ALIGNMENT) * COPY_ALIGNMENT
     return ExpertPlacement(read, tuple(kept), -(-cursor // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT)
+
+
+class _Columns:
+    """The rows of stacks as a key: what :func:`_rows` gives is the same object for the same stack."""
+
+    def __init__(self, columns: tuple[tuple[TensorRecord, ...], ...]) -> None:
+        self.columns = columns
+        self._ids = tuple(map(id, columns))
+
+    def __hash__(self) -> int:
+        return hash(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Columns) and self._ids == other._ids
+
+
+@lru_cache(maxsize=_MAX_CACHED)
+def _place(key: _Columns, alignment: int) -> RowPlacement:
+    return place_rows(list(zip(*key.columns, strict=True)), alignment)
 
 
 def matrices_of(stack: ExpertStack) -> list[list[int]]:

@@ -201,6 +201,12 @@ def load_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+def model_name(directory: str | Path) -> str:
+    """The folder's name; of a downloaded repository its own, since the folder is named after a revision."""
+    repositories = [part for part in Path(directory).parts if part.startswith("models--")]
+    return repositories[-1].removeprefix("models--").replace("--", "/") if repositories else Path(directory).name
+
+
 def load_lazily(
     directory: Path,
     checkpoint: Checkpoint,

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
+from mlx_flash.checkpoint.layout import model_name
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import StreamedWeightsError
 from mlx_flash.model import FlashLLM, prepare
@@ -135,7 +136,7 @@ def _make_replacement(original: LoadModel) -> LoadModel:
             return original(model_path, lazy, strict, model_config, **loading)
         _refuse_writers()
         prepared = prepare(model_path, config, model_config, load_model=original, strict=strict, **loading)
-        return FlashLLM(prepared, config, Path(model_path).name), prepared.loaded.config
+        return FlashLLM(prepared, config, model_name(model_path)), prepared.loaded.config
 
     return load_model
 

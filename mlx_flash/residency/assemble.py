@@ -128,6 +128,7 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
     experts = sizes.experts
     copies = any(unit.copies for unit in units) or (experts is not None and experts.copies)
     bounce = machine.disk.direct and copies
+    num_readers = 1 if experts is None else 2  # urgent reads have threads and buffers of their own
     num_layers = max(1, len(sizes.layers))
     return ResidencyPlan(
         budget_bytes=0,
@@ -142,7 +143,7 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
         # A cache that grows holds its old and its new arrays for a moment, one layer at a time.
         kv_bytes=sizes.kv_bytes(context) * (num_layers + 1) // num_layers,
         activation_bytes=activation_bytes(task, reserve),
-        bounce_bytes=machine.disk.read_size * machine.disk.queue_depth if bounce else 0,
+        bounce_bytes=machine.disk.read_size * machine.disk.queue_depth * num_readers if bounce else 0,
         read_size=machine.disk.read_size,
         queue_depth=machine.disk.queue_depth,
         disk_bytes_per_second=machine.disk.bytes_per_second,
@@ -192,7 +193,7 @@ def timed(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
     for unit in task.sizes.layers:
         names = set(layers.get(unit.name, ()))
         read = sum(tensor.nbytes for tensor in unit.tensors if tensor.name in names) / disk
-        steps.append((read, unit.nbytes / compute + (barrier if names else 0.0)))
+        steps.append((read, unit.computed_bytes / compute + (barrier if names else 0.0)))
     for head in heads_of(task.sizes):
         if head.name in tiles:
             count = _num_tiles(head, tiles[head.name])

@@ -105,7 +105,7 @@ def _with_experts(task: Task, trunk: ModelSizes) -> Task:
     assert experts is not None
     if pool_gb is None:
         return replace(task, sizes=trunk)
-    num_slots = min(int(pool_gb * GB) // experts.slot_bytes, sum(experts.num_experts))
+    num_slots = min(round(pool_gb * GB) // experts.slot_bytes, sum(experts.num_experts))
     if num_slots < experts.least_slots:
         raise ConfigError(
             f"expert_pool_gb is {pool_gb:g}, but this model needs at least "
@@ -219,9 +219,10 @@ def _best(task: Task, budget: int) -> ResidencyPlan | None:
 def _least_seconds(task: Task, budget: int) -> float:
     """No plan is faster: all weights are computed with, and what the budget cannot hold is read."""
     machine = task.machine
-    nbytes = sum(unit.nbytes for unit in [*task.sizes.layers, *heads_of(task.sizes)])
-    read = max(0, nbytes - (budget - machine.base_bytes))
-    trunk = max(nbytes / machine.compute_bytes_per_second, read / machine.disk.bytes_per_second)
+    units = [*task.sizes.layers, *heads_of(task.sizes)]
+    read = max(0, sum(unit.nbytes for unit in units) - (budget - machine.base_bytes))
+    computed = sum(unit.computed_bytes for unit in units)
+    trunk = max(computed / machine.compute_bytes_per_second, read / machine.disk.bytes_per_second)
     experts = task.sizes.experts
     if experts is None:
         return trunk

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -45,17 +46,24 @@ class UnitSize:
         tensors: its large parameters.
         num_rows: output rows, for a unit that can be cut into row tiles; else None.
         copies: whether its direct reads go through a bounce buffer.
+        idle_bytes: of experts that a token is not routed to: they are read with the rest, not computed with.
     """
 
     name: str
     tensors: tuple[TensorSize, ...]
     num_rows: int | None = None
     copies: bool = False
+    idle_bytes: int = 0
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def computed_bytes(self) -> int:
+        """Bytes that a token is computed with."""
+        return self.nbytes - self.idle_bytes
 
     @cached_property
     def largest_first(self) -> list[TensorSize]:
@@ -242,16 +250,17 @@ def expecting(sizes: ModelSizes, hit_rate: Callable[[int], float]) -> ModelSizes
 
 def _measure(layout: ModelLayout, activations: ActivationSizes, alignment: int) -> ModelSizes:
     small = [parameter for unit in layout.units for parameter in unit.small]
+    idle = {id(p): _idle_bytes(p, stack) for stack in layout.experts for p in stack.unit.large}
     tables = [_unit_size(unit, alignment) for unit in layout.embeddings]
     return ModelSizes(
-        layers=tuple(_unit_size(unit, alignment) for unit in layout.layers),
+        layers=tuple(_unit_size(unit, alignment, idle) for unit in layout.layers),
         heads=tuple(_unit_size(unit, alignment) for unit in layout.heads),
         tables=tuple(TableSize(table, table.name in layout.tied) for table in tables),
         resident_bytes=sum(parameter.nbytes for parameter in [*small, *layout.resident]),
         kv_bytes_constant=layout.cache_bytes,
         kv_bytes_per_token=layout.cache_bytes_per_token,
         activations=activations,
-        finer=tuple(tuple(_unit_size(unit, alignment) for unit in cut) for cut in layout.finer),
+        finer=tuple(tuple(_unit_size(unit, alignment, idle) for unit in cut) for cut in layout.finer),
     )
 
 
@@ -270,10 +279,14 @@ def _expert_sizes(stacks: Sequence[ExpertStack], alignment: int) -> ExpertSizes:
     )
 
 
-def _unit_size(unit: Unit, alignment: int) -> UnitSize:
+def _idle_bytes(parameter: Parameter, stack: ExpertStack) -> int:
+    return parameter.nbytes * (stack.num_experts - min(stack.top_k, stack.num_experts)) // stack.num_experts
+
+
+def _unit_size(unit: Unit, alignment: int, idle: Mapping[int, int] = MappingProxyType({})) -> UnitSize:
     tensors = tuple(TensorSize(p.name, p.nbytes, padded_bytes(p.nbytes)) for p in unit.large)
     copies = place_groups([p.records for p in unit.large], alignment).copies
-    return UnitSize(unit.name, tensors, unit.num_rows, copies)
+    return UnitSize(unit.name, tensors, unit.num_rows, copies, sum(idle.get(id(p), 0) for p in unit.large))
 
 
 def working_itemsize(parameters: list[Parameter]) -> int:

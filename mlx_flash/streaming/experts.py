@@ -57,10 +57,11 @@ class _Residual:
 class _Remembering(SwappedClass):
     """A norm that remembers what it was given, when that is few tokens."""
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         residual = cast(_Residual, state_of(self))
-        residual.value = x if x.size <= SORTED_SIZE * x.shape[-1] else None
-        return cast(mx.array, own_class(self).__call__(self, x))
+        is_simple = not args and not kwargs and x.size <= SORTED_SIZE * x.shape[-1]
+        residual.value = x if is_simple else None
+        return cast(mx.array, own_class(self).__call__(self, x, *args, **kwargs))
 
 
 class Experts:
@@ -147,8 +148,7 @@ class Experts:
         if self._stream.is_guessing:
             raise _GuessedError(indices)
         guess = self._guess(layer + 1) if indices.size < SORTED_SIZE else None
-        mx.eval(indices, self._pending, [] if guess is None else guess)
-        self._pending.clear()
+        self._evaluate_pending(indices, *([] if guess is None else [guess]))
         self.pool.hold(layer, ())
         routing = np.array(indices).astype(np.int64)
         experts, counts = np.unique(routing, return_counts=True)
@@ -185,7 +185,13 @@ class Experts:
         if routing.size >= SORTED_SIZE:
             pool.settle(layer, _hottest(experts, counts)[: self._quota])
         self._pending.append(result)
+        if layer == len(self.stacks) - 1:
+            self._evaluate_pending()  # the next call may come from another thread, which cannot
         return result
+
+    def _evaluate_pending(self, *others: mx.array) -> None:
+        pending, self._pending = self._pending, []  # they go, whatever happens: they may be of another thread's
+        mx.eval(pending, others)
 
     def _compute(self, layer: int, x: mx.array, routing: Routing, late: Numbers) -> mx.array:
         """Computes with what is there while the rest is read."""

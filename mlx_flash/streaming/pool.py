@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from mlx_flash.checkpoint.experts import place_experts
 from mlx_flash.checkpoint.layout import ExpertStack
+from mlx_flash.errors import ReadError
 from mlx_flash.storage.placement import RowPlacement
 from mlx_flash.storage.reader import Reader, Ticket
 from mlx_flash.streaming.eviction import Expert, Recency
@@ -142,9 +144,10 @@ class ExpertPool:
             Those that have to be waited for.
 
         Raises:
-            ReadError: one that was on its way already could not be read.
+            ReadError: one could not be read.
         """
         wanted = [int(expert) for expert in experts]
+        self.drop_failed(layer, wanted)
         self.count(layer, wanted)
         needed = {(layer, expert) for expert in wanted}
         missing = [expert for expert in wanted if self.slot_of[layer][expert] == ABSENT]
@@ -168,13 +171,16 @@ class ExpertPool:
         first = self.layers[layer].placement.segments[expert][0]
         return str(first.path), first.offset
 
-    def is_there(self, layer: int, expert: int) -> bool:
-        """Whether an expert is in its slot.
+    def drop_failed(self, layer: int, experts: Iterable[int]) -> None:
+        """Takes the slots away from those of some experts that could not be read before they were needed."""
+        for expert in experts:
+            with suppress(ReadError):  # they are read again
+                self._is_there((layer, expert))
 
-        Raises:
-            ReadError: it could not be read.
-        """
-        return bool(self.slot_of[layer][expert] != ABSENT) and self._is_there((layer, expert))
+    def drop_unread(self, layer: int, experts: Sequence[int]) -> None:
+        """Takes the slots away from those of some experts that are not in them yet."""
+        self.drop_failed(layer, experts)
+        self.forget(layer, [expert for expert in experts if (layer, expert) in self._tickets])
 
     def _is_there(self, key: Expert) -> bool:
         ticket = self._tickets.get(key)

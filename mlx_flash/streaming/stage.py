@@ -22,7 +22,7 @@ from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Piece, Placement, Segment
 from mlx_flash.storage.reader import Reader, Ticket
 from mlx_flash.streaming.arrays import arrays_in
-from mlx_flash.streaming.pool import Bytes, ExpertPool
+from mlx_flash.streaming.pool import ABSENT, Bytes, ExpertPool
 from mlx_flash.streaming.slots import Arena
 from mlx_flash.streaming.stream import POISON
 from mlx_flash.streaming.swap import SwappedClass, clone_tree, own_class, state_of, swap_class
@@ -44,7 +44,7 @@ class _Matrix:
     module: nn.Module
     parameters: list[Parameter]
     columns: list[int]
-    rows: list[list[TensorRecord]]
+    rows: list[tuple[TensorRecord, ...]]
     placement: Placement
     views: dict[int, list[mx.array]]
 
@@ -135,11 +135,12 @@ class Stage:
             ReadError: weights could not be read.
         """
         pool = self._pool
+        pool.drop_unread(layer, hottest)  # they may be behind much else, and are read with the others now
         pool.clear_tail(self.num_slots)
         if self._arena is None:
             self._arena = pool.slots.tail(self.num_slots)
         pool.count(layer, hottest)
-        present = {expert for expert in hottest if pool.is_there(layer, expert)}
+        present = {expert for expert in hottest if pool.slot_of[layer][expert] != ABSENT}
         call = self._call = _Call(layer, list(self._matrices[layer]), sorted(hottest), present)
         try:
             for region in range(self._num_regions):

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_flash import FlashLLM
 from models import stock
@@ -20,14 +21,16 @@ from zoo import configuration
 from zoo.weights import VARIANTS, UnfitError, save
 
 PROMPT = [5, 17, 300, 3, 3, 42, 64, 99, 128, 7, 21]
+LONGEST_CALL = 64
+LONG_PROMPT = [(7 * i * i + 3 * i) % 320 for i in range(LONGEST_CALL)]
 GENERATIONS: Sequence[Sequence[Sequence[Sequence[int]]]] = (
     ([PROMPT], [[12]], [[319]], [[0]], [[51, 4, 8, 31, 7]], [[9]]),
     ([PROMPT, PROMPT[::-1]], [[12], [7]], [[1], [290]], [[6, 2, 200], [8, 8, 30]]),
+    ([LONG_PROMPT], [[200]]),
     ([[256, 1, 9]], [[77]]),
 )
-"""Calls of each generation: rows of tokens. Longer than the sliding windows, which are of 8 tokens."""
-
-LONGEST_CALL = 64
+"""Calls of each generation: rows of tokens. Longer than the sliding windows, which are of 8 tokens; one call is of so
+many that its tokens are sorted by their experts, even with one expert a token."""
 
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
@@ -46,6 +49,10 @@ class Outcome:
         num_streamed: those of which weights were streamed.
         nbytes: of all parameters.
         streamed_bytes: of those that were not in memory.
+        num_cuts: finer cuts of the layers, row tiles among them, that gave the same bits.
+        num_stacks: stacks of experts that were read expert by expert.
+        num_pools: ways to read them that gave the same bits.
+        unpooled: why each module that has routed experts, but is no such stack, is none.
         derived: parameters that mlx-lm computed while loading, constants included.
         kept: why each layer that was not streamed was not.
         seconds: all of it took.
@@ -61,6 +68,9 @@ class Outcome:
     nbytes: int = 0
     streamed_bytes: int = 0
     num_cuts: int = 0
+    num_stacks: int = 0
+    num_pools: int = 0
+    unpooled: dict[str, str] = field(default_factory=dict)
     derived: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -117,6 +127,8 @@ def run_streamed(directory: Path, outcome: Outcome, expected: list[Any]) -> None
         for cut in [*range(1, num_cuts + 1), "tiles"]:
             outcome.reason = outcome.reason or find_difference_of_cut(directory, cut, expected)
             outcome.num_cuts += not outcome.reason
+        if outcome.num_stacks and not outcome.reason:
+            outcome.reason = find_difference_of_pools(directory, num_cuts, expected, outcome)
     except Exception as error:
         outcome.reason = one_line(error)
     outcome.status = "failed" if outcome.reason else "ok"
@@ -128,6 +140,30 @@ def find_difference_of_cut(directory: Path, cut: int | str, expected: list[Any])
         model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
         difference = find_difference(expected, trace(model))
     return f"cut {cut}: {difference}" if difference else ""
+
+
+def find_difference_of_pools(directory: Path, finest: int, expected: list[Any], outcome: Outcome) -> str:
+    """What experts that are read one by one change, if they change anything.
+
+    Pools of the fewest slots, of a middle number, and of all; rows that are exact and rows that are not, as on GPUs;
+    the rest of the model streamed in whole layers and in the smallest units: any two of these meet.
+    """
+    num_slots, num_experts = 0, 0
+    for i in range(3):
+        for exact_rows in (True, False):
+            cut = finest if i % 2 == exact_rows else 0
+            with streamed_whole(directory, cut=cut, pool_slots=num_slots, exact_rows=exact_rows) as model:
+                model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
+                assert model.plan.pool is not None and model.engine is not None and model.engine.experts is not None
+                least, num_experts = model.plan.pool.num_slots, model.plan.pool.num_experts
+                difference = find_difference(expected, trace(model))
+                num_calls = model.engine.experts.pool.stats.num_calls
+            if difference or not num_calls:
+                how = f"pool of {least} of {num_experts}, rows {'' if exact_rows else 'not '}exact, cut {cut}"
+                return f"{how}: {difference or 'no expert was called'}"
+            outcome.num_pools += 1
+        num_slots = (least + num_experts) // 2 if i == 0 else num_experts
+    return ""
 
 
 def judge(directory: Path, outcome: Outcome, expected: list[Any], got: list[Any], closed: list[Any]) -> str:
@@ -218,12 +254,30 @@ def describe(model: FlashLLM, outcome: Outcome) -> None:
     names = {id(module): name for name, module in model.named_modules()}
     layers = list({id(layer): layer for layer in model.layers if layer is not None}.values())
     outcome.num_layers = len(layers)
+    outcome.num_stacks = len(layout.experts)
+    outcome.unpooled = why_unpooled(model)
     for i, layer in enumerate(layers):
         if any(engine.is_streamed(module, key) for module in layer.modules() for key in module):
             outcome.num_streamed += 1
         else:
             name = names.get(id(layer), f"layer {i}")
             outcome.kept[name] = why_kept(layer, id(layer) in names, outcome.derived, name)
+
+
+def why_unpooled(model: FlashLLM) -> dict[str, str]:
+    """The modules that have routed experts and are not read expert by expert, each with the reason."""
+    pooled = {id(module) for stack in model.layout.experts for module in stack.unit.module.modules()}
+    found = {}
+    for name, module in model.named_modules():
+        if id(module) in pooled:
+            continue
+        if any(isinstance(child, SwitchLinear | QuantizedSwitchLinear) for child in module.children().values()):
+            found[name] = (
+                f"{type(module).__name__} is called in a way of its own, or its rows cannot be read one by one"
+            )
+        elif isinstance(module.get("experts"), list):
+            found[name] = f"{type(module).__name__} has a list of experts, and calls those that are chosen as modules"
+    return found
 
 
 def why_kept(layer: Any, in_tree: bool, derived: list[str], name: str) -> str:

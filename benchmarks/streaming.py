@@ -9,6 +9,7 @@ One round runs everything once, so that a machine that becomes slower for a whil
 * *resident* is stock mlx-lm with all weights in memory: the time that computing takes, and the tokens to compare with.
 * a *probe* reads 1.5 GB of the checkpoint for each of a few read sizes and depths, always further on in the files.
 * a *budget* is a streamed run. Its own process, as for the resident one: a peak of memory is that of a whole process.
+  With ``--variants`` each budget is run with several settings, such as sizes of the pool of experts.
 
 Decoding is timed from the first token to the last, so loading and prefill are left out. A streamed token takes at least
 as long as reading its bytes and at least as long as computing it; what can be hoped for is the larger of the two:
@@ -33,7 +34,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
 from itertools import cycle, pairwise
@@ -86,15 +87,21 @@ class Job:
     budget: float | str | None = None
     read_size_mb: float | None = None
     queue_depth: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What a streamed model counted up to now."""
+    """What a streamed model counted up to now; of experts, what needed which bytes."""
 
     nbytes: int = 0
     busy_seconds: float = 0.0
     wait_seconds: float = 0.0
+    num_routed: int = 0
+    num_hits: int = 0
+    num_predicted: int = 0
+    num_predicted_right: int = 0
+    missed_bytes: int = 0
 
 
 # --- one run, in its own process -------------------------------------------------------------------------------------
@@ -117,13 +124,14 @@ def _streamed_run(job: Job) -> Run:
         context_length=job.prompt_tokens + job.tokens,  # as the command line sets it
         read_size_mb=job.read_size_mb,
         queue_depth=job.queue_depth,
+        **{"expert_warm_start": False, **job.settings},  # every run begins with nothing known
     )
     began = time.perf_counter()
     model, _ = load_model(job.model, config)
     loaded = time.perf_counter() - began
     with model:
         run = _decode(model, job, lambda: _counters(model))
-        run |= {"load_seconds": loaded, "peak_bytes": peak_footprint(), "budget": job.budget}
+        run |= {"load_seconds": loaded, "peak_bytes": peak_footprint(), "budget": job.budget, "settings": job.settings}
         return run | {"budget_bytes": model.plan.budget_bytes, "plan": _plan_summary(model.plan)}
 
 
@@ -148,12 +156,46 @@ def _decode(model: Any, job: Job, count: Callable[[], Counters]) -> Run:
         "bytes_per_token": (after.nbytes - before.nbytes) / passes,
         "read_bytes_per_second": (after.nbytes - before.nbytes) / busy if busy > 0 else None,
         "wait_share": (after.wait_seconds - before.wait_seconds) / seconds,
+        **_experts(before, after, passes),
+    }
+
+
+def _experts(before: Counters, after: Counters, passes: int) -> Run:
+    """What experts did, if they were read one by one. What had to be read is what was not there when it was needed,
+    or was there because it had been read ahead."""
+    routed = after.num_routed - before.num_routed
+    if not routed:
+        return {}
+    missed = after.missed_bytes - before.missed_bytes
+    predicted = after.num_predicted - before.num_predicted
+    right = after.num_predicted_right - before.num_predicted_right
+    return {
+        "hit_rate": (after.num_hits - before.num_hits - right) / routed,
+        "predicted_right": right / predicted if predicted else None,
+        "missed_bytes_per_token": missed / passes,
+        "read_per_missed": (after.nbytes - before.nbytes) / missed if missed else None,
     }
 
 
 def _counters(model: FlashLLM) -> Counters:
-    stats = model.engine.reader.stats
-    return Counters(stats.nbytes, stats.busy_seconds, model.engine.stream.stats.wait_seconds)
+    engine = model.engine
+    assert engine is not None
+    read, wait_seconds = engine.reader.stats, engine.stream.stats.wait_seconds
+    if engine.experts is None:
+        return Counters(read.nbytes, read.busy_seconds, wait_seconds)
+    pool = engine.experts.pool
+    stats = pool.stats
+    missed = stats.num_routed - stats.num_hits + stats.num_predicted_right
+    return Counters(
+        read.nbytes,
+        read.busy_seconds,
+        wait_seconds + stats.wait_seconds,
+        stats.num_routed,
+        stats.num_hits,
+        stats.num_predicted,
+        stats.num_predicted_right,
+        missed * max(layer.expert_bytes for layer in pool.layers),
+    )
 
 
 def _plan_summary(plan: ResidencyPlan) -> dict[str, Any]:
@@ -173,6 +215,7 @@ def _plan_summary(plan: ResidencyPlan) -> dict[str, Any]:
         "context_length": plan.context_length,
         "prefill_step_size": plan.prefill_step_size,
         "parts": dict(plan.parts()),
+        "pool": plan.pool and asdict(plan.pool),
     }
 
 
@@ -290,6 +333,7 @@ class Bench:
 
     job: Job
     budgets: Sequence[float | str]
+    variants: Sequence[dict[str, Any]]
     with_resident: bool
     probe: DiskProbe
     paths: Sequence[Path]
@@ -301,14 +345,15 @@ class Bench:
         resident = self._run(None) if self.with_resident else None
         probes, streamed = [self._probe()], []
         for budget in self.budgets:
-            streamed.append(self._run(budget))
-            probes.append(self._probe())
+            for settings in self.variants:
+                streamed.append(self._run(budget, settings))
+                probes.append(self._probe())
         return {"resident": resident, "probes": probes, "streamed": streamed}
 
-    def _run(self, budget: float | str | None) -> Run:
+    def _run(self, budget: float | str | None, settings: dict[str, Any] | None = None) -> Run:
         make_cold(self.paths, self.drop_caches)
-        run = run_worker(Job(**{**asdict(self.job), "budget": budget}))
-        name = "resident" if budget is None else f"budget {budget}"
+        run = run_worker(Job(**{**asdict(self.job), "budget": budget, "settings": settings or {}}))
+        name = "resident" if budget is None else " ".join([f"budget {budget}", *_in_words(settings)])
         self.say(f"  {name}: {run['tokens_per_second']:.3f} tokens/s, peak {run['peak_bytes'] / GB:.3f} GB")
         return run
 
@@ -318,6 +363,10 @@ class Bench:
         rates = " ".join(f"{entry['bytes_per_second'] / GB:.2f}" for entry in found)
         self.say(f"  probe: {rates} GB/s")
         return found
+
+
+def _in_words(settings: dict[str, Any] | None) -> list[str]:
+    return [f"{name}={value}" for name, value in (settings or {}).items()]
 
 
 def judge(round_: dict[str, Any], reference: Sequence[int], compute_seconds: float | None) -> None:
@@ -354,6 +403,7 @@ def _medians(runs: Sequence[Run]) -> dict[str, float | None]:
 def _streamed_summary(runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "budget": runs[0]["budget"],
+        "settings": runs[0]["settings"],
         "peak_bytes_max": max(run["peak_bytes"] for run in runs),
         "within_budget": all(run["peak_bytes"] <= run["budget_bytes"] for run in runs),
         "identical": all(run["identical"] for run in runs),
@@ -454,6 +504,8 @@ def print_tables(console: Console, result: dict[str, Any]) -> None:
     console.print(f"{machine['os']}; disk {disk['device']} {disk['file_system']} {disk['model'] or ''}")
     console.print(_probe_table(summary["probe"]))
     console.print(_run_table(summary))
+    if (experts := _expert_table(summary)) is not None:
+        console.print(experts)
     for note in result["notes"]:
         console.print(f"note: {note}")
 
@@ -482,13 +534,30 @@ def _run_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+def _expert_table(summary: dict[str, Any]) -> Table | None:
+    """What experts did in the runs that read them one by one."""
+    runs = [run for run in summary["streamed"] if "hit_rate" in run]
+    names = ("budget", "hits without look-ahead", "look-ahead right", "missed a token, GB", "read / missed")
+    table = Table(*names, title="experts", box=SIMPLE_HEAD)
+    for run in runs:
+        right, ratio = run.get("predicted_right"), run.get("read_per_missed")
+        table.add_row(
+            " ".join([_gb(run["budget_bytes"]), *_in_words(run["settings"])]),
+            f"{run['hit_rate']:.0%}",
+            f"{right:.0%}" if right is not None else "",
+            _gb(run["missed_bytes_per_token"]),
+            f"{ratio:.2f}" if ratio is not None else "",
+        )
+    return table if runs else None
+
+
 _COLUMNS = ("budget", "peak", "token/s", "of res.", "a token", "/s read", "waiting", "efficiency", "load", "same")
 
 
 def _cells(run: dict[str, Any]) -> list[str]:
     word = "min = " if run["budget"] == "min" else ""
     return [
-        f"{word}{_gb(run['budget_bytes'])}",
+        " ".join([f"{word}{_gb(run['budget_bytes'])}", *_in_words(run["settings"])]),
         _gb(run["peak_bytes_max"]) + ("" if run["within_budget"] else " (!)"),
         f"{run['tokens_per_second']:.3f}",
         f"{run['of_resident']:.2f}" if "of_resident" in run else "",
@@ -515,6 +584,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help="model directory")
     parser.add_argument("--budgets", nargs="+", default=["min"], help="numbers of GB, or 'min'")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        type=_settings,
+        default=[{}],
+        metavar="NAME=VALUE,...",
+        help="settings of FlashConfig to run every budget with, such as expert_pool_gb=0 or - for none",
+    )
     parser.add_argument("--tokens", type=int, default=8, help="to decode in every run; at least 2 (default: 8)")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument("--prompt-tokens", type=int, default=PREFILL_STEP, help=f"default: {PREFILL_STEP}")
@@ -535,6 +612,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     if options.tokens < 2 or options.rounds < 1 or options.prompt_tokens < 1:
         parser.error("--tokens must be at least 2, --rounds and --prompt-tokens at least 1")
     return options
+
+
+def _settings(text: str) -> dict[str, Any]:
+    """``a=1,b=false`` as a dictionary; ``-`` as an empty one."""
+    pairs = [pair.partition("=") for pair in text.split(",") if text != "-"]
+    return {name: json.loads(value) for name, _, value in pairs}
 
 
 def make_bench(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[Bench, list[str]]:
@@ -562,7 +645,7 @@ def make_bench(options: argparse.Namespace, say: Callable[[str], None]) -> tuple
     )
     probe = DiskProbe(paths, list(settings), int(options.probe_gb * GB))
     budgets = [budget for text in options.budgets if (budget := parse_budget(text)) is not None]
-    return Bench(job, budgets, with_resident, probe, paths, drop_caches, say), notes
+    return Bench(job, budgets, options.variants, with_resident, probe, paths, drop_caches, say), notes
 
 
 def run_bench(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from mlx_flash.storage.reader import Reader
 from mlx_flash.streaming.arrays import arrays_in
 from mlx_flash.streaming.dropped import result_is_dropped
 from mlx_flash.streaming.engine import Engine, ExpertOptions, Progress
+from mlx_flash.streaming.eviction import Expert
 from mlx_flash.streaming.experts import Routing
 from mlx_flash.streaming.slots import kernel_alignment
 from mlx_flash.streaming.status import PassCounters, Status
@@ -166,7 +167,7 @@ class FlashLLM(nn.Module):
         reader = Reader(
             _files(layout), direct=config.io != "buffered", read_size=plan.read_size, queue_depth=plan.queue_depth
         )
-        popular = popularity.most_popular(plan.pool.num_slots) if popularity and plan.pool else ()
+        popular = _popular(layout, popularity, plan.pool.num_slots) if popularity and plan.pool else []
         experts = ExpertOptions(self._prepared.machine.exact_tiles, config.expert_lookahead, popular)
         engine = Engine(layout, plan, reader, kernel_alignment(), config.poison_released_slots, progress, experts)
         self.layout, self.plan, self.engine = layout, plan, engine
@@ -338,6 +339,12 @@ def _measure(layout: ModelLayout, loaded: LoadedModel, popularity: Popularity | 
 def _are_of(layout: ModelLayout, popularity: Popularity) -> bool:
     """Whether a layout still has the stacks of experts that were counted: adapters may have changed modules."""
     return [stack.num_experts for stack in layout.experts] == [len(counts) for counts in popularity.counts]
+
+
+def _popular(layout: ModelLayout, popularity: Popularity, limit: int) -> list[tuple[Expert, float]]:
+    """The most popular experts, and which share of the tokens used each."""
+    tokens = [counts.sum() / stack.top_k for counts, stack in zip(popularity.counts, layout.experts, strict=True)]
+    return [((i, e), float(popularity.counts[i][e] / tokens[i])) for i, e in popularity.most_popular(limit)]
 
 
 def _count_uses(popularity: Popularity, layer: int, routing: Routing) -> None:

@@ -1010,11 +1010,19 @@ def test_profiles_of_a_mixture(word: Any) -> None:
     assert plan.peak_bytes <= plan.budget_bytes == int(PROFILE_SHARES[word][0] * 4 * GB)
 
 
-def test_the_smallest_plan_of_a_mixture_keeps_its_least_pool() -> None:
-    sizes, machine = make_mixture(), make_machine()
-    plan = make_plan(sizes, replace(FIXED, ram_budget_gb="min"), machine)
-    assert plan.pool is not None and plan.pool.num_slots == experts_of(sizes).least_slots
+@pytest.mark.parametrize("exact_tiles", [False, True])
+def test_whole_layers_are_read_only_where_the_least_pool_does_not_fit(exact_tiles: bool) -> None:
+    """A budget that can hold as many experts as have to be in memory together, and what is streamed beside them."""
+    sizes, machine = make_mixture(), make_machine(exact_tiles=exact_tiles)
+    experts = experts_of(sizes)
+    least = experts.least_slots * experts.slot_bytes
+    enough = minimum_of(sizes, replace(FIXED, expert_pool_gb=(least + 1000) / GB), machine)
+    plan = make_plan(sizes, with_budget(FIXED, enough), machine)
+    assert plan.pool is not None and plan.pool.num_slots == experts.least_slots
     check_mixture(plan, sizes, FIXED, machine)
+    smallest = make_plan(sizes, replace(FIXED, ram_budget_gb="min"), machine)
+    assert smallest.pool is None
+    assert smallest.seconds > plan.seconds
 
 
 @pytest.mark.parametrize("hit_rate", [lambda num_slots: 0.0, lambda num_slots: num_slots / 1536, lambda num_slots: 1.0])

@@ -76,15 +76,21 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
     if sizes.trunk is not None and config.expert_pool_gb != 0:
         tasks.insert(0, _with_experts(tasks[0], sizes.trunk))
     smallest = {id(task): _smallest(task, _least(config)) for task in tasks}
+    if len(tasks) > 1 and config.expert_pool_gb:  # a pool that was asked for is left out only if everything fits
+        smallest[id(tasks[-1])] = timed(tasks[-1], everything_pinned(tasks[-1], _least(config)))
     minimum = min(plan.peak_bytes for plan in smallest.values())
     budget = _budget(config, machine, minimum)
-    # Experts one by one are always faster than whole layers, except when everything fits.
     usable = [task for task in tasks if smallest[id(task)].peak_bytes <= budget]
     if not usable:
         least = min(smallest.values(), key=lambda plan: plan.peak_bytes)
         raise BudgetError(_too_small(budget, minimum, least), minimum)
-    task = tasks[-1] if _fits_whole(tasks[-1], budget) else usable[0]
-    plan = _best(replace(task, cache_limit=cache_limit_of(machine, budget)), budget) or timed(task, smallest[id(task)])
+    if _fits_whole(tasks[-1], budget):
+        usable = tasks[-1:]
+    elif config.expert_pool_gb:
+        usable = usable[:1]
+    cache_limit = cache_limit_of(machine, budget)
+    plans = [_best(replace(task, cache_limit=cache_limit), budget) or smallest[id(task)] for task in usable]
+    plan = min(plans, key=lambda plan: plan.seconds)
     plan = replace(plan, budget_bytes=budget, minimum_bytes=minimum)
     if plan.peak_bytes > machine.total_memory:
         raise BudgetError(
@@ -150,13 +156,14 @@ def _too_small(budget: int, minimum: int, smallest: ResidencyPlan) -> str:
 
 def _smallest(task: Task, reserve: Reserve) -> ResidencyPlan:
     """As few slots as allowed, no layer pinned; or everything in memory, for a tiny model."""
-    plans = [plan for cut in _cuts(task) for plan in _smallest_of_cut(cut, reserve)]
-    plans.append(everything_pinned(task, reserve))
+    plans = [(plan, cut) for cut in _cuts(task) for plan in _smallest_of_cut(cut, reserve)]
+    plans.append((everything_pinned(task, reserve), task))
     tiled = _tiled(task)
     if tiled is not None:  # two slots, so that reading and computing overlap, cost little here
         streamed = [unit.tensors for unit in tiled.sizes.layers]
-        plans.append(assemble(tiled, reserve, task.config.num_slots or 2, streamed, LEAST_TILE_BYTES))
-    return min(plans, key=lambda plan: plan.peak_bytes)
+        plans.append((assemble(tiled, reserve, task.config.num_slots or 2, streamed, LEAST_TILE_BYTES), tiled))
+    plan, cut = min(plans, key=lambda entry: entry[0].peak_bytes)
+    return timed(cut, plan)
 
 
 def _smallest_of_cut(task: Task, reserve: Reserve) -> list[ResidencyPlan]:

@@ -43,12 +43,12 @@ class ExpertOptions:
     Attributes:
         exact_rows: as in :class:`~mlx_flash.streaming.experts.Experts`.
         lookahead: as there.
-        popular: experts to read first, the most popular first.
+        popular: experts to read first, the most popular first, and which share of the tokens used each.
     """
 
     exact_rows: bool = True
     lookahead: bool = True
-    popular: Sequence[Expert] = ()
+    popular: Sequence[tuple[Expert, float]] = ()
 
 
 @dataclass(slots=True)

@@ -1,39 +1,92 @@
-"""Which expert's place is taken next."""
+"""Which expert's place is taken next: that of the one used least, where recent uses count more.
+
+Compared on recorded routing by ``benchmarks/eviction.py``: least recently used keeps nothing when a pass needs more
+experts than there are slots, and is behind frequency at any size; frequency that forgets is as good as frequency where
+routing stays as it is, and better where it changes (docs/lab-notes.md).
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 Expert = tuple[int, int]
 """Number of the layer, number of the expert in it."""
 
+HALF_LIFE = 32
+"""A use counts half after so many passes."""
 
-class Recency:
-    """Experts by when they were last used."""
+_MOST_USES = 1 / (1 - 2 ** (-1 / HALF_LIFE))
+"""What the uses of an expert add up to that every pass needs."""
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[Expert, None] = OrderedDict()
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
-    def __len__(self) -> int:
-        return len(self._order)
 
-    def add(self, key: Expert) -> None:
-        """A new one, just used."""
-        self._order[key] = None
+class Uses:
+    """How much each expert was used, and which of those in slots was used least.
 
-    def touch(self, key: Expert) -> None:
-        """It was used."""
-        self._order.move_to_end(key)
+    Sums are kept as logarithms of what they would be worth at the start, so that they need no upkeep.
 
-    def cool(self, key: Expert) -> None:
-        """It may go first."""
-        self._order.move_to_end(key, last=False)
+    Args:
+        sizes: number of experts of each layer.
+        num_slots: slots that hold experts.
+    """
 
-    def remove(self, key: Expert) -> None:
-        """It is gone."""
-        del self._order[key]
+    def __init__(self, sizes: Sequence[int], num_slots: int) -> None:
+        self._sums = [np.full(size, -np.inf) for size in sizes]
+        self._in_slots = np.full(num_slots, np.inf)
+        self._holders: list[Expert | None] = [None] * num_slots
+        self._now = 0.0
+        self._last = -1
 
-    def coldest(self) -> Iterator[Expert]:
-        """All of them, the first to go first."""
-        return iter(self._order)
+    def add(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int) -> None:
+        """Counts a call of a layer. Tokens of one call count as if they were spread evenly over as many passes.
+
+        Args:
+            layer: whose.
+            experts: distinct.
+            counts: how many of the tokens each of them computes.
+            num_tokens: of the call.
+        """
+        if layer <= self._last:
+            self._now += 1 / HALF_LIFE
+        self._last = layer
+        weight = (1 - 2 ** (-num_tokens / HALF_LIFE)) * _MOST_USES / num_tokens
+        sums = self._sums[layer]
+        sums[experts] = np.logaddexp2(sums[experts], self._now + np.log2(counts * weight))
+
+    def expect(self, layer: int, expert: int, share: float) -> None:
+        """Counts an expert as one that was used by this share of tokens before."""
+        self._sums[layer][expert] = self._now + math.log2(share * _MOST_USES)
+
+    def enter(self, slot: int, key: Expert) -> None:
+        """An expert has a slot now."""
+        self._holders[slot] = key
+        self._in_slots[slot] = self._sums[key[0]][key[1]]
+
+    def leave(self, slot: int) -> None:
+        """A slot is empty."""
+        self._holders[slot] = None
+        self._in_slots[slot] = np.inf
+
+    def refresh(self, layer: int, experts: Numbers, slots: Numbers) -> None:
+        """Experts in these slots were counted."""
+        self._in_slots[slots] = self._sums[layer][experts]
+
+    def least(self, spared: Mask) -> Expert | None:
+        """The expert in a slot that was used least; None when all are spared.
+
+        Args:
+            spared: of each slot, whether it must stay.
+        """
+        sums = np.where(spared, np.inf, self._in_slots)
+        slot = int(sums.argmin())
+        return self._holders[slot] if sums[slot] < np.inf else None
+
+    def is_more(self, key: Expert, than: Expert) -> bool:
+        """Whether an expert was used more than another."""
+        return bool(self._sums[key[0]][key[1]] > self._sums[than[0]][than[1]])

@@ -16,7 +16,8 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_flash.checkpoint.layout import ExpertStack
-from mlx_flash.streaming.pool import ExpertPool, Numbers
+from mlx_flash.streaming.eviction import Numbers
+from mlx_flash.streaming.pool import ExpertPool
 from mlx_flash.streaming.stage import Stage
 from mlx_flash.streaming.stream import GuessEndedError, WeightStream
 from mlx_flash.streaming.swap import SwappedClass, clone_tree, own_class, state_of, swap_class
@@ -156,15 +157,16 @@ class Experts:
         for listener in self.listeners:
             listener(layer, routing)
         self.pool.stats.num_calls += 1
+        self.pool.use(layer, experts, counts, max(1, routing.size // routing.shape[-1]))
         if len(experts) > self.pool.slots.num_slots or not (self._exact_rows or indices.size < SORTED_SIZE):
             self.pool.stats.num_full += 1
             return self._stage.run(layer, x, indices, _hottest(experts, counts), self._quota)
-        return self._compact(layer, x, routing, experts, counts, guess)
+        return self._compact(layer, x, routing, experts, guess)
 
     @property
     def _quota(self) -> int:
-        """Experts of each layer that stay in the pool when a prompt passes."""
-        return max(1, self.pool.slots.num_slots // len(self.stacks))
+        """Experts of each layer that enter the pool when a prompt passes: twice its share, since layers compete."""
+        return max(1, 2 * self.pool.slots.num_slots // len(self.stacks))
 
     def _check(self, layer: int, experts: Numbers) -> None:
         num_experts = self.stacks[layer].num_experts
@@ -172,9 +174,7 @@ class Experts:
             name = self.stacks[layer].unit.name
             raise IndexError(f"'{name}' was asked for experts {experts[0]} to {experts[-1]}: it has {num_experts}")
 
-    def _compact(
-        self, layer: int, x: mx.array, routing: Routing, experts: Numbers, counts: Numbers, guess: mx.array | None
-    ) -> mx.array:
+    def _compact(self, layer: int, x: mx.array, routing: Routing, experts: Numbers, guess: mx.array | None) -> mx.array:
         pool = self.pool
         late = pool.request(layer, experts)
         pool.hold(layer, map(int, experts))
@@ -182,8 +182,6 @@ class Experts:
             likely = np.unique(np.array(guess).astype(np.int64))
             pool.read_ahead(layer + 1, likely.tolist(), int(pool.slots.num_slots * LOOKAHEAD_SHARE))
         result = self._compute(layer, x, routing, late)
-        if routing.size >= SORTED_SIZE:
-            pool.settle(layer, _hottest(experts, counts)[: self._quota])
         self._pending.append(result)
         if layer == len(self.stacks) - 1:
             self._evaluate_pending()  # the next call may come from another thread, which cannot

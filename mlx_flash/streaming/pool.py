@@ -19,11 +19,10 @@ from mlx_flash.checkpoint.layout import ExpertStack
 from mlx_flash.errors import ReadError
 from mlx_flash.storage.placement import RowPlacement
 from mlx_flash.storage.reader import Reader, Ticket
-from mlx_flash.streaming.eviction import Expert, Recency
+from mlx_flash.streaming.eviction import Expert, Mask, Numbers, Uses
 from mlx_flash.streaming.slots import SlotArena
 from mlx_flash.streaming.stream import POISON
 
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 ABSENT = -1
 
@@ -116,13 +115,13 @@ class ExpertPool:
         self._cleared = 0
         self._tickets: dict[Expert, Ticket] = {}
         self._predicted: list[set[int]] = [set() for _ in layers]
-        self._held: set[Expert] = set()
-        self._recency = Recency()
+        self._held: Numbers = np.empty(0, np.int64)
+        self._uses = Uses([layer.num_experts for layer in layers], slots.num_slots)
 
     @property
     def num_resident(self) -> int:
         """Experts that are in slots, or on their way."""
-        return len(self._recency)
+        return sum(int(np.count_nonzero(table != ABSENT)) for table in self.slot_of)
 
     @property
     def num_usable(self) -> int:
@@ -131,7 +130,7 @@ class ExpertPool:
 
     def hold(self, layer: int, experts: Iterable[int]) -> None:
         """Keeps some experts where they are, until other ones are named."""
-        self._held = {(layer, expert) for expert in experts}
+        self._held = self.slot_of[layer][[int(expert) for expert in experts]]
 
     def request(self, layer: int, experts: Numbers) -> Numbers:
         """Begins to read those of some experts that are missing, in the order of their files.
@@ -144,20 +143,39 @@ class ExpertPool:
             Those that have to be waited for.
 
         Raises:
-            ReadError: one could not be read.
+            ClosedError: the reader was closed.
         """
         wanted = [int(expert) for expert in experts]
         self.drop_failed(layer, wanted)
         self.count(layer, wanted)
-        needed = {(layer, expert) for expert in wanted}
         missing = [expert for expert in wanted if self.slot_of[layer][expert] == ABSENT]
-        for expert in wanted:
-            if self.slot_of[layer][expert] != ABSENT:
-                self._recency.touch((layer, expert))
+        spared = self._spared(layer, wanted)
         for expert in sorted(missing, key=lambda expert: self._file_order(layer, expert)):
-            if not self._read((layer, expert), needed, urgent=True):
+            if not self._read((layer, expert), spared, urgent=True):
                 raise AssertionError(f"{len(wanted)} experts do not fit {self.num_usable} slots")
-        return np.array([expert for expert in wanted if not self._is_there((layer, expert))], np.int64)
+        return np.array([expert for expert in wanted if (layer, expert) in self._tickets], np.int64)
+
+    def _spared(self, layer: int, experts: Sequence[int]) -> Mask:
+        """The slots of some experts, of those that are held, and of those that are expected to be needed soon."""
+        mask = np.zeros(self.slots.num_slots, np.bool_)
+        mask[self._held] = True
+        predicted = [(i, expert) for i, experts in enumerate(self._predicted) for expert in experts]
+        slots = [int(self.slot_of[i][expert]) for i, expert in [*predicted, *((layer, expert) for expert in experts)]]
+        mask[[slot for slot in slots if slot != ABSENT]] = True
+        return mask
+
+    def use(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int) -> None:
+        """Notes that a call uses experts: those used most stay longest.
+
+        Args:
+            layer: whose.
+            experts: distinct.
+            counts: how many of the tokens each of them computes.
+            num_tokens: of the call.
+        """
+        self._uses.add(layer, experts, counts, num_tokens)
+        there = experts[self.slot_of[layer][experts] != ABSENT]
+        self._uses.refresh(layer, there, self.slot_of[layer][there])
 
     def count(self, layer: int, wanted: Sequence[int]) -> None:
         """Notes that a call of a layer needs some experts."""
@@ -192,14 +210,17 @@ class ExpertPool:
         """Returns when some experts, all of them requested, are in their slots.
 
         Raises:
-            ReadError: one of them could not be read. It may be requested again.
+            ReadError: one of them could not be read. They may be requested again.
         """
         began = time.perf_counter()
+        keys = [(layer, int(expert)) for expert in experts]
         try:
-            for expert in experts:
-                ticket = self._tickets.get((layer, int(expert)))
-                if ticket is not None:
-                    self._finish((layer, int(expert)), ticket)
+            for key in keys:
+                if key in self._tickets:
+                    self._finish(key, self._tickets[key])
+        except BaseException:
+            self._free += [self._leave(key) for key in keys if key in self._tickets]  # or each would fail one more call
+            raise
         finally:
             self.stats.wait_seconds += time.perf_counter() - began
 
@@ -227,30 +248,33 @@ class ExpertPool:
             experts: the likeliest first.
             most: how many of them may be on their way at once, over all layers.
         """
-        needed = {(layer, expert) for expert in experts}
+        spared = self._spared(layer, experts)
         under_way = sum(map(len, self._predicted))
         for expert in experts:
             if under_way < most and self.slot_of[layer][expert] == ABSENT:
-                if not self._read((layer, expert), needed, urgent=True):
+                if not self._read((layer, expert), spared, urgent=True):
                     return
                 self._predicted[layer].add(expert)
                 self.stats.num_predicted += 1
                 under_way += 1
 
-    def warm(self, experts: Iterable[Expert]) -> None:
-        """Begins to read experts of earlier runs, the most popular first, into free slots."""
-        chosen = [key for key, _ in zip(experts, range(len(self._free)), strict=False)]
-        for key in chosen:
-            self._read(key, set(), urgent=False)
-        for key in reversed(chosen):
-            self._recency.touch(key)
-        self.num_warm += len(chosen)
-        self.stats.read_bytes -= sum(self.layers[layer].expert_bytes for layer, _ in chosen)
+    def warm(self, experts: Iterable[tuple[Expert, float]]) -> None:
+        """Begins to read experts of earlier runs into free slots.
 
-    def _read(self, key: Expert, needed: Collection[Expert], *, urgent: bool) -> bool:
+        Args:
+            experts: the most popular first, and which share of the tokens used each.
+        """
+        nobody = np.zeros(self.slots.num_slots, np.bool_)
+        for (key, share), _ in zip(experts, range(len(self._free)), strict=False):
+            self._uses.expect(*key, share)
+            self._read(key, nobody, urgent=False)
+            self.stats.read_bytes -= self.layers[key[0]].expert_bytes
+            self.num_warm += 1
+
+    def _read(self, key: Expert, spared: Mask, *, urgent: bool) -> bool:
         """Begins to read an expert. Returns whether there was a slot for it."""
         layer, expert = key
-        slot = self._enter(key, needed)
+        slot = self._enter(key, spared)
         if slot is None:
             return False
         segments = self.layers[layer].placement.segments[expert]
@@ -262,25 +286,26 @@ class ExpertPool:
         self.stats.read_bytes += self.layers[layer].expert_bytes
         return True
 
-    def _enter(self, key: Expert, needed: Collection[Expert]) -> int | None:
-        """Gives an expert a slot, with what is in memory of it; none when all slots hold what is needed."""
+    def _enter(self, key: Expert, spared: Mask) -> int | None:
+        """Gives an expert a slot that is spared from now on, with what is in memory of it; none when all are spared."""
         layer, expert = key
-        slot = self._free.pop() if self._free else self._evict(needed)
+        slot = self._free.pop() if self._free else self._evict(spared)
         if slot is None:
             return None
         for offset, rows in self.layers[layer].kept:
             row = rows[expert]
             np.frombuffer(self.slots.memory(slot), np.uint8)[offset : offset + len(row)] = row
         self.slot_of[layer][expert] = slot
-        self._recency.add(key)
+        self._uses.enter(slot, key)
+        spared[slot] = True
         return slot
 
-    def _evict(self, needed: Collection[Expert]) -> int | None:
-        for key in self._recency.coldest():
-            if key not in needed and key not in self._held:
-                self.stats.num_evicted += 1
-                return self._leave(key)
-        return None
+    def _evict(self, spared: Mask) -> int | None:
+        key = self._uses.least(spared)
+        if key is None:
+            return None
+        self.stats.num_evicted += 1
+        return self._leave(key)
 
     def _leave(self, key: Expert) -> int:
         """Takes an expert's slot away. Returns the slot."""
@@ -289,8 +314,8 @@ class ExpertPool:
         if ticket is not None:
             ticket.cancel()
         self._predicted[layer].discard(expert)
-        self._recency.remove(key)
         slot = int(self.slot_of[layer][expert])
+        self._uses.leave(slot)
         self.slot_of[layer][expert] = ABSENT
         if self._poison:
             self.slots.fill(slot, POISON)
@@ -311,15 +336,8 @@ class ExpertPool:
         self._free = [*reversed(range(first, self.slots.num_slots)), *self._free]
         self._cleared = 0
 
-    def settle(self, layer: int, experts: Sequence[int]) -> None:
-        """Lets the experts of a layer go first that are in the pool, except for some."""
-        kept = {int(expert) for expert in experts}
-        for expert in np.flatnonzero(self.slot_of[layer] != ABSENT):
-            if int(expert) not in kept:
-                self._recency.cool((layer, int(expert)))
-
     def adopt(self, layer: int, experts: Iterable[int], keep: Collection[int]) -> dict[int, int]:
-        """Gives slots to experts that the caller will fill, as long as there are slots.
+        """Gives slots to experts that the caller will fill: free ones, and those of experts that were used less.
 
         Args:
             layer: whose.
@@ -329,14 +347,15 @@ class ExpertPool:
         Returns:
             The slot of each that got one.
         """
-        needed = {(layer, expert) for expert in keep}
-        slots = {}
+        spared = self._spared(layer, list(keep))
+        slots: dict[int, int] = {}
         for expert in experts:
-            slot = self._enter((layer, expert), needed)
-            if slot is None:
+            least = None if self._free else self._uses.least(spared)
+            if not self._free and (least is None or not self._uses.is_more((layer, expert), least)):
                 break
+            slot = self._enter((layer, expert), spared)
+            assert slot is not None
             slots[expert] = slot
-            needed.add((layer, expert))
         return slots
 
     def forget(self, layer: int, experts: Iterable[int]) -> None:

@@ -145,7 +145,6 @@ class Stage:
         try:
             for region in range(self._num_regions):
                 self._load_next(region)
-            pool.settle(layer, hottest[:quota])
             absent = [expert for expert in hottest[:quota] if expert not in present]
             call.adopted.update(pool.adopt(layer, absent, hottest))
             module = self._copies[layer]

@@ -217,6 +217,8 @@ class FlashLLM(nn.Module):
             output = self._model(*args, **kwargs)
         except BaseException:
             self.counters.end(failed=True)
+            if self._engine.experts is not None:
+                self._engine.experts.let_go()
             raise
         self.counters.end()
         return output

@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any
@@ -25,6 +25,7 @@ from mlx_flash.config import GB
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.memory import peak_footprint
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, Pool, ResidencyPlan
+from mlx_flash.streaming.pool import ExpertStats
 
 Json = dict[str, Any]
 
@@ -38,12 +39,14 @@ class Mark:
         nbytes: bytes read since the model's files were opened.
         busy_seconds: time during which the disk was read.
         wait_seconds: time that computing waited for weights.
+        experts: what experts that are read one by one did.
     """
 
     seconds: float
     nbytes: int
     busy_seconds: float
     wait_seconds: float
+    experts: ExpertStats
 
 
 class Recorder:
@@ -63,6 +66,8 @@ class Recorder:
 
     def __init__(self, model: nn.Module, num_prompt_tokens: int, load_seconds: float) -> None:
         self._engine = model.engine if isinstance(model, FlashLLM) else None
+        experts = self._engine.experts if self._engine is not None else None
+        self._experts = experts.pool.stats if experts is not None else ExpertStats()  # the engine lets go of its own
         self.plan: ResidencyPlan | None = model.plan if isinstance(model, FlashLLM) else None
         self.num_prompt_tokens = num_prompt_tokens
         self.load_seconds = load_seconds
@@ -83,9 +88,10 @@ class Recorder:
     def mark(self) -> Mark:
         """Now."""
         if self._engine is None:
-            return Mark(time.perf_counter(), 0, 0.0, 0.0)
-        read, stream = self._engine.reader.stats, self._engine.stream.stats
-        return Mark(time.perf_counter(), read.nbytes, read.busy_seconds, stream.wait_seconds)
+            return Mark(time.perf_counter(), 0, 0.0, 0.0, ExpertStats())
+        read, stream, experts = self._engine.reader.stats, self._engine.stream.stats, replace(self._experts)
+        waited = stream.wait_seconds + experts.wait_seconds
+        return Mark(time.perf_counter(), read.nbytes, read.busy_seconds, waited, experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +113,10 @@ class GenerationReport:
         disk_bytes_per_second: what the disk was probed to give.
         disk_speed_share: of that, what reading reached.
         prompt_wait_share, generation_wait_share: of the time, what was spent waiting for weights.
+        expert_hit_rate: of the experts that generation needed, the share that was in memory, or on its way.
+        expert_bytes_read_per_token: of generation; part of ``bytes_read_per_token``.
+        expert_predictions: experts read early in generation because the next layer was expected to need them.
+        expert_prediction_rate: the share of them that it did need.
     """
 
     model: str
@@ -135,6 +145,10 @@ class GenerationReport:
     disk_speed_share: float | None = None
     prompt_wait_share: float | None = None
     generation_wait_share: float | None = None
+    expert_hit_rate: float | None = None
+    expert_bytes_read_per_token: float | None = None
+    expert_predictions: int | None = None
+    expert_prediction_rate: float | None = None
     plan: ResidencyPlan | None = None
 
     def to_json(self) -> Json:
@@ -171,6 +185,7 @@ def make_report(run: Recorder, model: str, prefill_step_size: int) -> Generation
         prefill_as_mlx_lm=min(prefill_step_size, longest) == min(DEFAULT_PREFILL_STEP_SIZE, longest),
         peak_memory_bytes=peak_footprint(),
         **({} if run.plan is None else _disk_numbers(run, run.plan)),
+        **({} if run.plan is None or run.plan.pool is None else _expert_numbers(run)),
     )
 
 
@@ -192,6 +207,17 @@ def _disk_numbers(run: Recorder, plan: ResidencyPlan) -> Json:
         "prompt_wait_share": _ratio(first.wait_seconds - start.wait_seconds, first.seconds - start.seconds),
         "generation_wait_share": _ratio(last.wait_seconds - first.wait_seconds, last.seconds - first.seconds),
         "plan": plan,
+    }
+
+
+def _expert_numbers(run: Recorder) -> Json:
+    first, last = run.first.experts, run.last.experts
+    predicted = last.num_predicted - first.num_predicted
+    return {
+        "expert_hit_rate": _ratio(last.num_hits - first.num_hits, last.num_routed - first.num_routed),
+        "expert_bytes_read_per_token": _ratio(last.read_bytes - first.read_bytes, len(run.tokens) - 1),
+        "expert_predictions": predicted,
+        "expert_prediction_rate": _ratio(last.num_predicted_right - first.num_predicted_right, predicted),
     }
 
 
@@ -238,6 +264,8 @@ def _generation_lines(report: GenerationReport) -> Iterator[tuple[str, str]]:
     yield "Loading:", f"{report.load_seconds:.2f} s"
     yield "Peak memory:", _against_budget(report)
     yield from _disk_lines(report)
+    if report.expert_hit_rate is not None:
+        yield "Experts:", _experts_used(report, report.expert_hit_rate)
     if not report.prefill_as_mlx_lm:
         step = report.prefill_step_size
         yield "Prefill:", f"{step} tokens a call; the output is mlx-lm's own for --prefill-step-size {step}"
@@ -248,6 +276,15 @@ def _against_budget(report: GenerationReport) -> str:
     if report.budget_bytes is None:
         return f"{peak}, the whole model in memory"
     return f"{peak}, {'within' if report.within_budget else 'OVER'} the budget of {report.budget_bytes / GB:.3f} GB"
+
+
+def _experts_used(report: GenerationReport, hit_rate: float) -> str:
+    text = f"{hit_rate:.0%} in memory when they were needed"
+    if report.expert_bytes_read_per_token is not None:
+        text += f", {size(report.expert_bytes_read_per_token)} read per token"
+    if report.expert_prediction_rate is not None:
+        text += f"; {report.expert_prediction_rate:.0%} of {report.expert_predictions} predicted ones right"
+    return text
 
 
 def _disk_lines(report: GenerationReport) -> Iterator[tuple[str, str]]:

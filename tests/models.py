@@ -65,6 +65,42 @@ MAMBA2: dict[str, Any] = {
 }
 
 
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB_SIZE,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 512,
+}
+
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 100,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB_SIZE,
+    "rope_theta": 1e4,
+}
+
+
 def build(config: dict[str, Any], dtype: mx.Dtype = mx.float32, bits: int | None = None) -> nn.Module:
     """A random model of mlx-lm; with ``bits`` set, quantized."""
     mx.random.seed(7)

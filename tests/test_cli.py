@@ -21,6 +21,10 @@ from mlx_flash.config import GB
 ROOT = Path(__file__).parents[1]
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
 SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 300"
+MIXTURE = (
+    "--architecture qwen3_moe --layers 4 --hidden-size 128 --intermediate-size 128 --heads 4 --kv-heads 2 "
+    "--vocab-size 300 --experts 16 --experts-per-token 2 --dtype float32"
+)
 PROMPT = "Tell me\\nabout\\tthe sea."
 
 
@@ -56,6 +60,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report(model: Path) -> dict[str, Any]:
     return run_json("generate", "--model", model, "--prompt", PROMPT, "-m", 24, "--ram-budget-gb", "min")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "mixture"
+    subprocess.run([sys.executable, ROOT / "scripts/make_random_model.py", path, *MIXTURE.split()], check=True)
+    return path
+
+
+POOL = ("--ram-budget-gb", "min", "--expert-pool-gb", 0.003)
+"""Experts are read one by one, in a pool of some of them."""
 
 
 @pytest.mark.parametrize(
@@ -248,3 +263,109 @@ def test_broken_pipe_is_quiet(model: Path) -> None:
         process.stdout.close()
         assert process.wait(timeout=10) == 141
         assert process.stderr.read() == b""
+
+
+# --- mixtures of experts ---------------------------------------------------------------------------------------------
+
+
+def test_plan_of_a_mixture(mixture: Path) -> None:
+    plan = run_json("plan", "--model", mixture, *POOL)
+    pool = plan["pool"]
+    assert pool["num_experts"] == 4 * 16 and 2 <= pool["num_slots"] < 64
+    assert 0.8 * 3e6 < pool["num_slots"] * pool["slot_bytes"] <= 3e6
+    assert 0 < pool["hit_rate"] < 1 and pool["read_bytes"] > 0 and pool["seconds"] > 0
+    assert plan["tokens_per_second"] == pytest.approx(1 / (plan["streaming"]["seconds"] + pool["seconds"]))
+    (part,) = [part for part in plan["parts"] if part["name"].startswith("experts")]
+    assert part["name"] == f"experts ({pool['num_slots']} of 64)"
+    assert part["bytes"] == pool["num_slots"] * pool["slot_bytes"]
+    assert plan["peak_bytes"] == sum(part["bytes"] for part in plan["parts"]) <= plan["budget_bytes"]
+
+
+def test_plan_table_of_a_mixture(mixture: Path) -> None:
+    done = run("plan", "--model", mixture, *POOL)
+    assert done.returncode == 0 and done.stderr == b""
+    table = done.stdout.decode()
+    assert "Experts:" in table and "of 64 in memory" in " ".join(table.split())
+    assert all(len(line) <= 80 for line in table.splitlines())
+    for flags in (("--ram-budget-gb", 2), ("--ram-budget-gb", "min", "--expert-pool-gb", 0)):
+        done = run("plan", "--model", mixture, *flags)
+        assert done.returncode == 0 and b"xperts" not in done.stdout
+        assert run_json("plan", "--model", mixture, *flags)["pool"] is None
+
+
+def test_a_pool_too_small_names_the_least(mixture: Path) -> None:
+    line = error_of("plan", "--model", mixture, "--expert-pool-gb", 1e-5)
+    assert "expert_pool_gb is 1e-05" in line and "at least" in line and "experts of" in line
+
+
+@pytest.fixture(scope="module")
+def traced(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The report of a run, and the routing that it recorded."""
+    file = tmp_path_factory.mktemp("trace") / "routing.jsonl"
+    command = ["generate", "--model", mixture, "--prompt", PROMPT, "-m", 12, "--prefill-step-size", 16]
+    return run_json(*command, *POOL, "--routing-trace", file), file
+
+
+def test_report_of_a_mixture(traced: tuple[dict[str, Any], Path], mixture: Path) -> None:
+    report, _ = traced
+    assert report["within_budget"] is True and report["generation_tokens"] == 12
+    assert 0 < report["expert_hit_rate"] < 1
+    assert 0 < report["expert_bytes_read_per_token"] <= report["bytes_read_per_token"]
+    assert report["expert_predictions"] > 0 and 0 <= report["expert_prediction_rate"] <= 1
+    command = ["generate", "--model", mixture, "--prompt", PROMPT, "-m", 12, "--prefill-step-size", 16]
+    resident = run_json(*command, "--resident")
+    assert resident["tokens"] == report["tokens"]
+    for name in [name for name in report if name.startswith("expert_")]:
+        assert resident[name] is None
+    whole = run_json(*command, "--ram-budget-gb", "min", "--expert-pool-gb", 0)
+    assert whole["tokens"] == report["tokens"] and whole["expert_hit_rate"] is None
+    assert whole["bytes_read_per_token"] > 3 * report["bytes_read_per_token"]
+
+
+def test_a_report_without_lookahead(mixture: Path) -> None:
+    command = ["generate", "--model", mixture, "--prompt", PROMPT, *POOL, "--no-expert-lookahead"]
+    report = run_json(*command, "-m", 6)
+    assert report["expert_predictions"] == 0 and report["expert_prediction_rate"] is None
+    assert 0 < report["expert_hit_rate"] < 1
+    report = run_json(*command, "-m", 1)
+    assert report["expert_hit_rate"] is None and report["expert_bytes_read_per_token"] is None
+
+
+def test_the_summary_tells_about_experts(mixture: Path) -> None:
+    done = run("generate", "--model", mixture, "-m", 6, *POOL)
+    summary = done.stderr.decode()
+    words = " ".join(summary.split())
+    assert "Experts:" in summary and "% in memory when they were needed" in words and "predicted ones right" in words
+    assert all(len(line) <= 80 for line in summary.splitlines())
+
+
+def test_a_routing_trace_has_every_pass(traced: tuple[dict[str, Any], Path], mixture: Path) -> None:
+    report, file = traced
+    header, *calls = [json.loads(line) for line in file.read_text().splitlines()]
+    assert header["format"] == 1 and header["model"] == str(mixture) and header["top_k"] == 2
+    assert [layer["num_experts"] for layer in header["layers"]] == [16] * 4
+    assert {layer["expert_bytes"] for layer in header["layers"]} == {3 * 128 * 128 * 4}
+    num_passes = 1 + max(number for number, *_ in calls)
+    assert [(number, layer) for number, _, layer, _ in calls] == [(n, i) for n in range(num_passes) for i in range(4)]
+    tokens = [tokens for _, tokens, layer, _ in calls if layer == 0]
+    prompt = report["prompt_tokens"]
+    prefill = [min(16, prompt - 1 - i) for i in range(0, prompt - 1, 16)]
+    assert tokens == prefill + [1] * 13  # mlx-lm computes one ahead
+    for _, num_tokens, _, chosen in calls:
+        experts = [expert for expert, _ in chosen]
+        assert experts == sorted(set(experts)) and set(experts) <= set(range(16))
+        assert sum(count for _, count in chosen) == 2 * num_tokens
+
+
+def test_a_trace_of_what_is_not_routed_is_refused(model: Path, mixture: Path, tmp_path: Path) -> None:
+    file = tmp_path / "none.jsonl"
+    for path, flags in (
+        (model, ("--ram-budget-gb", "min")),
+        (mixture, ("--resident",)),
+        (mixture, ("--ram-budget-gb", 2)),
+    ):
+        line = error_of("generate", "--model", path, "-m", 2, *flags, "--routing-trace", file)
+        assert "--routing-trace" in line and "Hint:" in line
+    line = error_of("generate", "--model", mixture, "-m", 2, *POOL, "--routing-trace", tmp_path / "no" / "trace")
+    assert "No such file or directory" in line and "trace" in line
+    assert not file.exists()

@@ -24,6 +24,9 @@ FLOORS = [
         "streaming.arrays",
         "streaming.dropped",
         "integration.server",
+        "kv.wear",
+        "kv.store_queue",
+        "kv.store_sessions",
     ],
     [
         "storage.placement",
@@ -32,8 +35,9 @@ FLOORS = [
         "checkpoint.writer",
         "integration.modelfile",
         "monitor.state",
+        "kv.store_files",
     ],
-    ["checkpoint.layout", "monitor.experts"],
+    ["checkpoint.layout", "monitor.experts", "kv.store_index"],
     [
         "checkpoint.calls",
         "checkpoint.fingerprint",
@@ -43,8 +47,9 @@ FLOORS = [
         "monitor.glyphs",
         "monitor.history",
         "conversation",
+        "kv.store_recovery",
     ],
-    ["checkpoint.experts"],
+    ["checkpoint.experts", "kv.store_access"],
     [
         "checkpoint.units",
         "checkpoint.order",
@@ -53,6 +58,7 @@ FLOORS = [
         "streaming.stream",
         "monitor.render",
         "monitor.watch",
+        "kv.store_writer",
     ],
     [
         "checkpoint.pack",
@@ -62,6 +68,7 @@ FLOORS = [
         "streaming.eviction",
         "streaming.layers",
         "monitor.app",
+        "kv.store",
     ],
     ["checkpoint.derived", "residency.assemble", "residency.machine", "residency.headroom", "streaming.pool"],
     ["residency.search", "streaming.stage"],

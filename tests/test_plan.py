@@ -932,13 +932,23 @@ def test_a_pool_takes_what_the_trunk_leaves() -> None:
     assert sizes_of_pools == sorted(set(sizes_of_pools))
 
 
-def test_a_pool_of_all_experts_is_as_large_as_there_are_experts() -> None:
-    """Just below what it takes to have everything in memory whole, as slots are padded."""
-    sizes, machine = make_mixture(expert=(1 << 20,) * 3), make_machine()
+def test_layers_that_fit_whole_have_no_pool_beside_rows_read_on_demand() -> None:
+    """What is missing is the embedding table; looking up experts one by one would only cost time."""
+    sizes, machine = make_mixture(), make_machine()
     whole = everything(sizes, replace(FIXED, expert_pool_gb=0), machine).peak_bytes
     plan = make_plan(sizes, with_budget(FIXED, whole - MB), machine)
-    assert plan.pool is not None
-    assert 0.97 * plan.pool.num_experts < plan.pool.num_slots <= plan.pool.num_experts
+    assert plan.pool is None and plan.streaming.tables == ("embed",) and plan.read_bytes == 0
+
+
+def test_a_prediction_is_that_of_the_plan_where_no_other_one_fits() -> None:
+    """A back end that keeps freed buffers keeps more of them in a larger budget, which leaves the smallest plan."""
+    mixture = make_mixture(4, 64, 4, (16 * MIB,) * 3)
+    for sizes in (mixture, replace(mixture, trunk=None)):
+        for machine in (make_machine(has_buffer_cache=True), make_machine(has_buffer_cache=True, exact_tiles=False)):
+            for config in (replace(FIXED, num_slots=1), FIXED):
+                plan = make_plan(sizes, replace(config, ram_budget_gb="min"), machine)
+                assert plan.streaming.read_bytes
+                assert plan.streaming.seconds >= plan.streaming.read_bytes / machine.disk.bytes_per_second
 
 
 @pytest.mark.parametrize("num_slots", [0, 1, 100, 10**6])
@@ -1020,8 +1030,10 @@ def test_whole_layers_are_read_only_where_the_least_pool_does_not_fit(exact_tile
     plan = make_plan(sizes, with_budget(FIXED, enough), machine)
     assert plan.pool is not None and plan.pool.num_slots == experts.least_slots
     check_mixture(plan, sizes, FIXED, machine)
-    smallest = make_plan(sizes, replace(FIXED, ram_budget_gb="min"), machine)
-    assert smallest.pool is None
+    word = make_plan(sizes, replace(FIXED, ram_budget_gb="min"), machine)
+    assert word.pool is not None and word.budget_bytes == enough
+    smallest = make_plan(sizes, with_budget(FIXED, word.minimum_bytes), machine)
+    assert smallest.pool is None and word.minimum_bytes < enough
     assert smallest.seconds > plan.seconds
 
 

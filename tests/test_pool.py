@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -144,7 +145,6 @@ class Calls(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             self.pool.close()
             self.reader.close()
-            assert self.reader.stats.nbytes <= self.most_bytes
 
     def let_go(self) -> None:
         self.held = {}
@@ -249,6 +249,11 @@ class Calls(RuleBasedStateMachine):
                 assert self.checkpoint.found(self.pool, layer, expert) == self.checkpoint.expected(layer, expert)
 
     @invariant()
+    def nothing_is_read_twice(self) -> None:
+        if hasattr(self, "pool"):
+            assert self.reader.stats.nbytes <= self.most_bytes
+
+    @invariant()
     def held_experts_stay(self) -> None:
         if hasattr(self, "pool"):
             for (layer, expert), slot in self.held.items():
@@ -350,11 +355,13 @@ Preadv = Callable[[int, Sequence[memoryview], int], int]
 class Disk:
     """The disk, as it is made to behave."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_broken = False
         self.gate = threading.Event()
         self.gate.set()
         self.real: Preadv = os.preadv
+        monkeypatch.setattr(reader_module.os, "preadv", self.preadv)
+        monkeypatch.setattr(reader_module, "RETRY_SECONDS", 0)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self.gate.wait(20)
@@ -365,10 +372,7 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    made = Disk()
-    monkeypatch.setattr(reader_module.os, "preadv", made.preadv)
-    monkeypatch.setattr(reader_module, "RETRY_SECONDS", 0)
-    return made
+    return Disk(monkeypatch)
 
 
 def test_failed_reads_are_read_again_all_at_once(checkpoint: Checkpoint, reader: Reader, disk: Disk) -> None:
@@ -385,6 +389,29 @@ def test_failed_reads_are_read_again_all_at_once(checkpoint: Checkpoint, reader:
     for expert in range(4):
         assert checkpoint.found(pool, 0, expert) == checkpoint.expected(0, expert)
     assert pool.num_resident == 4 and len(pool._free) == 2
+
+
+def test_reads_that_are_about_to_fail_fail_no_later_call(
+    checkpoint: Checkpoint, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = checkpoint.pool(6, reader)
+    first = checkpoint.rows[STACKED][0][0].extent.offset
+    is_broken, real = [True], os.preadv
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        fails = is_broken[0]
+        if fails and offset != first:
+            time.sleep(0.1)
+        if fails:
+            raise OSError(errno.EACCES, "not now")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(reader_module.os, "preadv", preadv)
+    with pytest.raises(ReadError, match="not now"):
+        bring(pool, 0, 0, 1, 2)
+    is_broken[0] = False
+    bring(pool, 0, 0, 1, 2)
+    assert all(checkpoint.found(pool, 0, expert) == checkpoint.expected(0, expert) for expert in range(3))
 
 
 def test_a_failed_guess_harms_nobody(checkpoint: Checkpoint, reader: Reader, disk: Disk) -> None:

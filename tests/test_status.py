@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,17 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+import zoo
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.model import prepare
 from mlx_flash.streaming import status
+from mlx_flash.streaming.pool import ExpertStats
 from mlx_flash.streaming.status import PassCounters, Status
 from mlx_flash.telemetry import find
 from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
 from test_model import streamed_whole
+from zoo.weights import VARIANTS
+from zoo.weights import save as save_variant
 
 STATES = {"pinned", "waiting", "reading", "resident", "computing", "done"}
 
@@ -257,3 +262,83 @@ def test_collecting_is_cheap(directory: Path) -> None:
             told.collect()
             seconds.append(time.perf_counter() - began)
         assert min(seconds) < 0.002
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers with eight experts each, two of them a token."""
+    path = tmp_path_factory.mktemp("mixture")
+    save_variant(path, zoo.configuration("qwen3_moe"), VARIANTS["fp32"])
+    return path
+
+
+def test_experts_are_told(mixture: Path) -> None:
+    with streamed_whole(mixture, pool_slots=9) as model:
+        assert model.engine is not None and model.engine.experts is not None and model.plan.pool is not None
+        told, pool = status_of(model), model.engine.experts.pool
+        before = told.collect()["experts"]
+        assert before == {
+            **asdict(ExpertStats()),
+            "num_slots": 9,
+            "slot_bytes": model.plan.pool.slot_bytes,
+            "num_resident": 0,
+            "num_experts": 24,
+            "expert_bytes": 3 * 128 * 64 * 4,
+            "warm": 0,
+        }
+        run(model, [[1, 2, 3], [4], [5]])
+        after = told.collect()["experts"]
+        assert {name: after[name] for name in asdict(pool.stats)} == asdict(pool.stats)
+        assert after["num_calls"] == 9 and after["num_routed"] >= 3 * 2 * 2
+        assert 0 < after["num_resident"] <= 9
+        assert after["read_bytes"] >= after["num_resident"] * after["expert_bytes"]
+        assert json.dumps(told.collect(), allow_nan=False)
+
+
+def test_bytes_of_a_pool_are_the_plans(mixture: Path) -> None:
+    with streamed_whole(mixture, pool_slots=9) as model:
+        told = status_of(model).collect()
+        assert model.plan.pool is not None
+        assert told["plan"]["pool_bytes"] == model.plan.pool_bytes == 9 * model.plan.pool.slot_bytes
+        experts = sum(stack.unit.nbytes for stack in model.layout.experts)
+        layers = sum(unit["bytes"] for unit in told["units"] if unit["kind"] == "layer")
+        everything = sum(unit.nbytes for unit in model.layout.layers)
+        assert 0.9 * (everything - experts) < layers <= everything - experts  # routers are in memory always
+        assert all(unit["streamed_bytes"] == unit["bytes"] for unit in told["units"])
+
+
+def test_the_pool_is_no_activation(mixture: Path) -> None:
+    """It is larger than all else together here."""
+    with streamed_whole(mixture, pool_slots=24) as model:
+        told = status_of(model).collect()
+        assert told["memory"]["active"] >= told["plan"]["pool_bytes"] > 2_000_000
+        weights = sum(told["plan"][f"{part}_bytes"] for part in ("resident", "pinned", "slots", "pool"))
+        expected = told["memory"]["active"] - weights - model.plan.active_bytes
+        assert told["memory"]["kv_and_activations"] == max(0, expected)
+
+
+def test_no_pool_tells_no_experts(directory: Path, mixture: Path) -> None:
+    for path in (directory, mixture):
+        with streamed_whole(path) as model:
+            told = status_of(model).collect()
+            assert told["experts"] is None and told["plan"]["pool_bytes"] == 0
+
+
+def test_experts_of_a_closed_engine(mixture: Path) -> None:
+    model = streamed_whole(mixture, pool_slots=9)
+    told = status_of(model)
+    run(model, [[1]])
+    model.close()
+    assert told.collect()["experts"] is None
+
+
+def test_experts_of_earlier_runs_are_warm(mixture: Path) -> None:
+    with streamed_whole(mixture, pool_slots=9) as model:
+        assert model.engine is not None and model.engine.experts is not None
+        model.engine.experts.pool.warm([((2, 7), 0.5), ((0, 1), 0.2), ((1, 3), 0.1)])
+        told = status_of(model).collect()["experts"]
+        assert told["warm"] == told["num_resident"] == 3
+        assert told["read_bytes"] == told["num_routed"] == 0

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 from importlib.metadata import version
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 import zoo
-from zoo.compare import PROMPT, Outcome, compare, find_difference, same
+from mlx_flash.streaming.experts import SORTED_SIZE
+from mlx_flash.streaming.pool import ExpertPool
+from zoo.compare import GENERATIONS, LONGEST_CALL, PROMPT, Outcome, compare, find_difference, same
 from zoo.pool import Case, Worker
 from zoo.weights import VARIANTS, build, quantize
 
+ROOT = Path(__file__).parents[1]
 MLX_LM = tuple(map(int, version("mlx-lm").split(".")[:2]))
 
 KINDS = [
@@ -137,3 +142,55 @@ def test_the_prompt_is_longer_than_the_sliding_windows() -> None:
 
 def test_an_outcome_goes_into_json() -> None:
     assert Outcome("llama", "fp32").as_dict()["kept"] == {}
+
+
+def test_experts_are_read_one_by_one_from_pools_of_every_size() -> None:
+    outcome = compare("qwen3_moe", "4bit")
+    assert outcome.status == "ok", outcome.reason
+    assert (outcome.num_stacks, outcome.num_pools, outcome.unpooled) == (3, 6, {})
+
+
+def test_an_expert_in_the_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the passes that read experts one by one can see it."""
+
+    def elsewhere(self: ExpertPool, key: tuple[int, int], needed: Any) -> int | None:
+        slot = enter(self, key, needed)
+        if slot is not None:
+            self.slot_of[key[0]][key[1]] = (slot + 1) % self.slots.num_slots
+        return slot
+
+    enter = ExpertPool._enter
+    monkeypatch.setattr(ExpertPool, "_enter", elsewhere)
+    outcome = compare("qwen3_moe", "fp32")
+    assert outcome.status == "failed" and outcome.num_cuts > 1 and outcome.num_pools == 0
+    assert outcome.reason.startswith("pool of ")
+
+
+def test_routed_experts_that_are_no_stacks_are_listed() -> None:
+    outcome = compare("dbrx", "fp32")
+    assert outcome.status == "ok", outcome.reason
+    assert outcome.num_stacks == outcome.num_pools == 0
+    assert len(outcome.unpooled) == 4 and set(outcome.unpooled.values()) == {
+        "SparseMoeBlock has a list of modules for experts, not stacks"
+    }
+
+
+def test_the_summary_says_where_experts_are_not_read_one_by_one() -> None:
+    summary_of_experts = runpy.run_path(str(ROOT / "scripts" / "zoo.py"))["summary_of_experts"]
+    outcomes = [
+        Outcome("llama", "fp32", status="ok"),
+        Outcome("qwen3_moe", "fp32", status="ok", num_stacks=3),
+        Outcome("qwen3_moe:other", "fp32", status="ok", num_stacks=3),
+        Outcome("dbrx", "fp32", status="failed", unpooled={"a": "no stack", "b": "no stack"}),
+        Outcome("muse", "fp32", status="cannot"),
+    ]
+    assert list(summary_of_experts(outcomes)) == [
+        "experts one by one in 1 of 2 architectures that have routed ones",
+        "  not in dbrx: no stack",
+    ]
+    assert list(summary_of_experts(outcomes[:1])) == []
+
+
+def test_one_call_is_long_enough_for_its_tokens_to_be_sorted() -> None:
+    calls = [rows for generation in GENERATIONS for rows in generation]
+    assert max(sum(map(len, rows)) for rows in calls) == SORTED_SIZE == LONGEST_CALL

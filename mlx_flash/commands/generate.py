@@ -70,11 +70,14 @@ def routing_trace(model: nn.Module, args: argparse.Namespace) -> Iterator[None]:
     if experts is None:
         raise ConfigError(
             "--routing-trace records experts that are read one by one, and none are. Hint: this needs a mixture of "
-            "experts larger than the budget, without --resident."
+            "experts, a budget that holds some of them but not all, and neither --resident nor --expert-pool-gb 0."
         )
     with RoutingTrace(args.routing_trace, args.model, experts.stacks) as trace:
         experts.listeners.append(trace)
-        yield
+        try:
+            yield
+        finally:
+            experts.listeners.remove(trace)
 
 
 def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:

@@ -23,9 +23,9 @@ from mlx_flash.errors import ConfigError
 GB = 10**9
 
 DEFAULT_GB_PER_DAY = 20.0
-"""The SSDs of laptops are made for 150 (256 GB) to 600 TB of writes (1 TB). Over five years, the smallest of them can
-take 82 GB a day of everything that its owner does; 20 GB are a quarter of that, and 36 TB in five years of days on which
-the cap was reached. It is 150 000 new tokens a day of a model that takes 128 KiB each (8B, 16 bits)."""
+"""The SSDs of laptops are made for 150 (256 GB) to 600 TB of writes (1 TB). Over five years, the smallest of them takes
+82 GB a day of everything that its owner does. 20 GB are a quarter of that: 36 TB in five years if every day reached the
+cap. It is 150 000 new tokens a day of a model that takes 128 KiB for each (8B, 16 bits)."""
 
 FILE_NAME = "writes.json"
 
@@ -144,18 +144,26 @@ class WriteGovernor:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX)
-                    self._parse(os.pread(fd, _RECORD_BYTES, 0))
-                    is_counted = self._change_known(nbytes, only_if_it_fits)
-                    if is_counted:
-                        os.pwrite(fd, self._record.encode(), 0)
-                    return is_counted
-                finally:
-                    os.close(fd)
             except OSError as error:
                 self._warn(error.strerror or str(error))
+                self._begin_day()
                 return self._change_known(nbytes, only_if_it_fits)
+            try:
+                return self._change_saved(fd, nbytes, only_if_it_fits)
+            finally:
+                os.close(fd)
+
+    def _change_saved(self, fd: int, nbytes: int, only_if_it_fits: bool) -> bool:
+        is_counted = False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            self._parse(os.pread(fd, _RECORD_BYTES, 0))
+            is_counted = self._change_known(nbytes, only_if_it_fits)
+            if is_counted:
+                os.pwrite(fd, self._record.encode(), 0)
+        except OSError as error:
+            self._warn(error.strerror or str(error))
+        return is_counted
 
     def _change_unsaved(self, nbytes: int, only_if_it_fits: bool) -> bool:
         if only_if_it_fits:
@@ -189,6 +197,9 @@ class WriteGovernor:
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH)
                 self._parse(os.pread(fd, _RECORD_BYTES, 0))
+            except OSError as error:
+                self._warn(error.strerror or str(error))
+                self._begin_day()
             finally:
                 os.close(fd)
 

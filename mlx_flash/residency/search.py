@@ -79,7 +79,8 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
     if len(tasks) > 1 and config.expert_pool_gb:  # a pool that was asked for is left out only if everything fits
         smallest[id(tasks[-1])] = timed(tasks[-1], everything_pinned(tasks[-1], _least(config)))
     minimum = min(plan.peak_bytes for plan in smallest.values())
-    budget = _budget(config, machine, minimum)
+    # Words never stand for a budget at which whole layers would be read because a pool is a little too large for it.
+    budget = _budget(config, machine, smallest[id(tasks[0])].peak_bytes)
     usable = [task for task in tasks if smallest[id(task)].peak_bytes <= budget]
     if not usable:
         least = min(smallest.values(), key=lambda plan: plan.peak_bytes)
@@ -128,15 +129,15 @@ def _fits_whole(task: Task, budget: int) -> bool:
     return everything_pinned(task, reserve).peak_bytes <= budget
 
 
-def _budget(config: FlashConfig, machine: Machine, minimum: int) -> int:
-    """The budget in bytes. A word never stands for less than the minimum."""
+def _budget(config: FlashConfig, machine: Machine, least: int) -> int:
+    """The budget in bytes. A word never stands for less than the least."""
     budget = config.budget_bytes
     if isinstance(budget, int):
         return budget
     if budget == "min":
-        return minimum
+        return least
     of_free, of_all = PROFILE_SHARES[budget]
-    return max(minimum, min(int(machine.available_memory * of_free), int(machine.total_memory * of_all)))
+    return max(least, min(int(machine.available_memory * of_free), int(machine.total_memory * of_all)))
 
 
 def _smaller(minimum: int, machine: Machine) -> str:

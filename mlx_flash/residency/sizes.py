@@ -297,7 +297,9 @@ def working_itemsize(parameters: list[Parameter]) -> int:
 
 def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes:
     itemsize = max((working_itemsize([*unit.large, *unit.small]) for unit in layout.layers), default=2)
-    widths = [sum(_outputs(p, config) for p in unit.large) for unit in layout.layers]
+    top_k = {id(p): stack.top_k for stack in layout.experts for p in stack.unit.large}
+    default = config.get("num_experts_per_tok") or _DEFAULT_EXPERTS
+    widths = [sum(_outputs(p, top_k.get(id(p), default)) for p in unit.large) for unit in layout.layers]
     # The CPU back end's attention stores scores and their softmax; the GPU ones compute both in fast memory.
     num_heads = next((config[key] for key in _NUM_HEADS if config.get(key)), 1)
     scores = 3 * num_heads if mx.default_device() == mx.cpu else 0
@@ -311,10 +313,9 @@ def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes
     )
 
 
-def _outputs(parameter: Parameter, config: dict[str, Any]) -> int:
-    """Numbers that a weight matrix, or a stack of experts' matrices, makes of one token."""
+def _outputs(parameter: Parameter, top_k: int) -> int:
+    """Numbers that a weight matrix, or those chosen of a stack of experts' matrices, make of one token."""
     shape = parameter.array.shape
     if parameter.key != "weight" or len(shape) < 2:
         return 0
-    experts = min(shape[0], config.get("num_experts_per_tok") or _DEFAULT_EXPERTS) if len(shape) == 3 else 1
-    return int(shape[-2]) * int(experts)
+    return int(shape[-2]) * (min(shape[0], top_k) if len(shape) == 3 else 1)

@@ -28,6 +28,9 @@ SORTED_SIZE = 64
 LOOKAHEAD_SHARE = 1 / 8
 """Share of the pool that experts may take which a router is only expected to choose."""
 
+_SMALL_BYTES = 16 << 20
+"""What a call for one token may take, whatever it copies."""
+
 Routing = np.ndarray[Any, np.dtype[np.int64]]
 OnRouting = Callable[[int, Routing], None]
 """Called with the number of a layer and the experts of each of its tokens, ``(..., top_k)``."""
@@ -101,6 +104,10 @@ class Experts:
         self._stream = stream
         self._exact_rows = exact_rows
         self._modules = [self._pooled_copy(layer) for layer in range(len(stacks))]
+        self._takes_slots = [
+            takes_slots(module, stack.unit.large[0].container)
+            for module, stack in zip(self._modules, stacks, strict=True)
+        ]
         self._pending: list[mx.array] = []
         self.changed: list[nn.Module] = []
         for layer, stack in enumerate(stacks):
@@ -158,10 +165,15 @@ class Experts:
             listener(layer, routing)
         self.pool.stats.num_calls += 1
         self.pool.use(layer, experts, counts, max(1, routing.size // routing.shape[-1]))
-        if len(experts) > self.pool.slots.num_slots or not (self._exact_rows or indices.size < SORTED_SIZE):
+        if not self._fits_slots(layer, len(experts), indices.size):
             self.pool.stats.num_full += 1
             return self._stage.run(layer, x, indices, _hottest(experts, counts), self._quota)
         return self._compact(layer, x, routing, experts, guess)
+
+    def _fits_slots(self, layer: int, num_experts: int, num_indices: int) -> bool:
+        """Whether a call can be computed from the slots, and as exactly as with all experts."""
+        is_exact = self._exact_rows or num_indices < SORTED_SIZE
+        return self._takes_slots[layer] and is_exact and num_experts <= self.pool.slots.num_slots
 
     @property
     def _quota(self) -> int:
@@ -186,6 +198,10 @@ class Experts:
         if layer == len(self.stacks) - 1:
             self._evaluate_pending()  # the next call may come from another thread, which cannot
         return result
+
+    def let_go(self) -> None:
+        """Forgets what was not computed: the pass has failed, and the next may come from another thread."""
+        self._pending.clear()
 
     def _evaluate_pending(self, *others: mx.array) -> None:
         pending, self._pending = self._pending, []  # they go, whatever happens: they may be of another thread's
@@ -232,6 +248,31 @@ class Experts:
         finally:
             self._stream.is_guessing = False
         return None
+
+
+def takes_slots(module: nn.Module, first: Any) -> bool:
+    """Whether the back end computes with experts that lie in slots, with gaps between them, without a copy of them all.
+
+    CUDA's kernels for quantized experts do not. One token is tried, with experts of zeros.
+
+    Args:
+        module: a stack whose arrays are views of empty slots.
+        first: the ``SwitchLinear`` of it that tokens come to first.
+    """
+    dtype = first["scales" if "scales" in first else "weight"].dtype
+    x = mx.zeros((1, first.input_dims), dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16)
+    # Several times, for other threads may take memory meanwhile.
+    return any(_copies_little(module, x, int(first["weight"].nbytes) // 2) for _ in range(3))
+
+
+def _copies_little(module: nn.Module, x: mx.array, limit: int) -> bool:
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    try:
+        mx.eval(cast(Callable[..., mx.array], module)(x, mx.zeros((1, 1), mx.uint32)))
+    except RuntimeError:
+        return False
+    return int(mx.get_peak_memory()) - before < max(_SMALL_BYTES, limit)
 
 
 def _hottest(experts: Numbers, counts: Numbers) -> list[int]:

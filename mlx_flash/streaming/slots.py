@@ -100,8 +100,9 @@ class SlotArena:
             dtype: of the array.
         """
         first, size = (self._start + offset) // dtype.size, math.prod(shape)
+        rows = self._array.view(dtype)[:, first : first + size]
         # Not reshape(), which copies what is not contiguous.
-        array = mx.unflatten(self._array.view(dtype)[:, first : first + size], 1, tuple(shape))
+        array = mx.unflatten(rows, 1, tuple(shape)) if shape else rows.squeeze(1)
         mx.eval(array)
         for slot in {0, self.num_slots - 1}:
             if not self._shares(array, slot, offset):

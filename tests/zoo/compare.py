@@ -271,12 +271,11 @@ def why_unpooled(model: FlashLLM) -> dict[str, str]:
     for name, module in model.named_modules():
         if id(module) in pooled:
             continue
-        if any(isinstance(child, SwitchLinear | QuantizedSwitchLinear) for child in module.children().values()):
-            found[name] = (
-                f"{type(module).__name__} is called in a way of its own, or its rows cannot be read one by one"
-            )
+        matrices = [m for m in module.children().values() if isinstance(m, SwitchLinear | QuantizedSwitchLinear)]
+        if len(matrices) > 1:  # a single one is no network: an attention's groups of heads, say
+            found[name] = f"{type(module).__name__} has calls of its own, or experts that are not rows of tensors"
         elif isinstance(module.get("experts"), list):
-            found[name] = f"{type(module).__name__} has a list of experts, and calls those that are chosen as modules"
+            found[name] = f"{type(module).__name__} has a list of modules for experts, not stacks"
     return found
 
 

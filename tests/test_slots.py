@@ -1,0 +1,77 @@
+"""Slots, and the arrays that are views of them, are the same memory."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.streaming.slots import SlotArena
+
+DTYPES = [mx.uint8, mx.bfloat16, mx.float32, mx.uint32]
+
+
+def address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def fill_randomly(arena: SlotArena, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for slot in range(arena.num_slots):
+        memory = arena.memory(slot)
+        memory[:] = random.bytes(len(memory))
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    num_slots=st.integers(1, 6),
+    num_pages=st.integers(2, 4),
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(1, 9), max_size=3),
+    start=st.integers(0, 3000),
+)
+def test_a_view_has_a_row_in_each_slot(
+    num_slots: int, num_pages: int, dtype: mx.Dtype, shape: list[int], start: int
+) -> None:
+    arena = SlotArena(num_slots, num_pages * DIRECT_ALIGNMENT)
+    nbytes = math.prod(shape) * dtype.size
+    offset = min(start, (num_pages - 1) * DIRECT_ALIGNMENT - nbytes) // dtype.size * dtype.size
+    view = arena.view(offset, shape, dtype)
+    assert view.shape == (num_slots, *shape) and view.dtype == dtype
+    fill_randomly(arena, start)
+    for slot in range(num_slots):
+        memory = arena.memory(slot)
+        assert address(memory) % DIRECT_ALIGNMENT == 0
+        assert len(memory) == arena.pitch - DIRECT_ALIGNMENT
+        row = np.array(mx.contiguous(view[slot]).reshape(-1).view(mx.uint8))
+        assert row.tobytes() == bytes(memory[offset : offset + nbytes])
+
+
+def test_slots_do_not_overlap() -> None:
+    arena = SlotArena(5, 3 * DIRECT_ALIGNMENT)
+    for slot in range(5):
+        arena.fill(slot, slot + 1)
+    for slot in range(5):
+        assert set(bytes(arena.memory(slot))) == {slot + 1}
+
+
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(num_slots=st.integers(1, 5), data=st.data())
+def test_the_tail_is_the_memory_of_the_last_slots_only(num_slots: int, data: st.DataObject) -> None:
+    arena = SlotArena(num_slots, 2 * DIRECT_ALIGNMENT)
+    num_last = data.draw(st.integers(1, num_slots))
+    tail = arena.tail(num_last)
+    assert len(tail.memory) == num_last * arena.pitch - DIRECT_ALIGNMENT
+    assert address(tail.memory) == address(arena.memory(num_slots - num_last))
+    for slot in range(num_slots):
+        arena.fill(slot, 7)
+    tail.fill(9)
+    assert [arena.memory(slot)[0] for slot in range(num_slots)] == [7] * (num_slots - num_last) + [9] * num_last
+    assert set(bytes(arena.memory(num_slots - num_last - 1))) == {7} if num_last < num_slots else True
+    view = tail.view(DIRECT_ALIGNMENT // 2, (3, 5), mx.float32)
+    tail.memory[DIRECT_ALIGNMENT // 2 :][:4] = b"\x00\x00\x80\x3f"
+    assert view[0, 0].item() == 1.0

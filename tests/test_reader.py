@@ -461,6 +461,23 @@ def test_urgent_reads_do_not_queue_behind_others(shard: Path, replace_preadv: Re
     assert reader.stats.num_reads == 42
 
 
+def test_reads_that_are_waited_for_after_all_leave_the_queue(shard: Path, replace_preadv: Replace) -> None:
+    write_file(shard, 200 * PAGE)
+    ahead, needed = apart(shard, [PAGE] * 40), apart(shard, [PAGE] * 5)
+    reader = open_reader(shard, queue_depth=2)
+    replace_preadv(slowly(0.05))
+    tickets = [ahead.submit(reader), needed.submit(reader)]
+    tickets[1].hurry()
+    tickets[1].hurry()
+    tickets[1].wait()
+    assert needed.found() == needed.expected
+    assert not tickets[0].done()
+    tickets[0].wait()
+    tickets[0].hurry()
+    assert ahead.found() == ahead.expected
+    assert reader.stats.num_reads == 45
+
+
 def test_urgent_reads_have_a_depth_too(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file(shard, 200 * PAGE)
     load = apart(shard, [PAGE] * 20)

@@ -103,9 +103,22 @@ class Ticket:
         self._futures.clear()
         self._identities = self._reader._identities(self._segments)
         self._reader._check_open()
-        how = self._buffer, self._keep_cached, self._gate
-        for task in self._reader._tasks(self._segments, self._keep_cached):
-            self._futures.append(self._pool.submit(self._reader._read_all, task, *how))
+        self._tasks = list(self._reader._tasks(self._segments, self._keep_cached))
+        for task in self._tasks:
+            self._futures.append(self._submit(task))
+
+    def _submit(self, task: Sequence[_Range]) -> Future[None]:
+        return self._pool.submit(self._reader._read_all, task, self._buffer, self._keep_cached, self._gate)
+
+    def hurry(self) -> None:
+        """Somebody waits now: what has not begun does not queue behind what is read ahead any more."""
+        if self._pool is self._reader._urgent_pool:
+            return
+        self._reader._check_open()
+        self._pool = self._reader._urgent_pool
+        for i, future in enumerate(self._futures):
+            if future.cancel():
+                self._futures[i] = self._submit(self._tasks[i])
 
     def done(self) -> bool:
         """Whether no read is left to wait for."""

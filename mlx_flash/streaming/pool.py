@@ -115,7 +115,6 @@ class ExpertPool:
         self._cleared = 0
         self._tickets: dict[Expert, Ticket] = {}
         self._predicted: list[set[int]] = [set() for _ in layers]
-        self._warming: set[Expert] = set()
         self._held: Numbers = np.empty(0, np.int64)
         self._uses = Uses([layer.num_experts for layer in layers], slots.num_slots)
 
@@ -148,8 +147,6 @@ class ExpertPool:
         """
         wanted = [int(expert) for expert in experts]
         self.drop_failed(layer, wanted)
-        # Warm reads may be behind many others: those that are needed now are not waited for but read again.
-        self.forget(layer, [e for e in wanted if (layer, e) in self._warming and (layer, e) in self._tickets])
         self.count(layer, wanted)
         missing = [expert for expert in wanted if self.slot_of[layer][expert] == ABSENT]
         spared = self._spared(layer, wanted)
@@ -157,7 +154,10 @@ class ExpertPool:
             is_read = self._read((layer, expert), spared, urgent=True)
             if not is_read and not self._read((layer, expert), self._needed(layer, wanted), urgent=True):
                 raise AssertionError(f"{len(wanted)} experts do not fit {self.num_usable} slots")
-        return np.array([expert for expert in wanted if (layer, expert) in self._tickets], np.int64)
+        late = [expert for expert in wanted if (layer, expert) in self._tickets]
+        for expert in late:
+            self._tickets[layer, expert].hurry()
+        return np.array(late, np.int64)
 
     def _spared(self, layer: int, experts: Sequence[int]) -> Mask:
         """The slots of some experts, of those that are held, and of those that are expected to be needed soon."""
@@ -277,7 +277,6 @@ class ExpertPool:
         for (key, share), _ in zip(experts, range(len(self._free)), strict=False):
             self._uses.expect(*key, share)
             self._read(key, nobody, urgent=False)
-            self._warming.add(key)
             self.stats.read_bytes -= self.layers[key[0]].expert_bytes
             self.num_warm += 1
 
@@ -324,7 +323,6 @@ class ExpertPool:
         if ticket is not None:
             ticket.cancel()
         self._predicted[layer].discard(expert)
-        self._warming.discard(key)
         slot = int(self.slot_of[layer][expert])
         self._uses.leave(slot)
         self.slot_of[layer][expert] = ABSENT

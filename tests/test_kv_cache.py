@@ -195,7 +195,7 @@ def total(arrays: Any) -> mx.array:
 
 TestAgainst = Against.TestCase
 TestAgainst.settings = settings(
-    max_examples=25, stateful_step_count=14, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

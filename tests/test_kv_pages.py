@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,7 @@ def test_nothing_is_left_by_processes_that_ended(tmp_path: Path, crash: bool) ->
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(WriteError, match="cannot make a folder for the KV cache in .*Hint"):
+    with pytest.raises(WriteError, match=r"cannot make a folder for the KV cache in .*Hint"):
         PrivateFolder(tmp_path / "file" / "kv")
 
 
@@ -286,5 +287,5 @@ def test_rows_of_a_file_do_not_overlap(capacity: int, step: int, page: int) -> N
         for index, _, offset in layout.file_offsets(number)
     ]
     ordered = sorted(ends)
-    assert all(left[1] <= right[0] for left, right in zip(ordered, ordered[1:], strict=False))
+    assert all(left[1] <= right[0] for left, right in pairwise(ordered))
     assert layout.slot_bytes(capacity) % DIRECT_ALIGNMENT == 0

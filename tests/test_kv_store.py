@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -397,11 +398,11 @@ def test_bytes_that_wait_are_bounded(opened: Opener, monkeypatch: pytest.MonkeyP
 
     go_on = threading.Event()
     write = store_writer.write_page
-    monkeypatch.setattr(store_writer, "write_page", lambda *args: (go_on.wait(60), write(*args)))
+    monkeypatch.setattr(store_writer, "write_page", lambda *args: (go_on.wait(5), write(*args)))
     store = opened(queue_bytes=3 * 2000)
     began = time.perf_counter()
     taken = [store.put(TOKENS, i, blobs(TOKENS[: (i + 1) * STEP])) for i in range(6)]
-    assert taken == [True] * 3 + [False] * 3 and time.perf_counter() - began < 5
+    assert taken == [True] * 3 + [False] * 3 and time.perf_counter() - began < 4
     assert store.put(TOKENS, 1, blobs(TOKENS[: 2 * STEP])), "it waits already"
     told = store.stats()
     assert (told["queued_bytes"], told["refused_queue"], told["refused_parent"]) == (6000, 1, 2)
@@ -493,7 +494,7 @@ def test_a_page_in_the_place_of_another_is_not_taken_for_it(opened: Opener) -> N
     data = bytearray(opened.path(pages[2]).read_bytes())
     data[4096:8192], data[8192:] = data[8192:], data[4096:8192]
     opened.path(pages[2]).write_bytes(data)
-    assert read_all(store, TOKENS, store.find(TOKENS)) == 2, "nor a layer in the place of another"
+    assert read_all(store, TOKENS, store.find(TOKENS)) == 2, "nor a blob in the place of another"
 
 
 def test_a_file_that_is_gone_costs_its_page(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
@@ -570,6 +571,13 @@ def test_an_index_that_breaks_meanwhile_ends_storing_only(opened: Opener, caplog
         assert found(opened(), TOKENS) == 6, "the next one makes it again"
 
 
+def test_only_the_user_may_look(opened: Opener) -> None:
+    opened.directory.mkdir(mode=0o755)
+    put(opened(), TOKENS)
+    lax = [path for path in opened.directory.iterdir() if path.name != "wear" and path.stat().st_mode & 0o077]
+    assert lax == []
+
+
 def test_leftovers_are_removed_and_whole_pages_kept(opened: Opener) -> None:
     store = opened()
     put(store, TOKENS)
@@ -585,6 +593,32 @@ def test_leftovers_are_removed_and_whole_pages_kept(opened: Opener) -> None:
     opened.path(pages[3]).unlink()
     assert found(opened(), TOKENS) == 3
     assert [path.stem for path in opened.files()] == sorted(pages[:3])
+
+
+def test_an_unfinished_page_is_left_to_its_writer(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_flash.kv import store_writer
+
+    class Slow(dict[str, memoryview]):
+        def __getitem__(self, name: str) -> memoryview:
+            assert opened().find(TOKENS).num_tokens == 0
+            return super().__getitem__(name)
+
+    encode = store_writer.encode_page
+    with monkeypatch.context() as slow:
+        slow.setattr(store_writer, "encode_page", lambda *args: replace(page := encode(*args), data=Slow(page.data)))
+        store = opened()
+        put(store, TOKENS, [0])
+    assert found(store, TOKENS) == 1 == store.stats()["stored"]
+
+
+def test_looking_for_what_is_not_there_writes_nothing(opened: Opener) -> None:
+    store = opened()
+    put(store, TOKENS)
+    before = tree(opened.directory)
+    prefix = store.pin(store.find([1, 2, 3, 4, 5]))
+    store.release(prefix)
+    assert prefix == Prefix(0, ()) and found(store, TOKENS) == 6
+    assert tree(opened.directory) == before
 
 
 # --- disks that cannot be written ------------------------------------------------------------------------------------

@@ -6,10 +6,15 @@ it otherwise: that is what makes it exact, whatever has been computed and whatev
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_flash.kv.options import KVOptions, round_up
 from mlx_flash.residency.memory import footprint
@@ -22,24 +27,39 @@ _GROWTH = 4
 
 @lru_cache(maxsize=1)
 def commits_lazily() -> bool:
-    """Whether memory that MLX allocates and nobody has written to takes no memory yet. Tried once a process.
+    """Whether pages of an array can be given back, to take memory again when they are written to. Tried once a process.
 
-    So it is on Linux with MLX's CPU back end. A GPU's driver takes a buffer as a whole once a kernel uses it.
+    So it is on Linux with MLX's CPU back end, whose arrays are private anonymous memory. A GPU's driver takes a buffer
+    as a whole once a kernel uses it.
     """
-    if not hasattr(mx, "empty") or mx.default_device() != mx.cpu:
+    if sys.platform != "linux" or mx.default_device() == mx.gpu or mx.cuda.is_available():
         return False
-    before = footprint()
-    array = mx.empty((_PROBE_BYTES,), mx.uint8)
-    array[:DIRECT_ALIGNMENT] = mx.array(1, mx.uint8)
+    array = mx.ones((_PROBE_BYTES,), mx.uint8)
     mx.eval(array)
-    taken = footprint() - before
-    del array
-    return taken < _PROBE_BYTES // 4
+    before = footprint()
+    _give_back(array)
+    gone = before - footprint()
+    return gone > _PROBE_BYTES // 2 and not bool(array[_PROBE_BYTES // 2 :][:DIRECT_ALIGNMENT].any())
 
 
 def reserve(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-    """An array of any content that takes memory as it is written to, where that can be."""
-    return mx.empty(shape, dtype) if commits_lazily() else mx.zeros(shape, dtype)
+    """Zeros that take memory as they are written to, where that can be; for a moment they take all of it."""
+    array = mx.zeros(shape, dtype)
+    if commits_lazily():
+        mx.eval(array)
+        _give_back(array)
+    return array
+
+
+def _give_back(array: mx.array) -> None:
+    """Makes zeros of the whole pages inside an evaluated array, which take no memory until they are written to."""
+    memory = np.frombuffer(memoryview(cast(Any, array)).cast("B"), np.uint8)
+    start = round_up(memory.ctypes.data, mmap.PAGESIZE)
+    nbytes = (memory.ctypes.data + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if nbytes > 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED) != 0:
+            raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")
 
 
 class MemoryRows:

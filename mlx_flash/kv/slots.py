@@ -101,7 +101,7 @@ class Slot:
         return time.perf_counter() - began
 
     def claim(self) -> None:
-        """Makes sure that nothing is computed from its memory any more."""
+        """Makes sure that nothing is computed from its memory any more; if something is, it is empty, and elsewhere."""
         if not self._is_handed_out or self._pages is None or self._arena is None:
             return
         nbytes, address = self._arena.nbytes, _address(self._arena.memory)
@@ -112,6 +112,7 @@ class Slot:
         self._arena, self._is_handed_out = Arena(nbytes, pages), False
         if _address(self._arena.memory) != address:
             self.num_moved += 1
+            self.tokens = 0  # what was copied may lie elsewhere in the page
 
     def write(self, layout: RowLayout, rows: RowBytes, at: int) -> None:
         """Puts rows, ``(heads, tokens, bytes)`` for each array, at a token. The slot must be claimed."""

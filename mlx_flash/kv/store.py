@@ -190,6 +190,8 @@ class PrefixStore:
             ClosedError: the store was closed.
         """
         names = prefix.names
+        if not names:
+            return prefix  # nothing is written for a prompt of which nothing is known
         with self._lock:
             count = self._access.ask(lambda index: index.pin(names))
             if count < len(names):
@@ -213,7 +215,8 @@ class PrefixStore:
             unused = [name for name in prefix.names if not self._users[name]]
             for name in unused:
                 del self._users[name]
-            self._access.ask(lambda index: index.release(unused))
+            if unused:
+                self._access.ask(lambda index: index.release(unused))
 
     def users(self, page: str) -> int:
         """How often a page is pinned by this store: the first user brings it into memory, the last one frees it."""
@@ -255,7 +258,10 @@ class PrefixStore:
         return self._writer.flush(timeout)
 
     def clear(self) -> None:
-        """Removes the pages of this model, of all its tenants, that nobody has pinned."""
+        """Removes the pages of this model, of all its tenants, that nobody has pinned.
+
+        Where nothing may be written, this store forgets them.
+        """
         self._access.ask(lambda index: index.clear(self._model))
 
     def close(self) -> None:

@@ -13,8 +13,7 @@ A page's name is a hash of the model, the cache's settings, the tenant, and all 
 names mean equal bytes. A file is written under another name, flushed, and only then given its own.
 
 Blobs carry a CRC-32: it finds every change within 32 neighbouring bits and all but one of 2³² others, and is the
-fastest that Python's library has (here 1.9 GB/s, BLAKE2b 1.2, SHA-256 0.7). It begins from the names of page and blob,
-so that one that lies in the place of another is found too.
+fastest that Python's library has (here 1.9 GB/s, BLAKE2b 1.2, SHA-256 0.7).
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class BlobInfo:
         shape: as it was given.
         offset: of its first byte in the file.
         nbytes: its length.
-        checksum: of its bytes, begun with its name and its page's.
+        checksum: of its bytes.
     """
 
     dtype: str
@@ -173,7 +172,7 @@ def encode_page(key: PageKey, blobs: Mapping[str, Blob]) -> EncodedPage:
     end = 0  # offsets are told from the first blob's place on, which depends on the length of what is told
     for name, blob in blobs.items():
         nbytes = data[name].nbytes
-        checksum = zlib.crc32(data[name], _seed(key.page, name))
+        checksum = zlib.crc32(data[name])
         relative[name] = BlobInfo(blob.dtype, tuple(blob.shape), end, nbytes, checksum)
         end = _aligned(end + nbytes)
     entries = {name: [b.dtype, b.shape, b.offset, b.nbytes, b.checksum] for name, b in relative.items()}
@@ -203,6 +202,7 @@ def write_page(folder: Path, page: EncodedPage, session: str) -> None:
                 file.write(page.data[name])
             file.write(bytes(info.nbytes - file.tell()))
             file.flush()
+            # macOS leaves it to the disk when to write what it was sent; after a loss of power checksums tell
             os.fsync(file.fileno())
             drop_cached(file.fileno(), 0, info.nbytes)  # nobody reads it soon, and weights need the memory
         partial.replace(path_of(folder, info.key.page))
@@ -222,10 +222,6 @@ def _placed(key: PageKey, blobs: Mapping[str, BlobInfo], start: int, nbytes: int
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _seed(page: str, name: str) -> int:
-    return zlib.crc32(f"{page} {name}".encode())
 
 
 def _flush_folder(folder: Path) -> None:
@@ -299,7 +295,7 @@ class PageFile:
             if count == 0:
                 raise ReadError(f"{self._path} is damaged: it ends before {name!r} does")
             done += count
-        if zlib.crc32(view, _seed(self.info.key.page, name)) != blob.checksum:
+        if zlib.crc32(view) != blob.checksum:
             raise ReadError(f"{self._path} is damaged: the checksum of {name!r} is wrong")
 
     def _parse(self) -> PageInfo:

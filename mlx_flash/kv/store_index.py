@@ -44,12 +44,7 @@ WITH RECURSIVE following (page) AS (
 ) SELECT page FROM following
 """
 
-_HELD = """
-WITH RECURSIVE held (page) AS (
-    SELECT page FROM pins
-    UNION SELECT p.parent FROM pages AS p JOIN held AS h ON p.page = h.page
-) SELECT page FROM pages WHERE page NOT IN (SELECT page FROM held) AND (model = ? OR ? IS NULL)
-"""
+_UNUSED = "SELECT page FROM pages WHERE page NOT IN (SELECT page FROM pins) AND (model = ? OR ? IS NULL)"
 
 _UNREACHABLE = """
 SELECT page FROM pages AS p WHERE parent != '' AND NOT EXISTS (SELECT 1 FROM pages AS q WHERE q.page = p.parent)
@@ -203,7 +198,7 @@ class Index:
         """Removes all pages, or those of one model, that nobody uses."""
         with self.transaction():
             self.forget_the_dead()
-            self.remove([row[0] for row in self._connection.execute(_HELD, (model, model))])
+            self.remove([row[0] for row in self._connection.execute(_UNUSED, (model, model))])
 
     def models(self) -> list[StoredModel]:
         """What there is, the model used last first."""

@@ -53,19 +53,32 @@ class _Routed(SwappedClass):
 
 @dataclass(slots=True)
 class _Residual:
-    """What a norm before experts was given last."""
+    """The residual before a stack of experts and after it, when it is that of few tokens."""
 
-    value: mx.array | None = None
+    before: mx.array | None = None
+    after: mx.array | None = None
 
 
-class _Remembering(SwappedClass):
-    """A norm that remembers what it was given, when that is few tokens."""
+class _Norm(SwappedClass):
+    """The norm before the router: what it is given is the residual."""
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         residual = cast(_Residual, state_of(self))
         is_simple = not args and not kwargs and x.size <= SORTED_SIZE * x.shape[-1]
-        residual.value = x if is_simple else None
+        residual.before, residual.after = x if is_simple else None, None
         return cast(mx.array, own_class(self).__call__(self, x, *args, **kwargs))
+
+
+class _Block(SwappedClass):
+    """Router and experts: what they make is added to the residual."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        residual = cast(_Residual, state_of(self))
+        before = residual.before  # the next guess takes it
+        result = own_class(self).__call__(self, x)
+        if before is not None and isinstance(result, mx.array) and result.shape == before.shape:
+            residual.after = before + result
+        return cast(mx.array, result)
 
 
 class Experts:
@@ -112,7 +125,7 @@ class Experts:
         self.changed: list[nn.Module] = []
         for layer, stack in enumerate(stacks):
             self._swap(stack.unit.module, _Routed, (self, layer))
-        self._residuals = [self._remember(layer) if lookahead else None for layer in range(len(stacks))]
+        self._residuals = [self._remember(layer) if lookahead else _Residual() for layer in range(len(stacks))]
 
     def _pooled_copy(self, layer: int) -> nn.Module:
         """The stack with the pool's slots in the place of its experts."""
@@ -129,13 +142,14 @@ class Experts:
         swap_class(module, mixin, state)
         self.changed.append(module)
 
-    def _remember(self, layer: int) -> _Residual | None:
-        """Makes the norm before a stack remember its input, if it helps to guess what the next stack needs."""
-        norm = self.stacks[layer].norm
-        if norm is None or isinstance(norm, SwappedClass) or not self._can_be_guessed(layer + 1):
-            return None
-        residual = _Residual()
-        self._swap(norm, _Remembering, residual)
+    def _remember(self, layer: int) -> _Residual:
+        """Makes the modules around a stack remember the residual, if it helps to guess what the next stack needs."""
+        residual, stack = _Residual(), self.stacks[layer]
+        if stack.norm is None or stack.block is None or not self._can_be_guessed(layer + 1):
+            return residual
+        if not isinstance(stack.norm, SwappedClass) and not isinstance(stack.block, SwappedClass):
+            self._swap(stack.norm, _Norm, residual)
+            self._swap(stack.block, _Block, residual)
         return residual
 
     def _can_be_guessed(self, layer: int) -> bool:
@@ -155,7 +169,7 @@ class Experts:
         """
         if self._stream.is_guessing:
             raise _GuessedError(indices)
-        guess = self._guess(layer + 1) if indices.size < SORTED_SIZE else None
+        guess = self._guess_now(layer, indices) if indices.size < SORTED_SIZE else None
         self._evaluate_pending(indices, *([] if guess is None else [guess]))
         self.pool.hold(layer, ())
         routing = np.array(indices).astype(np.int64)
@@ -191,8 +205,7 @@ class Experts:
         late = pool.request(layer, experts)
         pool.hold(layer, map(int, experts))
         if guess is not None:
-            likely = np.unique(np.array(guess).astype(np.int64))
-            pool.read_ahead(layer + 1, likely.tolist(), int(pool.slots.num_slots * LOOKAHEAD_SHARE))
+            self._read_ahead(layer + 1, guess)
         result = self._compute(layer, x, routing, late)
         self._pending.append(result)
         if layer == len(self.stacks) - 1:
@@ -230,17 +243,33 @@ class Experts:
         module = self._modules[layer]
         return cast(mx.array, own_class(module).__call__(module, x, mx.array(slots.astype(np.uint32))))
 
-    def _guess(self, layer: int) -> mx.array | None:
-        """The experts that the next stack's router would choose if the layers between changed nothing."""
-        residual = self._residuals[layer - 1]
-        if residual is None or residual.value is None:
+    def _guess_now(self, layer: int, indices: mx.array) -> mx.array | None:
+        """Reads ahead what this stack will probably need, and returns a guess for the next one, not evaluated.
+
+        What this stack needs is guessed from the residual before its layer: that is known while the layer's attention
+        computes, which goes on meanwhile.
+        """
+        before, self._residuals[layer - 1].after = self._residuals[layer - 1].after, None
+        guess = self._guess(layer, before)
+        if guess is not None:
+            mx.async_eval(guess)
+            mx.async_eval(indices)
+            self._read_ahead(layer, guess)
+        return self._guess(layer + 1, self._residuals[layer].before)
+
+    def _read_ahead(self, layer: int, guess: mx.array) -> None:
+        likely = np.unique(np.array(guess).astype(np.int64))
+        self.pool.read_ahead(layer, likely.tolist(), int(self.pool.slots.num_slots * LOOKAHEAD_SHARE))
+
+    def _guess(self, layer: int, residual: mx.array | None) -> mx.array | None:
+        """The experts that a stack's router would choose if the layers in between changed nothing."""
+        if residual is None or not self._can_be_guessed(layer):
             return None
-        stack, x = self.stacks[layer], residual.value
-        residual.value = None
-        norm, block = cast(nn.Module, stack.norm), cast(Callable[[mx.array], mx.array], stack.block)
+        stack = self.stacks[layer]
+        norm, block = cast(nn.Module, stack.norm), cast(nn.Module, stack.block)
         self._stream.is_guessing = True
         try:
-            block(own_class(norm).__call__(norm, x))
+            own_class(block).__call__(block, own_class(norm).__call__(norm, residual))
         except _GuessedError as guessed:
             return guessed.indices
         except GuessEndedError:

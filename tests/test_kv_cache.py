@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import BatchKVCache, KVCache, LRUPromptCache, QuantizedKVCache, make_prompt_cache
@@ -155,7 +155,7 @@ class Against(RuleBasedStateMachine):
     def go_on_with_a_copy(self) -> None:
         self.others, (self.mine, self.theirs) = [(self.mine, self.theirs)], self.others[0]
 
-    @precondition(lambda self: not self.is_quantized and self.theirs[0].keys is not None)
+    @precondition(lambda self: not self.is_quantized and self.theirs[0].offset)
     @rule()
     def merge_and_extract(self) -> None:
         other, their_other = copy.deepcopy(self.mine[0]), copy.deepcopy(self.theirs[0])
@@ -173,6 +173,24 @@ class Against(RuleBasedStateMachine):
         loaded = stock_cache.load_prompt_cache(path)
         assert [type(entry) for entry in loaded] == [type(entry) for entry in self.theirs]
         self.mine = make_caches(loaded, self.pool.options, self.pool)
+
+    @rule(first=st.floats(0, 1), count=st.floats(0, 1))
+    def evict(self, first: float, count: float) -> None:
+        """Whole pages go, as they do when a cache forgets."""
+        step = self.pool.options.step
+        num_pages = self.theirs[0].offset // step
+        start = step * int(first * num_pages)
+        stop = start + step * int(count * (num_pages - start // step))
+        if stop == start:
+            return
+        for mine, theirs in zip(self.mine, self.theirs, strict=True):
+            mine.rows.drop(start, stop)
+            mine.offset -= stop - start
+            theirs.keys, theirs.values = tree_map(
+                lambda a, end=theirs.offset: mx.concatenate([a[..., :start, :], a[..., stop:end, :]], axis=2),
+                (theirs.keys, theirs.values),
+            )
+            theirs.offset -= stop - start
 
     @rule()
     def evaluate(self) -> None:
@@ -195,7 +213,7 @@ def total(arrays: Any) -> mx.array:
 
 TestAgainst = Against.TestCase
 TestAgainst.settings = settings(
-    max_examples=60, stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=200, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -234,6 +234,7 @@ class KVPool:
         return layout.slot_bytes(self._capacity(tokens))
 
     def _capacity(self, tokens: int) -> int:
+        tokens = max(tokens, 1)
         if tokens <= self.options.reserved_tokens:
             return round_up(self.options.reserved_tokens, self.options.step)
         return round_up(tokens + tokens // _ROOM_PART, round_up(_ROOM_TOKENS, self.options.step))

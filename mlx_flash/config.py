@@ -42,9 +42,9 @@ class FlashConfig:
     Attributes:
         enabled: False makes the patch of mlx-lm leave everything to mlx-lm.
         ram_budget_gb: what the whole process may use at its peak, in decimal GB, or a word. ``"min"`` is the smallest
-            workable budget, of a mixture that with experts read one by one. ``"safe"``, ``"balanced"`` and ``"performance"`` take 50, 70 and 90 % of the memory that is
-            free when the model is loaded, at most 40, 70 and 80 % of the machine's, and never less than ``"min"``. None
-            is ``"balanced"``.
+            workable budget; of a mixture, the smallest with experts that are read one by one. ``"safe"``,
+            ``"balanced"`` and ``"performance"`` take 50, 70 and 90 % of the memory that is free when the model is
+            loaded, at most 40, 70 and 80 % of the machine's, and never less than ``"min"``. None is ``"balanced"``.
         context_length: tokens of KV cache the plan sets memory aside for, over all sequences. None plans for 4096, or
             for less where those would take more than a quarter of the budget. A call that would need more memory than
             the budget has left is refused.

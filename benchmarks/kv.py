@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +91,22 @@ def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
     caches = [KVCache() for _ in range(args.layers)]
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         kv_bytes = args.length * args.layers * args.heads * args.width * DTYPE.size * 2
-        budget = None if args.share is None else int(kv_bytes * args.share)
+        budget = None
         if args.form != "stock":
-            reserve = args.length + 256
             options = KVOptions(
-                form="paged", max_context_length=reserve, budget_bytes=budget, directory=Path(folder), step=args.step
+                form="paged", max_context_length=args.length + 256, directory=Path(folder), step=args.step
             )
+            least = options.least_bytes([kv_bytes // args.length // args.layers] * args.layers, args.length + 256)
+            budget = max(least, int(kv_bytes * args.share))
+            options = replace(options, budget_bytes=budget)
             caches = make_caches(caches, options)
         mx.eval(pass_through([KVCache()], 0, 1, args))
         base, began = footprint(), time.perf_counter()
         fill(caches, args.length, args)
         filled, digest = time.perf_counter() - began, hashlib.sha256()
         mx.eval(pass_through(caches, 10**6, 1, args))
-        read, seconds = sum({c.pool.read_bytes for c in caches if args.form != "stock"}), []
+        read, seconds = sum(pool.read_bytes for pool in {c.pool for c in caches if args.form != "stock"}), []
+        waited = sum(pool.stats.wait_seconds for pool in {c.pool for c in caches if args.form != "stock"})
         for i in range(args.tokens):
             began = time.perf_counter()
             out = pass_through(caches, 10**6 + 1 + i, 1, args)
@@ -127,6 +131,7 @@ def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
                 "disk_mb": pool.disk_bytes / MB,
                 "written_mb": pool.written_bytes / MB,
                 "read_mb_per_token": (pool.read_bytes - read) / args.tokens / MB,
+                "wait_ms_per_token": (pool.stats.wait_seconds - waited) / args.tokens * 1e3,
                 "layers_on_disk": sum(cache.is_on_disk for cache in caches),
             }
             pool.close()
@@ -196,8 +201,18 @@ def disk(args: argparse.Namespace) -> list[dict[str, Any]]:
         results.append(in_own_process(args, form="stock", length=length, share=None))
         for share in args.shares:
             results.append(in_own_process(args, form="paged", length=length, share=share))
-    columns = ["length", "form", "share", "kv_mb", "layers_on_disk", "tokens_per_s", "fill_s", "memory_mb", "peak_mb"]
-    print(table([*columns, "disk_mb", "written_mb", "read_mb_per_token"], results))
+    columns = [
+        "length",
+        "form",
+        "kv_mb",
+        "budget_mb",
+        "layers_on_disk",
+        "tokens_per_s",
+        "fill_s",
+        "memory_mb",
+        "peak_mb",
+    ]
+    print(table([*columns, "disk_mb", "written_mb", "read_mb_per_token", "wait_ms_per_token"], results))
     return results
 
 

@@ -213,7 +213,7 @@ def total(arrays: Any) -> mx.array:
 
 TestAgainst = Against.TestCase
 TestAgainst.settings = settings(
-    max_examples=200, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -674,3 +674,14 @@ def test_batch_caches_are_stock(options: Callable[..., KVOptions]) -> None:
     mine, theirs = filled(options(step=16), (40,), 2)
     spill_all(mine[0].pool)
     assert type(DiskKVCache.merge([mine[0], theirs[1]])) is BatchKVCache
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_context_length": 600}])
+def test_the_smallest_budget_is_enough(settings: dict[str, Any], options: Callable[..., KVOptions]) -> None:
+    token_bytes = [2 * 2 * 32 * 2] * 6
+    for length in (16, 300, 700):
+        least = options(step=16, **settings).least_bytes(token_bytes, length)
+        mine, theirs = filled(options(step=16, budget_bytes=least, **settings), (length - 2,), 6)
+        feed(mine, theirs, 1, 1)
+        feed(mine, theirs, 2, 1)
+        assert mine[0].pool.memory_bytes <= least

@@ -20,7 +20,7 @@ from mlx_flash.kv.options import KVOptions, round_up
 from mlx_flash.residency.memory import footprint
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 
-_PROBE_BYTES = 64 << 20
+_PROBE_BYTES = 8 << 20
 _GROWTH = 4
 """A reserve that was too small grows by this part of itself."""
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from mlx_flash.errors import ConfigError
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 
 DEFAULT_STEP = 256
 """mlx-lm's own: tokens by which a cache grows, and tokens of one page on disk."""
 
 CONTEXT_ALIGNMENT = 256
+
+NUM_SLOTS = 2
+"""Buffers that layers on disk are computed from."""
+
+SLOT_PADDING = 6 * DIRECT_ALIGNMENT
+"""What arrays of a slot take at most to begin at a page: six, where keys and values are quantized."""
+
+ROOM_PART = 8
+"""A slot has room for this part of its tokens besides, where the length of the context is open."""
+
+ROOM_TOKENS = 1024
 
 Form = Literal["step", "flat", "paged"]
 """Where keys and values are while they are in memory.
@@ -85,6 +98,22 @@ class KVOptions:
     def newest_tokens(self) -> int:
         """Tokens at the end that are not forgotten when some are."""
         return (self.max_tokens or 0) // 2
+
+    def slot_tokens(self, tokens: int) -> int:
+        """Tokens there is room for in a slot that is to hold so many."""
+        if 0 < tokens <= self.reserved_tokens:
+            return round_up(self.reserved_tokens, self.step)
+        return round_up(max(tokens, 1) + tokens // ROOM_PART, round_up(ROOM_TOKENS, self.step))
+
+    def least_bytes(self, token_bytes: Sequence[int], tokens: int) -> int:
+        """The smallest ``budget_bytes`` for a context: that with every layer on disk.
+
+        Args:
+            token_bytes: what each layer's cache holds of a token.
+            tokens: in the context.
+        """
+        slot = max(token_bytes, default=0) * self.slot_tokens(tokens) + SLOT_PADDING
+        return NUM_SLOTS * slot + self.step * sum(token_bytes)
 
     def forgotten_tokens(self, length: int, num_new: int) -> int:
         """How many tokens, after the first :attr:`kept_tokens`, are forgotten before new ones come.

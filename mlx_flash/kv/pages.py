@@ -24,7 +24,7 @@ from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.reader import Reader
 from mlx_flash.storage.source import SourceFile, identity_of
 
-WRITE_BEHIND_BYTES = 64 << 20
+WRITE_BEHIND_BYTES = 32 << 20
 """The most that may wait to be written; who adds more waits."""
 
 

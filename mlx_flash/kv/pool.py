@@ -20,20 +20,13 @@ from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.kv.folder import PrivateFolder
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows, commits_lazily
-from mlx_flash.kv.options import KVOptions, round_up
+from mlx_flash.kv.options import NUM_SLOTS, KVOptions, round_up
 from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.slots import Slot, row_bytes
 from mlx_flash.storage.probe import cache_directory
 
-NUM_SLOTS = 2
-
 SPILL_TOKENS = 4096
 """Tokens that are copied at a time when a layer goes to disk."""
-
-_ROOM_PART = 8
-"""A slot has room for this part of its tokens besides, where the length of the context is open."""
-
-_ROOM_TOKENS = 1024
 
 
 @dataclass(slots=True)
@@ -203,7 +196,7 @@ class KVPool:
     @property
     def memory_bytes(self) -> int:
         """Bytes in memory now: caches, slots, and what is on disk but for its last tokens."""
-        return sum(rows.memory.held for rows in self._layers) + self._disk_overhead(0)
+        return sum(rows.memory.held for rows in self._layers) + self._disk_overhead()
 
     @property
     def reserved_bytes(self) -> int:
@@ -231,21 +224,15 @@ class KVPool:
         """What a slot takes in memory when it holds so many tokens."""
         if commits_lazily():
             return layout.slot_bytes(round_up(tokens, self.options.step))
-        return layout.slot_bytes(self._capacity(tokens))
+        return layout.slot_bytes(self.options.slot_tokens(tokens))
 
-    def _capacity(self, tokens: int) -> int:
-        tokens = max(tokens, 1)
-        if tokens <= self.options.reserved_tokens:
-            return round_up(self.options.reserved_tokens, self.options.step)
-        return round_up(tokens + tokens // _ROOM_PART, round_up(_ROOM_TOKENS, self.options.step))
-
-    def _disk_overhead(self, num_new: int) -> int:
-        """What layers on disk take in memory: two slots of the largest, and the last tokens of each."""
-        disks = list(self.on_disk.values())
-        if not disks:
+    def _disk_overhead(self, growing: LayerRows | None = None, num_new: int = 0) -> int:
+        """What layers on disk take in memory: slots of the largest, and the last tokens of each."""
+        if not self.on_disk:
             return 0
-        slot = max(self.slot_bytes(disk.layout, disk.length + num_new) for disk in disks)
-        return NUM_SLOTS * slot + sum(disk.tail_bytes for disk in disks)
+        layers = [(disk, num_new if rows is growing else 0) for rows, disk in self.on_disk.items()]
+        slot = max(self.slot_bytes(disk.layout, disk.length + more) for disk, more in layers)
+        return NUM_SLOTS * slot + sum(disk.tail_bytes for disk, _ in layers)
 
     # -- room -----------------------------------------------------------------------------------------------------
 
@@ -285,7 +272,7 @@ class KVPool:
         is_on_disk = rows in self.on_disk
         others = sum(layer.memory.held for layer in self._layers if layer is not rows)
         mine = 0 if is_on_disk else rows.memory.held_after(new)
-        return others + mine + self._disk_overhead(num_new if is_on_disk else 0)
+        return others + mine + self._disk_overhead(rows, num_new)
 
     def _victim(self, asking: LayerRows) -> LayerRows | None:
         """The layer to go next: of the sequence used longest ago, and as far from those that went as can be."""
@@ -352,7 +339,7 @@ class KVPool:
         if slot is None:
             slot = min(self.slots, key=lambda slot: slot.used_at)
         if not slot.belongs_to(disk) or slot.capacity < end:
-            slot.assign(disk, self._capacity(end))
+            slot.assign(disk, self.options.slot_tokens(end))
         self.stats.wait_seconds += slot.wait()
         slot.claim()
         if slot.tokens < disk.length:
@@ -382,7 +369,7 @@ class KVPool:
         if disk is None or not disk.pages or any(slot.belongs_to(disk) for slot in self.slots):
             return
         slot = next(slot for slot in self.slots if slot is not busy)
-        slot.assign(disk, self._capacity(disk.length + num_new))
+        slot.assign(disk, self.options.slot_tokens(disk.length + num_new))
         self._read(slot, disk, 0)
 
     def forget(self, disk: DiskRows, length: int) -> None:

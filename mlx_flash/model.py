@@ -165,7 +165,11 @@ class FlashLLM(nn.Module):
     ) -> None:
         config = self._config
         reader = Reader(
-            _files(layout), direct=config.io != "buffered", read_size=plan.read_size, queue_depth=plan.queue_depth
+            _files(layout),
+            direct=config.io != "buffered",
+            read_size=plan.read_size,
+            queue_depth=plan.queue_depth,
+            in_place=plan.pool is None or self._prepared.machine.reads_beside,
         )
         popular = _popular(layout, popularity, plan.pool.num_slots) if popularity and plan.pool else []
         experts = ExpertOptions(self._prepared.machine.exact_tiles, config.expert_lookahead, popular)

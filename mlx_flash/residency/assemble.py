@@ -126,7 +126,9 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
     context = round_up(reserve.context_length, CACHE_STEP)
     units = [*sizes.layers, *sizes.heads, *(table.unit for table in sizes.tables)]
     experts = sizes.experts
-    copies = any(unit.copies for unit in units) or (experts is not None and experts.copies)
+    copies = any(unit.copies for unit in units) or (
+        experts is not None and (experts.copies or not machine.reads_beside)
+    )
     bounce = machine.disk.direct and copies
     num_readers = 1 if experts is None else 2  # urgent reads have threads and buffers of their own
     num_layers = max(1, len(sizes.layers))

@@ -59,6 +59,8 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         compute_bytes_per_second=compute,
         barrier_seconds=barrier_seconds(),
         has_buffer_cache=mx.default_device() == mx.gpu,
+        # CUDA's managed memory moves between processors by the page, whatever is being written to it by a disk.
+        reads_beside=_back_end() != "cuda",
         exact_tiles=mx.default_device() == mx.cpu,  # tests show it there; CUDA chooses kernels by the number of rows
     )
 

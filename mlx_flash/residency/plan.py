@@ -32,6 +32,8 @@ class Machine:
         has_buffer_cache: whether MLX keeps freed buffers (GPU back ends do).
         exact_tiles: whether some rows of a matrix product are, bit for bit, those rows of the whole product. If not, a
             head that is streamed passes through a slot whole.
+        reads_beside: whether the disk may write to a buffer that the processor computes from elsewhere. If not, what is
+            read to a pool of experts goes through bounce buffers.
     """
 
     total_memory: int
@@ -44,6 +46,7 @@ class Machine:
     barrier_seconds: float
     has_buffer_cache: bool
     exact_tiles: bool
+    reads_beside: bool = True
 
 
 @dataclass(frozen=True, slots=True)

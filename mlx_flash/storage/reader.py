@@ -170,6 +170,7 @@ class Reader:
         direct: read past the page cache where the file system can.
         read_size: bytes of one read; rounded up to whole pages.
         queue_depth: reads in flight at once, urgent ones not counted: there may be as many of them besides.
+        in_place: read straight into the caller's memory where that is aligned; if not, by way of bounce buffers.
 
     Raises:
         CheckpointError: a file cannot be opened.
@@ -182,9 +183,11 @@ class Reader:
         direct: bool = True,
         read_size: int = DEFAULT_READ_SIZE,
         queue_depth: int = DEFAULT_QUEUE_DEPTH,
+        in_place: bool = True,
     ) -> None:
         self.read_size = -(-read_size // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
         self.queue_depth = queue_depth
+        self._in_place = in_place
         self._stats = ReadStats()
         self._lock = threading.Lock()
         self._reopening = threading.Lock()
@@ -292,7 +295,7 @@ class Reader:
             fd = None if keep_cached else file.direct_fd
             if fd is None:
                 self._read_buffered(file.buffered_fd, segment, start, stop, buffer, keep_cached)
-            elif segment.buffer_offset is not None:
+            elif segment.buffer_offset is not None and self._in_place:
                 at = segment.buffer_offset + start - segment.offset
                 self._read_direct(fd, segment, start, buffer[at : at + stop - start])
             else:

@@ -207,6 +207,7 @@ class Experts:
         if guess is not None:
             self._read_ahead(layer + 1, guess)
         result = self._compute(layer, x, routing, late)
+        mx.async_eval(result)  # it computes while the rest of the model's code is gone through
         self._pending.append(result)
         if layer == len(self.stacks) - 1:
             self._evaluate_pending()  # the next call may come from another thread, which cannot

@@ -34,6 +34,7 @@ from mlx_flash.model import prepare
 from mlx_flash.residency.plan import Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import measure
+from mlx_flash.storage.reader import Reader
 from mlx_flash.streaming.experts import Experts as ModelExperts
 from mlx_flash.streaming.pool import ABSENT, ExpertPool
 from mlx_flash.streaming.slots import kernel_alignment
@@ -242,6 +243,7 @@ def test_stale_experts_show(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for works in (True, False):
         if not works:
             monkeypatch.setattr(ModelExperts, "_evaluate_pending", lambda self, *others: mx.eval(others))
+            monkeypatch.setattr(mx, "async_eval", lambda *arrays: None)  # else it is computed in time, by chance
         with with_pool(directory, 0) as model:
             module, other = (stack.unit.module for stack in model.layout.experts[:2])
             late = module(x, indices)
@@ -552,3 +554,16 @@ def test_a_stack_with_an_array_that_is_no_experts_is_read_whole(tiny: Any, shape
     loaded.model.layers[1].mlp.switch_mlp.activation = Scaled()
     names = [stack.unit.name for stack in make_layout(loaded).experts]
     assert names == ["model.layers.0.mlp.switch_mlp", "model.layers.2.mlp.switch_mlp"]
+
+
+def test_reads_to_a_pool_go_through_bounce_buffers_where_they_must(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where a disk must not write beside what is computed from."""
+    directory, expected = made("qwen3_moe", "fp32")
+    monkeypatch.setattr("mlx_flash.residency.machine._back_end", lambda: "cuda")
+    bounced = Reader._bounce_buffer
+    asked: list[Reader] = []
+    monkeypatch.setattr(Reader, "_bounce_buffer", lambda self: (asked.append(self), bounced(self))[1])
+    with streamed_whole(directory, pool_slots=9) as model:
+        model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
+        assert not find_difference(expected, trace(model))
+    assert asked

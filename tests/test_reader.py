@@ -39,7 +39,7 @@ from mlx_flash.storage.reader import RETRIES, Reader, Ticket
 # --- helpers ---------------------------------------------------------------------------
 
 PAGE = DIRECT_ALIGNMENT
-MODES = ("direct", "buffered", "kept")
+MODES = ("direct", "buffered", "kept", "copied")
 IN_PLACE, BOUNCED = 2 * PAGE, 2 * PAGE + 3
 """Where the first tensor of a file starts; with an alignment of 16, the second cannot be read in place."""
 
@@ -202,7 +202,8 @@ def close_readers() -> Iterator[None]:
 
 
 def open_reader(path: Path, mode: str = "direct", read_size: int = PAGE, queue_depth: int = 4) -> Reader:
-    _readers.append(Reader([path], direct=mode != "buffered", read_size=read_size, queue_depth=queue_depth))
+    how = {"direct": mode != "buffered", "in_place": mode != "copied"}
+    _readers.append(Reader([path], read_size=read_size, queue_depth=queue_depth, **how))
     return _readers[-1]
 
 

@@ -204,9 +204,7 @@ class Experts:
         pool = self.pool
         late = pool.request(layer, experts)
         pool.hold(layer, map(int, experts))
-        if guess is not None:
-            self._read_ahead(layer + 1, guess)
-        result = self._compute(layer, x, routing, late)
+        result = self._compute(layer, x, routing, late, guess)
         mx.async_eval(result)  # it computes while the rest of the model's code is gone through
         self._pending.append(result)
         if layer == len(self.stacks) - 1:
@@ -221,18 +219,25 @@ class Experts:
         pending, self._pending = self._pending, []  # they go, whatever happens: they may be of another thread's
         mx.eval(pending, others)
 
-    def _compute(self, layer: int, x: mx.array, routing: Routing, late: Numbers) -> mx.array:
-        """Computes with what is there while the rest is read."""
+    def _compute(self, layer: int, x: mx.array, routing: Routing, late: Numbers, guess: mx.array | None) -> mx.array:
+        """Computes with what is there while the rest is read, and begins to read what the next layer will need."""
         is_late = np.isin(routing.reshape(-1), late)
         slots = self.pool.slot_of[layer][routing]
         tokens = x.reshape(-1, x.shape[-1])
-        if not len(late) or is_late.all() or len(tokens) * routing.shape[-1] != routing.size:
+        if not len(late):
+            result = self._run(layer, x, slots)
+            mx.async_eval(result)
+            self._read_ahead(layer + 1, guess)
+            return result
+        if is_late.all() or len(tokens) * routing.shape[-1] != routing.size:
+            self._read_ahead(layer + 1, guess)
             self.pool.wait(layer, late)
             return self._run(layer, x, slots)
         parts: list[mx.array] = []
         for chosen in (np.flatnonzero(~is_late), np.flatnonzero(is_late)):
             if parts:
                 mx.async_eval(parts)
+                self._read_ahead(layer + 1, guess)
                 self.pool.wait(layer, late)
             rows = tokens[mx.array((chosen // routing.shape[-1]).astype(np.uint32))]
             parts.append(self._run(layer, rows, slots.reshape(-1)[chosen][:, None])[:, 0])
@@ -258,7 +263,9 @@ class Experts:
             self._read_ahead(layer, guess)
         return self._guess(layer + 1, self._residuals[layer].before)
 
-    def _read_ahead(self, layer: int, guess: mx.array) -> None:
+    def _read_ahead(self, layer: int, guess: mx.array | None) -> None:
+        if guess is None:
+            return
         likely = np.unique(np.array(guess).astype(np.int64))
         self.pool.read_ahead(layer, likely.tolist(), int(self.pool.slots.num_slots * LOOKAHEAD_SHARE))
 

@@ -205,7 +205,9 @@ class Experts:
         late = pool.request(layer, experts)
         pool.hold(layer, map(int, experts))
         result = self._compute(layer, x, routing, late, guess)
-        mx.async_eval(result)  # it computes while the rest of the model's code is gone through
+        if routing.size < SORTED_SIZE:
+            # It computes while the rest of the model's code is gone through. A prompt's results are large: they wait.
+            mx.async_eval(result)
         self._pending.append(result)
         if layer == len(self.stacks) - 1:
             self._evaluate_pending()  # the next call may come from another thread, which cannot
@@ -226,8 +228,9 @@ class Experts:
         tokens = x.reshape(-1, x.shape[-1])
         if not len(late):
             result = self._run(layer, x, slots)
-            mx.async_eval(result)
-            self._read_ahead(layer + 1, guess)
+            if guess is not None:
+                mx.async_eval(result)
+                self._read_ahead(layer + 1, guess)
             return result
         if is_late.all() or len(tokens) * routing.shape[-1] != routing.size:
             self._read_ahead(layer + 1, guess)

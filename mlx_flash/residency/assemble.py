@@ -72,22 +72,25 @@ def assemble(
     tiled = [] if tile_bytes is None else heads
     if tiled and not task.machine.exact_tiles:
         tile_bytes = max(head.nbytes for head in tiled)
-    slot = _slot_bytes(streamed, tiled, tile_bytes or 0)
+    buffers = [sum([tensor.buffer_bytes for tensor in tensors]) for tensors in streamed]
+    slot = _slot_bytes(max(buffers, default=0), tiled, tile_bytes or 0)
     tiles = {head.name: tile_rows(head, slot) for head in tiled}
     num_units = sum(map(bool, streamed)) + sum(_num_tiles(head, tiles[head.name]) for head in tiled)
     kept = {head.name for head in heads} - tiles.keys()
     pinned = sum(unit.buffer_bytes for unit in [*sizes.layers, *sizes.kept, *heads])
     pinned -= sum(unit.buffer_bytes for unit in tiled)
     streaming = Streaming(
-        layers=tuple((u.name, tuple(t.name for t in ts)) for u, ts in zip(sizes.layers, streamed, strict=True) if ts),
+        layers=tuple(
+            [(u.name, tuple([t.name for t in ts])) for u, ts in zip(sizes.layers, streamed, strict=True) if ts]
+        ),
         heads=tuple(tiles.items()),
         tables=tuple(table.unit.name for table in sizes.tables if table.unit.name not in kept),
         num_units=num_units,
         num_slots=min(num_slots, num_units),
         slot_bytes=slot if num_units else 0,
-        read_bytes=sum(tensor.nbytes for ts in streamed for tensor in ts) + sum(head.nbytes for head in tiled),
+        read_bytes=sum([tensor.nbytes for ts in streamed for tensor in ts]) + sum(head.nbytes for head in tiled),
     )
-    return _add_up(task, reserve, pinned - sum(t.buffer_bytes for ts in streamed for t in ts), streaming)
+    return _add_up(task, reserve, pinned - sum(buffers), streaming)
 
 
 def heads_of(sizes: ModelSizes) -> list[UnitSize]:
@@ -95,8 +98,7 @@ def heads_of(sizes: ModelSizes) -> list[UnitSize]:
     return [*sizes.heads, *(table.unit for table in sizes.tables if table.is_head)]
 
 
-def _slot_bytes(streamed: Sequence[tuple[TensorSize, ...]], tiled: Sequence[UnitSize], tile_bytes: int) -> int:
-    layers = max((sum(tensor.buffer_bytes for tensor in tensors) for tensors in streamed), default=0)
+def _slot_bytes(layers: int, tiled: Sequence[UnitSize], tile_bytes: int) -> int:
     least = max((max(TILE_ROW_MULTIPLE * _row_bytes(head), head.nbytes // MAX_TILES) for head in tiled), default=0)
     whole = max((head.nbytes for head in tiled), default=0)
     tile = max(least, min(tile_bytes, whole))

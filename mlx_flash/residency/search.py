@@ -347,7 +347,7 @@ def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[
         passed += unit.nbytes
         due = target * passed // max(total, 1) - done
         tensors = _whole(unit, due) if whole_layers else _some(unit, due)
-        done += sum(tensor.nbytes for tensor in tensors)
+        done += unit.nbytes if tensors is unit.tensors else sum([tensor.nbytes for tensor in tensors])
         chosen.append(tensors)
     return chosen
 
@@ -368,4 +368,6 @@ def _some(unit: UnitSize, due: int) -> tuple[TensorSize, ...]:
         if 2 * due >= tensor.nbytes:
             kept.add(tensor.name)
             due -= tensor.nbytes
-    return tuple(tensor for tensor in unit.tensors if tensor.name in kept)
+    if len(kept) in (0, len(unit.tensors)):
+        return unit.tensors if kept else ()
+    return tuple([tensor for tensor in unit.tensors if tensor.name in kept])

@@ -65,8 +65,13 @@ def assemble(
     num_slots: int,
     streamed: Sequence[tuple[TensorSize, ...]],
     tile_bytes: int | None,
+    *,
+    names: bool = True,
 ) -> ResidencyPlan:
-    """Adds up what a choice takes. Heads are pinned, or tiled if ``tile_bytes`` says how large slots are at least."""
+    """Adds up what a choice takes. Heads are pinned, or tiled if ``tile_bytes`` says how large slots are at least.
+
+    Without ``names`` the plan does not say what of the layers is streamed: searches ask for its size only.
+    """
     sizes = task.sizes
     heads = heads_of(sizes)
     tiled = [] if tile_bytes is None else heads
@@ -79,10 +84,9 @@ def assemble(
     kept = {head.name for head in heads} - tiles.keys()
     pinned = sum(unit.buffer_bytes for unit in [*sizes.layers, *sizes.kept, *heads])
     pinned -= sum(unit.buffer_bytes for unit in tiled)
+    layers = zip(sizes.layers, streamed, strict=True) if names else ()
     streaming = Streaming(
-        layers=tuple(
-            [(u.name, tuple([t.name for t in ts])) for u, ts in zip(sizes.layers, streamed, strict=True) if ts]
-        ),
+        layers=tuple([(unit.name, tuple([t.name for t in tensors])) for unit, tensors in layers if tensors]),
         heads=tuple(tiles.items()),
         tables=tuple(table.unit.name for table in sizes.tables if table.unit.name not in kept),
         num_units=num_units,

@@ -311,20 +311,19 @@ def _most_pinned(
     task: Task, budget: int, reserve: Reserve, num_slots: int, whole_layers: bool, tile_bytes: int | None
 ) -> ResidencyPlan | None:
     """Finds by bisection how few of the layers' bytes can be streamed within the budget."""
-    total = sum(unit.nbytes for unit in task.sizes.layers)
-    best, low, high = None, 0, total
+    best: list[tuple[TensorSize, ...]] | None = None
+    low, high = 0, sum(unit.nbytes for unit in task.sizes.layers)
     for _ in range(SEARCH_STEPS):
-        streamed = spread(task.sizes.layers, high if best is None else (low + high) // 2, whole_layers)
-        plan = assemble(task, reserve, num_slots, streamed, tile_bytes)
-        fits = plan.peak_bytes <= budget
+        middle = high if best is None else (low + high) // 2
+        streamed = spread(task.sizes.layers, middle, whole_layers)
+        fits = assemble(task, reserve, num_slots, streamed, tile_bytes, names=False).peak_bytes <= budget
         if best is None and not fits:
             return None
-        middle = high if best is None else (low + high) // 2
         if fits:
-            best, high = plan, middle
+            best, high = streamed, middle
         else:
             low = middle
-    return best
+    return None if best is None else assemble(task, reserve, num_slots, best, tile_bytes)
 
 
 def _fastest(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:

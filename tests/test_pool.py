@@ -120,7 +120,7 @@ def numbers(experts: Sequence[int]) -> Any:
 
 def bring(pool: ExpertPool, layer: int, *experts: int) -> None:
     pool.hold(layer, ())
-    pool.wait(layer, pool.request(layer, numbers(experts)))
+    pool.wait(layer, pool.request(layer, experts))
 
 
 LAYERS = st.integers(0, 2)
@@ -165,11 +165,11 @@ class Calls(RuleBasedStateMachine):
         before, hits = resident(self.pool), self.pool.stats.num_hits
         if experts:
             self.pool.use(layer, numbers(experts), numbers([1] * len(experts)), 1)
-        late = self.pool.request(layer, numbers(experts))
+        late = self.pool.request(layer, experts)
         assert self.pool.stats.num_hits - hits == len(set(before) & {(layer, expert) for expert in experts})
         self.pool.hold(layer, experts)
         self.held = self.slots(layer, experts)
-        assert set(late.tolist()) <= set(experts)
+        assert set(late) <= set(experts)
         assert ABSENT not in self.held.values()
         self.note_reads(before)
         before, predicted = resident(self.pool), self.pool.stats.num_predicted
@@ -290,7 +290,7 @@ def test_every_miss_is_read_once(checkpoint: Checkpoint, num_slots: int, calls: 
 def test_more_experts_than_slots_is_a_mistake(checkpoint: Checkpoint, reader: Reader) -> None:
     pool = checkpoint.pool(2, reader)
     with pytest.raises(AssertionError, match="3 experts do not fit 2 slots"):
-        pool.request(0, numbers([0, 1, 2]))
+        pool.request(0, [0, 1, 2])
 
 
 def test_misses_are_read_in_the_order_of_the_file(
@@ -456,7 +456,7 @@ def test_closing_while_reads_are_under_way(checkpoint: Checkpoint, disk: Disk) -
     reader = Reader([checkpoint.path])
     pool = checkpoint.pool(6, reader)
     disk.gate.clear()
-    pool.request(0, numbers([0, 1]))
+    pool.request(0, [0, 1])
     pool.read_ahead(1, [0], 4)
     pool.warm([((2, 0), 0.5), ((2, 1), 0.5)])
     closing = threading.Thread(target=pool.close)

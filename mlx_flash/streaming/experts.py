@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_flash.checkpoint.layout import ExpertStack
-from mlx_flash.streaming.eviction import Numbers
+from mlx_flash.streaming.eviction import Mask, Numbers
 from mlx_flash.streaming.pool import ExpertPool
 from mlx_flash.streaming.stage import Stage
 from mlx_flash.streaming.stream import GuessEndedError, WeightStream
@@ -79,6 +79,19 @@ class _Block(SwappedClass):
         if before is not None and isinstance(result, mx.array) and result.shape == before.shape:
             residual.after = before + result
         return cast(mx.array, result)
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """What was begun with the experts that were there, whichever are needed.
+
+    Attributes:
+        result: ``(..., top_k, width)``; rows of experts that were not there are of no use.
+        ready: of each expert, whether it was there.
+    """
+
+    result: mx.array
+    ready: Mask
 
 
 class Experts:
@@ -169,20 +182,52 @@ class Experts:
         """
         if self._stream.is_guessing:
             raise _GuessedError(indices)
-        guess = self._guess_now(layer, indices) if indices.size < SORTED_SIZE else None
+        guess = early = None
+        if indices.size < SORTED_SIZE:
+            guess = self._guess_now(layer, indices)
+            early = self._begin(layer, x, indices, guess)
         self._evaluate_pending(indices, *([] if guess is None else [guess]))
         self.pool.hold(layer, ())
-        routing = np.array(indices).astype(np.int64)
-        experts, counts = np.unique(routing, return_counts=True)
-        self._check(layer, experts)
-        for listener in self.listeners:
-            listener(layer, routing)
+        routing = np.array(indices)
+        counts = self._count(layer, routing)
+        experts = np.flatnonzero(counts).tolist()
         self.pool.stats.num_calls += 1
-        self.pool.use(layer, experts, counts, max(1, routing.size // routing.shape[-1]))
-        if not self._fits_slots(layer, len(experts), indices.size):
-            self.pool.stats.num_full += 1
-            return self._stage.run(layer, x, indices, _hottest(experts, counts), self._quota)
-        return self._compact(layer, x, routing, experts, guess)
+        if self._fits_slots(layer, len(experts), routing.size):
+            return self._compact(layer, x, routing, counts, early, guess)
+        self.pool.stats.num_full += 1
+        self._note(layer, routing, counts)
+        return self._stage.run(layer, x, indices, sorted(experts, key=lambda i: -counts[i]), self._quota)
+
+    def _begin(self, layer: int, x: mx.array, indices: mx.array, guess: mx.array | None) -> _Early | None:
+        """Begins to compute a small call before it is known which experts it needs.
+
+        The processor need not wait for us then to look at the indices. Rows of experts that turn out to be missing are
+        of no use; while those are read there is nothing else to compute.
+        """
+        if not (self._takes_slots[layer] and indices.size <= self.pool.slots.num_slots):
+            return None
+        mx.async_eval(indices, *([] if guess is None else [guess]))
+        ready = self.pool.ready(layer)
+        slots = mx.array(np.where(ready, self.pool.slot_of[layer], 0).astype(np.uint32))
+        known = mx.clip(indices, 0, self.stacks[layer].num_experts - 1)  # they are not checked yet
+        result = self._run(layer, x, slots[known])
+        mx.async_eval(result)
+        return _Early(result, ready)
+
+    def _count(self, layer: int, routing: Routing) -> Numbers:
+        """How many tokens each expert computes."""
+        num_experts = self.stacks[layer].num_experts
+        if routing.size and not 0 <= routing.min() <= routing.max() < num_experts:
+            asked = f"experts {routing.min()} to {routing.max()}"
+            raise IndexError(f"'{self.stacks[layer].unit.name}' was asked for {asked}: it has {num_experts}")
+        return np.bincount(routing.reshape(-1), minlength=num_experts)
+
+    def _note(self, layer: int, routing: Routing, counts: Numbers) -> None:
+        """Remembers what a call needed."""
+        for listener in self.listeners:
+            listener(layer, routing.astype(np.int64))
+        experts = np.flatnonzero(counts)
+        self.pool.use(layer, experts, counts[experts], max(1, routing.size // routing.shape[-1]))
 
     def _fits_slots(self, layer: int, num_experts: int, num_indices: int) -> bool:
         """Whether a call can be computed from the slots, and as exactly as with all experts."""
@@ -194,17 +239,34 @@ class Experts:
         """Experts of each layer that enter the pool when a prompt passes: twice its share, since layers compete."""
         return max(1, 2 * self.pool.slots.num_slots // len(self.stacks))
 
-    def _check(self, layer: int, experts: Numbers) -> None:
-        num_experts = self.stacks[layer].num_experts
-        if experts.size and not (0 <= experts[0] and experts[-1] < num_experts):
-            name = self.stacks[layer].unit.name
-            raise IndexError(f"'{name}' was asked for experts {experts[0]} to {experts[-1]}: it has {num_experts}")
-
-    def _compact(self, layer: int, x: mx.array, routing: Routing, experts: Numbers, guess: mx.array | None) -> mx.array:
-        pool = self.pool
-        late = pool.request(layer, experts)
-        pool.hold(layer, map(int, experts))
-        result = self._compute(layer, x, routing, late, guess)
+    def _compact(
+        self, layer: int, x: mx.array, routing: Routing, counts: Numbers, early: _Early | None, guess: mx.array | None
+    ) -> mx.array:
+        """Computes with what is there while the rest is read, and begins to read what the next layer will need."""
+        pool, experts = self.pool, np.flatnonzero(counts).tolist()
+        ready = pool.ready(layer) if early is None else early.ready
+        late = [expert for expert in experts if not ready[expert]]
+        is_there = ready[routing.reshape(-1)]
+        can_part = len(late) < len(experts) and _num_rows(x) * routing.shape[-1] == routing.size
+        first, rows = None, np.flatnonzero(is_there)
+        if early is not None:
+            first, rows = early.result, np.arange(routing.size)
+        elif late and can_part:
+            first = self._run_rows(layer, x, routing, rows)
+            mx.async_eval(first)
+        pool.request(layer, experts)
+        pool.hold(layer, experts)
+        self._note(layer, routing, counts)
+        self._read_ahead(layer + 1, guess)
+        if late and can_part and first is not None:
+            others = np.flatnonzero(~is_there)
+            second = self._run_rows(layer, x, routing, others)
+            result = _merged(first, rows, second, others).reshape(*routing.shape, -1)
+        elif late or first is None:
+            result = self._run(layer, x, mx.array(pool.slot_of[layer][routing].astype(np.uint32)))
+        else:
+            result = first
+        pool.wait(layer, late)  # what computes with them was not evaluated yet
         if routing.size < SORTED_SIZE:
             # It computes while the rest of the model's code is gone through. A prompt's results are large: they wait.
             mx.async_eval(result)
@@ -221,36 +283,15 @@ class Experts:
         pending, self._pending = self._pending, []  # they go, whatever happens: they may be of another thread's
         mx.eval(pending, others)
 
-    def _compute(self, layer: int, x: mx.array, routing: Routing, late: Numbers, guess: mx.array | None) -> mx.array:
-        """Computes with what is there while the rest is read, and begins to read what the next layer will need."""
-        is_late = np.isin(routing.reshape(-1), late)
-        slots = self.pool.slot_of[layer][routing]
-        tokens = x.reshape(-1, x.shape[-1])
-        if not len(late):
-            result = self._run(layer, x, slots)
-            if guess is not None:
-                mx.async_eval(result)
-                self._read_ahead(layer + 1, guess)
-            return result
-        if is_late.all() or len(tokens) * routing.shape[-1] != routing.size:
-            self._read_ahead(layer + 1, guess)
-            self.pool.wait(layer, late)
-            return self._run(layer, x, slots)
-        parts: list[mx.array] = []
-        for chosen in (np.flatnonzero(~is_late), np.flatnonzero(is_late)):
-            if parts:
-                mx.async_eval(parts)
-                self._read_ahead(layer + 1, guess)
-                self.pool.wait(layer, late)
-            rows = tokens[mx.array((chosen // routing.shape[-1]).astype(np.uint32))]
-            parts.append(self._run(layer, rows, slots.reshape(-1)[chosen][:, None])[:, 0])
-        back = np.argsort(np.concatenate([np.flatnonzero(~is_late), np.flatnonzero(is_late)]))
-        result = mx.concatenate(parts)[mx.array(back.astype(np.uint32))]
-        return result.reshape(*routing.shape, result.shape[-1])
+    def _run_rows(self, layer: int, x: mx.array, routing: Routing, chosen: Numbers) -> mx.array:
+        """What some of the (token, expert) pairs make, ``(pairs, width)``."""
+        tokens = x.reshape(-1, x.shape[-1])[mx.array((chosen // routing.shape[-1]).astype(np.uint32))]
+        slots = self.pool.slot_of[layer][routing.reshape(-1)[chosen]]
+        return self._run(layer, tokens, mx.array(slots[:, None].astype(np.uint32)))[:, 0]
 
-    def _run(self, layer: int, x: mx.array, slots: Numbers) -> mx.array:
+    def _run(self, layer: int, x: mx.array, slots: mx.array) -> mx.array:
         module = self._modules[layer]
-        return cast(mx.array, own_class(module).__call__(module, x, mx.array(slots.astype(np.uint32))))
+        return cast(mx.array, own_class(module).__call__(module, x, slots))
 
     def _guess_now(self, layer: int, indices: mx.array) -> mx.array | None:
         """Reads ahead what this stack will probably need, and returns a guess for the next one, not evaluated.
@@ -269,8 +310,8 @@ class Experts:
     def _read_ahead(self, layer: int, guess: mx.array | None) -> None:
         if guess is None:
             return
-        likely = np.unique(np.array(guess).astype(np.int64))
-        self.pool.read_ahead(layer, likely.tolist(), int(self.pool.slots.num_slots * LOOKAHEAD_SHARE))
+        likely = sorted(set(np.array(guess).reshape(-1).tolist()))
+        self.pool.read_ahead(layer, likely, int(self.pool.slots.num_slots * LOOKAHEAD_SHARE))
 
     def _guess(self, layer: int, residual: mx.array | None) -> mx.array | None:
         """The experts that a stack's router would choose if the layers in between changed nothing."""
@@ -315,6 +356,13 @@ def _copies_little(module: nn.Module, x: mx.array, limit: int) -> bool:
     return int(mx.get_peak_memory()) - before < max(_SMALL_BYTES, limit)
 
 
-def _hottest(experts: Numbers, counts: Numbers) -> list[int]:
-    """Experts, those of most tokens first."""
-    return [int(expert) for expert in experts[np.argsort(-counts, kind="stable")]]
+def _num_rows(x: mx.array) -> int:
+    return x.size // x.shape[-1]
+
+
+def _merged(first: mx.array, first_rows: Numbers, second: mx.array, second_rows: Numbers) -> mx.array:
+    """The rows of both in their order. Where both have a row, the second's."""
+    source = np.empty(max(first_rows.max(), second_rows.max()) + 1, np.uint32)
+    source[first_rows] = np.arange(len(first_rows))
+    source[second_rows] = len(first_rows) + np.arange(len(second_rows))
+    return mx.concatenate([first.reshape(-1, first.shape[-1]), second])[mx.array(source)]

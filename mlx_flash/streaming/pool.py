@@ -130,9 +130,16 @@ class ExpertPool:
 
     def hold(self, layer: int, experts: Iterable[int]) -> None:
         """Keeps some experts where they are, until other ones are named."""
-        self._held = self.slot_of[layer][[int(expert) for expert in experts]]
+        self._held = self.slot_of[layer][np.fromiter(experts, np.int64)]
 
-    def request(self, layer: int, experts: Numbers) -> Numbers:
+    def ready(self, layer: int) -> Mask:
+        """Of each expert of a layer, whether it can be computed with now."""
+        self.drop_failed(layer, [expert for of, expert in self._tickets if of == layer])
+        mask: Mask = self.slot_of[layer] != ABSENT
+        mask[[expert for of, expert in self._tickets if of == layer]] = False
+        return mask
+
+    def request(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Begins to read those of some experts that are missing, in the order of their files.
 
         Args:
@@ -145,19 +152,19 @@ class ExpertPool:
         Raises:
             ClosedError: the reader was closed.
         """
-        wanted = [int(expert) for expert in experts]
-        self.drop_failed(layer, wanted)
-        self.count(layer, wanted)
-        missing = [expert for expert in wanted if self.slot_of[layer][expert] == ABSENT]
-        spared = self._spared(layer, wanted)
-        for expert in sorted(missing, key=lambda expert: self._file_order(layer, expert)):
-            is_read = self._read((layer, expert), spared, urgent=True)
-            if not is_read and not self._read((layer, expert), self._needed(layer, wanted), urgent=True):
-                raise AssertionError(f"{len(wanted)} experts do not fit {self.num_usable} slots")
-        late = [expert for expert in wanted if (layer, expert) in self._tickets]
+        self.drop_failed(layer, experts)
+        self.count(layer, experts)
+        missing = [expert for expert in experts if self.slot_of[layer][expert] == ABSENT]
+        if missing:
+            spared = self._spared(layer, experts)
+            for expert in sorted(missing, key=lambda expert: self._file_order(layer, expert)):
+                is_read = self._read((layer, expert), spared, urgent=True)
+                if not is_read and not self._read((layer, expert), self._needed(layer, experts), urgent=True):
+                    raise AssertionError(f"{len(experts)} experts do not fit {self.num_usable} slots")
+        late = [expert for expert in experts if (layer, expert) in self._tickets]
         for expert in late:
             self._tickets[layer, expert].hurry()
-        return np.array(late, np.int64)
+        return late
 
     def _spared(self, layer: int, experts: Sequence[int]) -> Mask:
         """The slots of some experts, of those that are held, and of those that are expected to be needed soon."""
@@ -190,7 +197,7 @@ class ExpertPool:
         """Notes that a call of a layer needs some experts."""
         stats, predicted = self.stats, self._predicted[layer]
         stats.num_routed += len(wanted)
-        stats.num_hits += int(np.count_nonzero(self.slot_of[layer][wanted] != ABSENT))
+        stats.num_hits += sum(bool(self.slot_of[layer][expert] != ABSENT) for expert in wanted)
         stats.num_predicted_right += len(predicted.intersection(wanted))
         predicted.clear()
 
@@ -201,19 +208,15 @@ class ExpertPool:
     def drop_failed(self, layer: int, experts: Iterable[int]) -> None:
         """Takes the slots away from those of some experts that could not be read before they were needed."""
         for expert in experts:
-            with suppress(ReadError):  # they are read again
-                self._is_there((layer, expert))
+            ticket = self._tickets.get((layer, expert))
+            if ticket is not None and ticket.done():
+                with suppress(ReadError):  # they are read again
+                    self._finish((layer, expert), ticket)
 
     def drop_unread(self, layer: int, experts: Sequence[int]) -> None:
         """Takes the slots away from those of some experts that are not in them yet."""
         self.drop_failed(layer, experts)
         self.forget(layer, [expert for expert in experts if (layer, expert) in self._tickets])
-
-    def _is_there(self, key: Expert) -> bool:
-        ticket = self._tickets.get(key)
-        if ticket is not None and ticket.done():
-            self._finish(key, ticket)
-        return key not in self._tickets
 
     def wait(self, layer: int, experts: Iterable[int]) -> None:
         """Returns when some experts, all of them requested, are in their slots.
@@ -257,15 +260,16 @@ class ExpertPool:
             experts: the likeliest first.
             most: how many of them may be on their way at once, over all layers.
         """
+        table, under_way = self.slot_of[layer], sum(map(len, self._predicted))
+        missing = [expert for expert in experts if table[expert] == ABSENT][: max(0, most - under_way)]
+        if not missing:
+            return
         spared = self._spared(layer, experts)
-        under_way = sum(map(len, self._predicted))
-        for expert in experts:
-            if under_way < most and self.slot_of[layer][expert] == ABSENT:
-                if not self._read((layer, expert), spared, urgent=True):
-                    return
-                self._predicted[layer].add(expert)
-                self.stats.num_predicted += 1
-                under_way += 1
+        for expert in missing:
+            if not self._read((layer, expert), spared, urgent=True):
+                return
+            self._predicted[layer].add(expert)
+            self.stats.num_predicted += 1
 
     def warm(self, experts: Iterable[tuple[Expert, float]]) -> None:
         """Begins to read experts of earlier runs into free slots.

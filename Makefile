@@ -16,8 +16,8 @@ INSTALLED := $(VENV)/.installed-$(BACKEND)
 demo: $(INSTALLED)  ## build a model of 1 GB, run it in a third of that, and again in memory
 	$(BIN)/python scripts/demo.py
 
-test: $(INSTALLED)  ## run the tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED)  ## run the tests, those of a file in one process, two files at a time
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 zoo: $(INSTALLED)  ## run every architecture of mlx-lm, stock and streamed, and compare bit for bit
 	$(BIN)/python scripts/zoo.py --jobs 2

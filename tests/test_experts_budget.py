@@ -148,7 +148,7 @@ def test_a_mixture_stays_within_its_budget(directory: Path) -> None:
     """The fewest experts, some, most, and everything in memory: the same tokens, and never more than was promised."""
     smallest = generate(directory, "min")
     slots, tokens = [smallest["slots"]], smallest["tokens"]
-    for more in (40, 80, 140, 220, 500):
+    for more in (40, 220, 500):
         told = generate(directory, str((smallest["budget"] + more * 1_000_000) / 1e9), prefill_step_size=16)
         slots.append(told["slots"])
         assert told["tokens"] == tokens

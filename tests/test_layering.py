@@ -58,6 +58,7 @@ FLOORS = [
         "checkpoint.pack",
         "checkpoint.copies",
         "residency.plan",
+        "residency.spread",
         "residency.popularity",
         "streaming.eviction",
         "streaming.layers",

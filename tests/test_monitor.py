@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -182,6 +182,7 @@ def test_only_the_last_minute_is_remembered() -> None:
 def test_sparklines_bars_and_strips() -> None:
     assert sparkline([0, 0.5, 1, None], 1, ASCII) == "_=# "
     assert sparkline([0, 0], 0, ASCII) == "__"
+    assert sparkline([-1e9, -0.3, 2], 1, ASCII) == "__#"
     assert bar([1, 1, 2], 4, 8) == [2, 2, 4]
     assert bar([3, 3], 4, 8) == [6, 2]
     assert bar([1], 0, 8) == [0]
@@ -319,6 +320,7 @@ SECTIONS = ("model", "units", "plan", "passes", "stream", "read", "memory")
         JSON,
     ),
 )
+@example(garbage={}, fields={"footprint": -1214285715.0})
 def test_no_state_makes_it_crash(garbage: Json, fields: Json) -> None:
     told = {**state(), **garbage}
     for section in ("passes", "plan", "memory", "read", "model"):

@@ -30,7 +30,6 @@ from mlx_flash.residency.search import (
     MAX_SLOTS,
     PROFILE_SHARES,
     make_plan,
-    spread,
 )
 from mlx_flash.residency.sizes import (
     CACHE_STEP,
@@ -43,6 +42,7 @@ from mlx_flash.residency.sizes import (
     UnitSize,
     expecting,
 )
+from mlx_flash.residency.spread import spread
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.probe import DiskProfile

@@ -66,10 +66,11 @@ def choose(encoding: str) -> Glyphs:
 
 
 def sparkline(values: Sequence[float | None], top: float, glyphs: Glyphs) -> str:
-    """One character for each value, from 0 to ``top``."""
+    """One character for each value, from 0 to ``top``; what is beyond is shown as the nearer of the two."""
     last = len(glyphs.levels) - 1
     scale = last / top if top > 0 else 0.0
-    return "".join(glyphs.gap if value is None else glyphs.levels[min(last, round(value * scale))] for value in values)
+    levels = (None if value is None else min(last, max(0, round(value * scale))) for value in values)
+    return "".join(glyphs.gap if level is None else glyphs.levels[level] for level in levels)
 
 
 def bar(parts: Sequence[float], whole: float, width: int) -> list[int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, TensorSize, UnitSize
+from mlx_flash.residency.spread import Streamed, add_up, spread
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.streaming.stream import take_turns
 
@@ -25,7 +27,7 @@ TILE_SLACK_BYTES = 12 * DIRECT_ALIGNMENT
 """Padding to pages and alignment that a tile may need beside its rows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Task:
     """What is given."""
 
@@ -34,6 +36,17 @@ class Task:
     machine: Machine
     cache_limit: int
     pool_slots: int = 0
+
+    @cached_property
+    def finer(self) -> tuple[Task, ...]:
+        """The task with smaller and smaller units in the place of its layers."""
+        return tuple(replace(self, sizes=self.sizes.cut(units)) for units in self.sizes.finer)
+
+    @cached_property
+    def streamed(self) -> Callable[[int, bool], Streamed]:
+        """What so many bytes, spread over the layers, add up to. Bisections ask for the same again and again."""
+        layers = self.sizes.layers
+        return cache(lambda target, whole_layers: add_up(spread(layers, target, whole_layers)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,46 +68,43 @@ def activation_bytes(task: Task, reserve: Reserve) -> int:
 def everything_pinned(task: Task, reserve: Reserve) -> ResidencyPlan:
     """All weights in memory, except for experts: nothing is streamed."""
     sizes = task.sizes
-    pinned = sum(u.buffer_bytes for u in [*sizes.layers, *sizes.heads, *(table.unit for table in sizes.tables)])
+    others = [*sizes.heads, *(table.unit for table in sizes.tables)]
+    pinned = sizes.layer_buffer_bytes + sum(unit.buffer_bytes for unit in others)
     return _add_up(task, reserve, pinned, Streaming())
 
 
-def assemble(
-    task: Task,
-    reserve: Reserve,
-    num_slots: int,
-    streamed: Sequence[tuple[TensorSize, ...]],
-    tile_bytes: int | None,
-    *,
-    names: bool = True,
-) -> ResidencyPlan:
+def assemble(task: Task, reserve: Reserve, num_slots: int, streamed: Streamed, tile_bytes: int | None) -> ResidencyPlan:
     """Adds up what a choice takes. Heads are pinned, or tiled if ``tile_bytes`` says how large slots are at least.
 
-    Without ``names`` the plan does not say what of the layers is streamed: searches ask for its size only.
+    The plan does not say which tensors of the layers are streamed: see ``named``.
     """
     sizes = task.sizes
     heads = heads_of(sizes)
     tiled = [] if tile_bytes is None else heads
     if tiled and not task.machine.exact_tiles:
         tile_bytes = max(head.nbytes for head in tiled)
-    buffers = [sum([tensor.buffer_bytes for tensor in tensors]) for tensors in streamed]
-    slot = _slot_bytes(max(buffers, default=0), tiled, tile_bytes or 0)
+    slot = _slot_bytes(streamed.largest, tiled, tile_bytes or 0)
     tiles = {head.name: tile_rows(head, slot) for head in tiled}
-    num_units = sum(map(bool, streamed)) + sum(_num_tiles(head, tiles[head.name]) for head in tiled)
+    num_units = streamed.num_layers + sum(_num_tiles(head, tiles[head.name]) for head in tiled)
     kept = {head.name for head in heads} - tiles.keys()
-    pinned = sum(unit.buffer_bytes for unit in [*sizes.layers, *sizes.kept, *heads])
-    pinned -= sum(unit.buffer_bytes for unit in tiled)
-    layers = zip(sizes.layers, streamed, strict=True) if names else ()
+    pinned = sizes.layer_buffer_bytes - streamed.buffer_bytes
+    pinned += sum(unit.buffer_bytes for unit in heads if unit.name in kept)
     streaming = Streaming(
-        layers=tuple([(unit.name, tuple([t.name for t in tensors])) for unit, tensors in layers if tensors]),
         heads=tuple(tiles.items()),
         tables=tuple(table.unit.name for table in sizes.tables if table.unit.name not in kept),
         num_units=num_units,
         num_slots=min(num_slots, num_units),
         slot_bytes=slot if num_units else 0,
-        read_bytes=sum([tensor.nbytes for ts in streamed for tensor in ts]) + sum(head.nbytes for head in tiled),
+        read_bytes=streamed.nbytes + sum(head.nbytes for head in tiled),
     )
-    return _add_up(task, reserve, pinned - sum(buffers), streaming)
+    return _add_up(task, reserve, pinned, streaming)
+
+
+def named(task: Task, plan: ResidencyPlan, chosen: Sequence[tuple[TensorSize, ...]]) -> ResidencyPlan:
+    """The plan, saying which tensors of each layer are streamed."""
+    layers = zip(task.sizes.layers, chosen, strict=True)
+    names = tuple([(unit.name, tuple([tensor.name for tensor in tensors])) for unit, tensors in layers if tensors])
+    return replace(plan, streaming=replace(plan.streaming, layers=names))
 
 
 def heads_of(sizes: ModelSizes) -> list[UnitSize]:
@@ -130,11 +140,8 @@ def _row_bytes(head: UnitSize) -> int:
 def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streaming) -> ResidencyPlan:
     sizes, machine = task.sizes, task.machine
     context = round_up(reserve.context_length, CACHE_STEP)
-    units = [*sizes.layers, *sizes.heads, *(table.unit for table in sizes.tables)]
     experts = sizes.experts
-    copies = any(unit.copies for unit in units) or (
-        experts is not None and (experts.copies or not machine.reads_beside)
-    )
+    copies = sizes.copies or (experts is not None and (experts.copies or not machine.reads_beside))
     bounce = machine.disk.direct and copies
     num_readers = 1 if experts is None else 2  # urgent reads have threads and buffers of their own
     num_layers = max(1, len(sizes.layers))
@@ -199,9 +206,10 @@ def timed(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
     layers, tiles = dict(streaming.layers), dict(streaming.heads)
     steps = []
     for unit in task.sizes.layers:
-        names = set(layers.get(unit.name, ()))
-        read = sum(tensor.nbytes for tensor in unit.tensors if tensor.name in names) / disk
-        steps.append((read, unit.computed_bytes / compute + (barrier if names else 0.0)))
+        names = layers.get(unit.name, ())
+        whole = len(names) == len(unit.tensors)
+        nbytes = unit.nbytes if whole else sum([tensor.nbytes for tensor in unit.tensors if tensor.name in names])
+        steps.append((nbytes / disk, unit.computed_bytes / compute + (barrier if names else 0.0)))
     for head in heads_of(task.sizes):
         if head.name in tiles:
             count = _num_tiles(head, tiles[head.name])

@@ -22,11 +22,13 @@ from mlx_flash.residency.assemble import (
     everything_pinned,
     finished,
     heads_of,
+    named,
     pool_of,
     timed,
 )
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, ResidencyPlan, in_gb
-from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes, TensorSize, UnitSize
+from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes
+from mlx_flash.residency.spread import Streamed, spread, spread_whole
 
 PROFILE_SHARES: dict[Profile, tuple[float, float]] = {
     "safe": (0.5, 0.4),
@@ -158,23 +160,29 @@ def _too_small(budget: int, minimum: int, smallest: ResidencyPlan) -> str:
 def _smallest(task: Task, reserve: Reserve) -> ResidencyPlan:
     """As few slots as allowed, no layer pinned; or everything in memory, for a tiny model."""
     plans = [(plan, cut) for cut in _cuts(task) for plan in _smallest_of_cut(cut, reserve)]
-    plans.append((everything_pinned(task, reserve), task))
     tiled = _tiled(task)
     if tiled is not None:  # two slots, so that reading and computing overlap, cost little here
-        streamed = [unit.tensors for unit in tiled.sizes.layers]
-        plans.append((assemble(tiled, reserve, task.config.num_slots or 2, streamed, LEAST_TILE_BYTES), tiled))
+        num_slots = task.config.num_slots or 2
+        plans.append((assemble(tiled, reserve, num_slots, _all_layers(tiled), LEAST_TILE_BYTES), tiled))
     plan, cut = min(plans, key=lambda entry: entry[0].peak_bytes)
-    return timed(cut, plan)
+    everything = everything_pinned(task, reserve)
+    if everything.peak_bytes < plan.peak_bytes:
+        return timed(task, everything)
+    return timed(cut, named(cut, plan, [unit.tensors for unit in cut.sizes.layers]))
 
 
 def _smallest_of_cut(task: Task, reserve: Reserve) -> list[ResidencyPlan]:
-    streamed = [unit.tensors for unit in task.sizes.layers]
-    return [assemble(task, reserve, task.config.num_slots or 1, streamed, tile_bytes) for tile_bytes in (0, None)]
+    streamed, num_slots = _all_layers(task), task.config.num_slots or 1
+    return [assemble(task, reserve, num_slots, streamed, tile_bytes) for tile_bytes in (0, None)]
+
+
+def _all_layers(task: Task) -> Streamed:
+    return task.streamed(task.sizes.layer_bytes, True)
 
 
 def _cuts(task: Task) -> list[Task]:
     """The task with whole layers, then with smaller and smaller units."""
-    return [task, *(replace(task, sizes=task.sizes.cut(units)) for units in task.sizes.finer)]
+    return [task, *task.finer]
 
 
 def _tiled(task: Task, target: int | None = None) -> Task | None:
@@ -295,78 +303,40 @@ def _candidates_with_tiles(task: Task, budget: int, reserve: Reserve) -> Iterato
             target = high if best is None else (low + high) // 2
             tiled = _tiled(task, target)
             assert tiled is not None
-            streamed = [unit.tensors for unit in tiled.sizes.layers]
-            plan = assemble(tiled, reserve, num_slots, streamed, LEAST_TILE_BYTES)
+            plan = assemble(tiled, reserve, num_slots, _all_layers(tiled), LEAST_TILE_BYTES)
             if plan.peak_bytes <= budget:
-                best, high = finished(tiled, plan, budget), target
+                best, high = (tiled, plan), target
             elif best is None:
                 break
             else:
                 low = target
         if best is not None:
-            yield best
+            tiled, plan = best
+            yield finished(tiled, named(tiled, plan, [unit.tensors for unit in tiled.sizes.layers]), budget)
 
 
 def _most_pinned(
     task: Task, budget: int, reserve: Reserve, num_slots: int, whole_layers: bool, tile_bytes: int | None
 ) -> ResidencyPlan | None:
     """Finds by bisection how few of the layers' bytes can be streamed within the budget."""
-    best: list[tuple[TensorSize, ...]] | None = None
-    low, high = 0, sum(unit.nbytes for unit in task.sizes.layers)
+    best: tuple[ResidencyPlan, int] | None = None
+    low, high = 0, task.sizes.layer_bytes
     for _ in range(SEARCH_STEPS):
         middle = high if best is None else (low + high) // 2
-        streamed = spread(task.sizes.layers, middle, whole_layers)
-        fits = assemble(task, reserve, num_slots, streamed, tile_bytes, names=False).peak_bytes <= budget
-        if best is None and not fits:
+        plan = assemble(task, reserve, num_slots, task.streamed(middle, whole_layers), tile_bytes)
+        if plan.peak_bytes <= budget:
+            best, high = (plan, middle), middle
+        elif best is None:
             return None
-        if fits:
-            best, high = streamed, middle
         else:
             low = middle
-    return None if best is None else assemble(task, reserve, num_slots, best, tile_bytes)
+    if best is None:
+        return None
+    plan, target = best
+    return named(task, plan, spread(task.sizes.layers, target, whole_layers))
 
 
 def _fastest(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
     """The first that is nearly as fast as the fastest: coarse cuts and few slots come first."""
     enough = min(plan.seconds for plan in plans) / WORTH_A_SLOT
     return next(plan for plan in plans if plan.seconds <= enough)
-
-
-def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[tuple[TensorSize, ...]]:
-    """Chooses which tensors of each layer are streamed, so that every stretch of layers has its share of the target.
-
-    Args:
-        layers: the layers.
-        target: bytes to stream, over all layers.
-        whole_layers: stream a layer whole or not at all; fewer layers are waited for then.
-    """
-    total = sum(unit.nbytes for unit in layers)
-    chosen, passed, done = [], 0, 0
-    for unit in layers:
-        passed += unit.nbytes
-        due = target * passed // max(total, 1) - done
-        tensors = _whole(unit, due) if whole_layers else _some(unit, due)
-        done += unit.nbytes if tensors is unit.tensors else sum([tensor.nbytes for tensor in tensors])
-        chosen.append(tensors)
-    return chosen
-
-
-def spread_whole(units: Sequence[UnitSize], target: int) -> list[UnitSize]:
-    """Chooses units to stream whole, of together about ``target`` bytes, evenly over all of them."""
-    return [unit for unit, tensors in zip(units, spread(units, target, True), strict=True) if tensors]
-
-
-def _whole(unit: UnitSize, due: int) -> tuple[TensorSize, ...]:
-    return unit.tensors if 2 * due >= unit.nbytes else ()
-
-
-def _some(unit: UnitSize, due: int) -> tuple[TensorSize, ...]:
-    """Tensors of together about ``due`` bytes, the largest first."""
-    kept = set()
-    for tensor in unit.largest_first:
-        if 2 * due >= tensor.nbytes:
-            kept.add(tensor.name)
-            due -= tensor.nbytes
-    if len(kept) in (0, len(unit.tensors)):
-        return unit.tensors if kept else ()
-    return tuple([tensor for tensor in unit.tensors if tensor.name in kept])

@@ -189,7 +189,7 @@ class ModelSizes:
 
     def cut(self, units: tuple[UnitSize, ...]) -> ModelSizes:
         """The same model with smaller units in the place of its layers; what they leave over stays in memory."""
-        rest = sum(unit.nbytes for unit in self.layers) - sum(unit.nbytes for unit in units)
+        rest = self.layer_bytes - sum(unit.nbytes for unit in units)
         return replace(self, layers=units, resident_bytes=self.resident_bytes + rest, finer=())
 
     @cached_property
@@ -208,6 +208,21 @@ class ModelSizes:
         others = tuple(unit for unit in finest if not unit.num_rows)
         kept = tuple(unit for unit in self.linears if unit.name not in names)
         return replace(self.cut(finest), layers=others, heads=(*streamed, *self.heads), kept=kept)
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(unit.nbytes for unit in self.layers)
+
+    @cached_property
+    def layer_buffer_bytes(self) -> int:
+        """Memory for all layers, and for what of them stays in memory anyway."""
+        return sum(unit.buffer_bytes for unit in [*self.layers, *self.kept])
+
+    @cached_property
+    def copies(self) -> bool:
+        """Whether direct reads of any unit go through a bounce buffer."""
+        return any(unit.copies for unit in [*self.layers, *self.heads, *(table.unit for table in self.tables)])
 
     @cached_property
     def nbytes(self) -> int:

@@ -83,13 +83,20 @@ class Ticket:
     """Reads under way that fill one buffer. Made by :meth:`Reader.submit`."""
 
     def __init__(
-        self, reader: Reader, pool: Executor, segments: Sequence[Segment], buffer: memoryview, keep_cached: bool
+        self,
+        reader: Reader,
+        pool: Executor,
+        segments: Sequence[Segment],
+        buffer: memoryview,
+        keep_cached: bool,
+        num_tasks: int,
     ) -> None:
         self._reader = reader
         self._pool = pool
         self._segments = segments
         self._buffer = buffer
         self._keep_cached = keep_cached
+        self._num_tasks = num_tasks
         self._gate = _Gate()
         self._futures: list[Future[None]] = []
         try:
@@ -103,7 +110,7 @@ class Ticket:
         self._futures.clear()
         self._identities = self._reader._identities(self._segments)
         self._reader._check_open()
-        self._tasks = list(self._reader._tasks(self._segments, self._keep_cached))
+        self._tasks = list(self._reader._tasks(self._segments, self._keep_cached, self._num_tasks))
         for task in self._tasks:
             self._futures.append(self._submit(task))
 
@@ -220,7 +227,13 @@ class Reader:
         return all(file.direct_fd is not None for file in self._files.values())
 
     def submit(
-        self, segments: Sequence[Segment], buffer: memoryview, *, keep_cached: bool = False, urgent: bool = False
+        self,
+        segments: Sequence[Segment],
+        buffer: memoryview,
+        *,
+        keep_cached: bool = False,
+        urgent: bool = False,
+        num_tasks: int | None = None,
     ) -> Ticket:
         """Starts reading.
 
@@ -231,6 +244,8 @@ class Reader:
             keep_cached: read through the page cache and leave the pages there, one task a segment: for small reads
                 that come again, such as embedding rows.
             urgent: somebody waits already: do not queue behind what is read ahead.
+            num_tasks: how many threads should share the work; None for all. None gets more than ``read_size`` bytes
+                at a time.
 
         Raises:
             ClosedError: the reader was closed.
@@ -241,19 +256,20 @@ class Reader:
                 raise ValueError(
                     f"'{segment.pieces[-1].name}' ends at byte {segment.buffer_end} of a buffer of {len(buffer)}"
                 )
-        return Ticket(self, self._urgent_pool if urgent else self._pool, segments, buffer, keep_cached)
+        pool = self._urgent_pool if urgent else self._pool
+        return Ticket(self, pool, segments, buffer, keep_cached, num_tasks or self.queue_depth)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the reader was closed. Hint: load the model again.")
 
-    def _tasks(self, segments: Sequence[Segment], keep_cached: bool) -> Iterator[list[_Range]]:
+    def _tasks(self, segments: Sequence[Segment], keep_cached: bool, num_tasks: int) -> Iterator[list[_Range]]:
         """What each task reads: small ranges together, since handing a task over costs time.
 
-        That is at most ``read_size`` bytes, and no more than leaves work for all threads. Cached segments are not
+        That is at most ``read_size`` bytes, and no more than leaves work for so many threads. Cached segments are not
         joined.
         """
-        share = min(self.read_size, -(-sum(segment.nbytes for segment in segments) // self.queue_depth))
+        share = min(self.read_size, -(-sum(segment.nbytes for segment in segments) // num_tasks))
         task: list[_Range] = []
         nbytes = 0
         for segment in segments:

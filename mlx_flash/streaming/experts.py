@@ -257,7 +257,8 @@ class Experts:
         pool.request(layer, experts)
         pool.hold(layer, experts)
         self._note(layer, routing, counts)
-        self._read_ahead(layer + 1, guess)
+        if not late:
+            self._read_ahead(layer + 1, guess)
         if late and can_part and first is not None:
             others = np.flatnonzero(~is_there)
             second = self._run_rows(layer, x, routing, others)
@@ -270,6 +271,8 @@ class Experts:
         if routing.size < SORTED_SIZE:
             # It computes while the rest of the model's code is gone through. A prompt's results are large: they wait.
             mx.async_eval(result)
+        if late:  # not before: it would have taken the disk from what was waited for
+            self._read_ahead(layer + 1, guess)
         self._pending.append(result)
         if layer == len(self.stacks) - 1:
             self._evaluate_pending()  # the next call may come from another thread, which cannot

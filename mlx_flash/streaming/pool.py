@@ -158,8 +158,8 @@ class ExpertPool:
         if missing:
             spared = self._spared(layer, experts)
             for expert in sorted(missing, key=lambda expert: self._file_order(layer, expert)):
-                is_read = self._read((layer, expert), spared, urgent=True)
-                if not is_read and not self._read((layer, expert), self._needed(layer, experts), urgent=True):
+                is_read = self._read((layer, expert), spared, len(missing))
+                if not is_read and not self._read((layer, expert), self._needed(layer, experts), len(missing)):
                     raise AssertionError(f"{len(experts)} experts do not fit {self.num_usable} slots")
         late = [expert for expert in experts if (layer, expert) in self._tickets]
         for expert in late:
@@ -266,7 +266,7 @@ class ExpertPool:
             return
         spared = self._spared(layer, experts)
         for expert in missing:
-            if not self._read((layer, expert), spared, urgent=True):
+            if not self._read((layer, expert), spared, len(missing)):
                 return
             self._predicted[layer].add(expert)
             self.stats.num_predicted += 1
@@ -280,19 +280,27 @@ class ExpertPool:
         nobody = np.zeros(self.slots.num_slots, np.bool_)
         for (key, share), _ in zip(experts, range(len(self._free)), strict=False):
             self._uses.expect(*key, share)
-            self._read(key, nobody, urgent=False)
+            self._read(key, nobody)
             self.stats.read_bytes -= self.layers[key[0]].expert_bytes
             self.num_warm += 1
 
-    def _read(self, key: Expert, spared: Mask, *, urgent: bool) -> bool:
-        """Begins to read an expert. Returns whether there was a slot for it."""
+    def _read(self, key: Expert, spared: Mask, num_urgent: int = 0) -> bool:
+        """Begins to read an expert, which is one of so many that are urgent. Returns whether there was a slot for it.
+
+        Several keep the disk busy by their number: each is one task then, for handing tasks over takes time.
+        """
         layer, expert = key
         slot = self._enter(key, spared)
         if slot is None:
             return False
         segments = self.layers[layer].placement.segments[expert]
         try:
-            self._tickets[key] = self._reader.submit(segments, self.slots.memory(slot), urgent=urgent)
+            self._tickets[key] = self._reader.submit(
+                segments,
+                self.slots.memory(slot),
+                urgent=num_urgent > 0,
+                num_tasks=-(-self._reader.queue_depth // max(1, num_urgent)),
+            )
         except BaseException:
             self._free.append(self._leave(key))
             raise

@@ -307,7 +307,7 @@ def test_misses_are_read_in_the_order_of_the_file(
     bring(checkpoint.pool(6, reader), STACKED, 4, 0, 5, 2)
     offsets = [offset for offset, _ in started]
     assert offsets == sorted(offsets) and len(offsets) == 4
-    assert all(options == {"urgent": True} for _, options in started)
+    assert all(options == {"urgent": True, "num_tasks": None} for _, options in started)
 
 
 def test_as_many_are_read_ahead_as_were_allowed_over_all_layers(checkpoint: Checkpoint, reader: Reader) -> None:

@@ -30,9 +30,9 @@ class FileIdentity:
     changed_ns: int
 
 
-def identity_of(path: Path) -> FileIdentity:
+def identity_of(path: Path | str) -> FileIdentity:
     """Raises: OSError."""
-    status = path.stat()
+    status = os.stat(path)  # noqa: PTH116
     return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
@@ -70,6 +70,7 @@ class SourceFile:
 
     def __init__(self, path: Path, direct: bool) -> None:
         self.path = path
+        self._name = str(path)  # asked for often
         self._want_direct = direct
         try:
             self._opened = _open(path, direct)
@@ -95,7 +96,7 @@ class SourceFile:
     def is_unchanged(self) -> bool:
         """Whether the path still leads to the file that is open. Costs one ``stat``."""
         try:
-            return identity_of(self.path) == self.identity
+            return identity_of(self._name) == self.identity
         except OSError:
             return False  # `reopen` says why
 

@@ -307,14 +307,14 @@ class Experts:
         if guess is not None:
             mx.async_eval(guess)
             mx.async_eval(indices)
-            self._read_ahead(layer, guess)
+            self._read_ahead(layer, guess, urgent=True)
         return self._guess(layer + 1, self._residuals[layer].before)
 
-    def _read_ahead(self, layer: int, guess: mx.array | None) -> None:
+    def _read_ahead(self, layer: int, guess: mx.array | None, *, urgent: bool = False) -> None:
         if guess is None:
             return
         likely = sorted(set(np.array(guess).reshape(-1).tolist()))
-        self.pool.read_ahead(layer, likely, int(self.pool.slots.num_slots * LOOKAHEAD_SHARE))
+        self.pool.read_ahead(layer, likely, int(self.pool.slots.num_slots * LOOKAHEAD_SHARE), urgent=urgent)
 
     def _guess(self, layer: int, residual: mx.array | None) -> mx.array | None:
         """The experts that a stack's router would choose if the layers in between changed nothing."""

@@ -158,8 +158,8 @@ class ExpertPool:
         if missing:
             spared = self._spared(layer, experts)
             for expert in sorted(missing, key=lambda expert: self._file_order(layer, expert)):
-                is_read = self._read((layer, expert), spared, len(missing))
-                if not is_read and not self._read((layer, expert), self._needed(layer, experts), len(missing)):
+                is_read = self._read((layer, expert), spared, urgent=True)
+                if not is_read and not self._read((layer, expert), self._needed(layer, experts), urgent=True):
                     raise AssertionError(f"{len(experts)} experts do not fit {self.num_usable} slots")
         late = [expert for expert in experts if (layer, expert) in self._tickets]
         for expert in late:
@@ -252,13 +252,14 @@ class ExpertPool:
             raise
         del self._tickets[key]
 
-    def read_ahead(self, layer: int, experts: Sequence[int], most: int) -> None:
+    def read_ahead(self, layer: int, experts: Sequence[int], most: int, *, urgent: bool = False) -> None:
         """Begins to read experts that may be needed by the next call of a layer.
 
         Args:
             layer: whose.
             experts: the likeliest first.
             most: how many of them may be on their way at once, over all layers.
+            urgent: the call comes soon.
         """
         table, under_way = self.slot_of[layer], sum(map(len, self._predicted))
         missing = [expert for expert in experts if table[expert] == ABSENT][: max(0, most - under_way)]
@@ -266,7 +267,7 @@ class ExpertPool:
             return
         spared = self._spared(layer, experts)
         for expert in missing:
-            if not self._read((layer, expert), spared, len(missing)):
+            if not self._read((layer, expert), spared, urgent=urgent):
                 return
             self._predicted[layer].add(expert)
             self.stats.num_predicted += 1
@@ -280,27 +281,22 @@ class ExpertPool:
         nobody = np.zeros(self.slots.num_slots, np.bool_)
         for (key, share), _ in zip(experts, range(len(self._free)), strict=False):
             self._uses.expect(*key, share)
-            self._read(key, nobody)
+            self._read(key, nobody, urgent=False)
             self.stats.read_bytes -= self.layers[key[0]].expert_bytes
             self.num_warm += 1
 
-    def _read(self, key: Expert, spared: Mask, num_urgent: int = 0) -> bool:
-        """Begins to read an expert, which is one of so many that are urgent. Returns whether there was a slot for it.
-
-        Several keep the disk busy by their number: each is one task then, for handing tasks over takes time.
-        """
+    def _read(self, key: Expert, spared: Mask, *, urgent: bool) -> bool:
+        """Begins to read an expert. Returns whether there was a slot for it."""
         layer, expert = key
         slot = self._enter(key, spared)
         if slot is None:
             return False
         segments = self.layers[layer].placement.segments[expert]
         try:
-            self._tickets[key] = self._reader.submit(
-                segments,
-                self.slots.memory(slot),
-                urgent=num_urgent > 0,
-                num_tasks=-(-self._reader.queue_depth // max(1, num_urgent)),
-            )
+            # One thread is enough for what has time: handing work over takes some of it from what computes.
+            num_tasks = None if urgent else 1
+            memory = self.slots.memory(slot)
+            self._tickets[key] = self._reader.submit(segments, memory, urgent=urgent, num_tasks=num_tasks)
         except BaseException:
             self._free.append(self._leave(key))
             raise

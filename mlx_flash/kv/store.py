@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from mlx_flash.kv.store_files import (
     PageInfo,
     PageKey,
     Tokens,
+    full_pages,
     page_names,
     root_name,
     snapshot_name,
@@ -47,14 +48,19 @@ class Prefix:
     """The stored beginning of a prompt.
 
     Attributes:
-        num_tokens: how many leading tokens it covers.
+        ends: with how many tokens each of its pages ends.
         pages: the names of its pages, the first tokens' first.
         snapshot: the name of what is kept at its end; empty unless one was asked for.
     """
 
-    num_tokens: int
-    pages: tuple[str, ...]
+    ends: tuple[int, ...] = ()
+    pages: tuple[str, ...] = ()
     snapshot: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many leading tokens it covers."""
+        return self.ends[-1] if self.ends else 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,24 +128,26 @@ class PrefixStore:
 
     # --- finding and reading ---
 
-    def find(self, tokens: Tokens, *, snapshot: str = "") -> Prefix:
+    def find(self, tokens: Tokens, *, snapshot: str = "", ends: Sequence[int] | None = None) -> Prefix:
         """The longest stored beginning of a prompt.
 
         Args:
             tokens: of the prompt.
             snapshot: a kind of snapshot, which has to be there at the end of what is found.
+            ends: with how many tokens each page ends; None for pages of ``page_tokens``.
 
         Raises:
             ClosedError: the store was closed.
         """
-        names = page_names(self._root, tokens, self.page_tokens)
-        end = self._access.ask(lambda index: index.leading(names))
-        if not snapshot:
-            return Prefix(end * self.page_tokens, tuple(names[:end]))
-        snapshots = [snapshot_name(name, snapshot) for name in names[:end]]
-        found = self._access.ask(lambda index: index.existing(snapshots))
-        end = max((i + 1 for i, name in enumerate(snapshots) if name in found), default=0)
-        return Prefix(end * self.page_tokens, tuple(names[:end]), snapshots[end - 1] if end else "")
+        ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
+        names = page_names(self._root, tokens, ends)
+        count = self._access.ask(lambda index: index.leading(names))
+        snapshots = [snapshot_name(name, snapshot) for name in names[:count]] if snapshot else []
+        if snapshot:
+            found = self._access.ask(lambda index: index.existing(snapshots))
+            count = max((i + 1 for i, name in enumerate(snapshots) if name in found), default=0)
+        end = snapshots[count - 1] if snapshot and count else ""
+        return Prefix(tuple(ends[:count]), tuple(names[:count]), end)
 
     def describe(self, page: str) -> PageInfo | None:
         """The blobs of a page or snapshot: dtypes, shapes, lengths; None when it is not there any more."""
@@ -196,7 +204,7 @@ class PrefixStore:
             count = self._access.ask(lambda index: index.pin(names))
             if count < len(names):
                 count = min(count, len(prefix.pages))
-                prefix = Prefix(count * self.page_tokens, prefix.pages[:count])
+                prefix = Prefix(prefix.ends[:count], prefix.pages[:count])
             self._users.update(prefix.names)
         return prefix
 
@@ -225,7 +233,16 @@ class PrefixStore:
 
     # --- storing ---
 
-    def put(self, tokens: Tokens, page_index: int, blobs: Mapping[str, Blob], *, snapshot: str = "") -> bool:
+    def put(
+        self,
+        tokens: Tokens,
+        page_index: int,
+        blobs: Mapping[str, Blob],
+        *,
+        snapshot: str = "",
+        ends: Sequence[int] | None = None,
+        waits: bool = False,
+    ) -> bool:
         """Stores a page, or a snapshot at its end, behind the caller's back.
 
         Buffers are copied unless they are ``bytes``, so the caller may use the memory again at once. What does not fit
@@ -236,6 +253,8 @@ class PrefixStore:
             page_index: how many pages come before it.
             blobs: what to store, by name.
             snapshot: the kind of snapshot; empty for the page itself.
+            ends: with how many tokens each page ends; None for pages of ``page_tokens``.
+            waits: whether to wait for room in the queue, unless it is too small for this alone.
 
         Returns:
             Whether it is stored, or going to be unless the disk has no room.
@@ -244,7 +263,8 @@ class PrefixStore:
             ValueError: there are too few tokens.
             ClosedError: the store was closed.
         """
-        return self._writer.put(self._key(tokens, page_index, snapshot), blobs)
+        ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
+        return self._writer.put(self._key(tokens, ends, page_index, snapshot), blobs, waits=waits)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until everything that was put is on disk, or was given up.
@@ -303,11 +323,10 @@ class PrefixStore:
             _log.warning("cannot read page %s in %s: %s", page, self._access.folder, error.strerror or error)
         return None
 
-    def _key(self, tokens: Tokens, page_index: int, snapshot: str) -> PageKey:
-        end = (page_index + 1) * self.page_tokens
-        if not 0 < end <= len(tokens):
-            raise ValueError(f"page {page_index} ends with token {end}, but only {len(tokens)} are given")
-        names = page_names(self._root, tokens[:end], self.page_tokens)
+    def _key(self, tokens: Tokens, ends: Sequence[int], page_index: int, snapshot: str) -> PageKey:
+        if not 0 <= page_index < len(ends) or ends[page_index] > len(tokens):
+            raise ValueError(f"page {page_index} ends with a token that is not given: there are {len(tokens)}")
+        names = page_names(self._root, tokens, ends[: page_index + 1])
         kind = snapshot or KV
         page = snapshot_name(names[-1], snapshot) if snapshot else names[-1]
         parent = names[-1] if snapshot else "".join(names[-2:-1])

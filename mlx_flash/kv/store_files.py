@@ -50,6 +50,8 @@ _FIRST_READ = 32 << 10
 _LONGEST_TEXT = 64 << 20
 
 Tokens = Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
+"""Of a sequence, ``(length,)``; or ``(length, n)`` where more than the token decides what is kept of it."""
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -128,16 +130,21 @@ def root_name(model: str, settings: str, tenant: str, page_tokens: int) -> str:
     return hashlib.blake2b(json.dumps([model, settings, tenant, page_tokens]).encode(), digest_size=32).hexdigest()
 
 
-def page_names(root: str, tokens: Tokens, page_tokens: int) -> list[str]:
-    """The names of the pages that are full of tokens, the first one first."""
-    data = np.asarray(tokens, dtype="<i8").tobytes()
-    step = 8 * page_tokens
+def page_names(root: str, tokens: Tokens, ends: Sequence[int]) -> list[str]:
+    """The names of the pages that end with these numbers of tokens, the first one first."""
+    data = np.ascontiguousarray(tokens, dtype="<i8")
     names = []
-    name = bytes.fromhex(root)
-    for start in range(0, len(data) - step + 1, step):
-        name = hashlib.blake2b(name + data[start : start + step], digest_size=32).digest()
+    name, start = bytes.fromhex(root), 0
+    for end in ends:
+        name = hashlib.blake2b(name + data[start:end].tobytes(), digest_size=32).digest()
         names.append(name.hex())
+        start = end
     return names
+
+
+def full_pages(num_tokens: int, page_tokens: int) -> range:
+    """Where the pages end that are full of tokens."""
+    return range(page_tokens, num_tokens + 1, page_tokens)
 
 
 def snapshot_name(page: str, kind: str) -> str:

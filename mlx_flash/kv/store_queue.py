@@ -34,13 +34,15 @@ class WriteQueue:
         with self._changed:
             return sum(self._pending.values())
 
-    def reserve(self, name: str, nbytes: int) -> bool:
-        """Sets room aside for work, which has to be submitted or given up.
+    def reserve(self, name: str, nbytes: int, *, waits: bool = False) -> bool:
+        """Sets room aside for work, which has to be submitted or given up; ``waits`` for it where it can be had.
 
         Returns:
             Whether there is room, and nothing of that name.
         """
         with self._changed:
+            if waits and nbytes <= self._limit:
+                self._changed.wait_for(lambda: self._is_closed or self.nbytes + nbytes <= self._limit)
             if self._is_closed or name in self._pending or self.nbytes + nbytes > self._limit:
                 return False
             self._pending[name] = nbytes

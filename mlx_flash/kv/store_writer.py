@@ -58,8 +58,9 @@ class PageWriter:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
-    def put(self, key: PageKey, blobs: Mapping[str, Blob]) -> bool:
-        """Has a page written. Returns whether it is there, waits, or begins to wait.
+    def put(self, key: PageKey, blobs: Mapping[str, Blob], *, waits: bool = False) -> bool:
+        """Has a page written; with ``waits`` when there is room for it in the queue. Returns whether it is there, or
+        going to be.
 
         Raises:
             ClosedError: the store was closed.
@@ -67,7 +68,7 @@ class PageWriter:
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
         if self._has(key.page) or key.page in self._queue:
             return True
-        if reason := self._reason_against(key, nbytes):
+        if reason := self._reason_against(key, nbytes, waits):
             self._refuse(reason)
             return False
         try:
@@ -95,7 +96,7 @@ class PageWriter:
     def _has(self, page: str) -> bool:
         return self._access.ask(lambda index: index.has(page))
 
-    def _reason_against(self, key: PageKey, nbytes: int) -> str:
+    def _reason_against(self, key: PageKey, nbytes: int, waits: bool) -> str:
         """Why a page is not stored; empty when it is, and then it has a place in the queue."""
         if not self._access.is_writable:
             return "stopped"
@@ -103,7 +104,7 @@ class PageWriter:
             return "parent"
         if not self._governor.may_write(self._queue.nbytes + nbytes):
             return "wear"
-        return "" if self._queue.reserve(key.page, nbytes) else "queue"
+        return "" if self._queue.reserve(key.page, nbytes, waits=waits) else "queue"
 
     def _refuse(self, reason: str) -> None:
         """Counts a page that is not stored, and tells once why."""

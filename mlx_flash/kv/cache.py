@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, create_attention_mask
 
 from mlx_flash.errors import StreamedWeightsError
+from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool, LayerRows
 
@@ -86,6 +87,23 @@ class _Cache:
         """The mask for ``N`` new tokens."""
         forgotten = self.pool.options.forgotten_tokens(self.size(), N)
         return create_attention_mask(N, *args, offset=self.size() - forgotten, **kwargs)
+
+    def read_rows(self, start: int, stop: int) -> list[mx.array]:
+        """Rows of some tokens as they are kept, ``(batch, heads, tokens, width)`` for each array.
+
+        Raises:
+            ReadError: pages could not be read.
+        """
+        return self.rows.read(start, stop)
+
+    def append_rows(self, rows: Sequence[mx.array]) -> None:
+        """Adds tokens by their rows, as :meth:`read_rows` returned them.
+
+        Raises:
+            BudgetError: they do not fit the budget even with every layer on disk.
+            WriteError: the disk is full, or fails.
+        """
+        self._append(rows)
 
     def _append(self, new: Sequence[mx.array]) -> list[mx.array]:
         num_new = new[0].shape[2]
@@ -217,6 +235,7 @@ class DiskKVCache(_Cache, KVCache):  # type: ignore[misc]
             self.pool.retire(self.rows)
             rows.set(arrays, self.size())
             cache.offset = self.offset
+        pass_on(self, cache)
         return cache
 
     def _refuse_forgotten(self, what: str) -> None:
@@ -243,6 +262,7 @@ class DiskKVCache(_Cache, KVCache):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[Any, Any]) -> DiskKVCache:
         other = DiskKVCache(self._fork(memo))
         other.offset, other.num_forgotten = self.offset, self.num_forgotten
+        pass_on(self, other)
         return other
 
 
@@ -313,6 +333,7 @@ class DiskQuantizedKVCache(_Cache, QuantizedKVCache):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[Any, Any]) -> DiskQuantizedKVCache:
         other = DiskQuantizedKVCache(self._fork(memo), self.group_size, self.bits)
         other.offset, other.num_forgotten = self.offset, self.num_forgotten
+        pass_on(self, other)
         return other
 
 

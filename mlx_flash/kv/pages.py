@@ -289,14 +289,33 @@ class DiskRows:
 
     def _read_tail(self, number: int) -> None:
         """Puts the rows of one page into memory."""
-        self.file.flush()
+        for tail, page in zip(self._tail, self._read_pages(number, number + 1), strict=True):
+            tail[:] = page
+
+    def read(self, start: int, stop: int) -> RowBytes:
+        """The rows of some tokens, copied.
+
+        Raises:
+            ReadError: pages could not be read.
+        """
         step = self.layout.step
-        buffer = memoryview(mmap.mmap(-1, max(self.layout.slot_bytes(step), 1)))
-        segments = self.file.segments([self.pages[number]], 0, step)
-        self.file.reader.submit(segments, buffer, urgent=True).wait()
+        first = min(start // step, len(self.pages))
+        last = min(-(-stop // step), len(self.pages))
+        found = self._read_pages(first, last)
+        rows = [np.concatenate([pages, tail], axis=1) for pages, tail in zip(found, self.tail, strict=True)]
+        return [part[:, start - first * step : stop - first * step] for part in rows]
+
+    def _read_pages(self, first: int, last: int) -> RowBytes:
+        self.file.flush()
+        capacity = (last - first) * self.layout.step
+        buffer = memoryview(mmap.mmap(-1, max(self.layout.slot_bytes(capacity), 1)))
+        if last > first:
+            self.file.reader.submit(self.file.segments(self.pages[first:last], 0, capacity), buffer, urgent=True).wait()
         everything = np.frombuffer(buffer, np.uint8)
-        for tail, at in zip(self._tail, self.layout.slot_offsets(step), strict=True):
-            tail[:] = everything[at : at + tail.size].reshape(tail.shape)
+        return [
+            everything[at : at + c.heads * capacity * c.width_bytes].reshape(c.heads, capacity, c.width_bytes)
+            for at, c in zip(self.layout.slot_offsets(capacity), self.layout.components, strict=True)
+        ]
 
     def drop(self, start: int, stop: int) -> None:
         """Forgets whole pages; the tokens behind them move up."""

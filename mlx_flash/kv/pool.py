@@ -107,6 +107,20 @@ class LayerRows:
             disk = self.disk
             return self.memory.fetch() if disk is None else self.pool.fetch_from_disk(self, disk)
 
+    def read(self, start: int, stop: int) -> list[mx.array]:
+        """The rows of some tokens; those on disk without taking a slot. Raises: ReadError."""
+        with self.pool.lock:
+            disk = self.disk
+            if disk is None:
+                return [array[..., start:stop, :] for array in self.memory.arrays]
+            found = zip(disk.read(start, stop), disk.layout.components, strict=True)
+            return [
+                mx.array(rows).view(c.dtype).reshape(*c.shape, stop - start, c.width)
+                if rows.size
+                else mx.zeros((*c.shape, stop - start, c.width), c.dtype)
+                for rows, c in found
+            ]
+
     def truncate(self, length: int) -> None:
         """Forgets the tokens from ``length`` on. Raises: ReadError."""
         with self.pool.lock:

@@ -242,6 +242,7 @@ class PrefixStore:
         snapshot: str = "",
         ends: Sequence[int] | None = None,
         waits: bool = False,
+        only_new: bool = False,
     ) -> bool:
         """Stores a page, or a snapshot at its end, behind the caller's back.
 
@@ -255,6 +256,8 @@ class PrefixStore:
             snapshot: the kind of snapshot; empty for the page itself.
             ends: with how many tokens each page ends; None for pages of ``page_tokens``.
             waits: whether to wait for room in the queue, unless it is too small for this alone.
+            only_new: whether one that is there already, or waits to be written, counts as not stored: where the same
+                name may stand for bytes that were computed in another way.
 
         Returns:
             Whether it is stored, or going to be unless the disk has no room.
@@ -264,7 +267,7 @@ class PrefixStore:
             ClosedError: the store was closed.
         """
         ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
-        return self._writer.put(self._key(tokens, ends, page_index, snapshot), blobs, waits=waits)
+        return self._writer.put(self._key(tokens, ends, page_index, snapshot), blobs, waits=waits, only_new=only_new)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until everything that was put is on disk, or was given up.

@@ -58,16 +58,16 @@ class PageWriter:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
-    def put(self, key: PageKey, blobs: Mapping[str, Blob], *, waits: bool = False) -> bool:
+    def put(self, key: PageKey, blobs: Mapping[str, Blob], *, waits: bool = False, only_new: bool = False) -> bool:
         """Has a page written; with ``waits`` when there is room for it in the queue. Returns whether it is there, or
-        going to be.
+        going to be; with ``only_new`` whether these bytes are.
 
         Raises:
             ClosedError: the store was closed.
         """
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
         if self._has(key.page) or key.page in self._queue:
-            return True
+            return not only_new
         if reason := self._reason_against(key, nbytes, waits):
             self._refuse(reason)
             return False

@@ -134,7 +134,7 @@ def _add_dial_flags(parser: argparse.ArgumentParser, note: str | None = None) ->
     add("--kv-max-tokens", type=int, metavar="N", help="forget the older half of more tokens; changes the output")
     add("--kv-keep", type=int, metavar="N", help="tokens at the beginning that are not forgotten then")
     add("--kv-step", type=int, metavar="N", help="tokens by which the KV cache grows")
-    add("--kv-directory", type=Path, metavar="DIR", help="where a KV cache on disk is put")
+    add("--kv-directory", metavar="DIR", help="where a KV cache on disk is put")
     add("--num-slots", type=int, metavar="N", help="buffers that streamed weights take turns in")
     add("--expert-pool-gb", type=float, metavar="GB", help="memory for experts of a mixture that are kept; 0: none")
     either = argparse.BooleanOptionalAction

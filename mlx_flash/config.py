@@ -131,13 +131,6 @@ class FlashConfig:
             _check_count(name, getattr(self, name), least, is_open=False)
         if not isinstance(self.kv_directory, Path | str | None):
             raise ConfigError(f"kv_directory is {self.kv_directory!r}: it must be a path")
-        if self.kv_ram_gb is not None and self.kv_cache not in (None, "disk"):
-            raise ConfigError(
-                f"kv_ram_gb is {self.kv_ram_gb:g}, but nothing goes to disk with kv_cache={self.kv_cache!r}. "
-                "Hint: kv_cache='disk'."
-            )
-        if self.kv_max_tokens is not None and self.kv_cache == "stock":
-            raise ConfigError("kv_max_tokens has no effect with kv_cache='stock'. Hint: kv_cache='disk' or 'paged'.")
 
     @property
     def budget_bytes(self) -> int | Literal["min"] | Profile:

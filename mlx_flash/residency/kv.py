@@ -43,6 +43,20 @@ class KVShare:
         return self.memory_bytes + self.under_way_bytes
 
 
+def check_kv(config: FlashConfig) -> None:
+    """Refuses settings of which one leaves no use for the other. Raises: ConfigError."""
+    if config.kv_ram_gb is not None and config.kv_cache in ("stock", "flat", "paged"):
+        raise ConfigError(
+            f"kv_ram_gb is {config.kv_ram_gb:g}, but nothing goes to disk with kv_cache={config.kv_cache!r}. "
+            "Hint: kv_cache='disk'."
+        )
+    if config.kv_max_tokens is not None and config.kv_cache == "stock":
+        raise ConfigError(
+            f"kv_max_tokens is {config.kv_max_tokens}, but mlx-lm's own caches, kv_cache='stock', forget nothing. "
+            "Hint: kv_cache='disk' or 'paged'."
+        )
+
+
 def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int) -> KVShare:
     """All of it in memory, as far as is planned for; a cache that grows beyond may go to disk when it does.
 

@@ -25,7 +25,7 @@ from mlx_flash.residency.assemble import (
     pool_of,
     timed,
 )
-from mlx_flash.residency.kv import KV_SHARE, least_bytes, most_on_disk
+from mlx_flash.residency.kv import KV_SHARE, check_kv, least_bytes, most_on_disk
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, ResidencyPlan, in_gb
 from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes, TensorSize
 from mlx_flash.residency.spread import spread, spread_whole
@@ -99,8 +99,9 @@ def _places_of_kv(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> t
     """Whether plans are made with the KV cache on disk, and whether with all of it in memory.
 
     Raises:
-        ConfigError: it shall be on disk, where there is no room for it.
+        ConfigError: it shall be on disk, where there is no room for it; or settings contradict each other.
     """
+    check_kv(config)
     if not sizes.kv_rows or config.kv_cache in ("stock", "flat", "paged"):
         return (False,)
     needed = most_on_disk(sizes, config, config.context_length or 0)

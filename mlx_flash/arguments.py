@@ -26,13 +26,14 @@ from mlx_lm.generate import (
 )
 
 from mlx_flash import __version__
-from mlx_flash.config import Budget, IOMode, parse_budget
+from mlx_flash.config import Budget, IOMode, KVMode, parse_budget
 from mlx_flash.errors import ConfigError
 
 Command = Callable[[argparse.Namespace, TextIO], int]
 
 DIAL = (
     *("ram_budget_gb", "context_length", "prefill_step_size", "num_slots"),
+    *("kv_cache", "kv_ram_gb", "kv_max_tokens", "kv_keep", "kv_step", "kv_directory"),
     *("expert_pool_gb", "expert_lookahead", "expert_warm_start", "io", "read_size_mb", "queue_depth"),
 )
 """The fields of ``FlashConfig`` that are flags of every command."""
@@ -128,6 +129,12 @@ def _add_dial_flags(parser: argparse.ArgumentParser, note: str | None = None) ->
     )
     add("--context-length", type=int, metavar="N", help="tokens of KV cache to set memory aside for")
     add("--prefill-step-size", type=int, metavar="N", help="prompt tokens in one forward call; default: what fits")
+    add("--kv-cache", choices=get_args(KVMode), help="how the KV cache is kept; default: on disk when it has to be")
+    add("--kv-ram-gb", type=float, metavar="GB", help="memory for the KV cache, beyond which it is on disk")
+    add("--kv-max-tokens", type=int, metavar="N", help="forget the older half of more tokens; changes the output")
+    add("--kv-keep", type=int, metavar="N", help="tokens at the beginning that are not forgotten then")
+    add("--kv-step", type=int, metavar="N", help="tokens by which the KV cache grows")
+    add("--kv-directory", metavar="DIR", help="where a KV cache on disk is put")
     add("--num-slots", type=int, metavar="N", help="buffers that streamed weights take turns in")
     add("--expert-pool-gb", type=float, metavar="GB", help="memory for experts of a mixture that are kept; 0: none")
     either = argparse.BooleanOptionalAction

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.tuner import utils as mlx_lm_tuner_utils
+from mlx_lm.models import cache as stock_cache
 
 from mlx_flash.checkpoint.derived import adopt_derived
 from mlx_flash.checkpoint.fingerprint import state_of
@@ -25,7 +25,9 @@ from mlx_flash.checkpoint.layout import LoadedModel, ModelLayout, load_config, l
 from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.config import FlashConfig
-from mlx_flash.errors import CheckpointNotFoundError, ClosedError, ConfigError, FlashError, StreamedWeightsError
+from mlx_flash.errors import CheckpointNotFoundError, ClosedError, ConfigError, FlashError
+from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.pool import KVPool
 from mlx_flash.residency.headroom import check_headroom
 from mlx_flash.residency.machine import look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan
@@ -44,6 +46,7 @@ from mlx_flash.streaming.dropped import result_is_dropped
 from mlx_flash.streaming.engine import Engine, ExpertOptions, Progress
 from mlx_flash.streaming.eviction import Expert
 from mlx_flash.streaming.experts import Routing
+from mlx_flash.streaming.facade import ModelFacade
 from mlx_flash.streaming.slots import kernel_alignment
 from mlx_flash.streaming.status import PassCounters, Status
 from mlx_flash.telemetry import Publisher
@@ -77,7 +80,7 @@ class Prepared:
     popularity_path: Path | None = None
 
 
-class FlashLLM(nn.Module):
+class FlashLLM(ModelFacade):
     """A model of mlx-lm whose weights are streamed. Made by :func:`load` or :func:`load_model`.
 
     It is called as mlx-lm's model is, and answers to every attribute of it (``layers``, ``make_cache``, ``args`` ...).
@@ -96,21 +99,17 @@ class FlashLLM(nn.Module):
         plan: what is in memory, and what is not. Made anew by :meth:`start`.
         layout: the model's units.
         engine: None before :meth:`start`; its ``stream.stats`` and ``reader.stats`` count.
+        kv: what its KV caches share; None where they are mlx-lm's own.
         name: what to call it.
         counters: what its calls did so far.
     """
 
-    engine: Engine | None
-
     def __init__(self, prepared: Prepared, config: FlashConfig, name: str) -> None:
-        nn.Module.__init__(self)
-        # nn.Module would put the model into the module tree if it were set as usual.
-        object.__setattr__(self, "_model", prepared.loaded.model)
+        super().__init__(prepared.loaded.model, prepared.layout)
         self._prepared = prepared
         self._config = config
         self.plan = prepared.plan
-        self.layout = prepared.layout
-        self.engine = None
+        self.kv = None if prepared.plan.kv.options is None else KVPool(prepared.plan.kv.options)
         self.name = name
         self._lock = threading.RLock()
         self._closed = False
@@ -175,6 +174,8 @@ class FlashLLM(nn.Module):
         experts = ExpertOptions(self._prepared.machine.exact_tiles, config.expert_lookahead, popular)
         engine = Engine(layout, plan, reader, kernel_alignment(), config.poison_released_slots, progress, experts)
         self.layout, self.plan, self.engine = layout, plan, engine
+        if self.kv is not None and plan.kv.options is not None:
+            self.kv.budget_bytes = plan.kv.options.budget_bytes
         cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
         publisher = None
         if config.telemetry:  # what it collects from must not be this object, whose end closes it
@@ -213,6 +214,16 @@ class FlashLLM(nn.Module):
             if step is None:
                 return self._counted(*args, **kwargs)
             return self._in_steps(args[0], step, **kwargs)
+
+    def make_cache(self) -> list[Any]:
+        """A prompt cache, for mlx-lm's ``make_prompt_cache``: the model's own, its plain entries as the settings say.
+
+        What mlx-lm was asked for with ``max_kv_size`` stays mlx-lm's.
+        """
+        caller = sys._getframe(1)
+        is_asked = caller.f_code is stock_cache.make_prompt_cache.__code__
+        stock = stock_cache.make_prompt_cache(self._model, caller.f_locals["max_kv_size"] if is_asked else None)
+        return stock if self.kv is None else make_caches(stock, self.kv.options, self.kv)
 
     def _counted(self, *args: Any, **kwargs: Any) -> Any:
         tokens = args[0] if args and isinstance(args[0], mx.array) and args[0].ndim == 2 else None
@@ -256,37 +267,6 @@ class FlashLLM(nn.Module):
         step = max(1, self.plan.prefill_step_size // max(1, len(tokens)))
         return step if step < tokens.shape[1] else None
 
-    def __getattr__(self, key: str) -> Any:
-        if key == "_model":  # not there yet: being made by copy or pickle
-            raise AttributeError(key)
-        return getattr(self._model, key)
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters that are in memory all the time, as a tree.
-
-        While adapters are applied, all of them, lazily loaded.
-
-        Raises:
-            StreamedWeightsError: mlx-lm asks in order to save them.
-        """
-        caller = sys._getframe(1).f_code
-        if caller is mlx_lm_utils.save_model.__code__:
-            raise _refusal("mlx_lm.utils.save_model()")
-        if caller is _LOAD_ADAPTERS and self.engine is None:
-            return cast(dict[str, Any], self._model.parameters())
-        elsewhere = {(id(p.container), p.key) for unit in self.layout.units for p in unit.large}
-        engine = self.engine
-
-        def in_memory(module: nn.Module, key: str, value: Any) -> bool:
-            is_streamed = (id(module), key) in elsewhere if engine is None else engine.is_streamed(module, key)
-            return nn.Module.valid_parameter_filter(module, key, value) and not is_streamed
-
-        return cast(dict[str, Any], self._model.filter_and_map(in_memory))
-
-    def trainable_parameters(self) -> dict[str, Any]:
-        """None: weights that are read again on every pass cannot be trained."""
-        return {}
-
     def close(self) -> nn.Module:
         """Ends streaming: restores classes and lazily loaded weights, closes the files, joins the threads.
 
@@ -301,6 +281,8 @@ class FlashLLM(nn.Module):
                     self._release()
                 if self.engine is not None:
                     self.engine.close()
+                if self.kv is not None:
+                    self.kv.close()
             return cast(nn.Module, self._model)
 
     def __enter__(self) -> FlashLLM:
@@ -310,15 +292,6 @@ class FlashLLM(nn.Module):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlashLLM:
-        raise StreamedWeightsError("a streamed model cannot be copied: its weights are on disk. Hint: load it again.")
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        raise StreamedWeightsError("a streamed model cannot be pickled: its weights are on disk. Hint: load it again.")
-
-
-_LOAD_ADAPTERS = mlx_lm_tuner_utils.load_adapters.__code__
 
 
 def _waiting() -> list[FlashLLM]:
@@ -367,48 +340,6 @@ def _let_go(
     reader.close()
     if cache_limit is not None:
         mx.set_cache_limit(cache_limit)
-
-
-def _refusal(what: str) -> StreamedWeightsError:
-    return StreamedWeightsError(
-        f"{what} on a streamed model would take what happens to be in the slots for its weights. "
-        "Hint: load the model with mlx_lm, or call close() and use the model that it returns."
-    )
-
-
-def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: FlashLLM, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._model, name)(*args, **kwargs)
-
-    method.__name__, method.__doc__ = name, f"As ``nn.Module.{name}``, on mlx-lm's model."
-    return method
-
-
-def _delegate_before_start(name: str) -> Callable[..., Any]:
-    def method(self: FlashLLM, *args: Any, **kwargs: Any) -> Any:
-        if self.engine is not None:
-            raise _refusal(f"{name}()")
-        getattr(self._model, name)(*args, **kwargs)
-        return self
-
-    method.__name__, method.__doc__ = name, f"As ``nn.Module.{name}``; refused once weights are streamed."
-    return method
-
-
-def _refuse(name: str) -> Callable[..., Any]:
-    def method(self: FlashLLM, *args: Any, **kwargs: Any) -> Any:
-        raise _refusal(f"{name}()")
-
-    method.__name__, method.__doc__ = name, "Refused: it would see slot contents."
-    return method
-
-
-for _name in ("children", "leaf_modules", "modules", "named_modules", "train", "eval", "freeze", "unfreeze"):
-    setattr(FlashLLM, _name, _delegate(_name))
-for _name in ("load_weights", "update", "update_modules", "apply_to_modules"):
-    setattr(FlashLLM, _name, _delegate_before_start(_name))
-for _name in ("save_weights", "apply", "set_dtype"):
-    setattr(FlashLLM, _name, _refuse(_name))
 
 
 def load(

@@ -410,7 +410,7 @@ def test_what_is_not_computed_yet_keeps_what_it_is_computed_from(options: Callab
         for index, caches in enumerate(zip(mine, theirs, strict=True)):
             rows = rows_of(7 * seed + index, 1, mx.float16), rows_of(70 * seed + index, 1, mx.float16)
             pending.append([total(cache.update_and_fetch(*rows)) for cache in caches])
-    assert any(slot.num_moved for slot in mine[0].pool.slots)
+    assert any(slot.num_moved for slot in mine[0].pool.ring.slots)
     assert all(equal(found, expected) for found, expected in pending)
 
 
@@ -420,7 +420,7 @@ def test_slots_stay_where_they_are_while_everything_is_computed(
     cache = make_caches(make_prompt_cache(llama), options(step=16))
     generated(llama, cache, 20, spills=True)
     assert cache[0].pool.read_bytes
-    assert [slot.num_moved for slot in cache[0].pool.slots] == [0, 0]
+    assert [slot.num_moved for slot in cache[0].pool.ring.slots] == [0, 0]
 
 
 def test_the_order_of_layers_is_learned(options: Callable[..., KVOptions]) -> None:

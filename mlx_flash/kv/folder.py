@@ -51,6 +51,14 @@ def remove_orphans(base: Path) -> None:
             _remove(path, fd)
 
 
+def free_bytes(path: Path) -> int:
+    """Bytes that are free on the disk of a directory, which need not exist yet."""
+    found = path.absolute()
+    while not found.exists():
+        found = found.parent
+    return shutil.disk_usage(found).free
+
+
 @contextmanager
 def _one_at_a_time(base: Path) -> Iterator[None]:
     """So that a folder is not taken for an orphan before its maker has locked it."""

@@ -102,6 +102,28 @@ class MemoryRows:
         capacity = self.capacity_after(num_new) if num_new else self.capacity
         return sum(self._held(array, self.length + num_new, capacity) for array in (self.arrays or new))
 
+    def moved_after(self, new: Sequence[mx.array]) -> int:
+        """Bytes that are held besides for a moment, when new tokens make the buffers grow: the old ones, and room that
+        takes nothing afterwards."""
+        num_new = new[0].shape[2] if new else 0
+        capacity = self.capacity_after(num_new)
+        if not num_new or (self.arrays and capacity == self.capacity):
+            return 0
+        taken = sum(a.shape[0] * a.shape[1] * capacity * a.shape[3] * a.itemsize for a in (self.arrays or new))
+        return self.held + max(0, taken - self.held_after(new))
+
+    def held_for(self, num_new: int, token_bytes: int) -> int:
+        """Bytes that will be held when so many new tokens have come.
+
+        Args:
+            num_new: how many.
+            token_bytes: of a token; not looked at when there are tokens already.
+        """
+        capacity, length = self.capacity_after(num_new), self.length + num_new
+        if self.arrays:
+            return sum(self._held(array, length, capacity) for array in self.arrays)
+        return token_bytes * (capacity if self._grows or self._options.form == "flat" else min(length, capacity))
+
     @property
     def held(self) -> int:
         """Bytes that are held."""

@@ -26,6 +26,18 @@ ROOM_PART = 8
 
 ROOM_TOKENS = 1024
 
+SPILL_TOKENS = 1024
+"""Tokens that are copied at a time when a layer goes to disk."""
+
+WRITE_BEHIND_BYTES = 32 << 20
+"""The most that may wait to be written; who adds more waits."""
+
+NUM_READERS = 2
+"""Urgent reads have threads and buffers of their own."""
+
+NUM_COPIES = 3
+"""Rows on their way to disk: contiguous, with those that waited to fill a page, and cut by head."""
+
 Form = Literal["step", "flat", "paged"]
 """Where keys and values are while they are in memory.
 
@@ -64,7 +76,7 @@ class KVOptions:
     keep: int = 0
     directory: Path | None = None
     direct: bool = True
-    read_size: int = 4 << 20
+    read_size: int = 2 << 20
     queue_depth: int = 4
 
     def __post_init__(self) -> None:
@@ -99,6 +111,12 @@ class KVOptions:
         """Tokens at the end that are not forgotten when some are."""
         return (self.max_tokens or 0) // 2
 
+    def held_tokens(self, length: int, num_new: int) -> int:
+        """The most tokens that a cache holds on its way to ``length``, when at most ``num_new`` come in a call."""
+        if self.max_tokens is None:
+            return length
+        return min(length, max(self.max_tokens, self.kept_tokens + self.step + num_new))
+
     def slot_tokens(self, tokens: int) -> int:
         """Tokens there is room for in a slot that is to hold so many."""
         if 0 < tokens <= self.reserved_tokens:
@@ -114,6 +132,19 @@ class KVOptions:
         """
         slot = max(token_bytes, default=0) * self.slot_tokens(tokens) + SLOT_PADDING
         return NUM_SLOTS * slot + self.step * sum(token_bytes)
+
+    def under_way_bytes(self, token_bytes: Sequence[int], tokens: int, num_new: int) -> int:
+        """What is in memory besides while layers go to disk and come back: rows that wait to be written, buffers of
+        reads.
+
+        Args:
+            token_bytes: what each layer's cache holds of a token.
+            tokens: in the context.
+            num_new: the most tokens that come in one call.
+        """
+        waiting = min(WRITE_BEHIND_BYTES, sum(token_bytes) * tokens)
+        buffers = NUM_READERS * self.queue_depth * self.read_size if self.direct else 0
+        return waiting + NUM_COPIES * max(token_bytes, default=0) * max(num_new, min(tokens, SPILL_TOKENS)) + buffers
 
     def forgotten_tokens(self, length: int, num_new: int) -> int:
         """How many tokens, after the first :attr:`kept_tokens`, are forgotten before new ones come.

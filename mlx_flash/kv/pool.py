@@ -16,34 +16,26 @@ from itertools import count
 
 import mlx.core as mx
 
-from mlx_flash.errors import BudgetError, ClosedError
-from mlx_flash.kv.folder import PrivateFolder
+from mlx_flash.errors import BudgetError, ClosedError, WriteError
+from mlx_flash.kv.folder import PrivateFolder, free_bytes
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows, commits_lazily
-from mlx_flash.kv.options import NUM_SLOTS, KVOptions, round_up
+from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, SPILL_TOKENS, KVOptions, round_up
 from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
-from mlx_flash.kv.slots import Slot, row_bytes
+from mlx_flash.kv.ring import RingStats, SlotRing
+from mlx_flash.kv.slots import row_bytes
 from mlx_flash.storage.probe import cache_directory
-
-SPILL_TOKENS = 4096
-"""Tokens that are copied at a time when a layer goes to disk."""
 
 
 @dataclass(slots=True)
-class PoolStats:
+class PoolStats(RingStats):
     """What a pool did so far.
 
     Attributes:
         num_spilled: layers that went to disk.
-        num_fetched: times that a layer on disk was computed from.
-        num_unpredicted: those for which a read had to be started then.
-        wait_seconds: time spent waiting for reads.
     """
 
     num_spilled: int = 0
-    num_fetched: int = 0
-    num_unpredicted: int = 0
-    wait_seconds: float = 0.0
 
 
 class LayerRows:
@@ -97,7 +89,7 @@ class LayerRows:
             self.pool.make_room(self, new)
             disk = self.disk
             if disk is not None:
-                return self.pool.append_on_disk(self, disk, new)
+                return self.pool.ring.append(disk, new)
             self.memory.append(new)
             return self.memory.fetch()
 
@@ -105,7 +97,7 @@ class LayerRows:
         """All tokens. Raises: ReadError."""
         with self.pool.lock:
             disk = self.disk
-            return self.memory.fetch() if disk is None else self.pool.fetch_from_disk(self, disk)
+            return self.memory.fetch() if disk is None else self.pool.ring.fetch(disk)
 
     def read(self, start: int, stop: int) -> list[mx.array]:
         """The rows of some tokens; those on disk without taking a slot. Raises: ReadError."""
@@ -129,7 +121,7 @@ class LayerRows:
                 self.memory.length = length
             else:
                 disk.truncate(length)
-                self.pool.forget(disk, length)
+                self.pool.ring.forget(disk, length)
 
     def drop(self, start: int, stop: int) -> None:
         """Forgets whole pages; the tokens behind them move up."""
@@ -139,7 +131,7 @@ class LayerRows:
                 self.memory.drop(start, stop)
             else:
                 disk.drop(start, stop)
-                self.pool.forget(disk, start)
+                self.pool.ring.forget(disk, start)
 
     def set(self, arrays: Sequence[mx.array], length: int) -> None:
         """Takes over arrays in the place of what there is. Raises: BudgetError, WriteError."""
@@ -152,12 +144,15 @@ class LayerRows:
         """A copy in another list of caches."""
         with self.pool.lock:
             other = self.pool.new_rows(group, self.index)
-            disk = self.disk
+            found = [] if self.disk is not None else self.memory.fetch()
+            self.pool.make_room(other, found)  # which may send this one to disk, or the other
+            disk, their_disk = self.disk, other.disk
             if disk is not None:
                 self.pool.on_disk[other] = disk.fork()
+            elif their_disk is not None:
+                self.pool.ring.append(their_disk, found)
             elif self.memory.arrays:
                 other.memory = self.memory.fork()
-                self.pool.make_room(other, ())
             return other
 
 
@@ -169,25 +164,26 @@ class KVPool:
 
     Attributes:
         options: the settings.
+        budget_bytes: the most that all caches together may take in memory; None for no limit. May be changed.
         on_disk: the layers whose rows are on disk.
+        ring: what layers on disk are computed from.
         stats: what it did so far.
         lock: held while caches change; one forward at a time is the caller's to see to.
     """
 
     def __init__(self, options: KVOptions) -> None:
         self.options = options
+        self.budget_bytes = options.budget_bytes
         self.on_disk: weakref.WeakKeyDictionary[LayerRows, DiskRows] = weakref.WeakKeyDictionary()
         self.stats = PoolStats()
         self.lock = threading.RLock()
-        self.slots = [Slot() for _ in range(NUM_SLOTS)]
+        self.ring = SlotRing(options, self.stats)
         self._layers: weakref.WeakSet[LayerRows] = weakref.WeakSet()
         self._groups = count()
         self._files = count()
         self._used: dict[int, int] = {}
         self._current_group: int | None = None
         self._clock = count(1)
-        self._successor: weakref.WeakKeyDictionary[LayerRows, weakref.ref[LayerRows]] = weakref.WeakKeyDictionary()
-        self._last: weakref.ref[LayerRows] | None = None
         self._folder: PrivateFolder | None = None
         self._reader: PageReader | None = None
         self._writer: WriteBehind | None = None
@@ -217,7 +213,7 @@ class KVPool:
         """Bytes that MLX counts as active for caches in memory and slots; more than they take, where pages are had as
         they are written to."""
         arrays = sum(array.nbytes for rows in self._layers for array in rows.memory.arrays)
-        return arrays + sum(slot.nbytes for slot in self.slots)
+        return arrays + self.ring.nbytes
 
     @property
     def disk_bytes(self) -> int:
@@ -243,10 +239,14 @@ class KVPool:
     def _disk_overhead(self, growing: LayerRows | None = None, num_new: int = 0) -> int:
         """What layers on disk take in memory: slots of the largest, and the last tokens of each."""
         if not self.on_disk:
-            return 0
+            return self.ring.held
+        tails = sum(disk.tail_bytes for disk in self.on_disk.values())
+        return max(self._slots_needed(growing, num_new), self.ring.held) + tails
+
+    def _slots_needed(self, growing: LayerRows | None, num_new: int) -> int:
+        """Both slots, for the largest layer on disk."""
         layers = [(disk, num_new if rows is growing else 0) for rows, disk in self.on_disk.items()]
-        slot = max(self.slot_bytes(disk.layout, disk.length + more) for disk, more in layers)
-        return NUM_SLOTS * slot + sum(disk.tail_bytes for disk, _ in layers)
+        return NUM_SLOTS * max((self.slot_bytes(disk.layout, disk.length + more) for disk, more in layers), default=0)
 
     # -- room -----------------------------------------------------------------------------------------------------
 
@@ -261,19 +261,69 @@ class KVPool:
             raise ClosedError("the KV caches of this model were closed. Hint: make new ones.")
         if rows.group != self._current_group:
             self._current_group, self._used[rows.group] = rows.group, next(self._clock)
-        budget, num_new = self.options.budget_bytes, new[0].shape[2] if new else 0
+        budget, num_new = self.budget_bytes, new[0].shape[2] if new else 0
         if budget is None or (new and not self._grows(rows, new, num_new)):
             return
         while (needed := self._needed(rows, new, num_new)) > budget:
             victim = self._victim(rows)
-            if victim is None:
-                raise BudgetError(
-                    f"the KV caches need {needed / 1e6:.1f} MB of memory for {rows.length + num_new} tokens with every "
-                    f"layer on disk: {NUM_SLOTS} slots of a layer each, and the last tokens of every layer; their "
-                    f"budget is {budget / 1e6:.1f} MB. Hint: raise it, or set max_tokens.",
-                    needed,
-                )
-            self._spill(victim, new if victim is rows else ())
+            if self.ring.held and not self.on_disk:
+                self.ring.release()
+            elif victim is not None:
+                self._spill(victim, new if victim is rows else ())
+            elif self.ring.held > self._slots_needed(rows, num_new):
+                self.ring.release()  # it was larger for a longer context
+            else:
+                raise self._no_room(needed, rows.length + num_new)
+
+    def growth(self, layers: Sequence[LayerRows], num_new: int, token_bytes: Sequence[int]) -> int:
+        """The most that a call adds to what is in memory.
+
+        Args:
+            layers: whose caches it is called with.
+            num_new: new tokens.
+            token_bytes: of a token in each of them; not looked at where there are tokens already.
+
+        Raises:
+            BudgetError: there is no room in memory even with every layer on disk.
+            WriteError: there is no room on the disk.
+        """
+        sizes = [_token_bytes(rows) or nbytes for rows, nbytes in zip(layers, token_bytes, strict=True)]
+        within = [(r, n) for r, n in zip(layers, sizes, strict=True) if r not in self.on_disk]
+        more = sum(r.memory.held_for(num_new, n) - r.memory.held for r, n in within)
+        copied = max((r.memory.held for r, _ in within), default=0) if more else 0
+        now, budget = self.memory_bytes, self.budget_bytes
+        if budget is None or (not self.on_disk and now + more + copied <= budget):
+            return more + copied
+        tokens = max((rows.length for rows in layers), default=0) + num_new
+        least = self.options.least_bytes(sizes, tokens) if not commits_lazily() else self._least(sizes, tokens)
+        if least > budget:
+            raise self._no_room(least, tokens)
+        fresh = sum(n for r, n in zip(layers, sizes, strict=True) if r in self.on_disk) * num_new
+        self._check_disk(fresh + max(0, now + more - budget))
+        return max(0, budget - now) + self.options.under_way_bytes(sizes, tokens, num_new)
+
+    def _least(self, token_bytes: Sequence[int], tokens: int) -> int:
+        """As ``options.least_bytes``, where slots take memory as tokens come."""
+        step = self.options.step
+        slot = max(token_bytes, default=0) * round_up(tokens, step) + SLOT_PADDING
+        return NUM_SLOTS * slot + step * sum(token_bytes)
+
+    def _check_disk(self, needed: int) -> None:
+        base = self.options.directory or cache_directory()
+        found = free_bytes(base)
+        if needed > found:
+            raise WriteError(
+                f"the KV cache needs {needed / 1e6:.1f} MB more on the disk of {base} for this call, where "
+                f"{found / 1e6:.1f} MB are free. Hint: make room there, set another directory, or max_tokens."
+            )
+
+    def _no_room(self, needed: int, tokens: int) -> BudgetError:
+        return BudgetError(
+            f"the KV caches need {needed / 1e6:.1f} MB of memory for {tokens} tokens with every layer on disk: "
+            f"{NUM_SLOTS} slots of a layer each, and the last tokens of every layer; their budget is "
+            f"{(self.budget_bytes or 0) / 1e6:.1f} MB. Hint: raise it, or set max_tokens.",
+            needed,
+        )
 
     def _grows(self, rows: LayerRows, new: Sequence[mx.array], num_new: int) -> bool:
         """Whether new tokens of a layer take more memory."""
@@ -285,7 +335,7 @@ class KVPool:
     def _needed(self, rows: LayerRows, new: Sequence[mx.array], num_new: int) -> int:
         is_on_disk = rows in self.on_disk
         others = sum(layer.memory.held for layer in self._layers if layer is not rows)
-        mine = 0 if is_on_disk else rows.memory.held_after(new)
+        mine = 0 if is_on_disk else rows.memory.held_after(new) + rows.memory.moved_after(new)
         return others + mine + self._disk_overhead(rows, num_new)
 
     def _victim(self, asking: LayerRows) -> LayerRows | None:
@@ -314,85 +364,6 @@ class KVPool:
         path = self._folder.path / f"layer-{next(self._files)}.kv"
         return LayerFile(path, layout, self._reader, self._writer, self.options.direct)
 
-    # -- layers on disk -------------------------------------------------------------------------------------------
-
-    def append_on_disk(self, rows: LayerRows, disk: DiskRows, new: Sequence[mx.array]) -> list[mx.array]:
-        """As :meth:`LayerRows.append`, for a layer on disk. Evaluates the new tokens, and with them what was computed
-        from the other slot."""
-        plain = [mx.contiguous(a.astype(c.dtype)) for a, c in zip(new, disk.layout.components, strict=True)]
-        mx.eval(plain)
-        fresh = row_bytes(plain)
-        end = disk.length + fresh[0].shape[1]
-        slot = self._filled_slot(rows, disk, end)
-        slot.write(disk.layout, fresh, disk.length)
-        try:
-            disk.append(fresh)
-        except BaseException:
-            slot.clear()
-            raise
-        slot.tokens = end
-        return self._hand_out(rows, disk, slot, fresh[0].shape[1])
-
-    def fetch_from_disk(self, rows: LayerRows, disk: DiskRows) -> list[mx.array]:
-        """All tokens of a layer on disk. Raises: ReadError."""
-        return self._hand_out(rows, disk, self._filled_slot(rows, disk, disk.length), 0)
-
-    def _hand_out(self, rows: LayerRows, disk: DiskRows, slot: Slot, num_new: int) -> list[mx.array]:
-        arrays = slot.hand_out(disk.layout, disk.length)
-        self.stats.num_fetched += 1
-        last = self._last() if self._last is not None else None
-        if last is not None:
-            self._successor[last] = weakref.ref(rows)
-        self._last = weakref.ref(rows)
-        self._read_ahead(rows, slot, num_new)
-        return arrays
-
-    def _filled_slot(self, rows: LayerRows, disk: DiskRows, end: int) -> Slot:
-        """A slot with all tokens of a layer and room up to ``end``, from which nothing is computed."""
-        slot = next((slot for slot in self.slots if slot.belongs_to(disk)), None)
-        if slot is None:
-            slot = min(self.slots, key=lambda slot: slot.used_at)
-        if not slot.belongs_to(disk) or slot.capacity < end:
-            slot.assign(disk, self.options.slot_tokens(end))
-        self.stats.wait_seconds += slot.wait()
-        slot.claim()
-        if slot.tokens < disk.length:
-            self._fill(slot, disk)
-        return slot
-
-    def _fill(self, slot: Slot, disk: DiskRows) -> None:
-        if slot.tokens < disk.paged_tokens:
-            self.stats.num_unpredicted += 1
-            self._read(slot, disk, slot.tokens // self.options.step, urgent=True)
-            self.stats.wait_seconds += slot.wait()
-        slot.write(disk.layout, disk.tail, disk.paged_tokens)
-        slot.tokens = disk.length
-
-    def _read(self, slot: Slot, disk: DiskRows, first: int, *, urgent: bool = False) -> None:
-        """Starts reading the pages from number ``first`` on."""
-        disk.file.flush()
-        segments = disk.file.segments(disk.pages, first, slot.capacity)
-        ticket = disk.file.reader.submit(segments, slot.memory, urgent=urgent)
-        slot.expect(ticket, disk, disk.paged_tokens)
-
-    def _read_ahead(self, rows: LayerRows, busy: Slot, num_new: int) -> None:
-        """Starts filling the other slot for the layer that is expected next."""
-        link = self._successor.get(rows)
-        upcoming = link() if link is not None else None
-        disk = self.on_disk.get(upcoming) if upcoming is not None else None
-        if disk is None or not disk.pages or any(slot.belongs_to(disk) for slot in self.slots):
-            return
-        slot = next(slot for slot in self.slots if slot is not busy)
-        slot.assign(disk, self.options.slot_tokens(disk.length + num_new))
-        self._read(slot, disk, 0)
-
-    def forget(self, disk: DiskRows, length: int) -> None:
-        """Notes that a layer's tokens from ``length`` on are others now, or none."""
-        for slot in self.slots:
-            if slot.belongs_to(disk):
-                slot.wait()
-                slot.tokens = min(slot.tokens, length)
-
     def retire(self, rows: LayerRows) -> None:
         """Lets the rows of a layer go that another cache takes the place of."""
         with self.lock:
@@ -404,8 +375,7 @@ class KVPool:
         """Ends the threads and removes the files; caches of the pool can be used no more. Harmless when repeated."""
         with self.lock:
             self._closed = True
-            for slot in self.slots:
-                slot.clear()
+            self.ring.release()
             self.on_disk.clear()
             if self._writer is not None:
                 self._writer.close()
@@ -413,6 +383,11 @@ class KVPool:
                 self._reader.close()
             if self._folder is not None:
                 self._folder.close()
+
+
+def _token_bytes(rows: LayerRows) -> int:
+    layout = rows.layout
+    return 0 if layout is None else layout.token_bytes
 
 
 def _spread(index: int) -> int:

@@ -32,6 +32,7 @@ class Slot:
         tokens: how many of its owner's tokens are in it, or will be when the ticket was waited for.
         capacity: tokens there is room for, as the owner's rows lie.
         used_at: when it was last handed out, in seconds.
+        touched: bytes that were written to since its memory was had.
         num_moved: how often something was still to be computed from it when it was needed again.
     """
 
@@ -39,6 +40,7 @@ class Slot:
         self.tokens = 0
         self.capacity = 0
         self.used_at = 0.0
+        self.touched = 0
         self.num_moved = 0
         self._pages: mx.array | None = None
         self._arena: Arena | None = None
@@ -66,12 +68,17 @@ class Slot:
         self.clear()
         needed = rows.layout.slot_bytes(capacity)
         if self.nbytes < needed:
-            self._arena = self._pages = None  # the old memory first, then the new
+            self.release()  # the old memory first, then the new
             self._pages = reserve((needed // DIRECT_ALIGNMENT + 1, DIRECT_ALIGNMENT), mx.uint8)
             mx.eval(self._pages)
             self._arena, self._is_handed_out = Arena(needed, self._pages), False
         self.claim()
         self._owner, self.capacity = weakref.ref(rows), capacity
+
+    def release(self) -> None:
+        """Empties it, and gives its memory back."""
+        self.clear()
+        self._arena, self._pages, self._is_handed_out, self.touched = None, None, False, 0
 
     def clear(self) -> None:
         """Forgets what is in it."""
@@ -124,6 +131,7 @@ class Slot:
     def hand_out(self, layout: RowLayout, length: int) -> list[mx.array]:
         """The first tokens as arrays, ``(batch, heads, length, width)``, that share its memory."""
         assert self._arena is not None
+        self.touched = max(self.touched, layout.slot_bytes(length))
         arrays = []
         for offset, component in zip(layout.slot_offsets(self.capacity), layout.components, strict=True):
             shape = (*component.shape, self.capacity, component.width)

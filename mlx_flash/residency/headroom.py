@@ -9,6 +9,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import BudgetError
+from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
+from mlx_flash.kv.pool import KVPool
 from mlx_flash.residency.plan import MB, ResidencyPlan
 
 
@@ -31,14 +33,18 @@ def check_headroom(
 
     Raises:
         BudgetError: it names what to change.
+        WriteError: keys and values would have to go to disk, which has no room.
     """
-    context = max([num_tokens, *(entry.offset + num_tokens for entry in _plain(cache))])
+    own = _own(cache)
+    context = max([num_tokens, *(entry.size() + num_tokens for entry in (*_plain(cache), *own))])
     activations = plan.activations.nbytes(step or num_tokens, context, all_logits=all_logits)
     if step and all_logits:  # those of all steps are kept
         activations += num_tokens * plan.activations.logits_per_token
     growth = _kv_growth(plan, num_tokens, cache)
+    if own:
+        growth += own[0].pool.growth([entry.rows for entry in own], num_tokens, _token_bytes(plan, len(own)))
     elsewhere = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.cache_limit
-    in_use = int(mx.get_active_memory())
+    in_use = _in_use({entry.pool for entry in own})
     missing = elsewhere + in_use + activations + growth - plan.budget_bytes
     if missing > 0:
         hint, total = _hint(plan, step or num_tokens, context, all_logits), plan.budget_bytes + missing
@@ -64,8 +70,24 @@ def _hint(plan: ResidencyPlan, num_tokens: int, context: int, all_logits: bool) 
     )
 
 
+def _own(cache: Sequence[Any] | None) -> list[DiskKVCache | DiskQuantizedKVCache]:
+    return [entry for entry in cache or () if isinstance(entry, DiskKVCache | DiskQuantizedKVCache)]
+
+
+def _in_use(pools: set[KVPool]) -> int:
+    """Bytes in arrays now, of caches what they take instead of what they reserve."""
+    reserved = sum(pool.reserved_bytes for pool in pools)
+    return max(0, int(mx.get_active_memory()) - reserved) + sum(pool.memory_bytes for pool in pools)
+
+
+def _token_bytes(plan: ResidencyPlan, num_caches: int) -> list[int]:
+    """What a token adds to each cache."""
+    known = list(plan.kv.rows)
+    return known if len(known) == num_caches else [max(known, default=0)] * num_caches
+
+
 def _plain(cache: Sequence[Any] | None) -> list[KVCache]:
-    return [entry for entry in cache or () if isinstance(entry, KVCache)]
+    return [e for e in cache or () if isinstance(e, KVCache) and not isinstance(e, DiskKVCache)]
 
 
 def _kv_growth(plan: ResidencyPlan, num_tokens: int, cache: Sequence[Any] | None) -> int:

@@ -26,10 +26,12 @@ Profile = Literal["safe", "balanced", "performance"]
 Budget = float | Literal["min", "safe", "balanced", "performance"] | None
 IOMode = Literal["auto", "direct", "buffered"]
 KVMode = Literal["stock", "flat", "paged", "disk"]
+PrefixMode = Literal["off", "exact", "shared"]
 
 _BUDGET_WORDS = ("min", *get_args(Profile))
 _IO_MODES = get_args(IOMode)
 _KV_MODES = get_args(KVMode)
+_PREFIX_MODES = get_args(PrefixMode)
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 VARIABLE_PREFIX = "MLX_FLASH_"
@@ -62,6 +64,14 @@ class FlashConfig:
         kv_keep: so many tokens at the beginning are not forgotten with ``kv_max_tokens``.
         kv_step: tokens by which a cache grows, and tokens of a page on disk.
         kv_directory: where the files of a KV cache are, while its model is there. None is mlx-flash's cache folder.
+        kv_prefixes: whether prompts are remembered on disk, so that later runs need not compute them again. ``"exact"``
+            uses what was computed in calls of the same length, and the output is what it would have been; ``"shared"``
+            uses the longest beginning that is known, as mlx-lm's server does with the caches that it keeps.
+        kv_prefix_tenant: those with another one share nothing, and find nothing of each other.
+        kv_prefix_gb: what remembered prompts of all models may take on disk, in decimal GB; the ones used longest ago
+            are removed to keep it. None: as much as leaves a tenth of the disk free.
+        ssd_write_gb_per_day: what all processes together may write on a day of remembered prompts, in decimal GB. A KV
+            cache on disk counts too, but goes on beyond it. 0 writes neither. None is 20.
         num_slots: buffers that the streamed units take turns in. None lets the plan choose.
         expert_pool_gb: memory for experts of mixture-of-experts models that are kept between tokens, in decimal GB.
             None: what the rest of the plan leaves of the budget. 0 keeps none; layers are read whole then, with all of
@@ -91,6 +101,10 @@ class FlashConfig:
     kv_keep: int = 0
     kv_step: int = 256
     kv_directory: Path | str | None = None
+    kv_prefixes: PrefixMode = "off"
+    kv_prefix_tenant: str | None = None
+    kv_prefix_gb: float | None = None
+    ssd_write_gb_per_day: float | None = None
     num_slots: int | None = None
     expert_pool_gb: float | None = None
     expert_lookahead: bool = True
@@ -114,7 +128,7 @@ class FlashConfig:
         _check_count("num_slots", self.num_slots, 1)
         _check_count("queue_depth", self.queue_depth, 1, 64)
         _check_number("read_size_mb", self.read_size_mb)
-        for name in ("expert_pool_gb", "derived_cache_gb"):
+        for name in ("expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day"):
             _check_number(name, getattr(self, name), may_be_zero=True)
         _check_word("io", self.io, _IO_MODES)
         self._check_kv()
@@ -131,6 +145,14 @@ class FlashConfig:
             _check_count(name, getattr(self, name), least, is_open=False)
         if not isinstance(self.kv_directory, Path | str | None):
             raise ConfigError(f"kv_directory is {self.kv_directory!r}: it must be a path")
+        _check_word("kv_prefixes", self.kv_prefixes, _PREFIX_MODES)
+        if not isinstance(self.kv_prefix_tenant, str | None):
+            raise ConfigError(f"kv_prefix_tenant is {self.kv_prefix_tenant!r}: it must be text")
+
+    @property
+    def writes_nothing(self) -> bool:
+        """Whether neither keys and values nor prompts may be written to a disk."""
+        return self.ssd_write_gb_per_day == 0
 
     @property
     def budget_bytes(self) -> int | Literal["min"] | Profile:

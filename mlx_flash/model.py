@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,17 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models import cache as stock_cache
 
 from mlx_flash.checkpoint.derived import adopt_derived
-from mlx_flash.checkpoint.fingerprint import state_of
+from mlx_flash.checkpoint.fingerprint import fingerprint_of, state_of
+from mlx_flash.checkpoint.identity import ModelIdentity
 from mlx_flash.checkpoint.layout import LoadedModel, ModelLayout, load_config, load_lazily, model_name
 from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import CheckpointNotFoundError, ClosedError, ConfigError, FlashError
 from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.leaves import forget
 from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.prefixes import PrefixCache, open_governor, open_prefixes
 from mlx_flash.residency.headroom import check_headroom
 from mlx_flash.residency.machine import look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan
@@ -42,7 +45,7 @@ from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import ModelSizes, expecting, measure
 from mlx_flash.storage.reader import Reader
 from mlx_flash.streaming.arrays import arrays_in
-from mlx_flash.streaming.dropped import result_is_dropped
+from mlx_flash.streaming.dropped import DroppedResult, result_is_dropped
 from mlx_flash.streaming.engine import Engine, ExpertOptions, Progress
 from mlx_flash.streaming.eviction import Expert
 from mlx_flash.streaming.experts import Routing
@@ -70,6 +73,7 @@ class Prepared:
         plan: what will be in memory.
         popularity: which experts earlier runs used most; None without experts, or when that is not wanted.
         popularity_path: where that is remembered.
+        identity: what decides the model's output; None where no prompts are to be remembered.
     """
 
     loaded: LoadedModel
@@ -78,6 +82,7 @@ class Prepared:
     plan: ResidencyPlan
     popularity: Popularity | None = None
     popularity_path: Path | None = None
+    identity: ModelIdentity | None = None
 
 
 class FlashLLM(ModelFacade):
@@ -102,6 +107,7 @@ class FlashLLM(ModelFacade):
         kv: what its KV caches share; None where they are mlx-lm's own.
         name: what to call it.
         counters: what its calls did so far.
+        prefixes: the prompts that are remembered; None before :meth:`start`, and where none are.
     """
 
     def __init__(self, prepared: Prepared, config: FlashConfig, name: str) -> None:
@@ -109,7 +115,10 @@ class FlashLLM(ModelFacade):
         self._prepared = prepared
         self._config = config
         self.plan = prepared.plan
-        self.kv = None if prepared.plan.kv.options is None else KVPool(prepared.plan.kv.options)
+        self.prefixes: PrefixCache | None = None
+        self._governor = open_governor(config)
+        options = prepared.plan.kv.options
+        self.kv = None if options is None else KVPool(options, self._governor.count)
         self.name = name
         self._lock = threading.RLock()
         self._closed = False
@@ -163,6 +172,7 @@ class FlashLLM(ModelFacade):
         popularity: Popularity | None = None,
     ) -> None:
         config = self._config
+        fingerprint = self._fingerprint()  # while modules have the classes that they were loaded with
         reader = Reader(
             _files(layout),
             direct=config.io != "buffered",
@@ -174,19 +184,33 @@ class FlashLLM(ModelFacade):
         experts = ExpertOptions(self._prepared.machine.exact_tiles, config.expert_lookahead, popular)
         engine = Engine(layout, plan, reader, kernel_alignment(), config.poison_released_slots, progress, experts)
         self.layout, self.plan, self.engine = layout, plan, engine
+        if fingerprint is not None:
+            self.prefixes = open_prefixes(config, fingerprint, self.name, plan.prefix_bytes, self._governor)
         if self.kv is not None and plan.kv.options is not None:
             self.kv.budget_bytes = plan.kv.options.budget_bytes
         cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
         publisher = None
         if config.telemetry:  # what it collects from must not be this object, whose end closes it
-            publisher = Publisher(Status(self.name, plan, layout, engine, self.counters).collect)
+            status = Status(self.name, plan, layout, engine, self.counters)
+            status.tell("writes", self._governor.telemetry)
+            if self.prefixes is not None:
+                status.tell("prefixes", self.prefixes.telemetry)
+            publisher = Publisher(status.collect)
             publisher.start()
         remember = None
         path = self._prepared.popularity_path
         if popularity is not None and engine.experts is not None and path is not None:
             engine.experts.listeners.append(partial(_count_uses, popularity))
             remember = partial(save_popularity, path, popularity, self.name)
-        self._release = weakref.finalize(self, _let_go, reader, cache_limit, publisher, remember)
+        self._release = weakref.finalize(self, _let_go, reader, cache_limit, publisher, remember, self.prefixes)
+
+    def _fingerprint(self) -> str | None:
+        """Of the model, its adapters included; None when its prompts are not to be remembered, or cannot be."""
+        identity = self._prepared.identity
+        fingerprint = None if identity is None else identity.fingerprint()
+        if identity is not None and fingerprint is None:
+            _log.warning("prompts of %s are not remembered: too much of it is not as it was loaded.", self.name)
+        return fingerprint
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass, with the arguments and the result of mlx-lm's model.
@@ -212,8 +236,8 @@ class FlashLLM(ModelFacade):
             check_headroom(self.plan, num_tokens, cache, step and step * len(args[0]), all_logits=not is_dropped)
             self._engine.drop_logits(is_dropped)
             if step is None:
-                return self._counted(*args, **kwargs)
-            return self._in_steps(args[0], step, **kwargs)
+                return self._pass(is_dropped, *args, **kwargs)
+            return self._in_steps(is_dropped, args[0], step, **kwargs)
 
     def make_cache(self) -> list[Any]:
         """A prompt cache, for mlx-lm's ``make_prompt_cache``: the model's own, its plain entries as the settings say.
@@ -224,6 +248,25 @@ class FlashLLM(ModelFacade):
         is_asked = caller.f_code is stock_cache.make_prompt_cache.__code__
         stock = stock_cache.make_prompt_cache(self._model, caller.f_locals["max_kv_size"] if is_asked else None)
         return stock if self.kv is None else make_caches(stock, self.kv.options, self.kv)
+
+    def _pass(self, is_dropped: bool, *args: Any, **kwargs: Any) -> Any:
+        """A forward call, or as much of one as is not remembered."""
+        cache = kwargs.get("cache", args[1] if len(args) > 1 else None)
+        if self.prefixes is None or not isinstance(cache, list | tuple):
+            return self._counted(*args, **kwargs)
+        if not _is_plain(args, kwargs):
+            forget(cache)
+            return self._counted(*args, **kwargs)
+        tokens = args[0]
+        call = self.prefixes.begin(tokens, cache, is_prompt=is_dropped)
+        if call is None:
+            return self._counted(tokens, cache=cache)
+        output: Any = DroppedResult()
+        if not call.is_answered:
+            computed = self._counted(tokens[:, call.num_restored :], cache=cache)
+            output = output if call.num_restored else computed
+        self.prefixes.end(call)
+        return output
 
     def _counted(self, *args: Any, **kwargs: Any) -> Any:
         tokens = args[0] if args and isinstance(args[0], mx.array) and args[0].ndim == 2 else None
@@ -243,7 +286,7 @@ class FlashLLM(ModelFacade):
         assert self.engine is not None
         return self.engine
 
-    def _in_steps(self, tokens: mx.array, step: int, **kwargs: Any) -> mx.array:
+    def _in_steps(self, is_dropped: bool, tokens: mx.array, step: int, **kwargs: Any) -> Any:
         if not self._told:
             self._told = True
             _log.warning(
@@ -254,16 +297,15 @@ class FlashLLM(ModelFacade):
         outputs = []
         for i in range(0, tokens.shape[1], step):
             mx.eval(arrays_in(kwargs["cache"]))  # lets the intermediate results of the step before go
-            outputs.append(self._counted(tokens[:, i : i + step], **kwargs))
-        return mx.concatenate(outputs, axis=1)
+            outputs.append(self._pass(is_dropped, tokens[:, i : i + step], **kwargs))
+        dropped = [output for output in outputs if isinstance(output, DroppedResult)]
+        return dropped[0] if dropped else mx.concatenate(outputs, axis=1)
 
     def _step(self, *args: Any, **kwargs: Any) -> int | None:
         """New tokens of each sequence that may go through at a time; None when they need not or cannot be cut."""
-        if len(args) != 1 or [key for key, value in kwargs.items() if value is not None] != ["cache"]:
+        if len(args) != 1 or not _is_plain(args, kwargs):
             return None
         tokens = args[0]
-        if not isinstance(tokens, mx.array) or tokens.ndim != 2:
-            return None
         step = max(1, self.plan.prefill_step_size // max(1, len(tokens)))
         return step if step < tokens.shape[1] else None
 
@@ -330,11 +372,24 @@ def _count_uses(popularity: Popularity, layer: int, routing: Routing) -> None:
     popularity.add(layer, np.bincount(routing.reshape(-1), minlength=len(popularity.counts[layer])))
 
 
+def _is_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call gives tokens and a prompt cache, and nothing else."""
+    others = [key for key, value in kwargs.items() if value is not None and key != "cache"]
+    tokens = args[0] if len(args) == 1 + (kwargs.get("cache") is None) else None
+    return not others and isinstance(tokens, mx.array) and tokens.ndim == 2
+
+
 def _let_go(
-    reader: Reader, cache_limit: int | None, publisher: Publisher | None, remember: Callable[[], None] | None
+    reader: Reader,
+    cache_limit: int | None,
+    publisher: Publisher | None,
+    remember: Callable[[], None] | None,
+    prefixes: PrefixCache | None,
 ) -> None:
     if publisher is not None:
         publisher.close()
+    if prefixes is not None:
+        prefixes.close()
     if remember is not None:
         remember()
     reader.close()
@@ -449,7 +504,11 @@ def prepare(
     sizes = _measure(layout, loaded, popularity)
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
     machine = look_at_machine(largest.path, layout, config)
-    return Prepared(loaded, layout, machine, make_plan(sizes, config, machine), popularity, popularity_path)
+    identity = None
+    if config.kv_prefixes != "off":
+        identity = ModelIdentity(loaded.model, fingerprint_of(loaded, state_of(checkpoint)))
+    plan = make_plan(sizes, config, machine)
+    return Prepared(loaded, layout, machine, plan, popularity, popularity_path, identity)
 
 
 def _files(layout: ModelLayout) -> list[Path]:

@@ -19,19 +19,25 @@ class ModelIdentity:
 
     Args:
         model: mlx-lm's, lazily loaded.
+        fingerprint: of its checkpoint, and of what computes.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fingerprint: str) -> None:
         self._model = model
+        self._fingerprint = fingerprint
         self._modules = list(_modules(model))
         self._arrays = _arrays(model)
 
-    def changes(self) -> str | None:
-        """A digest of what was changed since, the bytes of new arrays included.
+    def fingerprint(self) -> str | None:
+        """The fingerprint, with a digest of what was changed since, the bytes of new arrays included.
 
         Returns:
-            An empty string when nothing was; None when that is more than can be looked at.
+            None when so much was changed that it cannot be told.
         """
+        changes = self._changes()
+        return None if changes is None else self._fingerprint + changes
+
+    def _changes(self) -> str | None:
         modules, arrays = list(_modules(self._model)), _arrays(self._model)
         new = {name: array for name, array in arrays.items() if self._arrays.get(name) is not array}
         if modules == self._modules and not new and len(arrays) == len(self._arrays):

@@ -38,6 +38,15 @@ NUM_READERS = 2
 NUM_COPIES = 3
 """Rows on their way to disk: contiguous, with those that waited to fill a page, and cut by head."""
 
+PAGE_TOKENS = 256
+"""Tokens of a page of a remembered prompt."""
+
+QUEUED_PAGES = 2
+"""Pages of remembered prompts that wait to be written; who adds more waits."""
+
+PAGES_ON_THEIR_WAY = QUEUED_PAGES + 1
+"""All of them that are in memory: one more is being copied, or read."""
+
 Form = Literal["step", "flat", "paged"]
 """Where keys and values are while they are in memory.
 

@@ -11,7 +11,7 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,10 +52,15 @@ class PageReader(Reader):
 
 
 class WriteBehind:
-    """One thread that writes what it is given, in order."""
+    """One thread that writes what it is given, in order.
 
-    def __init__(self) -> None:
+    Args:
+        count: is told how many bytes were written.
+    """
+
+    def __init__(self, count: Callable[[int], None] = lambda _: None) -> None:
         self.nbytes = 0
+        self._count = count
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlx-flash-kv-writer")
         self._waiting: deque[tuple[Future[None], int]] = deque()
 
@@ -65,7 +70,7 @@ class WriteBehind:
         self.nbytes += nbytes
         while self._waiting and sum(size for _, size in self._waiting) + nbytes > WRITE_BEHIND_BYTES:
             self._waiting.popleft()[0].exception()  # raised where its file is used next
-        future = self._pool.submit(_write_blocks, file, blocks)  # it holds the file, whose end closes it
+        future = self._pool.submit(_write_blocks, file, blocks, self._count)  # it holds the file, whose end closes it
         self._waiting.append((future, nbytes))
         while self._waiting and self._waiting[0][0].done():
             self._waiting.popleft()
@@ -76,7 +81,7 @@ class WriteBehind:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _write_blocks(file: LayerFile, blocks: Iterable[tuple[int, memoryview]]) -> None:
+def _write_blocks(file: LayerFile, blocks: Sequence[tuple[int, memoryview]], count: Callable[[int], None]) -> None:
     for offset, block in blocks:
         done = 0
         while done < len(block):
@@ -87,6 +92,7 @@ def _write_blocks(file: LayerFile, blocks: Iterable[tuple[int, memoryview]]) -> 
                     f"cannot write {len(block)} bytes of the KV cache at offset {offset} of {file.path}: "
                     f"{error.strerror} after {done} bytes. Hint: make room on that disk, or set max_tokens."
                 ) from error
+    count(sum(len(block) for _, block in blocks))
 
 
 class LayerFile:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -161,6 +161,7 @@ class KVPool:
 
     Args:
         options: the settings.
+        count_written: is told, from another thread, how many bytes were written.
 
     Attributes:
         options: the settings.
@@ -171,8 +172,9 @@ class KVPool:
         lock: held while caches change; one forward at a time is the caller's to see to.
     """
 
-    def __init__(self, options: KVOptions) -> None:
+    def __init__(self, options: KVOptions, count_written: Callable[[int], None] = lambda _: None) -> None:
         self.options = options
+        self._count_written = count_written
         self.budget_bytes = options.budget_bytes
         self.on_disk: weakref.WeakKeyDictionary[LayerRows, DiskRows] = weakref.WeakKeyDictionary()
         self.stats = PoolStats()
@@ -360,7 +362,7 @@ class KVPool:
         if self._reader is None or self._writer is None:
             o = self.options
             self._reader = PageReader((), direct=o.direct, read_size=o.read_size, queue_depth=o.queue_depth)
-            self._writer = WriteBehind()
+            self._writer = WriteBehind(self._count_written)
         path = self._folder.path / f"layer-{next(self._files)}.kv"
         return LayerFile(path, layout, self._reader, self._writer, self.options.direct)
 

@@ -8,25 +8,28 @@ and the longest stored beginning is used, as mlx-lm's server does with the cache
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_flash.config import GB, FlashConfig
 from mlx_flash.kv.history import History, make_labels
 from mlx_flash.kv.leaves import Leaf, RowLeaf, StateLeaf, forget, form_of, leaves_of, new_array, to_array
+from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
 from mlx_flash.kv.store import Prefix, PrefixStore
 from mlx_flash.kv.store_files import Blob, full_pages
+from mlx_flash.kv.wear import DEFAULT_GB_PER_DAY, WriteGovernor
+from mlx_flash.storage.probe import cache_directory
 
 Mode = Literal["exact", "shared"]
 
 STATE = "state"
 """The kind of snapshot that holds what is no row of a token."""
-
-PAGES_AT_ONCE = 2
-"""Pages that are in memory while a cache is filled from them."""
 
 
 @dataclass(slots=True)
@@ -131,6 +134,10 @@ class PrefixCache:
             for leaf in call.leaves:
                 leaf.note(history)
 
+    def telemetry(self) -> dict[str, int]:
+        """What was restored and stored so far."""
+        return {**asdict(self.counters), **self.store.written()}
+
     def close(self) -> None:
         """Writes what waits to be stored."""
         self.store.close()
@@ -157,7 +164,7 @@ class PrefixCache:
         return make_labels(np.array(call.tokens)[0], *bounds, call.form)
 
     def _ends(self, call: Call) -> list[int]:
-        """Where the pages end that a call fills; in the mode ``exact`` the last one, full or not, ends with the call."""
+        """Where the pages end that a call fills; in the mode ``exact`` the last one ends with the call."""
         begin, end = call.history.length, call.history.length + call.tokens.shape[1]
         ends = [i for i in full_pages(end, self.store.page_tokens) if i > begin]
         return [*ends, end] if self._is_exact and end not in ends else ends
@@ -199,15 +206,14 @@ class PrefixCache:
         pages = [page for page, end in zip(prefix.pages, prefix.ends, strict=True) if end > begin]
         if snapshot is None:
             return False
-        for start in range(0, len(pages) if rows else 0, PAGES_AT_ONCE):
-            found = [self._read_rows(page, rows) for page in pages[start : start + PAGES_AT_ONCE]]
-            for i, leaf in enumerate(rows):
-                parts = [page[i] for page in found if page is not None]
-                if len(parts) < len(found):
-                    return False
-                leaf.append([mx.concatenate(arrays, axis=2) for arrays in zip(*parts, strict=True)])
-        for leaf, state in zip(states, snapshot, strict=True):
-            leaf.set_state(state)
+        for page in pages if rows else ():
+            found = self._read_rows(page, rows)
+            if found is None:
+                return False
+            for leaf, arrays in zip(rows, found, strict=True):
+                leaf.append(arrays)
+        for holder, state in zip(states, snapshot, strict=True):
+            holder.set_state(state)
         return True
 
     def _read_rows(self, page: str, rows: Sequence[RowLeaf]) -> list[list[mx.array]] | None:
@@ -245,7 +251,7 @@ class PrefixCache:
             if end <= restored:
                 continue
             start = history.ends[number - 1] if number else 0
-            blobs = {}
+            blobs: dict[str, Blob] = {}
             for i, leaf in enumerate(leaf for leaf in call.leaves if isinstance(leaf, RowLeaf)):
                 blobs |= {f"{i}.{j}": blob for j, blob in enumerate(leaf.read(start, end))}
             if not self._put(history, number, blobs):
@@ -264,3 +270,44 @@ class PrefixCache:
         return self.store.put(
             history.labels, number, blobs, snapshot=snapshot, ends=ends, waits=True, only_new=only_new
         )
+
+
+def open_prefixes(
+    config: FlashConfig, model: str, title: str, prefix_bytes: int, governor: WriteGovernor
+) -> PrefixCache | None:
+    """The remembered prompts of a model; None where the settings want none.
+
+    Args:
+        config: the settings.
+        model: fingerprint of everything that decides what it computes.
+        title: its name, for people.
+        prefix_bytes: set aside for pages on their way.
+        governor: of what is written.
+    """
+    mode = config.kv_prefixes
+    if mode == "off":
+        return None
+    device = json.dumps([mx.device_info(), mode], sort_keys=True, default=str)
+    store = PrefixStore(
+        prefix_directory(),
+        model=model,
+        settings=device,
+        tenant=config.kv_prefix_tenant or "",
+        title=title,
+        limit_bytes=None if config.kv_prefix_gb is None else round(config.kv_prefix_gb * GB),
+        queue_bytes=prefix_bytes * QUEUED_PAGES // PAGES_ON_THEIR_WAY,
+        governor=governor,
+    )
+    return PrefixCache(store, mode)
+
+
+def prefix_directory() -> Path:
+    """Where all prompts are remembered; it need not exist."""
+    return cache_directory() / "prefixes"
+
+
+def open_governor(config: FlashConfig) -> WriteGovernor:
+    """What counts the bytes that are written, and says when it is enough."""
+    cap = config.ssd_write_gb_per_day
+    gb_per_day = DEFAULT_GB_PER_DAY if cap is None else cap
+    return WriteGovernor(cache_directory(), gb_per_day=gb_per_day, zero_write=config.writes_nothing)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_flash.errors import ReadError
+from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.kv.store_access import StoreAccess
 from mlx_flash.kv.store_files import (
     KV,
@@ -31,9 +32,6 @@ from mlx_flash.kv.store_files import (
 )
 from mlx_flash.kv.store_writer import PageWriter
 from mlx_flash.kv.wear import WriteGovernor
-
-PAGE_TOKENS = 256
-"""mlx-lm's caches grow by so many tokens."""
 
 QUEUE_BYTES = 64 << 20
 """Two pages of an 8B model at 16 bits."""
@@ -291,6 +289,10 @@ class PrefixStore:
         """Writes what is left, lets go of what is pinned, and ends the thread. Again does nothing."""
         self._writer.close()
         self._access.close()
+
+    def written(self) -> dict[str, int]:
+        """What was stored so far, and what was not, by the reason; asks no disk."""
+        return self._writer.stats()
 
     def stats(self) -> dict[str, Any]:
         """What the store holds and did, and what was written to the disk; JSON's types."""

@@ -20,7 +20,7 @@ FREE_SHARE = 1 / 10
 
 _TOLD = {
     "room": "the disk, or the store's share of it, is full, and what is there is in use.",
-    "wear": "enough was written to the disk today. Hint: gb_per_day is the cap.",
+    "wear": "enough was written to the disk today. Hint: ssd_write_gb_per_day is the cap.",
 }
 """Reasons that users can do something about."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mlx_flash.config import FlashConfig
-from mlx_flash.residency.kv import KVShare, in_memory, on_disk
+from mlx_flash.residency.kv import KVShare, in_memory, on_disk, prefix_bytes
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, TensorSize, UnitSize
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
@@ -168,6 +168,7 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
         streaming=streaming,
         pool=None if experts is None else pool_of(task, experts, task.pool_slots or experts.least_slots),
         kv=kv_share(task, reserve),
+        prefix_bytes=prefix_bytes(sizes, task.config, reserve.context_length),
         activation_bytes=activation_bytes(task, reserve),
         bounce_bytes=machine.disk.read_size * machine.disk.queue_depth * num_readers if bounce else 0,
         read_size=machine.disk.read_size,

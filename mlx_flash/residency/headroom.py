@@ -43,7 +43,7 @@ def check_headroom(
     growth = _kv_growth(plan, num_tokens, cache)
     if own:
         growth += own[0].pool.growth([entry.rows for entry in own], num_tokens, _token_bytes(plan, len(own)))
-    elsewhere = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.cache_limit
+    elsewhere = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit
     in_use = _in_use({entry.pool for entry in own})
     missing = elsewhere + in_use + activations + growth - plan.budget_bytes
     if missing > 0:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlx_flash.config import GB, FlashConfig, KVMode
 from mlx_flash.errors import ConfigError
-from mlx_flash.kv.options import Form, KVOptions, round_up
+from mlx_flash.kv.options import PAGE_TOKENS, PAGES_ON_THEIR_WAY, Form, KVOptions, round_up
 from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes
 
 KV_SHARE = 0.25
@@ -50,6 +50,11 @@ def check_kv(config: FlashConfig) -> None:
             f"kv_ram_gb is {config.kv_ram_gb:g}, but nothing goes to disk with kv_cache={config.kv_cache!r}. "
             "Hint: kv_cache='disk'."
         )
+    if config.writes_nothing and (config.kv_cache == "disk" or config.kv_ram_gb is not None):
+        raise ConfigError(
+            "ssd_write_gb_per_day is 0, so that no keys and values can go to disk. Hint: raise it, or leave kv_cache "
+            "and kv_ram_gb open."
+        )
     if config.kv_max_tokens is not None and config.kv_cache == "stock":
         raise ConfigError(
             f"kv_max_tokens is {config.kv_max_tokens}, but mlx-lm's own caches, kv_cache='stock', forget nothing. "
@@ -72,7 +77,8 @@ def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefi
             None, sizes.kv_rows, _with_a_copy(sizes.kv_bytes(round_up(context_length, CACHE_STEP)), num_layers)
         )
     held = round_up(_options(config, None, context_length).held_tokens(context_length, prefill_step_size), CACHE_STEP)
-    budget = _with_a_copy(sum(sizes.kv_rows) * held, num_layers) if config.kv_cache is None else None
+    may_spill = config.kv_cache is None and not config.writes_nothing
+    budget = _with_a_copy(sum(sizes.kv_rows) * held, num_layers) if may_spill else None
     memory = _with_a_copy(sizes.kv_bytes(held), num_layers)
     return KVShare(_options(config, budget, context_length), sizes.kv_rows, memory)
 
@@ -117,6 +123,15 @@ def on_disk(
     under_way = options.under_way_bytes(sizes.kv_rows, tokens, prefill_step_size)
     options = _options(config, budget, context_length)
     return KVShare(options, sizes.kv_rows, budget + others, under_way, sum(spilled) * tokens, len(spilled))
+
+
+def prefix_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:
+    """What remembered prompts take in memory on their way to disk and back."""
+    if config.kv_prefixes == "off":
+        return 0
+    rows = sum(sizes.kv_rows)
+    states = sizes.kv_bytes(context_length) - rows * context_length
+    return PAGES_ON_THEIR_WAY * max(rows * PAGE_TOKENS, states)
 
 
 def least_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int) -> int:

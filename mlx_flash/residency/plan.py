@@ -118,6 +118,7 @@ class ResidencyPlan:
         streaming: the rest.
         pool: the experts that are kept, if experts are read one by one.
         kv: the KV cache.
+        prefix_bytes: set aside for remembered prompts on their way to disk and back.
         activation_bytes: set aside for a forward call's intermediate results.
         bounce_bytes: the reader's own buffers.
         read_size: bytes of one read.
@@ -141,6 +142,7 @@ class ResidencyPlan:
     streaming: Streaming
     pool: Pool | None
     kv: KVShare
+    prefix_bytes: int
     activation_bytes: int
     bounce_bytes: int
     read_size: int
@@ -195,6 +197,7 @@ class ResidencyPlan:
         if self.kv.disk_bytes:
             tokens += f", {self.kv.disk_bytes / GB:.3f} GB on disk"
         experts = [(f"experts ({pool.num_slots} of {pool.num_experts})", pool.nbytes)] if pool else []
+        prefixes = [("remembered prompts", self.prefix_bytes)] if self.prefix_bytes else []
         return [
             ("process (interpreter, libraries)", self.base_bytes),
             ("small and derived parameters", self.resident_bytes),
@@ -202,6 +205,7 @@ class ResidencyPlan:
             (f"slots ({self.streaming.num_slots} x {self.streaming.slot_bytes / MB:.1f} MB)", self.slots_bytes),
             *experts,
             (f"KV cache ({tokens})", self.kv_bytes),
+            *prefixes,
             (f"activations ({self.prefill_step_size} tokens a call)", self.activation_bytes),
             ("read buffers", self.bounce_bytes),
             ("MLX buffer cache", self.cache_limit),

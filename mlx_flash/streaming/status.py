@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -110,6 +110,11 @@ class Status:
         self._parts = _parts(trunk, plan, [unit.name for unit in engine.stream.units])
         self._model = {"name": name, "bytes": plan.model_bytes}
         self._told_plan = _plan_to_json(plan)
+        self._others: dict[str, Callable[[], Json]] = {}
+
+    def tell(self, section: str, collect: Callable[[], Json]) -> None:
+        """Has something else collected too: numbers of any thread's, under a name of their own."""
+        self._others[section] = collect
 
     def collect(self) -> Json:
         """The state now. Touches no MLX array, so any thread may call it.
@@ -127,6 +132,7 @@ class Status:
             "read": asdict(self._engine.reader.stats),
             "memory": self._memory(),
             "experts": self._experts(),
+            **{section: collect() for section, collect in self._others.items()},
         }
 
     def _experts(self) -> Json | None:

@@ -179,7 +179,7 @@ class FlashLLM(ModelFacade):
         cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
         publisher = None
         if config.telemetry:  # what it collects from must not be this object, whose end closes it
-            publisher = Publisher(Status(self.name, plan, layout, engine, self.counters).collect)
+            publisher = Publisher(Status(self.name, plan, layout, engine, self.counters, self.kv).collect)
             publisher.start()
         remember = None
         path = self._prepared.popularity_path
@@ -225,6 +225,11 @@ class FlashLLM(ModelFacade):
         stock = stock_cache.make_prompt_cache(self._model, caller.f_locals["max_kv_size"] if is_asked else None)
         return stock if self.kv is None else make_caches(stock, self.kv.options, self.kv)
 
+    @property
+    def is_batchable(self) -> bool:
+        """Whether batches keep what the settings say: their caches are mlx-lm's, in memory, and forget nothing."""
+        return self.kv is None or (self.kv.options.max_tokens is None and not self.plan.kv.num_on_disk)
+
     def _counted(self, *args: Any, **kwargs: Any) -> Any:
         tokens = args[0] if args and isinstance(args[0], mx.array) and args[0].ndim == 2 else None
         self.counters.begin(1 if tokens is None else tokens.size, 1 if tokens is None else len(tokens))
@@ -235,6 +240,8 @@ class FlashLLM(ModelFacade):
             if self._engine.experts is not None:
                 self._engine.experts.let_go()
             raise
+        if self.kv is not None:
+            self.kv.note()
         self.counters.end()
         return output
 

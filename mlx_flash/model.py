@@ -191,7 +191,7 @@ class FlashLLM(ModelFacade):
         cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
         publisher = None
         if config.telemetry:  # what it collects from must not be this object, whose end closes it
-            status = Status(self.name, plan, layout, engine, self.counters)
+            status = Status(self.name, plan, layout, engine, self.counters, self.kv)
             status.tell("writes", self._governor.telemetry)
             if self.prefixes is not None:
                 status.tell("prefixes", self.prefixes.telemetry)
@@ -268,6 +268,11 @@ class FlashLLM(ModelFacade):
         self.prefixes.end(call)
         return output
 
+    @property
+    def is_batchable(self) -> bool:
+        """Whether batches keep what the settings say: their caches are mlx-lm's, in memory, and forget nothing."""
+        return self.kv is None or (self.kv.options.max_tokens is None and not self.plan.kv.num_on_disk)
+
     def _counted(self, *args: Any, **kwargs: Any) -> Any:
         tokens = args[0] if args and isinstance(args[0], mx.array) and args[0].ndim == 2 else None
         self.counters.begin(1 if tokens is None else tokens.size, 1 if tokens is None else len(tokens))
@@ -278,6 +283,8 @@ class FlashLLM(ModelFacade):
             if self._engine.experts is not None:
                 self._engine.experts.let_go()
             raise
+        if self.kv is not None:
+            self.kv.note()
         self.counters.end()
         return output
 

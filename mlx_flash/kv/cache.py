@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, cast
 
 import mlx.core as mx
+from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, create_attention_mask
 
-from mlx_flash.errors import StreamedWeightsError
+from mlx_flash.errors import ConfigError, StreamedWeightsError
 from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool, LayerRows
@@ -72,7 +74,13 @@ class _Cache:
         return self.rows.layout is None
 
     def is_trimmable(self) -> bool:
-        """Whether any number of tokens can be taken back: not when some were forgotten."""
+        """Whether any number of tokens can be taken back: not when some were forgotten.
+
+        Raises:
+            ConfigError: mlx-lm asks in order to begin speculative decoding, and ``max_tokens`` is set.
+        """
+        if self.pool.options.max_tokens is not None and _is_for_a_draft():
+            raise _forgetful(self.pool.options.max_tokens, "used with a draft model, whose tokens are taken back")
         return self.num_forgotten == 0
 
     def trim(self, n: int) -> int:
@@ -137,6 +145,23 @@ class _Cache:
 def _evaluates_only() -> bool:
     """Whether ``state`` is asked for by mlx-lm's loops, which evaluate it and let it go."""
     return sys._getframe(2).f_globals.get("__name__") == _EVALUATES_ONLY
+
+
+def _is_for_a_draft() -> bool:
+    """Whether the question comes from the beginning of mlx-lm's speculative decoding, a few calls up."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(3):  # over a list of caches, in a function of its own
+        frame = frame.f_back if frame is not None else None
+        if frame is not None and frame.f_code is speculative_generate_step.__code__:
+            return True
+    return False
+
+
+def _forgetful(max_tokens: int, what: str) -> ConfigError:
+    return ConfigError(
+        f"max_tokens of the KV cache is {max_tokens}: a cache that forgets cannot be {what}. "
+        "Hint: leave kv_max_tokens open."
+    )
 
 
 class DiskKVCache(_Cache, KVCache):  # type: ignore[misc]
@@ -256,7 +281,10 @@ class DiskKVCache(_Cache, KVCache):  # type: ignore[misc]
 
     @classmethod
     def merge(cls, caches: Sequence[KVCache]) -> BatchKVCache:
-        """One cache for several sequences, mlx-lm's own, in memory."""
+        """One cache for several sequences, mlx-lm's own, in memory. Raises: ConfigError: ``max_tokens`` is set."""
+        for cache in caches:
+            if isinstance(cache, DiskKVCache) and cache.pool.options.max_tokens is not None:
+                raise _forgetful(cache.pool.options.max_tokens, "part of a batch, whose sequences are kept together")
         return BatchKVCache.merge([c.as_stock() if isinstance(c, DiskKVCache) else c for c in caches])
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> DiskKVCache:

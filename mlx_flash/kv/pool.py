@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
 
 import mlx.core as mx
@@ -22,20 +21,10 @@ from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows, commits_lazily
 from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, SPILL_TOKENS, KVOptions, round_up
 from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
-from mlx_flash.kv.ring import RingStats, SlotRing
+from mlx_flash.kv.ring import SlotRing
 from mlx_flash.kv.slots import row_bytes
+from mlx_flash.kv.stats import KVStats, KVUsage
 from mlx_flash.storage.probe import cache_directory
-
-
-@dataclass(slots=True)
-class PoolStats(RingStats):
-    """What a pool did so far.
-
-    Attributes:
-        num_spilled: layers that went to disk.
-    """
-
-    num_spilled: int = 0
 
 
 class LayerRows:
@@ -169,6 +158,7 @@ class KVPool:
         on_disk: the layers whose rows are on disk.
         ring: what layers on disk are computed from.
         stats: what it did so far.
+        usage: what its caches took when :meth:`note` was last called; may be looked at by any thread.
         lock: held while caches change; one forward at a time is the caller's to see to.
     """
 
@@ -177,7 +167,8 @@ class KVPool:
         self._count_written = count_written
         self.budget_bytes = options.budget_bytes
         self.on_disk: weakref.WeakKeyDictionary[LayerRows, DiskRows] = weakref.WeakKeyDictionary()
-        self.stats = PoolStats()
+        self.stats = KVStats()
+        self.usage = KVUsage()
         self.lock = threading.RLock()
         self.ring = SlotRing(options, self.stats)
         self._layers: weakref.WeakSet[LayerRows] = weakref.WeakSet()
@@ -232,6 +223,11 @@ class KVPool:
         """Bytes of pages that were written, or wait for it."""
         return self._writer.nbytes if self._writer else 0
 
+    def note(self) -> None:
+        """Brings :attr:`usage` up to date."""
+        now = self.memory_bytes, self.disk_bytes, self.reserved_bytes, self.read_bytes, self.written_bytes
+        self.usage = KVUsage(*now, self.stats.num_spilled, self.stats.wait_seconds)
+
     def slot_bytes(self, layout: RowLayout, tokens: int) -> int:
         """What a slot takes in memory when it holds so many tokens."""
         if commits_lazily():
@@ -277,12 +273,13 @@ class KVPool:
             else:
                 raise self._no_room(needed, rows.length + num_new)
 
-    def growth(self, layers: Sequence[LayerRows], num_new: int, token_bytes: Sequence[int]) -> int:
+    def growth(self, layers: Sequence[LayerRows], num_new: int, step: int, token_bytes: Sequence[int]) -> int:
         """The most that a call adds to what is in memory.
 
         Args:
             layers: whose caches it is called with.
             num_new: new tokens.
+            step: how many of them go through the model at a time.
             token_bytes: of a token in each of them; not looked at where there are tokens already.
 
         Raises:
@@ -302,7 +299,7 @@ class KVPool:
             raise self._no_room(least, tokens)
         fresh = sum(n for r, n in zip(layers, sizes, strict=True) if r in self.on_disk) * num_new
         self._check_disk(fresh + max(0, now + more - budget))
-        return max(0, budget - now) + self.options.under_way_bytes(sizes, tokens, num_new)
+        return max(0, budget - now) + self.options.under_way_bytes(sizes, tokens, step)
 
     def _least(self, token_bytes: Sequence[int], tokens: int) -> int:
         """As ``options.least_bytes``, where slots take memory as tokens come."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -12,21 +11,7 @@ from mlx_flash.kv.memory import commits_lazily
 from mlx_flash.kv.options import NUM_SLOTS, KVOptions
 from mlx_flash.kv.pages import DiskRows
 from mlx_flash.kv.slots import Slot, row_bytes
-
-
-@dataclass(slots=True)
-class RingStats:
-    """What it did so far.
-
-    Attributes:
-        num_fetched: times that a layer on disk was computed from.
-        num_unpredicted: those for which a read had to be started then.
-        wait_seconds: time spent waiting for reads.
-    """
-
-    num_fetched: int = 0
-    num_unpredicted: int = 0
-    wait_seconds: float = 0.0
+from mlx_flash.kv.stats import KVStats
 
 
 class SlotRing:
@@ -40,7 +25,7 @@ class SlotRing:
         slots: the slots.
     """
 
-    def __init__(self, options: KVOptions, stats: RingStats) -> None:
+    def __init__(self, options: KVOptions, stats: KVStats) -> None:
         self.slots = [Slot() for _ in range(NUM_SLOTS)]
         self._stats = stats
         self._options = options

@@ -219,9 +219,21 @@ def _memory(history: History, system: SystemMemory, canvas: Canvas) -> Iterator[
     over = "bold red" if used > budget else ""
     yield _line("budget", *_spark(history, "footprint", budget, "magenta", canvas), (words, over))
     yield from _parts(history, budget, used, canvas)
+    yield from _kv(history)
     active, cache, peak = (size(number(state, "memory", key)) for key in ("active", "cache", "peak"))
     yield _line("MLX", f"active {active}, cache {cache}, peak {peak}")
     yield _line("system", *_system(system))
+
+
+def _kv(history: History) -> Iterator[Text]:
+    """Keys and values, when some of them are on disk or were."""
+    memory, disk, read, written = (
+        count(history.latest.state, "kv", f"{name}_bytes") or 0.0 for name in ("memory", "disk", "read", "written")
+    )
+    if disk or written:
+        yield _line(
+            "KV cache", f"{size(memory)} in memory, {size(disk)} on disk; read {size(read)}, written {size(written)}"
+        )
 
 
 def _parts(history: History, budget: float, used: float, canvas: Canvas) -> Iterator[Text]:

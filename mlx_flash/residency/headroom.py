@@ -42,7 +42,8 @@ def check_headroom(
         activations += num_tokens * plan.activations.logits_per_token
     growth = _kv_growth(plan, num_tokens, cache)
     if own:
-        growth += own[0].pool.growth([entry.rows for entry in own], num_tokens, _token_bytes(plan, len(own)))
+        rows = [entry.rows for entry in own]
+        growth += own[0].pool.growth(rows, num_tokens, step or num_tokens, _token_bytes(plan, len(own)))
     elsewhere = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit
     in_use = _in_use({entry.pool for entry in own})
     missing = elsewhere + in_use + activations + growth - plan.budget_bytes

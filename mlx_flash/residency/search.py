@@ -88,7 +88,7 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
             errors.append(error)
     if not plans:
         raise min(errors, key=lambda error: error.minimum_bytes)
-    least = min(plan.budget_bytes for plan in plans)  # they differ where a word stands for the smallest that works
+    least = min(plan.budget_bytes for plan in plans)  # "min" is the smallest of all
     plan, *others = [plan for plan in plans if plan.budget_bytes == least]
     plan = min([plan, *(o for o in others if o.seconds < WORTH_THE_DISK * plan.seconds)], key=lambda p: p.seconds)
     minima = [plan.minimum_bytes for plan in plans] + [error.minimum_bytes for error in errors]

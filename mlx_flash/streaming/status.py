@@ -11,6 +11,8 @@ import mlx.core as mx
 
 from mlx_flash.checkpoint.experts import trunk_of
 from mlx_flash.checkpoint.layout import ModelLayout, Unit
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.stats import KVUsage
 from mlx_flash.residency.memory import footprint, peak_footprint
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.engine import Engine
@@ -97,11 +99,19 @@ class Status:
         layout: the model's units; only numbers are taken from it.
         engine: the engine.
         counters: of the model's calls.
+        kv: what its KV caches share; None where they are mlx-lm's own.
     """
 
     def __init__(
-        self, name: str, plan: ResidencyPlan, layout: ModelLayout, engine: Engine, counters: PassCounters
+        self,
+        name: str,
+        plan: ResidencyPlan,
+        layout: ModelLayout,
+        engine: Engine,
+        counters: PassCounters,
+        kv: KVPool | None = None,
     ) -> None:
+        self._kv = kv
         self._engine = engine
         self._counters = counters
         self._plan = plan
@@ -132,6 +142,7 @@ class Status:
             "read": asdict(self._engine.reader.stats),
             "memory": self._memory(),
             "experts": self._experts(),
+            "kv": None if self._kv is None else asdict(self._kv.usage),
             **{section: collect() for section, collect in self._others.items()},
         }
 
@@ -167,14 +178,15 @@ class Status:
         plan = self._plan
         active = int(mx.get_active_memory())
         weights = plan.resident_bytes + plan.pinned_bytes + plan.slots_bytes + plan.pool_bytes
+        kv = KVUsage() if self._kv is None else self._kv.usage
         return {
             "footprint": footprint(),
             "peak_footprint": peak_footprint(),
             "active": active,
             "cache": int(mx.get_cache_memory()),
             "peak": int(mx.get_peak_memory()),
-            # Nobody counts a KV cache: it is what is left of the arrays.
-            "kv_and_activations": max(0, active - weights - plan.active_bytes),
+            # What is left of the arrays; a cache may take less than it reserves.
+            "kv_and_activations": max(0, active - weights - plan.active_bytes - kv.reserved_bytes) + kv.memory_bytes,
         }
 
 
@@ -224,6 +236,7 @@ def _plan_to_json(plan: ResidencyPlan) -> Json:
         "pool_bytes": plan.pool_bytes,
         "num_slots": streaming.num_slots,
         "kv_bytes": plan.kv_bytes,
+        "kv_disk_bytes": plan.kv.disk_bytes,
         "activation_bytes": plan.activation_bytes,
         "bounce_bytes": plan.bounce_bytes,
         "cache_limit": plan.cache_limit,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +17,46 @@ import pytest
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
 
 import mlx_flash
 from mlx_flash import FlashConfig, FlashLLM
 from mlx_flash.errors import FlashError
 from mlx_flash.kv.prefixes import prefix_directory
 from mlx_flash.kv.store_access import clear_prefixes, list_prefixes
+from mlx_flash.kv.wear import FILE_NAME
+from mlx_flash.storage.probe import cache_directory
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
 
 PROMPT = [(37 * i + 11) % 1000 for i in range(700)]
 STEP = 256
 """Of prompts: so many tokens in one forward call, three calls for all but the last token."""
 
-HYBRID: dict[str, Any] = {**GEMMA3, "sliding_window": 64}
+SMALL: dict[str, Any] = {
+    **LLAMA,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 1000,
+}
+HYBRID: dict[str, Any] = {**GEMMA3, "hidden_size": 64, "num_hidden_layers": 3, "sliding_window": 64}
 
 Logits = list[tuple[int, mx.array]]
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("llama"), {**LLAMA, "num_hidden_layers": 2})
+    return save(tmp_path_factory.mktemp("llama"), SMALL)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def _nothing_remembered() -> Iterator[None]:
+    """Nor written today."""
+    yield
+    shutil.rmtree(prefix_directory(), ignore_errors=True)
+    (cache_directory() / FILE_NAME).unlink(missing_ok=True)
 
 
 def loaded(directory: Path, mode: str = "exact", **settings: Any) -> FlashLLM:
@@ -117,8 +133,8 @@ def test_a_second_process_computes_nothing_of_a_known_prompt(llama: Path, mode: 
 @pytest.mark.parametrize("settings", [{}, {"kv_cache": "stock"}, {"kv_cache": "paged"}])
 @pytest.mark.parametrize("name", ["llama", "hybrid", "mamba2", "moe"])
 def test_what_is_restored_is_what_mlx_lm_computes(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
-    config = {"llama": LLAMA, "hybrid": HYBRID, "mamba2": MAMBA2, "moe": QWEN3_MOE}[name]
-    directory = save(tmp_path / name, {**config, "num_hidden_layers": 3 if name == "hybrid" else 2})
+    config = {"llama": SMALL, "hybrid": HYBRID, "mamba2": MAMBA2, "moe": QWEN3_MOE}[name]
+    directory = save(tmp_path / name, config)
     expected = generated(stock(directory))
     assert same(first_run(directory, **settings), expected)
     with loaded(directory, **settings) as model:
@@ -128,7 +144,7 @@ def test_what_is_restored_is_what_mlx_lm_computes(tmp_path: Path, name: str, set
 
 @pytest.mark.parametrize("start", [0, 300])
 def test_quantized_caches_are_restored(tmp_path: Path, start: int) -> None:
-    directory = save(tmp_path / "llama", LLAMA)
+    directory = save(tmp_path / "llama", SMALL)
     options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
     expected = generated(stock(directory), **options)
     for count in (0, len(PROMPT) - 1):
@@ -140,7 +156,7 @@ def test_quantized_caches_are_restored(tmp_path: Path, start: int) -> None:
 
 
 def test_a_cache_on_disk_is_restored(tmp_path: Path) -> None:
-    directory = save(tmp_path / "llama", LLAMA)
+    directory = save(tmp_path / "llama", SMALL)
     settings = {"kv_cache": "disk"}
     expected = generated(stock(directory))
     assert same(first_run(directory, **settings), expected)
@@ -183,7 +199,7 @@ def test_the_shared_mode_remembers_answers_too(llama: Path) -> None:
 
 
 def test_windows_and_states_are_restored_at_the_end_of_a_call(tmp_path: Path) -> None:
-    directory = save(tmp_path / "hybrid", {**HYBRID, "num_hidden_layers": 3})
+    directory = save(tmp_path / "hybrid", HYBRID)
     expected = first_run(directory, "shared")
     with loaded(directory, "shared") as model:
         assert same(generated(model), expected) and restored(model) == 2 * STEP
@@ -220,7 +236,7 @@ def test_caches_that_are_copied_and_trimmed(llama: Path, mode: str) -> None:
 
 
 def test_speculative_decoding(llama: Path, tmp_path: Path) -> None:
-    draft = stock(save(tmp_path / "draft", {**LLAMA, "num_hidden_layers": 1}))
+    draft = stock(save(tmp_path / "draft", {**SMALL, "num_hidden_layers": 1}))
 
     def run(model: Any) -> list[int]:
         steps = speculative_generate_step(mx.array(PROMPT), model, draft, max_tokens=12, prefill_step_size=STEP)
@@ -239,7 +255,7 @@ def test_batches_of_one_are_remembered_and_others_are_right(llama: Path, mode: s
 
     def run(model: Any, *prompts: list[int]) -> list[list[int]]:
         generator = BatchGenerator(model, prefill_step_size=STEP, stop_tokens=[])
-        uids = generator.insert([list(p) for p in prompts], max_tokens=6)
+        uids = generator.insert([list(p) for p in prompts], max_tokens=[6] * len(prompts))
         tokens: dict[int, list[int]] = {uid: [] for uid in uids}
         while any(len(found) < 6 for found in tokens.values()):
             for response in generator.next()[1]:
@@ -308,7 +324,7 @@ def test_others_find_nothing(llama: Path, other: dict[str, Any]) -> None:
 
 def test_other_weights_find_nothing(llama: Path, tmp_path: Path) -> None:
     first_run(llama)
-    other = save(tmp_path / "llama", {**LLAMA, "num_hidden_layers": 2}, mx.float16)
+    other = save(tmp_path / "llama", SMALL, mx.float16)
     with loaded(other) as model:
         assert same(generated(model), generated(stock(other))) and restored(model) == 0
 
@@ -317,8 +333,8 @@ def adapted(directory: Path, seed: int, scale: float = 20.0) -> FlashLLM:
     """With an adapter, applied as mlx-lm does: after loading, before the first call."""
     config = config_of("exact")
     model = FlashLLM(mlx_flash.model.prepare(directory, config), config, "llama")
-    linear_to_lora_layers(model, 2, {"rank": 4, "scale": scale, "dropout": 0.0})
     mx.random.seed(seed)
+    linear_to_lora_layers(model, 2, {"rank": 4, "scale": scale, "dropout": 0.0})
     for _, module in model.named_modules():
         if hasattr(module, "lora_b"):
             module.lora_b = mx.random.normal(module.lora_b.shape)
@@ -361,14 +377,14 @@ def tree(directory: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in directory.rglob("*")}
 
 
-def test_zero_write_mode_uses_what_is_there_and_writes_nothing(llama: Path, tmp_path: Path) -> None:
+def test_zero_write_mode_uses_what_is_there_and_writes_nothing(llama: Path) -> None:
     frugal = {"ssd_write_gb_per_day": 0.0, "expert_warm_start": False}
     expected = first_run(llama)
-    before = tree(tmp_path / "cache")
+    before = tree(cache_directory())
     with loaded(llama, **frugal) as model:
         assert same(generated(model), expected) and restored(model) == len(PROMPT) - 1
         assert same(generated(model, PROMPT[::-1]), generated(stock(llama), PROMPT[::-1]))
-    assert tree(tmp_path / "cache") == before
+    assert tree(cache_directory()) == before
     clear_prefixes(prefix_directory())
     with loaded(llama, **frugal) as model:
         assert same(generated(model), expected) and restored(model) == 0
@@ -376,13 +392,13 @@ def test_zero_write_mode_uses_what_is_there_and_writes_nothing(llama: Path, tmp_
 
 
 def test_a_cap_that_is_reached_is_told_once(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with loaded(llama, ssd_write_gb_per_day=0.003) as model, caplog.at_level(logging.WARNING):
+    with loaded(llama, ssd_write_gb_per_day=0.001) as model, caplog.at_level(logging.WARNING):
         expected = generated(stock(llama))
         assert same(generated(model), expected) and same(generated(model, PROMPT[::-1])[:0], [])
         generated(model, PROMPT[::-1])
         assert caplog.text.count("ssd_write_gb_per_day") == 1
         told = model._governor.telemetry()
-        assert 0 < told["day_bytes"] <= told["day_limit_bytes"] == 3_000_000  # type: ignore[operator]
+        assert 0 < told["day_bytes"] <= told["day_limit_bytes"] == 1_000_000  # type: ignore[operator]
 
 
 def test_a_limit_is_kept(llama: Path) -> None:
@@ -393,8 +409,8 @@ def test_a_limit_is_kept(llama: Path) -> None:
 
 
 def test_kv_pages_on_disk_are_counted(tmp_path: Path) -> None:
-    directory = save(tmp_path / "llama", LLAMA)
-    settings = {"kv_cache": "disk", "kv_ram_gb": 0.0065}
+    directory = save(tmp_path / "llama", SMALL)
+    settings = {"kv_cache": "disk", "kv_ram_gb": 0.0011}
     with loaded(directory, "off", **settings) as model:
         generated(model)
         assert model.kv is not None and model.kv.written_bytes > 0

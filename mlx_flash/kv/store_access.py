@@ -95,7 +95,8 @@ class StoreAccess:
 
     def _open(self) -> Index:
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
             self._session = Session(self.directory / "sessions")
             return open_index(self.directory, self._session.name)
         except (OSError, sqlite3.DatabaseError) as error:

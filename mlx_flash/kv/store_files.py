@@ -202,7 +202,8 @@ def write_page(folder: Path, page: EncodedPage, session: str) -> None:
     info = page.info
     partial = folder / f"{info.key.page}.{session}{PARTIAL_SUFFIX}"
     try:
-        with partial.open("x+b") as file:  # readable, or macOS would not drop it from its cache
+        # readable, or macOS would not drop it from its cache
+        with open(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
             file.write(page.description)
             for name, blob in info.blobs.items():
                 file.write(bytes(blob.offset - file.tell()))

@@ -78,7 +78,7 @@ def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefi
         )
     held = round_up(_options(config, None, context_length).held_tokens(context_length, prefill_step_size), CACHE_STEP)
     may_spill = config.kv_cache is None and not config.writes_nothing
-    budget = _with_a_copy(sum(sizes.kv_rows) * held, num_layers) if may_spill else None
+    budget = _with_a_copy(sum(sizes.kv_rows) * held, len(sizes.kv_rows)) if may_spill else None
     memory = _with_a_copy(sizes.kv_bytes(held), num_layers)
     return KVShare(_options(config, budget, context_length), sizes.kv_rows, memory)
 

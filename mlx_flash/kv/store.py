@@ -335,7 +335,8 @@ class PrefixStore:
         kind = snapshot or KV
         page = snapshot_name(names[-1], snapshot) if snapshot else names[-1]
         parent = names[-1] if snapshot else "".join(names[-2:-1])
-        return PageKey(page, parent, kind, page_index, self._model, self._title)
+        count = 0 if snapshot else ends[page_index] - (ends[page_index - 1] if page_index else 0)
+        return PageKey(page, parent, kind, page_index, count, self._model, self._title)
 
 
 def _read_all(file: PageFile) -> dict[str, bytearray]:

@@ -98,6 +98,7 @@ class PageKey:
         parent: the name of the page before it, or of the page at whose end it was taken; empty for a first one.
         kind: :data:`KV`, or what a snapshot at a page's end is of.
         number: how many pages come before it.
+        tokens: how many it holds.
         model: fingerprint of the model.
         title: the model's name, for people.
     """
@@ -106,6 +107,7 @@ class PageKey:
     parent: str
     kind: str
     number: int
+    tokens: int
     model: str
     title: str
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from mlx_flash.kv.store_files import PageInfo, path_of
@@ -20,8 +20,8 @@ from mlx_flash.kv.store_sessions import living
 
 SCHEMA = """
 CREATE TABLE pages (
-    page TEXT PRIMARY KEY, parent TEXT NOT NULL, kind TEXT NOT NULL, number INTEGER NOT NULL, model TEXT NOT NULL,
-    title TEXT NOT NULL, nbytes INTEGER NOT NULL, last_used REAL NOT NULL
+    page TEXT PRIMARY KEY, parent TEXT NOT NULL, kind TEXT NOT NULL, number INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, model TEXT NOT NULL, title TEXT NOT NULL, nbytes INTEGER NOT NULL, last_used REAL NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX children ON pages (parent);
 CREATE INDEX ages ON pages (last_used, number DESC);
@@ -62,6 +62,7 @@ class StoredModel:
         model: its fingerprint.
         title: its name, for people.
         pages: how many, snapshots included.
+        tokens: that they hold, those of beginnings that prompts have in common counted once.
         nbytes: what their files take, in bytes.
         last_used: when one of them was last used, in seconds since 1970.
     """
@@ -69,6 +70,7 @@ class StoredModel:
     model: str
     title: str
     pages: int
+    tokens: int
     nbytes: int
     last_used: float
 
@@ -202,7 +204,8 @@ class Index:
 
     def models(self) -> list[StoredModel]:
         """What there is, the model used last first."""
-        query = "SELECT model, max(title), count(*), sum(nbytes), max(last_used) FROM pages GROUP BY 1 ORDER BY 5 DESC"
+        columns = "model, max(title), count(*), sum(tokens), sum(nbytes), max(last_used)"
+        query = f"SELECT {columns} FROM pages GROUP BY 1 ORDER BY 6 DESC"
         with self._lock:
             return [StoredModel(*row) for row in self._connection.execute(query)]
 
@@ -220,8 +223,8 @@ class Index:
 
     def insert(self, info: PageInfo, last_used: float) -> None:
         key = info.key
-        row = (key.page, key.parent, key.kind, key.number, key.model, key.title, info.nbytes, last_used)
-        self._connection.execute("INSERT OR IGNORE INTO pages VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+        row = (*astuple(key), info.nbytes, last_used)
+        self._connection.execute("INSERT OR IGNORE INTO pages VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     def _taken(self) -> int:
         query = "SELECT (SELECT total(nbytes) FROM pages) + (SELECT total(nbytes) FROM writers WHERE session != ?)"

@@ -174,8 +174,6 @@ class FlashLLM(ModelFacade):
         experts = ExpertOptions(self._prepared.machine.exact_tiles, config.expert_lookahead, popular)
         engine = Engine(layout, plan, reader, kernel_alignment(), config.poison_released_slots, progress, experts)
         self.layout, self.plan, self.engine = layout, plan, engine
-        if self.kv is not None and plan.kv.options is not None:
-            self.kv.budget_bytes = plan.kv.options.budget_bytes
         cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
         publisher = None
         if config.telemetry:  # what it collects from must not be this object, whose end closes it

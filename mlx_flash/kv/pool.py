@@ -140,6 +140,7 @@ class KVPool:
     Attributes:
         options: the settings.
         budget_bytes: the most that all caches together may take in memory; None for no limit. May be changed.
+        under_way_bytes: what must be left of it once a layer is on disk.
         on_disk: the layers whose rows are on disk.
         ring: what layers on disk are computed from.
         stats: what it did so far.
@@ -150,6 +151,7 @@ class KVPool:
     def __init__(self, options: KVOptions) -> None:
         self.options = options
         self.budget_bytes = options.budget_bytes
+        self.under_way_bytes = 0
         self.on_disk: weakref.WeakKeyDictionary[LayerRows, DiskRows] = weakref.WeakKeyDictionary()
         self.stats = KVStats()
         self.usage = KVUsage()
@@ -246,7 +248,7 @@ class KVPool:
         budget, num_new = self.budget_bytes, new[0].shape[2] if new else 0
         if budget is None or (new and not self._grows(rows, new, num_new)):
             return
-        while (needed := self._needed(rows, new, num_new)) > budget:
+        while (needed := self._needed(rows, new, num_new)) > budget - self.under_way_bytes * bool(self.on_disk):
             victim = self._victim(rows)
             if self.ring.held and not self.on_disk:
                 self.ring.release()
@@ -257,36 +259,48 @@ class KVPool:
             else:
                 raise self._no_room(needed, rows.length + num_new)
 
-    def growth(self, layers: Sequence[LayerRows], num_new: int, step: int, token_bytes: Sequence[int]) -> int:
-        """The most that a call adds to what is in memory.
+    def admit(
+        self, layers: Sequence[LayerRows], num_new: int, step: int, token_bytes: Sequence[int], limit: int
+    ) -> int:
+        """Makes ready for a call, in which layers may go to disk to stay within a limit.
 
         Args:
             layers: whose caches it is called with.
             num_new: new tokens.
             step: how many of them go through the model at a time.
-            token_bytes: of a token in each of them; not looked at where there are tokens already.
+            token_bytes: of a token in each cache; not looked at where there are tokens already.
+            limit: the most that all caches together may take in memory, what is under way included.
+
+        Returns:
+            How many bytes are missing: 0 when the call can begin.
 
         Raises:
-            BudgetError: there is no room in memory even with every layer on disk.
             WriteError: there is no room on the disk.
         """
         sizes = [_token_bytes(rows) or nbytes for rows, nbytes in zip(layers, token_bytes, strict=True)]
         within = [(r, n) for r, n in zip(layers, sizes, strict=True) if r not in self.on_disk]
         more = sum(r.memory.held_for(num_new, n) - r.memory.held for r, n in within)
         copied = max((r.memory.held for r, _ in within), default=0) if more else 0
-        now, budget = self.memory_bytes, self.budget_bytes
-        if budget is None or (not self.on_disk and now + more + copied <= budget):
-            return more + copied
+        needed = self.memory_bytes + more + copied
+        if self.options.budget_bytes is None:
+            return max(0, needed - limit)
+        self.budget_bytes, self.under_way_bytes = limit, 0
+        if needed <= limit and not self.on_disk:
+            return 0
         tokens = max((rows.length for rows in layers), default=0) + num_new
-        least = self.options.least_bytes(sizes, tokens) if not commits_lazily() else self._least(sizes, tokens)
-        if least > budget:
-            raise self._no_room(least, tokens)
+        under_way = self.options.under_way_bytes(sizes, tokens, step)
+        least = self._least(sizes, tokens) + under_way
+        if least > limit:
+            return min(least, needed) - limit if needed > limit else 0
         fresh = sum(n for r, n in zip(layers, sizes, strict=True) if r in self.on_disk) * num_new
-        self._check_disk(fresh + max(0, now + more - budget))
-        return max(0, budget - now) + self.options.under_way_bytes(sizes, tokens, step)
+        self._check_disk(fresh + max(0, needed - limit))
+        self.under_way_bytes = under_way
+        return 0
 
     def _least(self, token_bytes: Sequence[int], tokens: int) -> int:
-        """As ``options.least_bytes``, where slots take memory as tokens come."""
+        """As ``options.least_bytes``; less where slots take memory as tokens come."""
+        if not commits_lazily():
+            return self.options.least_bytes(token_bytes, tokens)
         step = self.options.step
         slot = max(token_bytes, default=0) * round_up(tokens, step) + SLOT_PADDING
         return NUM_SLOTS * slot + step * sum(token_bytes)

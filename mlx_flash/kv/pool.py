@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import count
 
 import mlx.core as mx
@@ -220,16 +220,16 @@ class KVPool:
             return layout.slot_bytes(round_up(tokens, self.options.step))
         return layout.slot_bytes(self.options.slot_tokens(tokens))
 
-    def _disk_overhead(self, growing: LayerRows | None = None, num_new: int = 0) -> int:
+    def _disk_overhead(self, growing: Container[LayerRows] = (), num_new: int = 0) -> int:
         """What layers on disk take in memory: slots of the largest, and the last tokens of each."""
         if not self.on_disk:
             return self.ring.held
         tails = sum(disk.tail_bytes for disk in self.on_disk.values())
         return max(self._slots_needed(growing, num_new), self.ring.held) + tails
 
-    def _slots_needed(self, growing: LayerRows | None, num_new: int) -> int:
+    def _slots_needed(self, growing: Container[LayerRows], num_new: int) -> int:
         """Both slots, for the largest layer on disk."""
-        layers = [(disk, num_new if rows is growing else 0) for rows, disk in self.on_disk.items()]
+        layers = [(disk, num_new if rows in growing else 0) for rows, disk in self.on_disk.items()]
         return NUM_SLOTS * max((self.slot_bytes(disk.layout, disk.length + more) for disk, more in layers), default=0)
 
     # -- room -----------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class KVPool:
                 self.ring.release()
             elif victim is not None:
                 self._spill(victim, new if victim is rows else ())
-            elif self.ring.held > self._slots_needed(rows, num_new):
+            elif self.ring.held > self._slots_needed((rows,), num_new):
                 self.ring.release()  # it was larger for a longer context
             else:
                 raise self._no_room(needed, rows.length + num_new)
@@ -277,33 +277,44 @@ class KVPool:
         Raises:
             WriteError: there is no room on the disk.
         """
-        sizes = [_token_bytes(rows) or nbytes for rows, nbytes in zip(layers, token_bytes, strict=True)]
-        within = [(r, n) for r, n in zip(layers, sizes, strict=True) if r not in self.on_disk]
-        more = sum(r.memory.held_for(num_new, n) - r.memory.held for r, n in within)
-        copied = max((r.memory.held for r, _ in within), default=0) if more else 0
-        needed = self.memory_bytes + more + copied
+        sizes = {r: _token_bytes(r) or nbytes for r, nbytes in zip(layers, token_bytes, strict=True)}
+        needed = self._needed_for(sizes, num_new)
         if self.options.budget_bytes is None:
             return max(0, needed - limit)
-        self.budget_bytes, self.under_way_bytes = limit, 0
-        if needed <= limit and not self.on_disk:
-            return 0
+        self.budget_bytes = limit
         tokens = max((rows.length for rows in layers), default=0) + num_new
-        under_way = self.options.under_way_bytes(sizes, tokens, step)
-        least = self._least(sizes, tokens) + under_way
-        if least > limit:
-            return min(least, needed) - limit if needed > limit else 0
-        fresh = sum(n for r, n in zip(layers, sizes, strict=True) if r in self.on_disk) * num_new
-        self._check_disk(fresh + max(0, needed - limit))
-        self.under_way_bytes = under_way
+        self.under_way_bytes = self.options.under_way_bytes(list(sizes.values()), tokens, step)
+        fresh = num_new * sum(nbytes for rows, nbytes in sizes.items() if rows in self.on_disk)
+        if self.on_disk:
+            needed += self.under_way_bytes
+        if needed > limit:
+            least = self._least(sizes, num_new) + self.under_way_bytes
+            if least > limit:
+                return min(least, needed) - limit
+            fresh += needed - limit
+        if fresh:
+            self._check_disk(fresh)
         return 0
 
-    def _least(self, token_bytes: Sequence[int], tokens: int) -> int:
-        """As ``options.least_bytes``; less where slots take memory as tokens come."""
-        if not commits_lazily():
-            return self.options.least_bytes(token_bytes, tokens)
+    def _needed_for(self, sizes: Mapping[LayerRows, int], num_new: int) -> int:
+        """What is in memory when new tokens have come to some layers, given what a token takes in each."""
+        within = [(rows, nbytes) for rows, nbytes in sizes.items() if rows not in self.on_disk]
+        held = {rows: rows.memory.held_for(num_new, nbytes) for rows, nbytes in within}
+        copied = max((rows.memory.held for rows in held if held[rows] > rows.memory.held), default=0)
+        others = sum(rows.memory.held for rows in self._layers if rows not in held)
+        return others + sum(held.values()) + copied + self._disk_overhead(sizes, num_new)
+
+    def _least(self, sizes: Mapping[LayerRows, int], num_new: int) -> int:
+        """What is needed with every layer on disk, when new tokens have come to some."""
+        every = {rows: nbytes for rows in self._layers if (nbytes := sizes.get(rows) or _token_bytes(rows))}
+        lengths = {rows: rows.length + (num_new if rows in sizes else 0) for rows in every}
         step = self.options.step
-        slot = max(token_bytes, default=0) * round_up(tokens, step) + SLOT_PADDING
-        return NUM_SLOTS * slot + step * sum(token_bytes)
+        room = {
+            rows: round_up(length, step) if commits_lazily() else self.options.slot_tokens(length)
+            for rows, length in lengths.items()
+        }
+        slot = max((room[rows] * nbytes for rows, nbytes in every.items()), default=0) + SLOT_PADDING
+        return NUM_SLOTS * slot + step * sum(every.values())
 
     def _check_disk(self, needed: int) -> None:
         base = self.options.directory or cache_directory()
@@ -333,7 +344,7 @@ class KVPool:
         is_on_disk = rows in self.on_disk
         others = sum(layer.memory.held for layer in self._layers if layer is not rows)
         mine = 0 if is_on_disk else rows.memory.held_after(new) + rows.memory.moved_after(new)
-        return others + mine + self._disk_overhead(rows, num_new)
+        return others + mine + self._disk_overhead((rows,), num_new)
 
     def _victim(self, asking: LayerRows) -> LayerRows | None:
         """The layer to go next: of the sequence used longest ago, and as far from those that went as can be."""

@@ -51,7 +51,7 @@ def check_headroom(
             if not wanted:
                 break
         growth += wanted + room - kept if wanted else 0
-        missing = max(missing, wanted)
+        missing = wanted  # what is in memory now may go to disk
     if missing > 0:
         hint, total = _hint(plan, step or num_tokens, context, all_logits), plan.budget_bytes + missing
         raise BudgetError(
@@ -66,6 +66,8 @@ def check_headroom(
 def _hint(plan: ResidencyPlan, num_tokens: int, context: int, all_logits: bool) -> str:
     if num_tokens > plan.prefill_step_size:
         return f"Hint: pass prefill_step_size={plan.prefill_step_size} to mlx_lm, or raise ram_budget_gb."
+    if plan.kv.is_fixed and context > plan.context_length:
+        return f"Hint: raise kv_ram_gb, or load the model with FlashConfig(context_length={2 * context})."
     if context > plan.context_length:
         return f"Hint: load the model with FlashConfig(context_length={2 * context}), or raise ram_budget_gb."
     if all_logits and num_tokens > 1:

@@ -186,8 +186,6 @@ class FlashLLM(ModelFacade):
         self.layout, self.plan, self.engine = layout, plan, engine
         if fingerprint is not None:
             self.prefixes = open_prefixes(config, fingerprint, self.name, plan.prefix_bytes, self._governor)
-        if self.kv is not None and plan.kv.options is not None:
-            self.kv.budget_bytes = plan.kv.options.budget_bytes
         cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
         publisher = None
         if config.telemetry:  # what it collects from must not be this object, whose end closes it

@@ -52,7 +52,7 @@ def serve_with(config: FlashConfig, flags: Sequence[str], out: TextIO) -> int:
     flags = list(flags)
     plan = _plan(_model_of(flags), config)
     if plan is not None and not any(flag.startswith("--prompt-cache-bytes") for flag in flags):
-        flags += ["--prompt-cache-bytes", str(plan.kv.memory_bytes // 2)]
+        flags += ["--prompt-cache-bytes", str(plan.kv_bytes // 2)]
     with apply_flash_patch(config), surviving_server(), contextlib.redirect_stdout(out):
         return run_program(["mlx_lm.server", *flags])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import count
 
 import mlx.core as mx
@@ -155,6 +155,7 @@ class KVPool:
     Attributes:
         options: the settings.
         budget_bytes: the most that all caches together may take in memory; None for no limit. May be changed.
+        under_way_bytes: what must be left of it once a layer is on disk.
         on_disk: the layers whose rows are on disk.
         ring: what layers on disk are computed from.
         stats: what it did so far.
@@ -166,6 +167,7 @@ class KVPool:
         self.options = options
         self._count_written = count_written
         self.budget_bytes = options.budget_bytes
+        self.under_way_bytes = 0
         self.on_disk: weakref.WeakKeyDictionary[LayerRows, DiskRows] = weakref.WeakKeyDictionary()
         self.stats = KVStats()
         self.usage = KVUsage()
@@ -234,16 +236,16 @@ class KVPool:
             return layout.slot_bytes(round_up(tokens, self.options.step))
         return layout.slot_bytes(self.options.slot_tokens(tokens))
 
-    def _disk_overhead(self, growing: LayerRows | None = None, num_new: int = 0) -> int:
+    def _disk_overhead(self, growing: Container[LayerRows] = (), num_new: int = 0) -> int:
         """What layers on disk take in memory: slots of the largest, and the last tokens of each."""
         if not self.on_disk:
             return self.ring.held
         tails = sum(disk.tail_bytes for disk in self.on_disk.values())
         return max(self._slots_needed(growing, num_new), self.ring.held) + tails
 
-    def _slots_needed(self, growing: LayerRows | None, num_new: int) -> int:
+    def _slots_needed(self, growing: Container[LayerRows], num_new: int) -> int:
         """Both slots, for the largest layer on disk."""
-        layers = [(disk, num_new if rows is growing else 0) for rows, disk in self.on_disk.items()]
+        layers = [(disk, num_new if rows in growing else 0) for rows, disk in self.on_disk.items()]
         return NUM_SLOTS * max((self.slot_bytes(disk.layout, disk.length + more) for disk, more in layers), default=0)
 
     # -- room -----------------------------------------------------------------------------------------------------
@@ -262,50 +264,73 @@ class KVPool:
         budget, num_new = self.budget_bytes, new[0].shape[2] if new else 0
         if budget is None or (new and not self._grows(rows, new, num_new)):
             return
-        while (needed := self._needed(rows, new, num_new)) > budget:
+        while (needed := self._needed(rows, new, num_new)) > budget - self.under_way_bytes * bool(self.on_disk):
             victim = self._victim(rows)
             if self.ring.held and not self.on_disk:
                 self.ring.release()
             elif victim is not None:
                 self._spill(victim, new if victim is rows else ())
-            elif self.ring.held > self._slots_needed(rows, num_new):
+            elif self.ring.held > self._slots_needed((rows,), num_new):
                 self.ring.release()  # it was larger for a longer context
             else:
                 raise self._no_room(needed, rows.length + num_new)
 
-    def growth(self, layers: Sequence[LayerRows], num_new: int, step: int, token_bytes: Sequence[int]) -> int:
-        """The most that a call adds to what is in memory.
+    def admit(
+        self, layers: Sequence[LayerRows], num_new: int, step: int, token_bytes: Sequence[int], limit: int
+    ) -> int:
+        """Makes ready for a call, in which layers may go to disk to stay within a limit.
 
         Args:
             layers: whose caches it is called with.
             num_new: new tokens.
             step: how many of them go through the model at a time.
-            token_bytes: of a token in each of them; not looked at where there are tokens already.
+            token_bytes: of a token in each cache; not looked at where there are tokens already.
+            limit: the most that all caches together may take in memory, what is under way included.
+
+        Returns:
+            How many bytes are missing: 0 when the call can begin.
 
         Raises:
-            BudgetError: there is no room in memory even with every layer on disk.
             WriteError: there is no room on the disk.
         """
-        sizes = [_token_bytes(rows) or nbytes for rows, nbytes in zip(layers, token_bytes, strict=True)]
-        within = [(r, n) for r, n in zip(layers, sizes, strict=True) if r not in self.on_disk]
-        more = sum(r.memory.held_for(num_new, n) - r.memory.held for r, n in within)
-        copied = max((r.memory.held for r, _ in within), default=0) if more else 0
-        now, budget = self.memory_bytes, self.budget_bytes
-        if budget is None or (not self.on_disk and now + more + copied <= budget):
-            return more + copied
+        sizes = {r: _token_bytes(r) or nbytes for r, nbytes in zip(layers, token_bytes, strict=True)}
+        needed = self._needed_for(sizes, num_new)
+        if self.options.budget_bytes is None:
+            return max(0, needed - limit)
+        self.budget_bytes = limit
         tokens = max((rows.length for rows in layers), default=0) + num_new
-        least = self.options.least_bytes(sizes, tokens) if not commits_lazily() else self._least(sizes, tokens)
-        if least > budget:
-            raise self._no_room(least, tokens)
-        fresh = sum(n for r, n in zip(layers, sizes, strict=True) if r in self.on_disk) * num_new
-        self._check_disk(fresh + max(0, now + more - budget))
-        return max(0, budget - now) + self.options.under_way_bytes(sizes, tokens, step)
+        self.under_way_bytes = self.options.under_way_bytes(list(sizes.values()), tokens, step)
+        fresh = num_new * sum(nbytes for rows, nbytes in sizes.items() if rows in self.on_disk)
+        if self.on_disk:
+            needed += self.under_way_bytes
+        if needed > limit:
+            least = self._least(sizes, num_new) + self.under_way_bytes
+            if least > limit:
+                return min(least, needed) - limit
+            fresh += needed - limit
+        if fresh:
+            self._check_disk(fresh)
+        return 0
 
-    def _least(self, token_bytes: Sequence[int], tokens: int) -> int:
-        """As ``options.least_bytes``, where slots take memory as tokens come."""
+    def _needed_for(self, sizes: Mapping[LayerRows, int], num_new: int) -> int:
+        """What is in memory when new tokens have come to some layers, given what a token takes in each."""
+        within = [(rows, nbytes) for rows, nbytes in sizes.items() if rows not in self.on_disk]
+        held = {rows: rows.memory.held_for(num_new, nbytes) for rows, nbytes in within}
+        copied = max((rows.memory.held for rows in held if held[rows] > rows.memory.held), default=0)
+        others = sum(rows.memory.held for rows in self._layers if rows not in held)
+        return others + sum(held.values()) + copied + self._disk_overhead(sizes, num_new)
+
+    def _least(self, sizes: Mapping[LayerRows, int], num_new: int) -> int:
+        """What is needed with every layer on disk, when new tokens have come to some."""
+        every = {rows: nbytes for rows in self._layers if (nbytes := sizes.get(rows) or _token_bytes(rows))}
+        lengths = {rows: rows.length + (num_new if rows in sizes else 0) for rows in every}
         step = self.options.step
-        slot = max(token_bytes, default=0) * round_up(tokens, step) + SLOT_PADDING
-        return NUM_SLOTS * slot + step * sum(token_bytes)
+        room = {
+            rows: round_up(length, step) if commits_lazily() else self.options.slot_tokens(length)
+            for rows, length in lengths.items()
+        }
+        slot = max((room[rows] * nbytes for rows, nbytes in every.items()), default=0) + SLOT_PADDING
+        return NUM_SLOTS * slot + step * sum(every.values())
 
     def _check_disk(self, needed: int) -> None:
         base = self.options.directory or cache_directory()
@@ -335,7 +360,7 @@ class KVPool:
         is_on_disk = rows in self.on_disk
         others = sum(layer.memory.held for layer in self._layers if layer is not rows)
         mine = 0 if is_on_disk else rows.memory.held_after(new) + rows.memory.moved_after(new)
-        return others + mine + self._disk_overhead(rows, num_new)
+        return others + mine + self._disk_overhead((rows,), num_new)
 
     def _victim(self, asking: LayerRows) -> LayerRows | None:
         """The layer to go next: of the sequence used longest ago, and as far from those that went as can be."""

@@ -40,13 +40,18 @@ def check_headroom(
     activations = plan.activations.nbytes(step or num_tokens, context, all_logits=all_logits)
     if step and all_logits:  # those of all steps are kept
         activations += num_tokens * plan.activations.logits_per_token
-    growth = _kv_growth(plan, num_tokens, cache)
-    if own:
-        rows = [entry.rows for entry in own]
-        growth += own[0].pool.growth(rows, num_tokens, step or num_tokens, _token_bytes(plan, len(own)))
     elsewhere = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit
     in_use = _in_use({entry.pool for entry in own})
+    growth = _kv_growth(plan, num_tokens, cache)
     missing = elsewhere + in_use + activations + growth - plan.budget_bytes
+    if own:
+        kept = own[0].pool.memory_bytes
+        for room in _rooms(plan, kept - missing):
+            wanted = _admit(plan, own, num_tokens, step or num_tokens, room)
+            if not wanted:
+                break
+        growth += wanted + room - kept if wanted else 0
+        missing = wanted  # what is in memory now may go to disk
     if missing > 0:
         hint, total = _hint(plan, step or num_tokens, context, all_logits), plan.budget_bytes + missing
         raise BudgetError(
@@ -61,6 +66,8 @@ def check_headroom(
 def _hint(plan: ResidencyPlan, num_tokens: int, context: int, all_logits: bool) -> str:
     if num_tokens > plan.prefill_step_size:
         return f"Hint: pass prefill_step_size={plan.prefill_step_size} to mlx_lm, or raise ram_budget_gb."
+    if plan.kv.is_fixed and context > plan.context_length:
+        return f"Hint: raise kv_ram_gb, or load the model with FlashConfig(context_length={2 * context})."
     if context > plan.context_length:
         return f"Hint: load the model with FlashConfig(context_length={2 * context}), or raise ram_budget_gb."
     if all_logits and num_tokens > 1:
@@ -81,10 +88,16 @@ def _in_use(pools: set[KVPool]) -> int:
     return max(0, int(mx.get_active_memory()) - reserved) + sum(pool.memory_bytes for pool in pools)
 
 
-def _token_bytes(plan: ResidencyPlan, num_caches: int) -> list[int]:
-    """What a token adds to each cache."""
-    known = list(plan.kv.rows)
-    return known if len(known) == num_caches else [max(known, default=0)] * num_caches
+def _rooms(plan: ResidencyPlan, free: int) -> list[int]:
+    """What keys and values may take: what the plan says, and if that will not do, all that is free."""
+    if plan.kv.limit is None:
+        return [free]
+    return [min(free, plan.kv.limit), *(() if plan.kv.is_fixed else (free,))]
+
+
+def _admit(plan: ResidencyPlan, own: Sequence[Any], num_tokens: int, step: int, room: int) -> int:
+    known = plan.kv.rows if len(plan.kv.rows) == len(own) else [max(plan.kv.rows, default=0)] * len(own)
+    return int(own[0].pool.admit([entry.rows for entry in own], num_tokens, step, known, room))
 
 
 def _plain(cache: Sequence[Any] | None) -> list[KVCache]:

@@ -10,11 +10,12 @@ from mlx_flash.config import GB, FlashConfig, KVMode
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.options import PAGE_TOKENS, PAGES_ON_THEIR_WAY, Form, KVOptions, round_up
 from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 
 KV_SHARE = 0.25
 """Share of the budget that the KV cache may take in memory when the plan chooses."""
 
-_FORMS: dict[KVMode | None, Form] = {None: "step", "stock": "step", "flat": "flat", "paged": "paged", "disk": "paged"}
+_FORMS: dict[KVMode | None, Form] = {None: "step", "stock": "step", "flat": "flat", "paged": "paged", "disk": "step"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +25,21 @@ class KVShare:
     Attributes:
         options: how keys and values are kept; None leaves caches to mlx-lm.
         rows: what a token adds to each cache that can be on disk.
-        memory_bytes: the most that they take in memory, those of every kind of cache.
-        under_way_bytes: what going to disk and back takes besides: rows that wait to be written, buffers of reads.
+        nbytes: set aside in memory, for every kind of cache.
+        limit: the most that those in ``rows`` may take of it, what is under way to the disk and back included; None
+            for as much as a call finds free.
+        is_fixed: whether that is so though more may be free.
         disk_bytes: what is in files; all of it is read for each token.
         num_on_disk: layers of which that is so.
     """
 
     options: KVOptions | None
     rows: tuple[int, ...]
-    memory_bytes: int
-    under_way_bytes: int = 0
+    nbytes: int
+    limit: int | None = None
+    is_fixed: bool = False
     disk_bytes: int = 0
     num_on_disk: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Everything that is set aside."""
-        return self.memory_bytes + self.under_way_bytes
 
 
 def check_kv(config: FlashConfig) -> None:
@@ -73,19 +72,21 @@ def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefi
     """
     num_layers = max(1, len(sizes.layers))
     if not sizes.kv_rows or config.kv_cache == "stock":
-        return KVShare(
-            None, sizes.kv_rows, _with_a_copy(sizes.kv_bytes(round_up(context_length, CACHE_STEP)), num_layers)
-        )
-    held = round_up(_options(config, None, context_length).held_tokens(context_length, prefill_step_size), CACHE_STEP)
-    may_spill = config.kv_cache is None and not config.writes_nothing
-    budget = _with_a_copy(sum(sizes.kv_rows) * held, len(sizes.kv_rows)) if may_spill else None
-    memory = _with_a_copy(sizes.kv_bytes(held), num_layers)
-    return KVShare(_options(config, budget, context_length), sizes.kv_rows, memory)
+        held = sizes.kv_bytes(round_up(context_length, CACHE_STEP))
+        return KVShare(None, sizes.kv_rows, _with_a_copy(held, num_layers))
+    options = _options(config, 0, context_length)
+    tokens = _rounded(options, options.held_tokens(context_length, prefill_step_size))
+    pages = 2 * DIRECT_ALIGNMENT * sizes.kv_heads if options.form == "paged" else 0
+    return KVShare(options, sizes.kv_rows, _with_a_copy(sizes.kv_bytes(tokens), num_layers) + pages)
 
 
 def _with_a_copy(nbytes: int, num_layers: int) -> int:
     """A cache that grows holds its old and its new arrays for a moment, one layer at a time."""
     return nbytes * (num_layers + 1) // num_layers
+
+
+def _rounded(options: KVOptions, tokens: int) -> int:
+    return round_up(tokens, max(CACHE_STEP, options.step))
 
 
 def on_disk(
@@ -109,20 +110,26 @@ def on_disk(
     """
     options = _options(config, 0, context_length)
     tokens = options.held_tokens(context_length, prefill_step_size)
+    whole = _with_a_copy(sum(sizes.kv_rows) * _rounded(options, tokens), len(sizes.kv_rows))
     least = least_bytes(sizes, config, context_length, prefill_step_size)
-    whole = _with_a_copy(sum(sizes.kv_rows) * round_up(tokens, CACHE_STEP), len(sizes.kv_rows))
-    budget = max(least, min(room_bytes, whole)) if config.kv_ram_gb is None else round(config.kv_ram_gb * GB)
-    if budget < least:
+    limit = max(least, min(room_bytes, whole)) if config.kv_ram_gb is None else round(config.kv_ram_gb * GB)
+    if limit < least:
         raise ConfigError(
             f"kv_ram_gb is {config.kv_ram_gb:g}, but a context of {context_length} tokens needs at least "
-            f"{-(-least // 1000) / 1e6:.6f}: two slots of a layer each, and the last tokens of every layer. "
-            "Hint: give more, or set a smaller context_length."
+            f"{-(-least // 1000) / 1e6:.6f}: two slots of a layer each, the last tokens of every layer, and what is "
+            "under way to the disk and back. Hint: give more, or set a smaller context_length."
         )
     others = sizes.kv_bytes(tokens) - sum(sizes.kv_rows) * tokens
-    spilled = _spilled(sizes.kv_rows, tokens, budget, least, whole)
-    under_way = options.under_way_bytes(sizes.kv_rows, tokens, prefill_step_size)
-    options = _options(config, budget, context_length)
-    return KVShare(options, sizes.kv_rows, budget + others, under_way, sum(spilled) * tokens, len(spilled))
+    spilled = _spilled(sizes.kv_rows, tokens, limit - least) if limit < whole else []
+    return KVShare(
+        options=_options(config, limit, context_length),
+        rows=sizes.kv_rows,
+        nbytes=limit + others,
+        limit=limit,
+        is_fixed=config.kv_ram_gb is not None,
+        disk_bytes=sum(spilled) * tokens,
+        num_on_disk=len(spilled),
+    )
 
 
 def prefix_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:
@@ -135,9 +142,12 @@ def prefix_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int) ->
 
 
 def least_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int) -> int:
-    """The smallest share with which a context can be on disk, in bytes."""
+    """The smallest share with which a context can be, in bytes: on disk, or if it is short in memory."""
     options = _options(config, 0, context_length)
-    return options.least_bytes(sizes.kv_rows, options.held_tokens(context_length, prefill_step_size))
+    tokens = options.held_tokens(context_length, prefill_step_size)
+    under_way = options.under_way_bytes(sizes.kv_rows, tokens, prefill_step_size)
+    whole = _with_a_copy(sum(sizes.kv_rows) * _rounded(options, tokens), len(sizes.kv_rows))
+    return min(whole, options.least_bytes(sizes.kv_rows, tokens) + under_way)
 
 
 def most_on_disk(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:
@@ -145,12 +155,12 @@ def most_on_disk(sizes: ModelSizes, config: FlashConfig, context_length: int) ->
     return sum(sizes.kv_rows) * _options(config, 0, context_length).held_tokens(context_length, 1)
 
 
-def _options(config: FlashConfig, budget: int | None, context_length: int) -> KVOptions:
+def _options(config: FlashConfig, budget: int, context_length: int) -> KVOptions:
     return KVOptions(
         form=_FORMS[config.kv_cache],
         step=config.kv_step,
         max_context_length=context_length if config.kv_cache is not None else None,
-        budget_bytes=budget if config.kv_cache in (None, "disk") else None,
+        budget_bytes=budget if config.kv_cache in (None, "disk") and not config.writes_nothing else None,
         max_tokens=config.kv_max_tokens,
         keep=config.kv_keep,
         directory=None if config.kv_directory is None else Path(config.kv_directory).expanduser(),
@@ -158,11 +168,9 @@ def _options(config: FlashConfig, budget: int | None, context_length: int) -> KV
     )
 
 
-def _spilled(rows: Sequence[int], tokens: int, budget: int, least: int, whole: int) -> list[int]:
-    """The layers that will be on disk: all but as many as the budget has room for beside what those need."""
-    if budget >= whole:
-        return []
-    room = (budget - least) // max(1, tokens)
+def _spilled(rows: Sequence[int], tokens: int, room: int) -> list[int]:
+    """The layers that will be on disk: all but as many as there is room for beside what those need."""
+    room //= max(1, tokens)
     left = sorted(rows)
     while left and left[0] <= room:
         room -= left.pop(0)

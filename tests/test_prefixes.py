@@ -232,7 +232,7 @@ def test_caches_that_are_copied_and_trimmed(llama: Path, mode: str) -> None:
                 ]
             )
         assert same(outputs[0], outputs[2]) and same(outputs[1], outputs[2])
-        assert restored(model) > 2 * STEP
+        assert restored(model) >= 2 * STEP
 
 
 def test_speculative_decoding(llama: Path, tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_a_limit_is_kept(llama: Path) -> None:
 
 def test_kv_pages_on_disk_are_counted(tmp_path: Path) -> None:
     directory = save(tmp_path / "llama", SMALL)
-    settings = {"kv_cache": "disk", "kv_ram_gb": 0.0011}
+    settings = {"kv_cache": "disk", "kv_ram_gb": 0.0016}
     with loaded(directory, "off", **settings) as model:
         generated(model)
         assert model.kv is not None and model.kv.written_bytes > 0

@@ -263,9 +263,9 @@ def test_more_context_than_planned_goes_to_disk(tmp_path: Path, monkeypatch: pyt
     """What would be refused in memory is not when there is room on disk."""
     directory = save(tmp_path, SMALL | {"num_hidden_layers": 24})
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 400_000_000)
-    config = FlashConfig(ram_budget_gb="min", prefill_step_size=STEP, context_length=256, kv_step=16, kv_cache="stock")
-    config = replace(config, ram_budget_gb=(prepare(directory, config).plan.minimum_bytes + 200_000) / 1e9)
-    prompt = mx.array([i * 7 % 300 for i in range(1200)])
+    config = FlashConfig(ram_budget_gb=4, prefill_step_size=STEP, context_length=256, kv_step=16, kv_cache="stock")
+    config = replace(config, ram_budget_gb=(prepare(directory, config).plan.peak_bytes + 200_000) / 1e9)
+    prompt = mx.array([i * 7 % 300 for i in range(700)])
 
     def tokens(model: Any) -> list[int]:
         return [int(t) for t, _ in generate_step(prompt, model, max_tokens=4, prefill_step_size=STEP)]
@@ -347,12 +347,18 @@ import json, sys
 sys.path.insert(0, {here!r})
 from mlx_lm.generate import generate_step
 import mlx.core as mx
+from dataclasses import replace
 from mlx_flash import FlashConfig, load_model
+from mlx_flash.model import prepare
 from mlx_flash.residency.memory import peak_footprint
-config = FlashConfig(ram_budget_gb="min", kv_cache="disk", context_length={length} + 64, prefill_step_size=256)
+config = FlashConfig(
+    ram_budget_gb="min", kv_cache="disk", kv_step=16, context_length={length} + 16, prefill_step_size=64
+)
+least = prepare({directory!r}, config).plan
+config = replace(config, ram_budget_gb=least.minimum_bytes / 1e9 + 0.25, kv_ram_gb=least.kv.limit / 1e9 + 1e-9)
 model, _ = load_model({directory!r}, config)
 prompt = mx.array([i * 7 % 300 for i in range({length})])
-tokens = [int(t) for t, _ in generate_step(prompt, model, max_tokens=4, prefill_step_size=256)]
+tokens = [int(t) for t, _ in generate_step(prompt, model, max_tokens=2, prefill_step_size=64)]
 kv = model.kv
 print(json.dumps({{
     "tokens": tokens, "peak": peak_footprint(), "budget": model.plan.budget_bytes, "limit": model.plan.kv.limit,
@@ -363,8 +369,9 @@ print(json.dumps({{
 
 def test_the_process_keeps_its_budget(tmp_path: Path) -> None:
     """With keys and values that are several times their share."""
-    length = 12_000
-    directory = save(tmp_path / "model", SMALL | {"num_hidden_layers": 24, "num_key_value_heads": 8, "head_dim": 32})
+    length = 200
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 256}
+    directory = save(tmp_path / "model", SMALL | heads | {"num_hidden_layers": 48})
     code = BUDGET.format(here=str(Path(__file__).parent), length=length, directory=str(directory))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     told = json.loads(done.stdout)
@@ -372,5 +379,5 @@ def test_the_process_keeps_its_budget(tmp_path: Path) -> None:
     assert told["written"] > 2 * told["limit"]
     assert told["read"] > told["written"]
     prompt = mx.array([i * 7 % 300 for i in range(length)])
-    steps = generate_step(prompt, stock(directory), max_tokens=4, prefill_step_size=256)
+    steps = generate_step(prompt, stock(directory), max_tokens=2, prefill_step_size=64)
     assert told["tokens"] == [int(token) for token, _ in steps]

@@ -29,7 +29,7 @@ from mlx_flash.config import (
 from mlx_flash.errors import ConfigError, FlashError
 
 COUNTS = ("context_length", "prefill_step_size", "kv_max_tokens", "num_slots", "queue_depth")
-SHARES = ("expert_pool_gb", "derived_cache_gb")
+SHARES = ("expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day")
 NUMBERS = ("ram_budget_gb", "kv_ram_gb", "read_size_mb", *SHARES)
 SWITCHES = ("enabled", "expert_lookahead", "expert_warm_start", "telemetry", "poison_released_slots")
 WORDS = ("min", "safe", "balanced", "performance")
@@ -61,6 +61,10 @@ def test_defaults() -> None:
         "kv_keep": 0,
         "kv_step": 256,
         "kv_directory": None,
+        "kv_prefixes": "off",
+        "kv_prefix_tenant": None,
+        "kv_prefix_gb": None,
+        "ssd_write_gb_per_day": None,
         "num_slots": None,
         "expert_pool_gb": None,
         "expert_lookahead": True,
@@ -84,6 +88,8 @@ def test_every_field_is_tested_here() -> None:
         "kv_keep",
         "kv_step",
         "kv_directory",
+        "kv_prefixes",
+        "kv_prefix_tenant",
     }
 
 
@@ -349,6 +355,10 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "kv_keep": (0, 4),
     "kv_step": (256, 64),
     "kv_directory": (None, "/tmp/kv"),
+    "kv_prefixes": ("off", "exact", "shared"),
+    "kv_prefix_tenant": (None, "alice"),
+    "kv_prefix_gb": (None, 0, 12.5),
+    "ssd_write_gb_per_day": (None, 0, 12.5),
     "num_slots": (None, 1, 3),
     "expert_pool_gb": (None, 0, 2.5),
     "expert_lookahead": (True, False),

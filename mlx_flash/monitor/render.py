@@ -246,7 +246,7 @@ def _prompts(history: History) -> Iterator[Text]:
     )
     if restored is not None and computed is not None:
         words = f"{restored:.0f} tokens restored ({_size(nbytes)}), {computed:.0f} computed; "
-        yield _line("prompts", words + f"{"-" if stored is None else f"{stored:.0f}"} pages stored")
+        yield _line("prompts", words + f"{'-' if stored is None else f'{stored:.0f}'} pages stored")
 
 
 def _writes(history: History) -> Iterator[Text]:

@@ -1033,3 +1033,38 @@ class AnyOrder(RuleBasedStateMachine):
 def test_any_order() -> None:
     with Child() as AnyOrder.child:
         run_state_machine_as_test(AnyOrder, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
+
+
+# --- pages of any length ---------------------------------------------------------------------------------------------
+
+
+def test_pages_end_where_they_are_said_to(opened: Opener) -> None:
+    store = opened()
+    labels = np.stack([np.array(TOKENS), np.repeat([5, 9], 12)], axis=1)
+    ends = [4, 5, 12, 24]
+    for i, end in enumerate(ends):
+        assert store.put(labels, i, blobs(TOKENS[:end]), ends=ends)
+    store.flush()
+    found = store.find(labels, ends=ends)
+    assert found.ends == tuple(ends) and found.num_tokens == 24
+    assert store.find(labels, ends=[4, 12, 24]).num_tokens == 4 and store.find(labels, ends=[24]).num_tokens == 0
+    assert store.find(TOKENS, ends=ends).num_tokens == 0, "labels beside the tokens decide too"
+    labels[6, 1] += 1
+    assert store.find(labels, ends=ends).num_tokens == 5
+    assert list_prefixes(opened.directory)[0].tokens == 24
+
+
+def test_a_put_that_waits_for_room_is_stored(opened: Opener) -> None:
+    store = opened(queue_bytes=2000)
+    assert all(store.put(TOKENS, i, blobs(TOKENS[: (i + 1) * STEP]), waits=True) for i in range(6))
+    assert not store.put([1] * STEP, 0, blobs([1], 3000), waits=True), "it would wait for ever"
+    assert store.flush(60) and found(store, TOKENS) == 6
+
+
+def test_only_what_is_new(opened: Opener) -> None:
+    store = opened()
+    assert store.put(TOKENS, 0, blobs(TOKENS[:STEP]), only_new=True)
+    assert not store.put(TOKENS, 0, blobs(TOKENS[:STEP]), only_new=True), "it waits, or is there"
+    store.flush()
+    assert not store.put(TOKENS, 0, blobs(TOKENS[:STEP]), only_new=True)
+    assert store.put(TOKENS, 0, blobs(TOKENS[:STEP]))

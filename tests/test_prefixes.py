@@ -8,6 +8,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_flash
-from mlx_flash import FlashConfig, FlashLLM
+from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.errors import FlashError
 from mlx_flash.kv.prefixes import prefix_directory
 from mlx_flash.kv.store_access import clear_prefixes, list_prefixes
 from mlx_flash.kv.wear import FILE_NAME
+from mlx_flash.monitor import app as monitor
+from mlx_flash.monitor.glyphs import size
 from mlx_flash.storage.probe import cache_directory
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
 
@@ -430,3 +433,26 @@ def test_by_default_nothing_is_remembered(llama: Path) -> None:
         generated(model)
         assert model.prefixes is None
     assert not prefix_directory().exists()
+
+
+# --- telling ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_monitor_and_the_cache_command_show_them(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first_run(llama)
+    with loaded(llama, telemetry=True) as model:
+        generated(model)
+        generated(model, PROMPT[::-1])
+        assert model.prefixes is not None and model.prefixes.store.flush()
+        text, deadline = "", time.monotonic() + 20
+        while "3 pages stored" not in text and time.monotonic() < deadline:
+            assert monitor.main(["--once"]) == 0
+            text = capsys.readouterr().out
+        nbytes = size(model.prefixes.counters.restored_bytes)
+    assert f"699 tokens restored ({nbytes}), 699 computed; 3 pages stored" in text and "today of 20 GB" in text
+    assert cli.main(["cache", "list", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["prefixes"]
+    assert (entry["tokens"], entry["pages"], entry["title"]) == (2 * 699, 6, llama.name)
+    assert cli.main(["cache", "clear"]) == 0
+    assert "1398 remembered tokens" in capsys.readouterr().out
+    assert list_prefixes(prefix_directory()) == []

@@ -16,15 +16,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_flash
 from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.errors import FlashError
+from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.prefixes import prefix_directory
 from mlx_flash.kv.store_access import clear_prefixes, list_prefixes
-from mlx_flash.kv.wear import FILE_NAME
+from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
 from mlx_flash.monitor import app as monitor
 from mlx_flash.monitor.glyphs import size
 from mlx_flash.storage.probe import cache_directory
@@ -412,13 +415,15 @@ def test_a_limit_is_kept(llama: Path) -> None:
 
 
 def test_kv_pages_on_disk_are_counted(tmp_path: Path) -> None:
-    directory = save(tmp_path / "llama", SMALL)
-    settings = {"kv_cache": "disk", "kv_ram_gb": 0.0016}
-    with loaded(directory, "off", **settings) as model:
-        generated(model)
-        assert model.kv is not None and model.kv.written_bytes > 0
-        model.close()
-        assert model._governor.telemetry()["session_bytes"] == model.kv.written_bytes
+    governor = WriteGovernor(tmp_path, gb_per_day=0.0001)
+    pool = KVPool(KVOptions(step=64, budget_bytes=3_000_000, direct=False), governor.count)
+    caches = make_caches([KVCache() for _ in range(8)], pool.options, pool)
+    for cache in caches:
+        cache.update_and_fetch(mx.ones((1, 2, 640, 64)), mx.ones((1, 2, 640, 64)))
+    for disk in pool.on_disk.values():
+        disk.file.flush()
+    assert governor.telemetry()["session_bytes"] == pool.written_bytes > 100_000, "cap or not"
+    pool.close()
 
 
 def test_only_the_user_may_look(llama: Path) -> None:
@@ -449,7 +454,7 @@ def test_the_monitor_and_the_cache_command_show_them(llama: Path, capsys: pytest
             assert monitor.main(["--once"]) == 0
             text = capsys.readouterr().out
         nbytes = size(model.prefixes.counters.restored_bytes)
-    assert f"699 tokens restored ({nbytes}), 699 computed; 3 pages stored" in text and "today of 20 GB" in text
+    assert f"699 tokens restored ({nbytes}), 699 computed; 3 pages stored" in text and "today of 20.0 GB" in text
     assert cli.main(["cache", "list", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)["prefixes"]
     assert (entry["tokens"], entry["pages"], entry["title"]) == (2 * 699, 6, llama.name)

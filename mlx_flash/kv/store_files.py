@@ -33,7 +33,7 @@ import numpy as np
 from mlx_flash.errors import ReadError
 from mlx_flash.storage.pagecache import drop_cached
 
-MAGIC = b"MLXFKV\x00\x01"
+MAGIC = b"MLXFKV\x00\x02"
 ALIGNMENT = 4096
 """Of blobs in the file, for direct reads."""
 

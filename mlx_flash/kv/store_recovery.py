@@ -16,7 +16,7 @@ from mlx_flash.kv.store_files import PARTIAL_SUFFIX, SUFFIX, PageFile, PageInfo,
 from mlx_flash.kv.store_index import SCHEMA, Index
 from mlx_flash.kv.store_sessions import only_one
 
-FORMAT = 1
+FORMAT = 2
 """Of the index; one of another number is set aside."""
 
 INDEX_NAME = "index.sqlite"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from mlx_flash.integration.mlx_lm import FlashPatch, apply_flash_patch, remove_flash_patch
+    from mlx_flash.kv.cache import DiskKVCache
     from mlx_flash.model import FlashLLM, load, load_model
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "ClosedError",
     "ConfigError",
+    "DiskKVCache",
     "FileChangedError",
     "FlashConfig",
     "FlashError",
@@ -52,6 +54,7 @@ __all__ = [
 _HOMES = {
     "mlx_flash.config": {"FlashConfig", "parse_budget"},
     "mlx_flash.integration.mlx_lm": {"FlashPatch", "apply_flash_patch", "remove_flash_patch"},
+    "mlx_flash.kv.cache": {"DiskKVCache"},
     "mlx_flash.model": {"FlashLLM", "load", "load_model"},
 }
 

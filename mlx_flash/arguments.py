@@ -26,13 +26,15 @@ from mlx_lm.generate import (
 )
 
 from mlx_flash import __version__
-from mlx_flash.config import Budget, IOMode, parse_budget
+from mlx_flash.config import Budget, IOMode, KVMode, PrefixMode, parse_budget
 from mlx_flash.errors import ConfigError
 
 Command = Callable[[argparse.Namespace, TextIO], int]
 
 DIAL = (
     *("ram_budget_gb", "context_length", "prefill_step_size", "num_slots"),
+    *("kv_cache", "kv_ram_gb", "kv_max_tokens", "kv_keep", "kv_step", "kv_directory"),
+    *("kv_prefixes", "kv_prefix_tenant", "kv_prefix_gb", "ssd_write_gb_per_day"),
     *("expert_pool_gb", "expert_lookahead", "expert_warm_start", "io", "read_size_mb", "queue_depth"),
 )
 """The fields of ``FlashConfig`` that are flags of every command."""
@@ -128,6 +130,18 @@ def _add_dial_flags(parser: argparse.ArgumentParser, note: str | None = None) ->
     )
     add("--context-length", type=int, metavar="N", help="tokens of KV cache to set memory aside for")
     add("--prefill-step-size", type=int, metavar="N", help="prompt tokens in one forward call; default: what fits")
+    add("--kv-cache", choices=get_args(KVMode), help="how the KV cache is kept; default: on disk when it has to be")
+    add("--kv-ram-gb", type=float, metavar="GB", help="memory for the KV cache, beyond which it is on disk")
+    add("--kv-max-tokens", type=int, metavar="N", help="forget the older half of more tokens; changes the output")
+    add("--kv-keep", type=int, metavar="N", help="tokens at the beginning that are not forgotten then")
+    add("--kv-step", type=int, metavar="N", help="tokens by which the KV cache grows")
+    add("--kv-directory", metavar="DIR", help="where a KV cache on disk is put")
+    add("--kv-prefixes", choices=get_args(PrefixMode), help="whether prompts are remembered on disk; default: off")
+    add("--kv-prefix-tenant", metavar="NAME", help="remembered prompts are shared within this name only")
+    add("--kv-prefix-gb", type=float, metavar="GB", help="what remembered prompts may take on disk")
+    add(
+        "--ssd-write-gb-per-day", type=float, metavar="GB", help="what may be written on a day; 0: nothing; default: 20"
+    )
     add("--num-slots", type=int, metavar="N", help="buffers that streamed weights take turns in")
     add("--expert-pool-gb", type=float, metavar="GB", help="memory for experts of a mixture that are kept; 0: none")
     either = argparse.BooleanOptionalAction

@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType
@@ -25,9 +25,13 @@ GB = 1_000_000_000
 Profile = Literal["safe", "balanced", "performance"]
 Budget = float | Literal["min", "safe", "balanced", "performance"] | None
 IOMode = Literal["auto", "direct", "buffered"]
+KVMode = Literal["stock", "flat", "paged", "disk"]
+PrefixMode = Literal["off", "exact", "shared"]
 
 _BUDGET_WORDS = ("min", *get_args(Profile))
 _IO_MODES = get_args(IOMode)
+_KV_MODES = get_args(KVMode)
+_PREFIX_MODES = get_args(PrefixMode)
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 VARIABLE_PREFIX = "MLX_FLASH_"
@@ -50,6 +54,24 @@ class FlashConfig:
             the budget has left is refused.
         prefill_step_size: the most new tokens in one forward call the plan sets memory aside for. None plans for
             mlx-lm's default, or for less where that would take more than a fifth of the budget.
+        kv_cache: how the KV cache is kept. ``"stock"`` leaves it to mlx-lm. ``"flat"`` takes the memory of
+            ``context_length`` tokens at once, ``"paged"`` takes it as tokens come; neither copies old tokens.
+            ``"disk"`` keeps in memory what ``kv_ram_gb`` has room for, the rest in files: the disk limits the context.
+            None keeps it in memory as mlx-lm does, and has it on disk where the plan, or a call, has no room for it.
+        kv_ram_gb: memory for keys and values, beyond which they are on disk, in decimal GB. None lets the plan choose.
+        kv_max_tokens: when a cache would hold more tokens, the older half is forgotten, which changes the output. None
+            forgets nothing.
+        kv_keep: so many tokens at the beginning are not forgotten with ``kv_max_tokens``.
+        kv_step: tokens by which a cache grows, and tokens of a page on disk.
+        kv_directory: where the files of a KV cache are, while its model is there. None is mlx-flash's cache folder.
+        kv_prefixes: whether prompts are remembered on disk, so that later runs need not compute them again. ``"exact"``
+            uses what was computed in calls of the same length, and the output is what it would have been; ``"shared"``
+            uses the longest beginning that is known, as mlx-lm's server does with the caches that it keeps.
+        kv_prefix_tenant: those with another one share nothing, and find nothing of each other.
+        kv_prefix_gb: what remembered prompts of all models may take on disk, in decimal GB; the ones used longest ago
+            are removed to keep it. None: as much as leaves a tenth of the disk free.
+        ssd_write_gb_per_day: what all processes together may write on a day of remembered prompts, in decimal GB. A KV
+            cache on disk counts too, but goes on beyond it. 0 writes neither. None is 20.
         num_slots: buffers that the streamed units take turns in. None lets the plan choose.
         expert_pool_gb: memory for experts of mixture-of-experts models that are kept between tokens, in decimal GB.
             None: what the rest of the plan leaves of the budget. 0 keeps none; layers are read whole then, with all of
@@ -73,6 +95,16 @@ class FlashConfig:
     ram_budget_gb: Budget = None
     context_length: int | None = None
     prefill_step_size: int | None = None
+    kv_cache: KVMode | None = None
+    kv_ram_gb: float | None = None
+    kv_max_tokens: int | None = None
+    kv_keep: int = 0
+    kv_step: int = 256
+    kv_directory: Path | str | None = None
+    kv_prefixes: PrefixMode = "off"
+    kv_prefix_tenant: str | None = None
+    kv_prefix_gb: float | None = None
+    ssd_write_gb_per_day: float | None = None
     num_slots: int | None = None
     expert_pool_gb: float | None = None
     expert_lookahead: bool = True
@@ -96,14 +128,31 @@ class FlashConfig:
         _check_count("num_slots", self.num_slots, 1)
         _check_count("queue_depth", self.queue_depth, 1, 64)
         _check_number("read_size_mb", self.read_size_mb)
-        for name in ("expert_pool_gb", "derived_cache_gb"):
+        for name in ("expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day"):
             _check_number(name, getattr(self, name), may_be_zero=True)
-        if self.io not in _IO_MODES:
-            hint = did_you_mean(self.io, _IO_MODES)
-            raise ConfigError(f"io is {self.io!r}: it must be one of {', '.join(map(repr, _IO_MODES))}{hint}")
+        _check_word("io", self.io, _IO_MODES)
+        self._check_kv()
         for name in ("enabled", "expert_lookahead", "expert_warm_start", "telemetry", "poison_released_slots"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} is {value!r}: it must be True or False")
+
+    def _check_kv(self) -> None:
+        if self.kv_cache is not None:
+            _check_word("kv_cache", self.kv_cache, _KV_MODES)
+        _check_number("kv_ram_gb", self.kv_ram_gb)
+        _check_count("kv_max_tokens", self.kv_max_tokens, 1)
+        for name, least in (("kv_keep", 0), ("kv_step", 1)):
+            _check_count(name, getattr(self, name), least, is_open=False)
+        if not isinstance(self.kv_directory, Path | str | None):
+            raise ConfigError(f"kv_directory is {self.kv_directory!r}: it must be a path")
+        _check_word("kv_prefixes", self.kv_prefixes, _PREFIX_MODES)
+        if not isinstance(self.kv_prefix_tenant, str | None):
+            raise ConfigError(f"kv_prefix_tenant is {self.kv_prefix_tenant!r}: it must be text")
+
+    @property
+    def writes_nothing(self) -> bool:
+        """Whether neither keys and values nor prompts may be written to a disk."""
+        return self.ssd_write_gb_per_day == 0
 
     @property
     def budget_bytes(self) -> int | Literal["min"] | Profile:
@@ -275,8 +324,14 @@ def _or_budget_words() -> str:
     return f"or one of {', '.join(map(repr, _BUDGET_WORDS))}"
 
 
-def _check_count(name: str, value: object, least: int, most: int | None = None) -> None:
-    if value is None:
+def _check_word(name: str, value: object, words: Sequence[str]) -> None:
+    if value not in words:
+        hint = did_you_mean(value, words)
+        raise ConfigError(f"{name} is {value!r}: it must be one of {', '.join(map(repr, words))}{hint}")
+
+
+def _check_count(name: str, value: object, least: int, most: int | None = None, *, is_open: bool = True) -> None:
+    if value is None and is_open:
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} is {value!r}: it must be a whole number")

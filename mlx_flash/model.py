@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,15 +17,20 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.tuner import utils as mlx_lm_tuner_utils
+from mlx_lm.models import cache as stock_cache
 
 from mlx_flash.checkpoint.derived import adopt_derived
-from mlx_flash.checkpoint.fingerprint import state_of
+from mlx_flash.checkpoint.fingerprint import fingerprint_of, state_of
+from mlx_flash.checkpoint.identity import ModelIdentity
 from mlx_flash.checkpoint.layout import LoadedModel, ModelLayout, load_config, load_lazily, model_name
 from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.config import FlashConfig
-from mlx_flash.errors import CheckpointNotFoundError, ClosedError, ConfigError, FlashError, StreamedWeightsError
+from mlx_flash.errors import CheckpointNotFoundError, ClosedError, ConfigError, FlashError
+from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.leaves import forget
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.prefixes import PrefixCache, open_governor, open_prefixes
 from mlx_flash.residency.headroom import check_headroom
 from mlx_flash.residency.machine import look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan
@@ -40,10 +45,11 @@ from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import ModelSizes, expecting, measure
 from mlx_flash.storage.reader import Reader
 from mlx_flash.streaming.arrays import arrays_in
-from mlx_flash.streaming.dropped import result_is_dropped
+from mlx_flash.streaming.dropped import DroppedResult, result_is_dropped
 from mlx_flash.streaming.engine import Engine, ExpertOptions, Progress
 from mlx_flash.streaming.eviction import Expert
 from mlx_flash.streaming.experts import Routing
+from mlx_flash.streaming.facade import ModelFacade
 from mlx_flash.streaming.slots import kernel_alignment
 from mlx_flash.streaming.status import PassCounters, Status
 from mlx_flash.telemetry import Publisher
@@ -67,6 +73,7 @@ class Prepared:
         plan: what will be in memory.
         popularity: which experts earlier runs used most; None without experts, or when that is not wanted.
         popularity_path: where that is remembered.
+        identity: what decides the model's output; None where no prompts are to be remembered.
     """
 
     loaded: LoadedModel
@@ -75,9 +82,10 @@ class Prepared:
     plan: ResidencyPlan
     popularity: Popularity | None = None
     popularity_path: Path | None = None
+    identity: ModelIdentity | None = None
 
 
-class FlashLLM(nn.Module):
+class FlashLLM(ModelFacade):
     """A model of mlx-lm whose weights are streamed. Made by :func:`load` or :func:`load_model`.
 
     It is called as mlx-lm's model is, and answers to every attribute of it (``layers``, ``make_cache``, ``args`` ...).
@@ -96,21 +104,21 @@ class FlashLLM(nn.Module):
         plan: what is in memory, and what is not. Made anew by :meth:`start`.
         layout: the model's units.
         engine: None before :meth:`start`; its ``stream.stats`` and ``reader.stats`` count.
+        kv: what its KV caches share; None where they are mlx-lm's own.
         name: what to call it.
         counters: what its calls did so far.
+        prefixes: the prompts that are remembered; None before :meth:`start`, and where none are.
     """
 
-    engine: Engine | None
-
     def __init__(self, prepared: Prepared, config: FlashConfig, name: str) -> None:
-        nn.Module.__init__(self)
-        # nn.Module would put the model into the module tree if it were set as usual.
-        object.__setattr__(self, "_model", prepared.loaded.model)
+        super().__init__(prepared.loaded.model, prepared.layout)
         self._prepared = prepared
         self._config = config
         self.plan = prepared.plan
-        self.layout = prepared.layout
-        self.engine = None
+        self.prefixes: PrefixCache | None = None
+        self._governor = open_governor(config)
+        options = prepared.plan.kv.options
+        self.kv = None if options is None else KVPool(options, self._governor.count)
         self.name = name
         self._lock = threading.RLock()
         self._closed = False
@@ -164,6 +172,7 @@ class FlashLLM(nn.Module):
         popularity: Popularity | None = None,
     ) -> None:
         config = self._config
+        fingerprint = self._fingerprint()  # while modules have the classes that they were loaded with
         reader = Reader(
             _files(layout),
             direct=config.io != "buffered",
@@ -175,17 +184,31 @@ class FlashLLM(nn.Module):
         experts = ExpertOptions(self._prepared.machine.exact_tiles, config.expert_lookahead, popular)
         engine = Engine(layout, plan, reader, kernel_alignment(), config.poison_released_slots, progress, experts)
         self.layout, self.plan, self.engine = layout, plan, engine
+        if fingerprint is not None:
+            self.prefixes = open_prefixes(config, fingerprint, self.name, plan.prefix_bytes, self._governor)
         cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
         publisher = None
         if config.telemetry:  # what it collects from must not be this object, whose end closes it
-            publisher = Publisher(Status(self.name, plan, layout, engine, self.counters).collect)
+            status = Status(self.name, plan, layout, engine, self.counters, self.kv)
+            status.tell("writes", self._governor.telemetry)
+            if self.prefixes is not None:
+                status.tell("prefixes", self.prefixes.telemetry)
+            publisher = Publisher(status.collect)
             publisher.start()
         remember = None
         path = self._prepared.popularity_path
         if popularity is not None and engine.experts is not None and path is not None:
             engine.experts.listeners.append(partial(_count_uses, popularity))
             remember = partial(save_popularity, path, popularity, self.name)
-        self._release = weakref.finalize(self, _let_go, reader, cache_limit, publisher, remember)
+        self._release = weakref.finalize(self, _let_go, reader, cache_limit, publisher, remember, self.prefixes)
+
+    def _fingerprint(self) -> str | None:
+        """Of the model, its adapters included; None when its prompts are not to be remembered, or cannot be."""
+        identity = self._prepared.identity
+        fingerprint = None if identity is None else identity.fingerprint()
+        if identity is not None and fingerprint is None:
+            _log.warning("prompts of %s are not remembered: too much of it is not as it was loaded.", self.name)
+        return fingerprint
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass, with the arguments and the result of mlx-lm's model.
@@ -211,8 +234,42 @@ class FlashLLM(nn.Module):
             check_headroom(self.plan, num_tokens, cache, step and step * len(args[0]), all_logits=not is_dropped)
             self._engine.drop_logits(is_dropped)
             if step is None:
-                return self._counted(*args, **kwargs)
-            return self._in_steps(args[0], step, **kwargs)
+                return self._pass(is_dropped, *args, **kwargs)
+            return self._in_steps(is_dropped, args[0], step, **kwargs)
+
+    def make_cache(self) -> list[Any]:
+        """A prompt cache, for mlx-lm's ``make_prompt_cache``: the model's own, its plain entries as the settings say.
+
+        What mlx-lm was asked for with ``max_kv_size`` stays mlx-lm's.
+        """
+        caller = sys._getframe(1)
+        is_asked = caller.f_code is stock_cache.make_prompt_cache.__code__
+        stock = stock_cache.make_prompt_cache(self._model, caller.f_locals["max_kv_size"] if is_asked else None)
+        return stock if self.kv is None else make_caches(stock, self.kv.options, self.kv)
+
+    def _pass(self, is_dropped: bool, *args: Any, **kwargs: Any) -> Any:
+        """A forward call, or as much of one as is not remembered."""
+        cache = kwargs.get("cache", args[1] if len(args) > 1 else None)
+        if self.prefixes is None or not isinstance(cache, list | tuple):
+            return self._counted(*args, **kwargs)
+        if not _is_plain(args, kwargs):
+            forget(cache)
+            return self._counted(*args, **kwargs)
+        tokens = args[0]
+        call = self.prefixes.begin(tokens, cache, is_prompt=is_dropped)
+        if call is None:
+            return self._counted(tokens, cache=cache)
+        output: Any = DroppedResult()
+        if not call.is_answered:
+            computed = self._counted(tokens[:, call.num_restored :], cache=cache)
+            output = output if call.num_restored else computed
+        self.prefixes.end(call)
+        return output
+
+    @property
+    def is_batchable(self) -> bool:
+        """Whether batches keep what the settings say: their caches are mlx-lm's, in memory, and forget nothing."""
+        return self.kv is None or (self.kv.options.max_tokens is None and not self.plan.kv.num_on_disk)
 
     def _counted(self, *args: Any, **kwargs: Any) -> Any:
         tokens = args[0] if args and isinstance(args[0], mx.array) and args[0].ndim == 2 else None
@@ -224,6 +281,8 @@ class FlashLLM(nn.Module):
             if self._engine.experts is not None:
                 self._engine.experts.let_go()
             raise
+        if self.kv is not None:
+            self.kv.note()
         self.counters.end()
         return output
 
@@ -232,7 +291,7 @@ class FlashLLM(nn.Module):
         assert self.engine is not None
         return self.engine
 
-    def _in_steps(self, tokens: mx.array, step: int, **kwargs: Any) -> mx.array:
+    def _in_steps(self, is_dropped: bool, tokens: mx.array, step: int, **kwargs: Any) -> Any:
         if not self._told:
             self._told = True
             _log.warning(
@@ -243,49 +302,17 @@ class FlashLLM(nn.Module):
         outputs = []
         for i in range(0, tokens.shape[1], step):
             mx.eval(arrays_in(kwargs["cache"]))  # lets the intermediate results of the step before go
-            outputs.append(self._counted(tokens[:, i : i + step], **kwargs))
-        return mx.concatenate(outputs, axis=1)
+            outputs.append(self._pass(is_dropped, tokens[:, i : i + step], **kwargs))
+        dropped = [output for output in outputs if isinstance(output, DroppedResult)]
+        return dropped[0] if dropped else mx.concatenate(outputs, axis=1)
 
     def _step(self, *args: Any, **kwargs: Any) -> int | None:
         """New tokens of each sequence that may go through at a time; None when they need not or cannot be cut."""
-        if len(args) != 1 or [key for key, value in kwargs.items() if value is not None] != ["cache"]:
+        if len(args) != 1 or not _is_plain(args, kwargs):
             return None
         tokens = args[0]
-        if not isinstance(tokens, mx.array) or tokens.ndim != 2:
-            return None
         step = max(1, self.plan.prefill_step_size // max(1, len(tokens)))
         return step if step < tokens.shape[1] else None
-
-    def __getattr__(self, key: str) -> Any:
-        if key == "_model":  # not there yet: being made by copy or pickle
-            raise AttributeError(key)
-        return getattr(self._model, key)
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters that are in memory all the time, as a tree.
-
-        While adapters are applied, all of them, lazily loaded.
-
-        Raises:
-            StreamedWeightsError: mlx-lm asks in order to save them.
-        """
-        caller = sys._getframe(1).f_code
-        if caller is mlx_lm_utils.save_model.__code__:
-            raise _refusal("mlx_lm.utils.save_model()")
-        if caller is _LOAD_ADAPTERS and self.engine is None:
-            return cast(dict[str, Any], self._model.parameters())
-        elsewhere = {(id(p.container), p.key) for unit in self.layout.units for p in unit.large}
-        engine = self.engine
-
-        def in_memory(module: nn.Module, key: str, value: Any) -> bool:
-            is_streamed = (id(module), key) in elsewhere if engine is None else engine.is_streamed(module, key)
-            return nn.Module.valid_parameter_filter(module, key, value) and not is_streamed
-
-        return cast(dict[str, Any], self._model.filter_and_map(in_memory))
-
-    def trainable_parameters(self) -> dict[str, Any]:
-        """None: weights that are read again on every pass cannot be trained."""
-        return {}
 
     def close(self) -> nn.Module:
         """Ends streaming: restores classes and lazily loaded weights, closes the files, joins the threads.
@@ -301,6 +328,8 @@ class FlashLLM(nn.Module):
                     self._release()
                 if self.engine is not None:
                     self.engine.close()
+                if self.kv is not None:
+                    self.kv.close()
             return cast(nn.Module, self._model)
 
     def __enter__(self) -> FlashLLM:
@@ -310,15 +339,6 @@ class FlashLLM(nn.Module):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlashLLM:
-        raise StreamedWeightsError("a streamed model cannot be copied: its weights are on disk. Hint: load it again.")
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        raise StreamedWeightsError("a streamed model cannot be pickled: its weights are on disk. Hint: load it again.")
-
-
-_LOAD_ADAPTERS = mlx_lm_tuner_utils.load_adapters.__code__
 
 
 def _waiting() -> list[FlashLLM]:
@@ -357,58 +377,29 @@ def _count_uses(popularity: Popularity, layer: int, routing: Routing) -> None:
     popularity.add(layer, np.bincount(routing.reshape(-1), minlength=len(popularity.counts[layer])))
 
 
+def _is_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call gives tokens and a prompt cache, and nothing else."""
+    others = [key for key, value in kwargs.items() if value is not None and key != "cache"]
+    tokens = args[0] if len(args) == 1 + (kwargs.get("cache") is None) else None
+    return not others and isinstance(tokens, mx.array) and tokens.ndim == 2
+
+
 def _let_go(
-    reader: Reader, cache_limit: int | None, publisher: Publisher | None, remember: Callable[[], None] | None
+    reader: Reader,
+    cache_limit: int | None,
+    publisher: Publisher | None,
+    remember: Callable[[], None] | None,
+    prefixes: PrefixCache | None,
 ) -> None:
     if publisher is not None:
         publisher.close()
+    if prefixes is not None:
+        prefixes.close()
     if remember is not None:
         remember()
     reader.close()
     if cache_limit is not None:
         mx.set_cache_limit(cache_limit)
-
-
-def _refusal(what: str) -> StreamedWeightsError:
-    return StreamedWeightsError(
-        f"{what} on a streamed model would take what happens to be in the slots for its weights. "
-        "Hint: load the model with mlx_lm, or call close() and use the model that it returns."
-    )
-
-
-def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: FlashLLM, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._model, name)(*args, **kwargs)
-
-    method.__name__, method.__doc__ = name, f"As ``nn.Module.{name}``, on mlx-lm's model."
-    return method
-
-
-def _delegate_before_start(name: str) -> Callable[..., Any]:
-    def method(self: FlashLLM, *args: Any, **kwargs: Any) -> Any:
-        if self.engine is not None:
-            raise _refusal(f"{name}()")
-        getattr(self._model, name)(*args, **kwargs)
-        return self
-
-    method.__name__, method.__doc__ = name, f"As ``nn.Module.{name}``; refused once weights are streamed."
-    return method
-
-
-def _refuse(name: str) -> Callable[..., Any]:
-    def method(self: FlashLLM, *args: Any, **kwargs: Any) -> Any:
-        raise _refusal(f"{name}()")
-
-    method.__name__, method.__doc__ = name, "Refused: it would see slot contents."
-    return method
-
-
-for _name in ("children", "leaf_modules", "modules", "named_modules", "train", "eval", "freeze", "unfreeze"):
-    setattr(FlashLLM, _name, _delegate(_name))
-for _name in ("load_weights", "update", "update_modules", "apply_to_modules"):
-    setattr(FlashLLM, _name, _delegate_before_start(_name))
-for _name in ("save_weights", "apply", "set_dtype"):
-    setattr(FlashLLM, _name, _refuse(_name))
 
 
 def load(
@@ -518,7 +509,11 @@ def prepare(
     sizes = _measure(layout, loaded, popularity)
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
     machine = look_at_machine(largest.path, layout, config)
-    return Prepared(loaded, layout, machine, make_plan(sizes, config, machine), popularity, popularity_path)
+    identity = None
+    if config.kv_prefixes != "off":
+        identity = ModelIdentity(loaded.model, fingerprint_of(loaded, state_of(checkpoint)))
+    plan = make_plan(sizes, config, machine)
+    return Prepared(loaded, layout, machine, plan, popularity, popularity_path, identity)
 
 
 def _files(layout: ModelLayout) -> list[Path]:

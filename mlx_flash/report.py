@@ -22,6 +22,7 @@ from rich.table import Table
 from mlx_flash import __version__
 from mlx_flash.checkpoint.layout import ModelLayout, Unit
 from mlx_flash.config import GB
+from mlx_flash.kv.stats import KVUsage
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.memory import peak_footprint
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, Pool, ResidencyPlan
@@ -40,6 +41,7 @@ class Mark:
         busy_seconds: time during which the disk was read.
         wait_seconds: time that computing waited for weights.
         experts: what experts that are read one by one did.
+        kv_read_bytes, kv_written_bytes: of keys and values, from and to the disk.
     """
 
     seconds: float
@@ -47,6 +49,8 @@ class Mark:
     busy_seconds: float
     wait_seconds: float
     experts: ExpertStats
+    kv_read_bytes: int = 0
+    kv_written_bytes: int = 0
 
 
 class Recorder:
@@ -66,6 +70,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module, num_prompt_tokens: int, load_seconds: float) -> None:
         self._engine = model.engine if isinstance(model, FlashLLM) else None
+        self._kv = model.kv if isinstance(model, FlashLLM) else None
         experts = self._engine.experts if self._engine is not None else None
         self._experts = experts.pool.stats if experts is not None else ExpertStats()  # the engine lets go of its own
         self.plan: ResidencyPlan | None = model.plan if isinstance(model, FlashLLM) else None
@@ -91,7 +96,10 @@ class Recorder:
             return Mark(time.perf_counter(), 0, 0.0, 0.0, ExpertStats())
         read, stream, experts = self._engine.reader.stats, self._engine.stream.stats, replace(self._experts)
         waited = stream.wait_seconds + experts.wait_seconds
-        return Mark(time.perf_counter(), read.nbytes, read.busy_seconds, waited, experts)
+        kv = KVUsage() if self._kv is None else self._kv.usage
+        waited += kv.wait_seconds
+        now = time.perf_counter()
+        return Mark(now, read.nbytes, read.busy_seconds, waited, experts, kv.read_bytes, kv.written_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +120,8 @@ class GenerationReport:
         read_bytes_per_second: while at least one read was in flight, loading excluded.
         disk_bytes_per_second: what the disk was probed to give.
         disk_speed_share: of that, what reading reached.
-        prompt_wait_share, generation_wait_share: of the time, what was spent waiting for weights.
+        prompt_wait_share, generation_wait_share: of the time, what was spent waiting for weights, keys and values.
+        kv_bytes_read, kv_bytes_written: keys and values of the prompt and of generation, from and to the disk.
         expert_hit_rate: of the experts that generation needed, the share that was in memory, or on its way.
         expert_bytes_read_per_token: of generation; part of ``bytes_read_per_token``.
         expert_predictions: experts read early in generation because the next layer was expected to need them.
@@ -145,6 +154,8 @@ class GenerationReport:
     disk_speed_share: float | None = None
     prompt_wait_share: float | None = None
     generation_wait_share: float | None = None
+    kv_bytes_read: int | None = None
+    kv_bytes_written: int | None = None
     expert_hit_rate: float | None = None
     expert_bytes_read_per_token: float | None = None
     expert_predictions: int | None = None
@@ -206,6 +217,8 @@ def _disk_numbers(run: Recorder, plan: ResidencyPlan) -> Json:
         "disk_speed_share": speed and _ratio(speed, plan.disk_bytes_per_second),
         "prompt_wait_share": _ratio(first.wait_seconds - start.wait_seconds, first.seconds - start.seconds),
         "generation_wait_share": _ratio(last.wait_seconds - first.wait_seconds, last.seconds - first.seconds),
+        "kv_bytes_read": last.kv_read_bytes - start.kv_read_bytes,
+        "kv_bytes_written": last.kv_written_bytes - start.kv_written_bytes,
         "plan": plan,
     }
 
@@ -223,8 +236,13 @@ def _expert_numbers(run: Recorder) -> Json:
 
 def plan_to_json(plan: ResidencyPlan) -> Json:
     """Every field of a plan, and what follows from them."""
+    kv = asdict(plan.kv)
+    if plan.kv.options is not None:
+        kv["options"]["directory"] = None if plan.kv.options.directory is None else str(plan.kv.options.directory)
     return {
         **asdict(plan),
+        "kv": kv,
+        "kv_bytes": plan.kv_bytes,
         "peak_bytes": plan.peak_bytes,
         "parts": [{"name": name, "bytes": nbytes} for name, nbytes in plan.parts()],
         "seconds_per_token": plan.seconds,
@@ -264,6 +282,9 @@ def _generation_lines(report: GenerationReport) -> Iterator[tuple[str, str]]:
     yield "Loading:", f"{report.load_seconds:.2f} s"
     yield "Peak memory:", _against_budget(report)
     yield from _disk_lines(report)
+    if report.kv_bytes_written:
+        read, written = report.kv_bytes_read or 0, report.kv_bytes_written
+        yield "KV cache:", f"{size(written)} written to the disk, {size(read)} read"
     if report.expert_hit_rate is not None:
         yield "Experts:", _experts_used(report, report.expert_hit_rate)
     if not report.prefill_as_mlx_lm:
@@ -329,9 +350,19 @@ def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str,
             f"{_count(plan.queue_depth, 'read')} of {size(plan.read_size)} in flight"
         ),
     )
-    yield "Prediction:", f"{plan.seconds:.3g} s per token{_speed(_ratio(1, plan.seconds))}"
+    yield "Prediction:", f"{plan.weights_seconds:.3g} s per token{_speed(_ratio(1, plan.weights_seconds))}"
+    if plan.kv.num_on_disk:
+        yield "KV cache:", _kv_on_disk(plan)
     yield "Prefill:", f"{plan.prefill_step_size} tokens a call, {plan.context_length} tokens of context"
     yield "MLX cache limit:", size(plan.cache_limit)
+
+
+def _kv_on_disk(plan: ResidencyPlan) -> str:
+    kv = plan.kv
+    return (
+        f"on disk for {kv.num_on_disk} of {len(kv.rows)} layers at {plan.context_length} tokens, where "
+        f"{size(kv.disk_bytes)} are read and a token takes {plan.seconds:.3g} s"
+    )
 
 
 def _experts(pool: Pool) -> str:

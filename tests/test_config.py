@@ -28,9 +28,9 @@ from mlx_flash.config import (
 )
 from mlx_flash.errors import ConfigError, FlashError
 
-COUNTS = ("context_length", "prefill_step_size", "num_slots", "queue_depth")
-SHARES = ("expert_pool_gb", "derived_cache_gb")
-NUMBERS = ("ram_budget_gb", "read_size_mb", *SHARES)
+COUNTS = ("context_length", "prefill_step_size", "kv_max_tokens", "num_slots", "queue_depth")
+SHARES = ("expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day")
+NUMBERS = ("ram_budget_gb", "kv_ram_gb", "read_size_mb", *SHARES)
 SWITCHES = ("enabled", "expert_lookahead", "expert_warm_start", "telemetry", "poison_released_slots")
 WORDS = ("min", "safe", "balanced", "performance")
 OR_WORDS = "or one of 'min', 'safe', 'balanced', 'performance'"
@@ -55,6 +55,16 @@ def test_defaults() -> None:
         "ram_budget_gb": None,
         "context_length": None,
         "prefill_step_size": None,
+        "kv_cache": None,
+        "kv_ram_gb": None,
+        "kv_max_tokens": None,
+        "kv_keep": 0,
+        "kv_step": 256,
+        "kv_directory": None,
+        "kv_prefixes": "off",
+        "kv_prefix_tenant": None,
+        "kv_prefix_gb": None,
+        "ssd_write_gb_per_day": None,
         "num_slots": None,
         "expert_pool_gb": None,
         "expert_lookahead": True,
@@ -74,6 +84,12 @@ def test_every_field_is_tested_here() -> None:
         *NUMBERS,
         *SWITCHES,
         "io",
+        "kv_cache",
+        "kv_keep",
+        "kv_step",
+        "kv_directory",
+        "kv_prefixes",
+        "kv_prefix_tenant",
     }
 
 
@@ -333,6 +349,16 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "ram_budget_gb": (None, "min", "safe", 2.0, 0.75),
     "context_length": (None, 1, 4096),
     "prefill_step_size": (None, 64, 512),
+    "kv_cache": (None, "flat", "paged", "disk"),
+    "kv_ram_gb": (None, 0.25, 1.0),
+    "kv_max_tokens": (None, 1000, 20_000),
+    "kv_keep": (0, 4),
+    "kv_step": (256, 64),
+    "kv_directory": (None, "/tmp/kv"),
+    "kv_prefixes": ("off", "exact", "shared"),
+    "kv_prefix_tenant": (None, "alice"),
+    "kv_prefix_gb": (None, 0, 12.5),
+    "ssd_write_gb_per_day": (None, 0, 12.5),
     "num_slots": (None, 1, 3),
     "expert_pool_gb": (None, 0, 2.5),
     "expert_lookahead": (True, False),

@@ -22,11 +22,11 @@ from mlx_lm.generate import generate_step
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.residency.assemble import TILE_ROW_MULTIPLE, TILE_SLACK_BYTES, simulate, tile_rows
+from mlx_flash.residency.kv import KV_SHARE
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, PREFILL_STEPS, Machine, ResidencyPlan
 from mlx_flash.residency.search import (
     ACTIVATION_SHARE,
     CONTEXT_LENGTHS,
-    KV_SHARE,
     MAX_SLOTS,
     PROFILE_SHARES,
     make_plan,

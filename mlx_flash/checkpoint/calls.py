@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_flash.checkpoint.layout import Parameter
@@ -52,6 +52,8 @@ class CallTrace:
         users: of each array that was used, the ``id`` of every module that was being called at all of its uses.
         cache_bytes: what the model's cache takes however long the context is: recurrent states.
         cache_bytes_per_token: what each token adds to it. Sliding windows count as if they grew for good.
+        kv_rows: of each plain ``KVCache`` in it, what a token adds; part of ``cache_bytes_per_token``.
+        kv_heads: heads of keys and of values in all of those.
         routes: of each module that was called with tokens and the experts for them, what came before.
     """
 
@@ -59,6 +61,8 @@ class CallTrace:
     users: dict[Place, frozenset[int]]
     cache_bytes: int = 0
     cache_bytes_per_token: int = 0
+    kv_rows: list[int] = field(default_factory=list)
+    kv_heads: int = 0
     routes: dict[int, Route] = field(default_factory=dict)
 
     def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
@@ -161,6 +165,9 @@ def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
         grows_in_steps = isinstance(getattr(entry, "step", None), int)
         per_token = row if grows_in_steps else max(0, after - before) // 2
         watch.trace.cache_bytes_per_token += per_token
+        if type(entry) is KVCache:
+            watch.trace.kv_rows.append(per_token)
+            watch.trace.kv_heads += sum(array.shape[1] for array in arrays_in(entry))
         watch.trace.cache_bytes += 0 if grows_in_steps else max(0, before - per_token)
     return watch.trace
 

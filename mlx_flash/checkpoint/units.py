@@ -58,6 +58,8 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         finer=list(tree.finer([unit for unit in layers if unit.large])),
         cache_bytes=tree.trace.cache_bytes,
         cache_bytes_per_token=tree.trace.cache_bytes_per_token,
+        kv_rows=tuple(tree.trace.kv_rows),
+        kv_heads=tree.trace.kv_heads,
         experts=find_experts(layers, tree.parameters, tree.trace),
     )
 

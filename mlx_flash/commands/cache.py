@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import TextIO
 
 from rich.table import Table
@@ -11,6 +13,9 @@ from rich.table import Table
 from mlx_flash.checkpoint.copies import Copy, derived_directory, list_copies, remove
 from mlx_flash.commands.common import print_json, print_rich
 from mlx_flash.config import GB
+from mlx_flash.kv.prefixes import prefix_directory
+from mlx_flash.kv.store_access import clear_prefixes, list_prefixes
+from mlx_flash.kv.store_index import StoredModel
 from mlx_flash.report import Json
 from mlx_flash.residency.popularity import PopularityFile, list_popularity, popularity_directory, remove_popularity
 from mlx_flash.storage.probe import _load_profiles, _profiles_file
@@ -28,10 +33,12 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
 def _list(args: argparse.Namespace, out: TextIO) -> int:
     copies = list_copies()
     files = list_popularity()
+    prefixes = list_prefixes(prefix_directory())
     disks = _remembered_disks()
     if args.json:
         lists = {"copies": [_to_json(copy) for copy in copies], "popularity": [_file_to_json(file) for file in files]}
-        print_json({**_places(), "bytes": _total(copies, files), **lists, "disks": disks}, out)
+        lists["prefixes"] = [asdict(model) for model in prefixes]
+        print_json({**_places(), "bytes": _total(copies, files, prefixes), **lists, "disks": disks}, out)
         return 0
     if copies:
         print_rich(_render(copies), out)
@@ -39,6 +46,9 @@ def _list(args: argparse.Namespace, out: TextIO) -> int:
     if files:
         print_rich(_render_files(files), out)
     print(f"{_files_in_words(files)} in {popularity_directory()}; {OFF_SWITCH}", file=out)
+    if prefixes:
+        print_rich(_render_prefixes(prefixes), out)
+    print(f"{_prefixes_in_words(prefixes)} in {prefix_directory()}", file=out)
     return 0
 
 
@@ -49,12 +59,14 @@ def _clear(args: argparse.Namespace, out: TextIO) -> int:
     files = list_popularity()
     for file in files:
         remove_popularity(file)
+    prefixes, in_use = _clear_prefixes()
     disks = _remembered_disks()
     _profiles_file().unlink(missing_ok=True)
     if args.json:
         lists = {"removed": [_to_json(copy) for copy in removed], "kept": [_to_json(copy) for copy in kept]}
         lists |= {"popularity": [_file_to_json(file) for file in files]}
-        print_json({**_places(), "bytes": _total(removed, files), **lists, "disks": disks}, out)
+        lists |= {"prefixes": [asdict(model) for model in prefixes]}
+        print_json({**_places(), "bytes": _total(removed, files, prefixes), **lists, "disks": disks}, out)
         return 0
     for copy in removed:
         print(f"removed {copy.nbytes / GB:.2f} GB of {_model(copy)}: {copy.folder}", file=out)
@@ -62,12 +74,28 @@ def _clear(args: argparse.Namespace, out: TextIO) -> int:
         print(f"kept {copy.nbytes / GB:.2f} GB of {_model(copy)}: in use, {copy.folder}", file=out)
     for file in files:
         print(f"removed {_size(file.nbytes)} of popular experts of {_model(file)}: {file.path}", file=out)
-    print(
-        f"removed {_in_words(removed)}, {_files_in_words(files)}, and {len(disks)} remembered disk profiles", file=out
-    )
+    for model in in_use:
+        print(f"kept {model.nbytes / GB:.2f} GB of prompts of {model.title}: in use", file=out)
+    everything = (_in_words(removed), _files_in_words(files), _prefixes_in_words(prefixes))
+    print(f"removed {', '.join(everything)}, and {len(disks)} remembered disk profiles", file=out)
     if files:
         print(OFF_SWITCH, file=out)
     return 0
+
+
+def _clear_prefixes() -> tuple[list[StoredModel], list[StoredModel]]:
+    """Removes remembered prompts. Returns what was removed of each model, and what is left."""
+    before = list_prefixes(prefix_directory())
+    left = clear_prefixes(prefix_directory())
+    rest = {model.model: model for model in left}
+    removed = []
+    for model in before:
+        kept = rest.get(model.model)
+        if kept is not None:
+            counts = {name: getattr(model, name) - getattr(kept, name) for name in ("pages", "tokens", "nbytes")}
+            model = replace(model, **counts)
+        removed += [model] if model.pages > 0 else []
+    return removed, left
 
 
 def _remembered_disks() -> list[str]:
@@ -79,12 +107,13 @@ def _places() -> Json:
     return {
         "derived_directory": str(derived_directory()),
         "popularity_directory": str(popularity_directory()),
+        "prefix_directory": str(prefix_directory()),
         "disk_profiles": str(_profiles_file()),
     }
 
 
-def _total(copies: list[Copy], files: list[PopularityFile]) -> int:
-    return sum(copy.nbytes for copy in copies) + sum(file.nbytes for file in files)
+def _total(*kept: Sequence[Copy | PopularityFile | StoredModel]) -> int:
+    return sum(each.nbytes for sequence in kept for each in sequence)
 
 
 def _to_json(copy: Copy) -> Json:
@@ -118,6 +147,19 @@ def _render_files(files: list[PopularityFile]) -> Table:
     return table
 
 
+def _render_prefixes(prefixes: list[StoredModel]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for model in prefixes:
+        tokens = f"{model.tokens} tokens of prompts"
+        table.add_row(model.title, f"{model.nbytes / GB:.3f} GB", tokens, _days_ago(model.last_used))
+    return table
+
+
+def _prefixes_in_words(prefixes: list[StoredModel]) -> str:
+    tokens = sum(model.tokens for model in prefixes)
+    return f"{tokens} remembered tokens of prompts of {_total(prefixes) / GB:.3f} GB"
+
+
 def _model(kept: Copy | PopularityFile) -> str:
     return kept.model or "(cannot be read)"
 
@@ -138,7 +180,7 @@ def _in_words(copies: list[Copy]) -> str:
 
 def _files_in_words(files: list[PopularityFile]) -> str:
     noun = "list" if len(files) == 1 else "lists"
-    return f"{len(files)} {noun} of popular experts of {_size(_total([], files))}"
+    return f"{len(files)} {noun} of popular experts of {_size(_total(files))}"
 
 
 def _size(nbytes: int) -> str:

@@ -123,7 +123,7 @@ class Modelfile:
     notes: tuple[Note, ...] = ()
 
 
-_OTHER_NAMES = {"enabled": "FLASH", "ram_budget_gb": "FLASH_RAM_GB"}
+_OTHER_NAMES = {"enabled": "FLASH", "ram_budget_gb": "FLASH_RAM_GB", "kv_cache": "FLASH_KV"}
 FLASH_INSTRUCTIONS = {
     _OTHER_NAMES.get(setting.name, f"FLASH_{setting.name.upper()}"): setting.name for setting in fields(FlashConfig)
 }

@@ -14,6 +14,7 @@ from typing import Any
 from mlx_lm import server
 
 from mlx_flash.errors import FlashError
+from mlx_flash.model import FlashLLM
 
 
 class SurvivingGenerator(server.ResponseGenerator):  # type: ignore[misc]
@@ -32,6 +33,11 @@ class SurvivingGenerator(server.ResponseGenerator):  # type: ignore[misc]
         if request is not None:
             self._under_way.add(request[0])
         return request
+
+    def _is_batchable(self, args: Any) -> bool:
+        """Not where batches, whose caches are in memory, would keep what the settings send to disk, or forget."""
+        model = self.model_provider.model
+        return bool(super()._is_batchable(args)) and not (isinstance(model, FlashLLM) and not model.is_batchable)
 
     def _generate(self) -> None:
         while True:

@@ -219,9 +219,48 @@ def _memory(history: History, system: SystemMemory, canvas: Canvas) -> Iterator[
     over = "bold red" if used > budget else ""
     yield _line("budget", *_spark(history, "footprint", budget, "magenta", canvas), (words, over))
     yield from _parts(history, budget, used, canvas)
+    yield from _kv(history)
+    yield from _prompts(history)
+    yield from _writes(history)
     active, cache, peak = (size(number(state, "memory", key)) for key in ("active", "cache", "peak"))
     yield _line("MLX", f"active {active}, cache {cache}, peak {peak}")
     yield _line("system", *_system(system))
+
+
+def _kv(history: History) -> Iterator[Text]:
+    """Keys and values, when some of them are on disk or were."""
+    memory, disk, read, written = (
+        count(history.latest.state, "kv", f"{name}_bytes") or 0.0 for name in ("memory", "disk", "read", "written")
+    )
+    if disk or written:
+        yield _line(
+            "KV cache", f"{size(memory)} in memory, {size(disk)} on disk; read {size(read)}, written {size(written)}"
+        )
+
+
+def _prompts(history: History) -> Iterator[Text]:
+    """Remembered prompts, when the engine has some."""
+    restored, computed, nbytes, stored = (
+        count(history.latest.state, "prefixes", name)
+        for name in ("num_restored", "num_computed", "restored_bytes", "stored")
+    )
+    if restored is not None and computed is not None:
+        words = f"{restored:.0f} tokens restored ({_size(nbytes)}), {computed:.0f} computed; "
+        yield _line("prompts", words + f"{'-' if stored is None else f'{stored:.0f}'} pages stored")
+
+
+def _writes(history: History) -> Iterator[Text]:
+    """What was written to the disk, when something was, or nothing may be."""
+    state = history.latest.state
+    session, day, total, cap = (
+        count(state, "writes", f"{name}_bytes") for name in ("session", "day", "total", "day_limit")
+    )
+    if cap == 0:
+        yield _line("written", "nothing: zero-write mode")
+    elif session is not None and (session or day):
+        limit = "" if cap is None else f" of {size(cap)}"
+        over = "bold red" if cap is not None and day is not None and day >= cap else ""
+        yield _line("written", f"{size(session)} now, ", (f"{_size(day)} today{limit}", over), f", {_size(total)} ever")
 
 
 def _parts(history: History, budget: float, used: float, canvas: Canvas) -> Iterator[Text]:

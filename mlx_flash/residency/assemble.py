@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from mlx_flash.config import FlashConfig
+from mlx_flash.residency.kv import KVShare, in_memory, on_disk, prefix_bytes
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, TensorSize, UnitSize
 from mlx_flash.residency.spread import Streamed, add_up, spread
@@ -29,13 +30,25 @@ TILE_SLACK_BYTES = 12 * DIRECT_ALIGNMENT
 
 @dataclass(frozen=True)
 class Task:
-    """What is given."""
+    """What is given.
+
+    Attributes:
+        sizes: the model.
+        config: the settings.
+        machine: the machine.
+        cache_limit: what MLX may keep of freed buffers.
+        pool_slots: of the pool of experts that was asked for; 0 leaves that open.
+        kv_on_disk: whether the KV cache is planned to be on disk.
+        kv_room: memory that it may take then, if that is of use.
+    """
 
     sizes: ModelSizes
     config: FlashConfig
     machine: Machine
     cache_limit: int
     pool_slots: int = 0
+    kv_on_disk: bool = False
+    kv_room: int = 0
 
     @cached_property
     def finer(self) -> tuple[Task, ...]:
@@ -63,6 +76,14 @@ def activation_bytes(task: Task, reserve: Reserve) -> int:
     activations, short = task.sizes.activations, min(PREFILL_STEPS[-1], reserve.prefill_step_size)
     prefill = activations.nbytes(reserve.prefill_step_size, context, all_logits=False)
     return max(prefill, activations.nbytes(short, context, all_logits=True))
+
+
+def kv_share(task: Task, reserve: Reserve) -> KVShare:
+    """The KV cache. Raises: ConfigError: the share that was asked for is too small."""
+    sizes, config, context, step = task.sizes, task.config, reserve.context_length, reserve.prefill_step_size
+    if task.kv_on_disk:
+        return on_disk(sizes, config, context, step, task.kv_room)
+    return in_memory(sizes, config, context, step)
 
 
 def everything_pinned(task: Task, reserve: Reserve) -> ResidencyPlan:
@@ -139,12 +160,10 @@ def _row_bytes(head: UnitSize) -> int:
 
 def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streaming) -> ResidencyPlan:
     sizes, machine = task.sizes, task.machine
-    context = round_up(reserve.context_length, CACHE_STEP)
     experts = sizes.experts
     copies = sizes.copies or (experts is not None and (experts.copies or not machine.reads_beside))
     bounce = machine.disk.direct and copies
     num_readers = 1 if experts is None else 2  # urgent reads have threads and buffers of their own
-    num_layers = max(1, len(sizes.layers))
     return ResidencyPlan(
         budget_bytes=0,
         minimum_bytes=0,
@@ -155,8 +174,8 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
         pinned_bytes=pinned_bytes,
         streaming=streaming,
         pool=None if experts is None else pool_of(task, experts, task.pool_slots or experts.least_slots),
-        # A cache that grows holds its old and its new arrays for a moment, one layer at a time.
-        kv_bytes=sizes.kv_bytes(context) * (num_layers + 1) // num_layers,
+        kv=kv_share(task, reserve),
+        prefix_bytes=prefix_bytes(sizes, task.config, reserve.context_length),
         activation_bytes=activation_bytes(task, reserve),
         bounce_bytes=machine.disk.read_size * machine.disk.queue_depth * num_readers if bounce else 0,
         read_size=machine.disk.read_size,
@@ -219,9 +238,14 @@ def timed(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
     # What is kept of layers is computed between what is streamed.
     between = sum(unit.nbytes for unit in task.sizes.kept) / compute / max(1, len(steps))
     steps = [(read, seconds + between) for read, seconds in steps]
-    return replace(
-        plan, streaming=replace(streaming, seconds=simulate(steps, streaming.num_slots, unevenness=DISK_UNEVENNESS))
-    )
+    seconds = simulate(steps, streaming.num_slots, unevenness=DISK_UNEVENNESS)
+    plan = replace(plan, streaming=replace(streaming, seconds=seconds))
+    if not plan.kv.num_on_disk:
+        return plan
+    # Pages are read while layers compute, from the disk that weights are read from.
+    reading = (plan.read_bytes + plan.kv.disk_bytes) / disk
+    waiting = max(0.0, reading - plan.weights_seconds) + plan.kv.num_on_disk * barrier
+    return replace(plan, kv_seconds=waiting)
 
 
 def simulate(

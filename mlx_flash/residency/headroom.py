@@ -9,6 +9,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import BudgetError
+from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
+from mlx_flash.kv.pool import KVPool
 from mlx_flash.residency.plan import MB, ResidencyPlan
 
 
@@ -31,15 +33,25 @@ def check_headroom(
 
     Raises:
         BudgetError: it names what to change.
+        WriteError: keys and values would have to go to disk, which has no room.
     """
-    context = max([num_tokens, *(entry.offset + num_tokens for entry in _plain(cache))])
+    own = _own(cache)
+    context = max([num_tokens, *(entry.size() + num_tokens for entry in (*_plain(cache), *own))])
     activations = plan.activations.nbytes(step or num_tokens, context, all_logits=all_logits)
     if step and all_logits:  # those of all steps are kept
         activations += num_tokens * plan.activations.logits_per_token
+    elsewhere = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit
+    in_use = _in_use({entry.pool for entry in own})
     growth = _kv_growth(plan, num_tokens, cache)
-    elsewhere = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.cache_limit
-    in_use = int(mx.get_active_memory())
     missing = elsewhere + in_use + activations + growth - plan.budget_bytes
+    if own:
+        kept = own[0].pool.memory_bytes
+        for room in _rooms(plan, kept - missing):
+            wanted = _admit(plan, own, num_tokens, step or num_tokens, room)
+            if not wanted:
+                break
+        growth += wanted + room - kept if wanted else 0
+        missing = wanted  # what is in memory now may go to disk
     if missing > 0:
         hint, total = _hint(plan, step or num_tokens, context, all_logits), plan.budget_bytes + missing
         raise BudgetError(
@@ -54,6 +66,8 @@ def check_headroom(
 def _hint(plan: ResidencyPlan, num_tokens: int, context: int, all_logits: bool) -> str:
     if num_tokens > plan.prefill_step_size:
         return f"Hint: pass prefill_step_size={plan.prefill_step_size} to mlx_lm, or raise ram_budget_gb."
+    if plan.kv.is_fixed and context > plan.context_length:
+        return f"Hint: raise kv_ram_gb, or load the model with FlashConfig(context_length={2 * context})."
     if context > plan.context_length:
         return f"Hint: load the model with FlashConfig(context_length={2 * context}), or raise ram_budget_gb."
     if all_logits and num_tokens > 1:
@@ -64,8 +78,30 @@ def _hint(plan: ResidencyPlan, num_tokens: int, context: int, all_logits: bool) 
     )
 
 
+def _own(cache: Sequence[Any] | None) -> list[DiskKVCache | DiskQuantizedKVCache]:
+    return [entry for entry in cache or () if isinstance(entry, DiskKVCache | DiskQuantizedKVCache)]
+
+
+def _in_use(pools: set[KVPool]) -> int:
+    """Bytes in arrays now, of caches what they take instead of what they reserve."""
+    reserved = sum(pool.reserved_bytes for pool in pools)
+    return max(0, int(mx.get_active_memory()) - reserved) + sum(pool.memory_bytes for pool in pools)
+
+
+def _rooms(plan: ResidencyPlan, free: int) -> list[int]:
+    """What keys and values may take: what the plan says, and if that will not do, all that is free."""
+    if plan.kv.limit is None:
+        return [free]
+    return [min(free, plan.kv.limit), *(() if plan.kv.is_fixed else (free,))]
+
+
+def _admit(plan: ResidencyPlan, own: Sequence[Any], num_tokens: int, step: int, room: int) -> int:
+    known = plan.kv.rows if len(plan.kv.rows) == len(own) else [max(plan.kv.rows, default=0)] * len(own)
+    return int(own[0].pool.admit([entry.rows for entry in own], num_tokens, step, known, room))
+
+
 def _plain(cache: Sequence[Any] | None) -> list[KVCache]:
-    return [entry for entry in cache or () if isinstance(entry, KVCache)]
+    return [e for e in cache or () if isinstance(e, KVCache) and not isinstance(e, DiskKVCache)]
 
 
 def _kv_growth(plan: ResidencyPlan, num_tokens: int, cache: Sequence[Any] | None) -> int:

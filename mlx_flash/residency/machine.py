@@ -13,10 +13,11 @@ import mlx.nn as nn
 
 from mlx_flash.checkpoint.layout import ModelLayout
 from mlx_flash.config import FlashConfig
+from mlx_flash.kv.folder import free_bytes
 from mlx_flash.residency.memory import available_memory, footprint, total_memory
 from mlx_flash.residency.plan import Machine
 from mlx_flash.storage.placement import padded_bytes
-from mlx_flash.storage.probe import DiskProfile, disk_profile
+from mlx_flash.storage.probe import DiskProfile, cache_directory, disk_profile
 from mlx_flash.streaming.slots import Arena
 from mlx_flash.streaming.swap import clone_with
 
@@ -61,6 +62,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         has_buffer_cache=mx.default_device() == mx.gpu,
         # CUDA's managed memory moves between processors by the page, whatever is being written to it by a disk.
         reads_beside=_back_end() != "cuda",
+        kv_disk_bytes=free_bytes(Path(config.kv_directory or cache_directory()).expanduser()),
         exact_tiles=mx.default_device() == mx.cpu,  # tests show it there; CUDA chooses kernels by the number of rows
     )
 

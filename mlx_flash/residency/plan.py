@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlx_flash.config import GB
+from mlx_flash.residency.kv import KVShare
 from mlx_flash.residency.sizes import ActivationSizes
 from mlx_flash.storage.probe import DiskProfile
 
@@ -34,6 +35,7 @@ class Machine:
             head that is streamed passes through a slot whole.
         reads_beside: whether the disk may write to a buffer that the processor computes from elsewhere. If not, what is
             read to a pool of experts goes through bounce buffers.
+        kv_disk_bytes: free where files of the KV cache are put.
     """
 
     total_memory: int
@@ -47,6 +49,7 @@ class Machine:
     has_buffer_cache: bool
     exact_tiles: bool
     reads_beside: bool = True
+    kv_disk_bytes: int = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,8 @@ class ResidencyPlan:
         pinned_bytes: layers, heads and tables that stay in memory.
         streaming: the rest.
         pool: the experts that are kept, if experts are read one by one.
-        kv_bytes: set aside for the KV cache.
+        kv: the KV cache.
+        prefix_bytes: set aside for remembered prompts on their way to disk and back.
         activation_bytes: set aside for a forward call's intermediate results.
         bounce_bytes: the reader's own buffers.
         read_size: bytes of one read.
@@ -122,9 +126,10 @@ class ResidencyPlan:
         disk_bytes_per_second: what the disk was probed to give.
         cache_limit: what MLX may keep of freed buffers.
         prefill_step_size: new tokens in a call that ``activation_bytes`` is enough for.
-        context_length: tokens that ``kv_bytes`` is enough for.
+        context_length: tokens that ``kv`` is enough for.
         kv_bytes_per_token: what one more token adds to the KV cache of all layers.
         activations: what a forward call allocates, by its size.
+        kv_seconds: what reading the KV cache of that context adds to a pass.
     """
 
     budget_bytes: int
@@ -136,7 +141,8 @@ class ResidencyPlan:
     pinned_bytes: int
     streaming: Streaming
     pool: Pool | None
-    kv_bytes: int
+    kv: KVShare
+    prefix_bytes: int
     activation_bytes: int
     bounce_bytes: int
     read_size: int
@@ -147,6 +153,12 @@ class ResidencyPlan:
     context_length: int
     kv_bytes_per_token: int
     activations: ActivationSizes
+    kv_seconds: float = 0.0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Set aside for the KV cache."""
+        return self.kv.nbytes
 
     @property
     def slots_bytes(self) -> int:
@@ -160,13 +172,18 @@ class ResidencyPlan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read on a pass that decodes one token, embedding rows aside; of experts, as predicted."""
+        """Bytes of weights read on a pass that decodes one token, embedding rows aside; of experts, as predicted."""
         return self.streaming.read_bytes + (self.pool.read_bytes if self.pool else 0)
 
     @property
-    def seconds(self) -> float:
-        """Predicted time of that pass."""
+    def weights_seconds(self) -> float:
+        """Predicted time of that pass while the context is short."""
         return self.streaming.seconds + (self.pool.seconds if self.pool else 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of that pass, in a context of the planned length."""
+        return self.weights_seconds + self.kv_seconds
 
     @property
     def peak_bytes(self) -> int:
@@ -176,14 +193,19 @@ class ResidencyPlan:
     def parts(self) -> list[tuple[str, int]]:
         """What the predicted peak is made of: (words for people, bytes)."""
         pool = self.pool
+        tokens = f"{self.context_length} tokens"
+        if self.kv.disk_bytes:
+            tokens += f", {self.kv.disk_bytes / GB:.3f} GB on disk"
         experts = [(f"experts ({pool.num_slots} of {pool.num_experts})", pool.nbytes)] if pool else []
+        prefixes = [("remembered prompts", self.prefix_bytes)] if self.prefix_bytes else []
         return [
             ("process (interpreter, libraries)", self.base_bytes),
             ("small and derived parameters", self.resident_bytes),
             ("pinned weights", self.pinned_bytes),
             (f"slots ({self.streaming.num_slots} x {self.streaming.slot_bytes / MB:.1f} MB)", self.slots_bytes),
             *experts,
-            (f"KV cache ({self.context_length} tokens)", self.kv_bytes),
+            (f"KV cache ({tokens})", self.kv_bytes),
+            *prefixes,
             (f"activations ({self.prefill_step_size} tokens a call)", self.activation_bytes),
             ("read buffers", self.bounce_bytes),
             ("MLX buffer cache", self.cache_limit),

@@ -26,6 +26,7 @@ from mlx_flash.residency.assemble import (
     pool_of,
     timed,
 )
+from mlx_flash.residency.kv import KV_SHARE, check_kv, least_bytes, most_on_disk
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, ResidencyPlan, in_gb
 from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes
 from mlx_flash.residency.spread import Streamed, spread, spread_whole
@@ -41,10 +42,15 @@ counts on a machine where little runs yet: what is started later needs room too.
 ACTIVATION_SHARE = 0.2
 """Share of the budget that a forward call's activations may take when the plan chooses the prefill step."""
 
-KV_SHARE = 0.25
-"""Share of the budget that the KV cache may take when the plan chooses the context length."""
-
 CONTEXT_LENGTHS = (4096, 2048, 1024, 512, 256)
+CONTEXT_LENGTHS_ON_DISK = (131072, 65536, 32768, 16384, 8192)
+"""To try besides when the KV cache is to be on disk, and the length of the context was left open."""
+
+DISK_SHARE = 0.5
+"""Share of the free disk that it may take then."""
+
+WORTH_THE_DISK = 0.8
+"""A KV cache that could be in memory is on disk when that brings the predicted time below this share."""
 
 ENOUGH_CONTEXT = 1024
 """Everything in memory with this many tokens beats more tokens and weights that have to be read."""
@@ -74,7 +80,45 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
     Raises:
         BudgetError: the budget, or the machine, is too small; it names the smallest workable budget.
     """
-    tasks = [Task(sizes, config, machine, cache_limit_of(machine, 0))]
+    plans: list[ResidencyPlan] = []
+    errors: list[BudgetError] = []
+    for kv_on_disk in _places_of_kv(sizes, config, machine):
+        try:
+            plans.append(_make_plan(sizes, config, machine, kv_on_disk))
+        except BudgetError as error:
+            errors.append(error)
+    if not plans:
+        raise min(errors, key=lambda error: error.minimum_bytes)
+    least = min(plan.budget_bytes for plan in plans)  # "min" is the smallest of all
+    plan, *others = [plan for plan in plans if plan.budget_bytes == least]
+    plan = min([plan, *(o for o in others if o.seconds < WORTH_THE_DISK * plan.seconds)], key=lambda p: p.seconds)
+    minima = [plan.minimum_bytes for plan in plans] + [error.minimum_bytes for error in errors]
+    return replace(plan, minimum_bytes=min(minima))
+
+
+def _places_of_kv(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> tuple[bool, ...]:
+    """Whether plans are made with the KV cache on disk, and whether with all of it in memory.
+
+    Raises:
+        ConfigError: it shall be on disk, where there is no room for it; or settings contradict each other.
+    """
+    check_kv(config)
+    if not sizes.kv_rows or config.kv_cache in ("stock", "flat", "paged") or config.writes_nothing:
+        return (False,)
+    needed = most_on_disk(sizes, config, config.context_length or 0)
+    if config.kv_cache is None and config.kv_ram_gb is None:
+        return (False, True) if 0 < needed <= machine.kv_disk_bytes else (False,)
+    if needed > machine.kv_disk_bytes:
+        raise ConfigError(
+            f"the KV cache of {config.context_length} tokens takes {needed / GB:.3f} GB on disk, where "
+            f"{machine.kv_disk_bytes / GB:.3f} GB are free. Hint: make room, set kv_directory, or a smaller "
+            "context_length."
+        )
+    return (True,)
+
+
+def _make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine, kv_on_disk: bool) -> ResidencyPlan:
+    tasks = [Task(sizes, config, machine, cache_limit_of(machine, 0), kv_on_disk=kv_on_disk)]
     if sizes.trunk is not None and config.expert_pool_gb != 0:
         tasks.insert(0, _with_experts(tasks[0], sizes.trunk))
     smallest = {id(task): _smallest(task, _least(config)) for task in tasks}
@@ -92,7 +136,12 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
     elif config.expert_pool_gb:
         usable = usable[:1]
     cache_limit = cache_limit_of(machine, budget)
-    plans = [_best(replace(task, cache_limit=cache_limit), budget) or smallest[id(task)] for task in usable]
+    rooms = (int(KV_SHARE * budget), 0) if kv_on_disk else (0,)
+    plans = [
+        _best(replace(task, cache_limit=cache_limit, kv_room=room), budget) or smallest[id(task)]
+        for task in usable
+        for room in rooms
+    ]
     plan = min(plans, key=lambda plan: plan.seconds)
     plan = replace(plan, budget_bytes=budget, minimum_bytes=minimum)
     if plan.peak_bytes > machine.total_memory:
@@ -127,7 +176,8 @@ def _with_experts(task: Task, trunk: ModelSizes) -> Task:
 def _fits_whole(task: Task, budget: int) -> bool:
     """Whether all weights fit the budget, with room for a conversation."""
     least = _least(task.config)
-    reserve = replace(least, context_length=task.config.context_length or max(least.context_length, ENOUGH_CONTEXT))
+    enough = least.context_length if task.kv_on_disk else max(least.context_length, ENOUGH_CONTEXT)
+    reserve = replace(least, context_length=task.config.context_length or enough)
     return everything_pinned(task, reserve).peak_bytes <= budget
 
 
@@ -216,7 +266,7 @@ def _best(task: Task, budget: int) -> ResidencyPlan | None:
             return timed(task, everything)
     good = _least_seconds(task, budget) * WORTH_MORE_TOKENS
     plans = list(_candidates(task, budget, reserves[0]))
-    if plans and (plan := _fastest(plans)).seconds <= good:
+    if plans and (plan := _fastest(plans)).weights_seconds <= good:
         return plan
     least = _least(task.config)
     plans = list(_candidates(task, budget, least))
@@ -227,7 +277,7 @@ def _best(task: Task, budget: int) -> ResidencyPlan | None:
     fastest = _fastest(plans)
     for reserve in reserves:
         plans = list(_candidates(task, budget, reserve))
-        if plans and (plan := _fastest(plans)).seconds <= fastest.seconds * WORTH_MORE_TOKENS:
+        if plans and (plan := _fastest(plans)).weights_seconds <= fastest.weights_seconds * WORTH_MORE_TOKENS:
             return plan
     return fastest
 
@@ -249,11 +299,14 @@ def _least_seconds(task: Task, budget: int) -> float:
 def _reserves(task: Task, budget: int) -> Iterator[Reserve]:
     """What to set aside for tokens, most first. What the user asked for is not cut; what was left open is."""
     config, least = task.config, _least(task.config)
-    for context in [config.context_length] if config.context_length else CONTEXT_LENGTHS:
-        kv_bytes = task.sizes.kv_bytes(context)
+    for context in [config.context_length] if config.context_length else _open_contexts(task):
         if context < least.prefill_step_size:
             continue
-        if not config.context_length and context > CONTEXT_LENGTHS[-1] and kv_bytes > KV_SHARE * budget:
+        if (
+            not config.context_length
+            and context > CONTEXT_LENGTHS[-1]
+            and not _is_modest_context(task, budget, context)
+        ):
             continue
         longest = next((s for s in reversed(PREFILL_STEPS) if s >= context), PREFILL_STEPS[0])
         steps = [step for step in PREFILL_STEPS if step <= longest]
@@ -262,6 +315,21 @@ def _reserves(task: Task, budget: int) -> Iterator[Reserve]:
             if _is_modest(task, budget, reserve):
                 yield reserve
     yield least
+
+
+def _open_contexts(task: Task) -> tuple[int, ...]:
+    return (*CONTEXT_LENGTHS_ON_DISK, *CONTEXT_LENGTHS) if task.kv_on_disk else CONTEXT_LENGTHS
+
+
+def _is_modest_context(task: Task, budget: int, context: int) -> bool:
+    """Whether keys and values leave the weights their room, and others theirs on the disk."""
+    sizes, config = task.sizes, task.config
+    if not task.kv_on_disk:
+        return sizes.kv_bytes(context) <= KV_SHARE * budget
+    if most_on_disk(sizes, config, context) > DISK_SHARE * task.machine.kv_disk_bytes:
+        return False
+    room = KV_SHARE * budget if config.kv_ram_gb is None else config.kv_ram_gb * GB
+    return least_bytes(sizes, config, context, PREFILL_STEPS[0]) <= room
 
 
 def _is_modest(task: Task, budget: int, reserve: Reserve) -> bool:

@@ -165,6 +165,8 @@ class ModelSizes:
         kv_bytes_constant: what the caches of all layers take however long the context is: recurrent states.
         kv_bytes_per_token: what one more token adds to the caches of all layers.
         activations: what a forward call allocates.
+        kv_rows: of ``kv_bytes_per_token``, what it adds to each cache that can be on disk.
+        kv_heads: heads of keys and of values in all of those.
         finer: the layers cut into smaller units, each cut finer than the one before, in calling order.
         kept: parts of layers that stay in memory, between those that are streamed.
         experts: what is read expert by expert, and is in no layer then.
@@ -178,6 +180,8 @@ class ModelSizes:
     kv_bytes_constant: int
     kv_bytes_per_token: int
     activations: ActivationSizes
+    kv_rows: tuple[int, ...] = ()
+    kv_heads: int = 0
     finer: tuple[tuple[UnitSize, ...], ...] = ()
     kept: tuple[UnitSize, ...] = ()
     experts: ExpertSizes | None = None
@@ -275,6 +279,8 @@ def _measure(layout: ModelLayout, activations: ActivationSizes, alignment: int) 
         kv_bytes_constant=layout.cache_bytes,
         kv_bytes_per_token=layout.cache_bytes_per_token,
         activations=activations,
+        kv_rows=layout.kv_rows,
+        kv_heads=layout.kv_heads,
         finer=tuple(tuple(_unit_size(unit, alignment, idle) for unit in cut) for cut in layout.finer),
     )
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import dis
 from functools import lru_cache
 from types import CodeType, FrameType
+from typing import NoReturn
+
+from mlx_flash.errors import FlashError
 
 _MAX_FRAMES = 4
 
@@ -42,3 +45,28 @@ def _following(code: CodeType, offset: int) -> str:
             return instruction.opname if previous.startswith("CALL") else ""
         previous = instruction.opname
     return ""
+
+
+class DroppedResult:
+    """What a call returns that computed no logits because nobody was going to look at them. Any look is an error."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse()
+
+    def __getitem__(self, key: object) -> NoReturn:
+        self._refuse()
+
+    def __iter__(self) -> NoReturn:
+        self._refuse()
+
+    def __len__(self) -> NoReturn:
+        self._refuse()
+
+    def __bool__(self) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise FlashError(
+            "the logits of this call were not computed: the cache was filled from a remembered prompt, and the calling "
+            "code seemed to drop the result. Hint: FlashConfig(kv_prefixes='off')."
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ import mlx.core as mx
 
 from mlx_flash.checkpoint.experts import trunk_of
 from mlx_flash.checkpoint.layout import ModelLayout, Unit
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.stats import KVUsage
 from mlx_flash.residency.memory import footprint, peak_footprint
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.engine import Engine
@@ -97,11 +99,19 @@ class Status:
         layout: the model's units; only numbers are taken from it.
         engine: the engine.
         counters: of the model's calls.
+        kv: what its KV caches share; None where they are mlx-lm's own.
     """
 
     def __init__(
-        self, name: str, plan: ResidencyPlan, layout: ModelLayout, engine: Engine, counters: PassCounters
+        self,
+        name: str,
+        plan: ResidencyPlan,
+        layout: ModelLayout,
+        engine: Engine,
+        counters: PassCounters,
+        kv: KVPool | None = None,
     ) -> None:
+        self._kv = kv
         self._engine = engine
         self._counters = counters
         self._plan = plan
@@ -110,6 +120,11 @@ class Status:
         self._parts = _parts(trunk, plan, [unit.name for unit in engine.stream.units])
         self._model = {"name": name, "bytes": plan.model_bytes}
         self._told_plan = _plan_to_json(plan)
+        self._others: dict[str, Callable[[], Json]] = {}
+
+    def tell(self, section: str, collect: Callable[[], Json]) -> None:
+        """Has something else collected too: numbers of any thread's, under a name of their own."""
+        self._others[section] = collect
 
     def collect(self) -> Json:
         """The state now. Touches no MLX array, so any thread may call it.
@@ -127,6 +142,8 @@ class Status:
             "read": asdict(self._engine.reader.stats),
             "memory": self._memory(),
             "experts": self._experts(),
+            "kv": None if self._kv is None else asdict(self._kv.usage),
+            **{section: collect() for section, collect in self._others.items()},
         }
 
     def _experts(self) -> Json | None:
@@ -161,14 +178,15 @@ class Status:
         plan = self._plan
         active = int(mx.get_active_memory())
         weights = plan.resident_bytes + plan.pinned_bytes + plan.slots_bytes + plan.pool_bytes
+        kv = KVUsage() if self._kv is None else self._kv.usage
         return {
             "footprint": footprint(),
             "peak_footprint": peak_footprint(),
             "active": active,
             "cache": int(mx.get_cache_memory()),
             "peak": int(mx.get_peak_memory()),
-            # Nobody counts a KV cache: it is what is left of the arrays.
-            "kv_and_activations": max(0, active - weights - plan.active_bytes),
+            # What is left of the arrays; a cache may take less than it reserves.
+            "kv_and_activations": max(0, active - weights - plan.active_bytes - kv.reserved_bytes) + kv.memory_bytes,
         }
 
 
@@ -218,6 +236,7 @@ def _plan_to_json(plan: ResidencyPlan) -> Json:
         "pool_bytes": plan.pool_bytes,
         "num_slots": streaming.num_slots,
         "kv_bytes": plan.kv_bytes,
+        "kv_disk_bytes": plan.kv.disk_bytes,
         "activation_bytes": plan.activation_bytes,
         "bounce_bytes": plan.bounce_bytes,
         "cache_limit": plan.cache_limit,

@@ -1,0 +1,248 @@
+"""What keeping a KV cache costs: memory and latency of its forms, and speed of layers on disk.
+
+    python benchmarks/kv.py forms    # memory over the sequence, and the slowest tokens, against mlx-lm's cache
+    python benchmarks/kv.py disk     # tokens/s, bytes on disk and peak memory at some lengths of the context
+
+Only caches and attention are run, on random keys and values: what a model computes besides is the same for all. Every
+measurement is made in a process of its own, and what attention gives is compared with mlx-lm's cache, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.options import KVOptions
+from mlx_flash.residency.memory import footprint, peak_footprint
+
+MB = 1e6
+DTYPE = mx.float16
+
+
+def random_rows(seed: int, num_tokens: int, heads: int, width: int) -> mx.array:
+    return mx.random.normal((1, heads, num_tokens, width), key=mx.random.key(seed)).astype(DTYPE)
+
+
+def pass_through(caches: list[Any], seed: int, num_tokens: int, args: argparse.Namespace) -> mx.array:
+    """New tokens through all layers, each computing from the one before, as in a model."""
+    hidden = random_rows(seed, num_tokens, args.heads, args.width)
+    mask = "causal" if num_tokens > 1 else None
+    for cache in caches:
+        keys, values = cache.update_and_fetch(hidden, hidden * 0.5)
+        out = mx.fast.scaled_dot_product_attention(hidden, keys, values, scale=args.width**-0.5, mask=mask)
+        hidden = hidden + out
+    return hidden
+
+
+def fill(caches: list[Any], length: int, args: argparse.Namespace) -> None:
+    """A prompt: its keys and values only, since attention over it would take most of the time."""
+    for start in range(0, length, args.prefill_step_size):
+        num_tokens = min(args.prefill_step_size, length - start)
+        rows = random_rows(start, num_tokens, args.heads, args.width)
+        for cache in caches:
+            mx.eval(cache.update_and_fetch(rows, rows * 0.5))
+            del cache
+
+
+def measure_form(args: argparse.Namespace) -> dict[str, Any]:
+    caches = [KVCache() for _ in range(args.layers)]
+    if args.form != "stock":
+        reserve = {} if args.form == "step" else {"max_context_length": args.length}
+        caches = make_caches(caches, KVOptions(form=args.form, **reserve))
+    mx.eval(pass_through([KVCache()], 0, 1, args))
+    base, seconds, memory, digest = footprint(), [], [], hashlib.sha256()
+    for position in range(args.length):
+        began = time.perf_counter()
+        out = pass_through(caches, position, 1, args)
+        mx.eval(out)
+        seconds.append(time.perf_counter() - began)
+        digest.update(bytes(memoryview(out)))  # type: ignore[arg-type]
+        if position % 256 == 255:
+            memory.append(footprint() - base)
+    borders = [seconds[i] for i in range(256, args.length, 256)]
+    between = [s for i, s in enumerate(seconds) if i % 256 not in (0, 1) and i > 256]
+    return {
+        "form": args.form,
+        "first_ms": seconds[0] * 1e3,
+        "median_ms": statistics.median(seconds) * 1e3,
+        "border_median_ms": statistics.median(borders) * 1e3,
+        "border_worst_ms": max(borders) * 1e3,
+        "between_worst_ms": max(between) * 1e3,
+        "memory_mb": [round(nbytes / MB, 1) for nbytes in memory],
+        "peak_mb": (peak_footprint() - base) / MB,
+        "digest": digest.hexdigest(),
+    }
+
+
+def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
+    caches = [KVCache() for _ in range(args.layers)]
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        kv_bytes = args.length * args.layers * args.heads * args.width * DTYPE.size * 2
+        budget = None
+        if args.form != "stock":
+            options = KVOptions(
+                form="paged", max_context_length=args.length + 256, directory=Path(folder), step=args.step
+            )
+            least = options.least_bytes([kv_bytes // args.length // args.layers] * args.layers, args.length + 256)
+            budget = max(least, int(kv_bytes * args.share))
+            options = replace(options, budget_bytes=budget)
+            caches = make_caches(caches, options)
+        mx.eval(pass_through([KVCache()], 0, 1, args))
+        base, began = footprint(), time.perf_counter()
+        fill(caches, args.length, args)
+        filled, digest = time.perf_counter() - began, hashlib.sha256()
+        mx.eval(pass_through(caches, 10**6, 1, args))
+        read, seconds = sum(pool.read_bytes for pool in {c.pool for c in caches if args.form != "stock"}), []
+        waited = sum(pool.stats.wait_seconds for pool in {c.pool for c in caches if args.form != "stock"})
+        for i in range(args.tokens):
+            began = time.perf_counter()
+            out = pass_through(caches, 10**6 + 1 + i, 1, args)
+            mx.eval(out)
+            seconds.append(time.perf_counter() - began)
+            digest.update(bytes(memoryview(out)))  # type: ignore[arg-type]
+        result = {
+            "form": args.form,
+            "share": args.share,
+            "length": args.length,
+            "kv_mb": kv_bytes / MB,
+            "fill_s": filled,
+            "tokens_per_s": 1 / statistics.median(seconds),
+            "peak_mb": (peak_footprint() - base) / MB,
+            "digest": digest.hexdigest(),
+        }
+        if args.form != "stock":
+            pool = caches[0].pool
+            result |= {
+                "budget_mb": None if budget is None else budget / MB,
+                "memory_mb": pool.memory_bytes / MB,
+                "disk_mb": pool.disk_bytes / MB,
+                "written_mb": pool.written_bytes / MB,
+                "read_mb_per_token": (pool.read_bytes - read) / args.tokens / MB,
+                "wait_ms_per_token": (pool.stats.wait_seconds - waited) / args.tokens * 1e3,
+                "layers_on_disk": sum(cache.is_on_disk for cache in caches),
+            }
+            pool.close()
+        return result
+
+
+def in_own_process(args: argparse.Namespace, **settings: Any) -> dict[str, Any]:
+    not_passed_on = {"command", "one", "plot", "json", "lengths", "shares"}
+    values = {name: value for name, value in (vars(args) | settings).items() if name not in not_passed_on}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+    done = subprocess.run(
+        [sys.executable, __file__, args.command, "--one", *words], check=True, capture_output=True, text=True
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def table(columns: list[str], results: list[dict[str, Any]]) -> str:
+    rows = [[_cell(result.get(column)) for column in columns] for result in results]
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def check_equal(results: list[dict[str, Any]]) -> None:
+    digests = {(result.get("length"), result["digest"]) for result in results}
+    lengths = {length for length, _ in digests}
+    if len(digests) != len(lengths):
+        raise SystemExit("attention gave other bits than with mlx-lm's cache")
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib  # an extra: `pip install mlx-flash[plots]`
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    for result in results:
+        tokens = [256 * (i + 1) for i in range(len(result["memory_mb"]))]
+        pyplot.plot(tokens, result["memory_mb"], label=result["form"])
+    pyplot.xlabel("tokens")
+    pyplot.ylabel("committed memory, MB")
+    pyplot.legend()
+    pyplot.savefig(path)
+
+
+def forms(args: argparse.Namespace) -> list[dict[str, Any]]:
+    results = [in_own_process(args, form=form) for form in ("stock", "step", "flat", "paged")]
+    for result in results:
+        memory = result["memory_mb"]
+        result["at_quarter_mb"], result["at_end_mb"] = memory[len(memory) // 4 - 1], memory[-1]
+    if args.plot:
+        plot(results, args.plot)
+    timings = ["first_ms", "median_ms", "border_median_ms", "border_worst_ms", "between_worst_ms"]
+    print(table(["form", *timings, "at_quarter_mb", "at_end_mb", "peak_mb"], results))
+    return results
+
+
+def disk(args: argparse.Namespace) -> list[dict[str, Any]]:
+    results = []
+    for length in args.lengths:
+        results.append(in_own_process(args, form="stock", length=length, share=None))
+        for share in args.shares:
+            results.append(in_own_process(args, form="paged", length=length, share=share))
+    columns = [
+        "length",
+        "form",
+        "kv_mb",
+        "budget_mb",
+        "layers_on_disk",
+        "tokens_per_s",
+        "fill_s",
+        "memory_mb",
+        "peak_mb",
+    ]
+    print(table([*columns, "disk_mb", "written_mb", "read_mb_per_token", "wait_ms_per_token"], results))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["forms", "disk"])
+    parser.add_argument("--one", action="store_true", help="one measurement, in this process")
+    parser.add_argument("--form", default="stock")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--length", type=int, default=4096, help="tokens")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[512, 8192, 32768])
+    parser.add_argument("--share", type=float, help="of the cache that may be in memory")
+    parser.add_argument("--shares", type=float, nargs="*", default=[1.2, 0.6, 0.3])
+    parser.add_argument("--step", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=8, help="tokens that are timed")
+    parser.add_argument("--prefill-step-size", type=int, default=2048)
+    parser.add_argument("--directory", type=Path, help="where files are put")
+    parser.add_argument("--plot", type=Path, help="a picture of memory over tokens")
+    parser.add_argument("--json", type=Path, help="a file for all numbers")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure_form(args) if args.command == "forms" else measure_disk(args)))
+        return
+    results = forms(args) if args.command == "forms" else disk(args)
+    check_equal(results)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What remembered prompts save: the same long prompt in one process after another.
+
+    python scripts/make_random_model.py models/llama-fp32 --size-gb 1 --dtype float32
+    python benchmarks/prefixes.py --model models/llama-fp32 --ram-budget-gb 0.35 --json out.json
+
+Runs follow one another, each in a process of its own, beginning with an empty store: without remembered prompts; the
+first that remembers; then those that find the prompt. Before each of them the checkpoint and the store are dropped from
+the page cache. Every run has to generate the same tokens as the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import generate_step
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from streaming import describe_machine, describe_model, describe_versions, make_cold, may_drop_caches
+
+from mlx_flash.config import GB, FlashConfig
+from mlx_flash.model import load_model
+from mlx_flash.residency.memory import peak_footprint
+
+SEED = 5
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """One run, in this process."""
+    config = FlashConfig(
+        ram_budget_gb=options.ram_budget_gb,
+        context_length=options.prompt_tokens + 256,
+        prefill_step_size=options.prefill_step_size,
+        kv_prefixes=options.mode,
+        telemetry=False,
+    )
+    began = time.perf_counter()
+    model, settings = load_model(options.model, config)
+    with model:
+        loaded = time.perf_counter()
+        before = model.engine.reader.stats.nbytes if model.engine else 0
+        prompt = np.random.default_rng(SEED).integers(0, settings["vocab_size"], options.prompt_tokens)
+        moments: list[tuple[float, int]] = []
+
+        def progress(done: int, total: int) -> None:
+            """Called at the end of prefill, before the last token of the prompt, and again when that is computed."""
+            moments.append((time.perf_counter(), model.engine.reader.stats.nbytes - before if model.engine else 0))
+
+        tokens = []
+        steps = generate_step(
+            mx.array(prompt),
+            model,
+            max_tokens=options.tokens,
+            prefill_step_size=options.prefill_step_size,
+            prompt_progress_callback=progress,
+        )
+        for token, _ in steps:
+            tokens.append(int(token))
+            if len(tokens) == 1:
+                first = time.perf_counter()
+        prefill = moments[-2]
+        told = model.prefixes.telemetry() if model.prefixes is not None else {}
+        writes = model._governor.telemetry() if model.prefixes is not None else {}
+        result = {
+            "load_seconds": loaded - began,
+            "prefill_seconds": prefill[0] - loaded,
+            "prefill_weight_bytes": prefill[1],
+            "first_token_seconds": first - loaded,
+            "weight_bytes_to_first_token": moments[-1][1],
+            "tokens": tokens,
+            "peak_bytes": peak_footprint(),
+            "prompts": told,
+            "plan": {
+                "budget_bytes": model.plan.budget_bytes,
+                "streamed_bytes_per_pass": model.plan.read_bytes,
+                "prefill_step_size": model.plan.prefill_step_size,
+                "prefix_bytes": model.plan.prefix_bytes,
+            },
+        }
+    return {**result, "seconds": time.perf_counter() - began, "writes": writes}
+
+
+def run_apart(options: argparse.Namespace, cache: Path, mode: str) -> dict[str, Any]:
+    """One run, cold, in a process of its own."""
+    paths = [*options.model.glob("*.safetensors"), *cache.rglob("*.page")]
+    make_cold(paths, may_drop_caches())
+    arguments = ["--model", options.model, "--ram-budget-gb", options.ram_budget_gb, "--mode", mode, "--worker"]
+    arguments += ["--prompt-tokens", options.prompt_tokens, "--tokens", options.tokens]
+    arguments += ["--prefill-step-size", options.prefill_step_size]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    command = [sys.executable, __file__, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {"mode": mode, **found, "store_bytes": sum(path.stat().st_size for path in cache.rglob("*.page"))}
+
+
+def bench(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All runs."""
+    runs = []
+    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+        for mode in ["off"] + [options.mode] * (1 + options.repeats):
+            runs.append(run_apart(options, Path(folder), mode))
+            runs[-1]["equal_tokens"] = runs[-1]["tokens"] == runs[0]["tokens"]
+            console.print(f"{len(runs)}: {mode}, prefill {runs[-1]['prefill_seconds']:.2f} s")
+    model = sum(path.stat().st_size for path in options.model.glob("*.safetensors"))
+    return {
+        "benchmark": "prefixes",
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "machine": describe_machine(options.model),
+        "versions": describe_versions(),
+        "model": describe_model(options.model, model),
+        "cold": "all caches dropped before each run" if may_drop_caches() else "files dropped from the page cache",
+        "runs": runs,
+    }
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The runs, for people."""
+    columns = ("run", "prefill s", "first token s", "weights read GB", "restored", "store GB", "peak GB", "equal")
+    found = Table(*columns, box=SIMPLE_HEAD)
+    for i, each in enumerate(result["runs"]):
+        found.add_row(
+            f"{i + 1}, {each['mode']}",
+            f"{each['prefill_seconds']:.2f}",
+            f"{each['first_token_seconds']:.2f}",
+            f"{each['prefill_weight_bytes'] / GB:.3f}",
+            str(each["prompts"].get("num_restored", "")),
+            f"{each['store_bytes'] / GB:.3f}",
+            f"{each['peak_bytes'] / GB:.3f}",
+            "yes" if each["equal_tokens"] else "NO",
+        )
+    return found
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--ram-budget-gb", type=float, required=True)
+    parser.add_argument("--mode", choices=("off", "exact", "shared"), default="exact")
+    parser.add_argument("--prompt-tokens", type=int, default=8000)
+    parser.add_argument("--prefill-step-size", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=2, help="runs that find the prompt (default: 2)")
+    parser.add_argument("--directory", type=Path, help="where the store is made; the disk to measure")
+    parser.add_argument("--json", type=Path, help="file for all the numbers")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(run(options)))
+        return
+    console = Console()
+    result = bench(options, console)
+    console.print(table(result))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if not all(each["equal_tokens"] for each in result["runs"]):
+        sys.exit("tokens differ")
+
+
+if __name__ == "__main__":
+    main()

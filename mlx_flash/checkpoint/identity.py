@@ -1,0 +1,71 @@
+"""Whether a model is still the one that was loaded, and what was changed: adapters, most of all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+MOST_BYTES = 1 << 30
+"""Of arrays that are not the checkpoint's. More are not looked at, and the model counts as unknown."""
+
+
+class ModelIdentity:
+    """The modules and arrays of a model at one moment.
+
+    Args:
+        model: mlx-lm's, lazily loaded.
+        fingerprint: of its checkpoint, and of what computes.
+    """
+
+    def __init__(self, model: nn.Module, fingerprint: str) -> None:
+        self._model = model
+        self._fingerprint = fingerprint
+        self._modules = list(_modules(model))
+        self._arrays = _arrays(model)
+
+    def fingerprint(self) -> str | None:
+        """The fingerprint, with a digest of what was changed since, the bytes of new arrays included.
+
+        Returns:
+            None when so much was changed that it cannot be told.
+        """
+        changes = self._changes()
+        return None if changes is None else self._fingerprint + changes
+
+    def _changes(self) -> str | None:
+        modules, arrays = list(_modules(self._model)), _arrays(self._model)
+        new = {name: array for name, array in arrays.items() if self._arrays.get(name) is not array}
+        if modules == self._modules and not new and len(arrays) == len(self._arrays):
+            return ""
+        # an array that only has another name now is the checkpoint's, and which one it is must be told
+        old = {id(array): name for name, array in self._arrays.items()}
+        moved = {name: old[id(array)] for name, array in new.items() if id(array) in old}
+        foreign = {name: array for name, array in new.items() if id(array) not in old}
+        if sum(array.nbytes for array in foreign.values()) > MOST_BYTES:
+            return None
+        digest = hashlib.sha256(repr([modules, sorted(moved.items()), sorted(arrays)]).encode())
+        for name in sorted(foreign):
+            flat = mx.contiguous(foreign[name]).reshape(-1)
+            mx.eval(flat)
+            digest.update(repr((name, foreign[name].dtype, foreign[name].shape)).encode())
+            digest.update(memoryview(cast(Any, flat)).cast("B") if flat.size else b"")
+        return digest.hexdigest()[:32]
+
+
+def _arrays(model: nn.Module) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
+    """Path, class, and plain settings of every module."""
+    for path, module in model.named_modules():
+        plain = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+        plain |= {key: value for key, value in module.items() if isinstance(value, bool | int | float | str)}
+        kind = type(module)
+        settings = sorted((key, repr(value)) for key, value in plain.items() if key != "_training")
+        yield path, f"{kind.__module__}.{kind.__qualname__}", settings

@@ -1,0 +1,129 @@
+"""How the rows of a layer's tokens lie in files and in slots. Numbers only.
+
+In a slot each head's tokens follow one another, with room for more behind them. A file has pages of some tokens in
+chunks of many pages; within a chunk each head's tokens follow one another too, so that reads are large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_flash.kv.options import round_up
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+
+CHUNK_TOKENS = 8192
+"""Tokens of a chunk: 2 MiB for each head of 128 numbers of 16 bits."""
+
+RowBytes = Sequence["np.ndarray[Any, np.dtype[np.uint8]]"]
+"""Rows of tokens as bytes, ``(heads, tokens, bytes)`` for each array of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One array of a layer's cache.
+
+    Attributes:
+        shape: (batch, heads).
+        width: items of a head's row.
+        dtype: of the items.
+    """
+
+    shape: tuple[int, int]
+    width: int
+    dtype: mx.Dtype
+
+    @property
+    def heads(self) -> int:
+        """Heads of all sequences."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def width_bytes(self) -> int:
+        """Bytes of a head's row."""
+        return self.width * int(self.dtype.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Pages that follow one another in a file and in the sequence.
+
+    Attributes:
+        number: of the first page in the sequence.
+        page: of the first page in the file.
+        count: how many.
+    """
+
+    number: int
+    page: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Where rows lie.
+
+    Attributes:
+        components: the arrays of the layer.
+        step: tokens of a page.
+    """
+
+    components: tuple[Component, ...]
+    step: int
+
+    @classmethod
+    def of(cls, arrays: Sequence[mx.array], step: int) -> RowLayout:
+        """The layout of arrays ``(batch, heads, tokens, width)``."""
+        return cls(tuple(Component((a.shape[0], a.shape[1]), a.shape[3], a.dtype) for a in arrays), step)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in all arrays."""
+        return sum(component.heads * component.width_bytes for component in self.components)
+
+    @property
+    def chunk_pages(self) -> int:
+        """Pages of a chunk."""
+        return -(-CHUNK_TOKENS // self.step)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk in a file."""
+        return sum(component.heads * self._region(component) for component in self.components)
+
+    def _region(self, component: Component) -> int:
+        return round_up(self.chunk_pages * self.step * component.width_bytes, DIRECT_ALIGNMENT)
+
+    def slot_offsets(self, capacity: int) -> list[int]:
+        """Where each array begins in a slot for so many tokens."""
+        offsets, cursor = [], 0
+        for component in self.components:
+            offsets.append(cursor)
+            cursor += round_up(component.heads * capacity * component.width_bytes, DIRECT_ALIGNMENT)
+        return offsets
+
+    def slot_bytes(self, capacity: int) -> int:
+        """The size of a slot for so many tokens."""
+        return sum(round_up(c.heads * capacity * c.width_bytes, DIRECT_ALIGNMENT) for c in self.components)
+
+    def runs(self, pages: Sequence[int], first: int = 0) -> Iterator[Run]:
+        """Pages of a sequence from number ``first`` on, those together that follow one another within a chunk."""
+        start = first
+        for i in range(first, len(pages)):
+            ends = i + 1 == len(pages) or pages[i + 1] != pages[i] + 1 or pages[i + 1] % self.chunk_pages == 0
+            if ends:
+                yield Run(start, pages[start], i + 1 - start)
+                start = i + 1
+
+    def file_offsets(self, page: int) -> Iterator[tuple[int, int, int]]:
+        """(index of the array, head, offset in the file) of a page's rows, for each head of each array."""
+        chunk, within = divmod(page, self.chunk_pages)
+        at = chunk * self.chunk_bytes
+        for index, component in enumerate(self.components):
+            for head in range(component.heads):
+                yield index, head, at + within * self.step * component.width_bytes
+                at += self._region(component)

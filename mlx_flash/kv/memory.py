@@ -1,0 +1,190 @@
+"""Keys and values of one layer in memory.
+
+New rows are assigned to a slice of the buffer. MLX does that in place while nobody else holds the buffer, and copies
+it otherwise: that is what makes it exact, whatever has been computed and whatever has not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_flash.kv.options import KVOptions, round_up
+from mlx_flash.residency.memory import footprint
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+
+_PROBE_BYTES = 8 << 20
+_GROWTH = 4
+"""A reserve that was too small grows by this part of itself."""
+
+
+@lru_cache(maxsize=1)
+def commits_lazily() -> bool:
+    """Whether pages of an array can be given back, to take memory again when they are written to. Tried once a process.
+
+    So it is on Linux with MLX's CPU back end, whose arrays are private anonymous memory. A GPU's driver takes a buffer
+    as a whole once a kernel uses it.
+    """
+    if sys.platform != "linux" or mx.default_device() == mx.gpu or mx.cuda.is_available():
+        return False
+    array = mx.ones((_PROBE_BYTES,), mx.uint8)
+    mx.eval(array)
+    before = footprint()
+    _give_back(array)
+    gone = before - footprint()
+    return gone > _PROBE_BYTES // 2 and not bool(array[_PROBE_BYTES // 2 :][:DIRECT_ALIGNMENT].any())
+
+
+def reserve(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    """Zeros that take memory as they are written to, where that can be; for a moment they take all of it."""
+    array = mx.zeros(shape, dtype)
+    if commits_lazily():
+        mx.eval(array)
+        _give_back(array)
+    return array
+
+
+def _give_back(array: mx.array) -> None:
+    """Makes zeros of the whole pages inside an evaluated array, which take no memory until they are written to."""
+    memory = np.frombuffer(memoryview(cast(Any, array)).cast("B"), np.uint8)
+    start = round_up(memory.ctypes.data, mmap.PAGESIZE)
+    nbytes = (memory.ctypes.data + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if nbytes > 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED) != 0:
+            raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")
+
+
+class MemoryRows:
+    """The arrays of one layer's cache, each ``(batch, heads, tokens, width)``, and how many tokens are in them.
+
+    Args:
+        options: the form and how it grows.
+
+    Attributes:
+        arrays: the buffers, longer than what is in them; empty before the first tokens.
+        length: tokens in them.
+    """
+
+    def __init__(self, options: KVOptions) -> None:
+        self.arrays: list[mx.array] = []
+        self.length = 0
+        self._options = options
+        # Where pages cannot be had one by one, a reserve would take all of its memory at once: then grow in steps.
+        self._grows = options.form == "step" or (options.form == "paged" and not commits_lazily())
+
+    @property
+    def capacity(self) -> int:
+        """Tokens there is room for."""
+        return int(self.arrays[0].shape[2]) if self.arrays else 0
+
+    def capacity_after(self, num_new: int) -> int:
+        """Tokens there will be room for when new ones have come."""
+        end = self.length + num_new
+        if self.arrays and end <= self.capacity:
+            return self.capacity
+        if self._grows:
+            return self.length + round_up(num_new, self._options.step)
+        if end <= self._options.reserved_tokens:
+            return self._options.reserved_tokens
+        return round_up(max(end, self.capacity + self.capacity // _GROWTH), self._options.step)
+
+    def held_after(self, new: Sequence[mx.array]) -> int:
+        """Bytes that will be held when new tokens have come: what was written to, where the rest takes nothing."""
+        num_new = new[0].shape[2] if new else 0
+        capacity = self.capacity_after(num_new) if num_new else self.capacity
+        return sum(self._held(array, self.length + num_new, capacity) for array in (self.arrays or new))
+
+    def moved_after(self, new: Sequence[mx.array]) -> int:
+        """Bytes that are held besides for a moment, when new tokens make the buffers grow: the old ones, and room that
+        takes nothing afterwards."""
+        num_new = new[0].shape[2] if new else 0
+        capacity = self.capacity_after(num_new)
+        if not num_new or (self.arrays and capacity == self.capacity):
+            return 0
+        taken = sum(a.shape[0] * a.shape[1] * capacity * a.shape[3] * a.itemsize for a in (self.arrays or new))
+        return self.held + max(0, taken - self.held_after(new))
+
+    def held_for(self, num_new: int, token_bytes: int) -> int:
+        """Bytes that will be held when so many new tokens have come.
+
+        Args:
+            num_new: how many.
+            token_bytes: of a token; not looked at when there are tokens already.
+        """
+        capacity, length = self.capacity_after(num_new), self.length + num_new
+        if self.arrays:
+            return sum(self._held(array, length, capacity) for array in self.arrays)
+        return token_bytes * (capacity if self._grows or self._options.form == "flat" else min(length, capacity))
+
+    @property
+    def held(self) -> int:
+        """Bytes that are held."""
+        return self.held_after(())
+
+    def _held(self, array: mx.array, length: int, capacity: int) -> int:
+        batch, heads, _, width = array.shape
+        row = width * array.itemsize
+        if self._options.form != "paged" or self._grows:
+            return int(batch * heads * capacity * row)
+        written = round_up(round_up(length, self._options.step) * row, DIRECT_ALIGNMENT) + DIRECT_ALIGNMENT
+        return int(batch * heads * min(written, round_up(capacity * row, DIRECT_ALIGNMENT)))
+
+    def append(self, new: Sequence[mx.array]) -> None:
+        """Adds tokens, ``(batch, heads, new tokens, width)`` for each buffer."""
+        end = self.length + new[0].shape[2]
+        if not self.arrays or end > self.capacity:
+            self._grow(new)
+        for array, rows in zip(self.arrays, new, strict=True):
+            array[..., self.length : end, :] = rows
+        self.length = end
+
+    def _grow(self, new: Sequence[mx.array]) -> None:
+        capacity, length = self.capacity_after(new[0].shape[2]), self.length
+        old = self.arrays or [mx.zeros((*a.shape[:2], 0, a.shape[3]), a.dtype) for a in new]
+        self.arrays = [self._longer(array[..., :length, :], capacity) for array in old]
+
+    def _longer(self, array: mx.array, capacity: int) -> mx.array:
+        batch, heads, length, width = array.shape
+        if self._grows or self._options.form == "flat":
+            room = mx.zeros((batch, heads, capacity - length, width), array.dtype)
+            return mx.concatenate([array, room], axis=2) if length else room
+        longer = reserve((batch, heads, capacity, width), array.dtype)
+        if length:
+            longer[..., :length, :] = array
+        return longer
+
+    def fetch(self) -> list[mx.array]:
+        """What is in the buffers, without the room behind it."""
+        if self.length == self.capacity:
+            return list(self.arrays)
+        return [array[..., : self.length, :] for array in self.arrays]
+
+    def drop(self, start: int, stop: int) -> None:
+        """Takes tokens out; those behind them move up. Evaluates the rest."""
+        kept = [mx.concatenate([a[..., :start, :], a[..., stop : self.length, :]], axis=2) for a in self.arrays]
+        self.set(kept, self.length - stop + start)
+
+    def set(self, arrays: Sequence[mx.array], length: int) -> None:
+        """Takes over arrays that hold ``length`` tokens, and evaluates them."""
+        mx.eval(arrays)
+        self.arrays, self.length = list(arrays), length
+
+    def fork(self) -> MemoryRows:
+        """A copy with no room behind it, which makes its own when tokens come."""
+        other = MemoryRows(self._options)
+        # Not the slices themselves: they would hold this buffer, and the next token would copy all of it.
+        other.set([_copied(array) for array in self.fetch()], self.length)
+        return other
+
+
+def _copied(array: mx.array) -> mx.array:
+    """The same rows in memory of their own, with one more behind them: a plain copy of one head would be a view."""
+    return mx.concatenate([array, array[..., :1, :]], axis=2)

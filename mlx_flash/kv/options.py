@@ -1,0 +1,175 @@
+"""How a KV cache is kept: the form of its memory, its budget, and what is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from mlx_flash.errors import ConfigError
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+
+DEFAULT_STEP = 256
+"""mlx-lm's own: tokens by which a cache grows, and tokens of one page on disk."""
+
+CONTEXT_ALIGNMENT = 256
+
+NUM_SLOTS = 2
+"""Buffers that layers on disk are computed from."""
+
+SLOT_PADDING = 6 * DIRECT_ALIGNMENT
+"""What arrays of a slot take at most to begin at a page: six, where keys and values are quantized."""
+
+ROOM_PART = 8
+"""A slot has room for this part of its tokens besides, where the length of the context is open."""
+
+ROOM_TOKENS = 1024
+
+SPILL_TOKENS = 1024
+"""Tokens that are copied at a time when a layer goes to disk."""
+
+WRITE_BEHIND_BYTES = 32 << 20
+"""The most that may wait to be written; who adds more waits."""
+
+NUM_READERS = 2
+"""Urgent reads have threads and buffers of their own."""
+
+NUM_COPIES = 3
+"""Rows on their way to disk: contiguous, with those that waited to fill a page, and cut by head."""
+
+PAGE_TOKENS = 256
+"""Tokens of a page of a remembered prompt."""
+
+QUEUED_PAGES = 2
+"""Pages of remembered prompts that wait to be written; who adds more waits."""
+
+PAGES_ON_THEIR_WAY = QUEUED_PAGES + 1
+"""All of them that are in memory: one more is being copied, or read."""
+
+Form = Literal["step", "flat", "paged"]
+"""Where keys and values are while they are in memory.
+
+``step`` grows by some tokens at a time, copying what is there, as mlx-lm does. ``flat`` takes the memory of
+``max_context_length`` tokens at once and writes in place. ``paged`` takes the addresses at once, and memory as tokens
+come.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVOptions:
+    """Settings of the KV caches of one model.
+
+    Attributes:
+        form: where keys and values are while they are in memory.
+        step: tokens of a page; caches of the form ``step`` grow by as many.
+        max_context_length: tokens to reserve room for, rounded up to a multiple of 256; longer contexts go on growing.
+            ``flat`` and ``paged`` need it.
+        budget_bytes: the most that all caches together may take in memory, before layers go to disk; None for no limit.
+        max_tokens: when a cache would hold more, the older half is forgotten; None for perfect recall.
+        keep: so many tokens at the beginning are never forgotten, rounded up to whole pages.
+        directory: where files are kept, in a folder of their own; None for the cache folder.
+        direct: whether files are read past the page cache.
+        read_size: bytes of one read.
+        queue_depth: reads in flight at once.
+
+    Raises:
+        ConfigError: a value is out of range, or contradicts another one.
+    """
+
+    form: Form = "step"
+    step: int = DEFAULT_STEP
+    max_context_length: int | None = None
+    budget_bytes: int | None = None
+    max_tokens: int | None = None
+    keep: int = 0
+    directory: Path | None = None
+    direct: bool = True
+    read_size: int = 2 << 20
+    queue_depth: int = 4
+
+    def __post_init__(self) -> None:
+        if self.form not in get_args(Form):
+            raise ConfigError(f"form of the KV cache is {self.form!r}: it must be one of {', '.join(get_args(Form))}")
+        if self.form != "step" and self.max_context_length is None:
+            raise ConfigError(
+                f"a KV cache of the form {self.form!r} needs max_context_length. Hint: set it, or 'step'."
+            )
+        for name, low in (("step", 1), ("max_context_length", 1), ("budget_bytes", 0), ("keep", 0)):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{name} of the KV cache is {value}: it must be at least {low}")
+        if self.max_tokens is not None and self.max_tokens < self.kept_tokens + self.newest_tokens + self.step:
+            raise ConfigError(
+                f"max_tokens of the KV cache is {self.max_tokens}: its newer half, the first {self.kept_tokens} tokens "
+                f"(keep={self.keep} in whole pages) and a page of {self.step} must fit. Hint: raise it, or lower step."
+            )
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Tokens to reserve room for; 0 when that is open."""
+        return round_up(self.max_context_length or 0, CONTEXT_ALIGNMENT)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens at the beginning that are never forgotten."""
+        return round_up(self.keep, self.step)
+
+    @property
+    def newest_tokens(self) -> int:
+        """Tokens at the end that are not forgotten when some are."""
+        return (self.max_tokens or 0) // 2
+
+    def held_tokens(self, length: int, num_new: int) -> int:
+        """The most tokens that a cache holds on its way to ``length``, when at most ``num_new`` come in a call."""
+        if self.max_tokens is None:
+            return length
+        return min(length, max(self.max_tokens, self.kept_tokens + self.step + num_new))
+
+    def slot_tokens(self, tokens: int) -> int:
+        """Tokens there is room for in a slot that is to hold so many."""
+        if 0 < tokens <= self.reserved_tokens:
+            return round_up(self.reserved_tokens, self.step)
+        return round_up(max(tokens, 1) + tokens // ROOM_PART, round_up(ROOM_TOKENS, self.step))
+
+    def least_bytes(self, token_bytes: Sequence[int], tokens: int) -> int:
+        """The smallest ``budget_bytes`` for a context: that with every layer on disk.
+
+        Args:
+            token_bytes: what each layer's cache holds of a token.
+            tokens: in the context.
+        """
+        slot = max(token_bytes, default=0) * self.slot_tokens(tokens) + SLOT_PADDING
+        return NUM_SLOTS * slot + self.step * sum(token_bytes)
+
+    def under_way_bytes(self, token_bytes: Sequence[int], tokens: int, num_new: int) -> int:
+        """What is in memory besides while layers go to disk and come back: rows that wait to be written, buffers of
+        reads.
+
+        Args:
+            token_bytes: what each layer's cache holds of a token.
+            tokens: in the context.
+            num_new: the most tokens that come in one call.
+        """
+        waiting = min(WRITE_BEHIND_BYTES, sum(token_bytes) * tokens)
+        buffers = NUM_READERS * self.queue_depth * self.read_size if self.direct else 0
+        return waiting + NUM_COPIES * max(token_bytes, default=0) * max(num_new, min(tokens, SPILL_TOKENS)) + buffers
+
+    def forgotten_tokens(self, length: int, num_new: int) -> int:
+        """How many tokens, after the first :attr:`kept_tokens`, are forgotten before new ones come.
+
+        Whole pages, so that nothing on disk has to be written again. What comes in one call is never forgotten in it.
+
+        Args:
+            length: tokens there are.
+            num_new: tokens that come.
+        """
+        if self.max_tokens is None or length + num_new <= self.max_tokens:
+            return 0
+        retained = max(0, self.newest_tokens - num_new)
+        return max(0, length - self.kept_tokens - retained) // self.step * self.step
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The next multiple that is not less."""
+    return -(-number // multiple) * multiple

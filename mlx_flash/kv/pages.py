@@ -1,0 +1,339 @@
+"""The pages of layers on disk: written once, behind the computation, and read into slots.
+
+A page holds the rows of ``step`` tokens of one layer. What does not fill a page yet stays in memory. Pages are shared
+by copies of a cache and counted; none that two of them hold is ever written to.
+"""
+
+from __future__ import annotations
+
+import heapq
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from mlx_flash.errors import WriteError
+from mlx_flash.kv.layout import RowBytes, RowLayout, Run
+from mlx_flash.kv.options import WRITE_BEHIND_BYTES
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.placement import Piece, Segment
+from mlx_flash.storage.reader import Reader
+from mlx_flash.storage.source import SourceFile, identity_of
+
+
+class _GrowingFile(SourceFile):
+    """A file that this process goes on writing to: another size or time is not another file."""
+
+    def is_unchanged(self) -> bool:
+        try:
+            found = identity_of(self.path)
+        except OSError:
+            return False
+        return self.identity is not None and (found.device, found.inode) == (self.identity.device, self.identity.inode)
+
+
+class PageReader(Reader):
+    """The reader of files that are made, grow, and go while it is open."""
+
+    def add(self, path: Path, direct: bool) -> None:
+        """Opens a file. Raises: CheckpointError."""
+        self._files[path] = _GrowingFile(path, direct)
+
+    def remove(self, path: Path) -> None:
+        """Closes a file that nobody will read any more."""
+        file = self._files.pop(path, None)
+        if file is not None:
+            file.close()
+
+
+class WriteBehind:
+    """One thread that writes what it is given, in order.
+
+    Args:
+        count: is told how many bytes were written.
+    """
+
+    def __init__(self, count: Callable[[int], None] = lambda _: None) -> None:
+        self.nbytes = 0
+        self._count = count
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlx-flash-kv-writer")
+        self._waiting: deque[tuple[Future[None], int]] = deque()
+
+    def submit(self, file: LayerFile, blocks: Sequence[tuple[int, memoryview]]) -> Future[None]:
+        """Writes blocks at their offsets in a file, some time. Waits while too much is waiting already."""
+        nbytes = sum(len(block) for _, block in blocks)
+        self.nbytes += nbytes
+        while self._waiting and sum(size for _, size in self._waiting) + nbytes > WRITE_BEHIND_BYTES:
+            self._waiting.popleft()[0].exception()  # raised where its file is used next
+        future = self._pool.submit(_write_blocks, file, blocks, self._count)  # it holds the file, whose end closes it
+        self._waiting.append((future, nbytes))
+        while self._waiting and self._waiting[0][0].done():
+            self._waiting.popleft()
+        return future
+
+    def close(self) -> None:
+        """Returns when the thread has ended; what it has not begun is not written."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _write_blocks(file: LayerFile, blocks: Sequence[tuple[int, memoryview]], count: Callable[[int], None]) -> None:
+    for offset, block in blocks:
+        done = 0
+        while done < len(block):
+            try:
+                done += os.pwrite(file.fd, block[done:], offset + done)
+            except OSError as error:
+                raise WriteError(
+                    f"cannot write {len(block)} bytes of the KV cache at offset {offset} of {file.path}: "
+                    f"{error.strerror} after {done} bytes. Hint: make room on that disk, or set max_tokens."
+                ) from error
+    count(sum(len(block) for _, block in blocks))
+
+
+class LayerFile:
+    """A file of pages, and who holds each of them. The file goes when nobody holds the object.
+
+    Args:
+        path: of the file, which must not exist.
+        layout: of the rows in it.
+        reader: what reads it.
+        writer: what writes it.
+        direct: whether it is read past the page cache.
+
+    Raises:
+        WriteError: it cannot be made.
+    """
+
+    def __init__(self, path: Path, layout: RowLayout, reader: PageReader, writer: WriteBehind, direct: bool) -> None:
+        self.path = path
+        self.layout = layout
+        self.reader = reader
+        self.fd = _create(path)
+        self._close = weakref.finalize(self, _remove_file, path, self.fd, reader)
+        reader.add(path, direct)
+        self._writer = writer
+        self._pending: deque[Future[None]] = deque()
+        self._holders: list[int] = []
+        self._free: list[int] = []
+        self._dead: deque[list[int]] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its pages that are held by somebody."""
+        return (len(self._holders) - len(self._free)) * self.layout.step * self.layout.token_bytes
+
+    def allocate(self, count: int) -> list[int]:
+        """Pages to write to, the first ones of the file that are free."""
+        while self._dead:
+            self.release(self._dead.popleft())
+        found = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        first, missing = len(self._holders), count - len(found)
+        found += range(first, first + missing)
+        self._holders += [0] * missing
+        self.retain(found)
+        return found
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """One more holds the pages."""
+        for page in pages:
+            self._holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One less holds the pages."""
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                heapq.heappush(self._free, page)
+
+    def release_later(self, pages: list[int]) -> None:
+        """As :meth:`release`, from a finalizer, which may run in the middle of anything."""
+        self._dead.append(pages)
+
+    def write(self, pages: Sequence[int], rows: RowBytes) -> None:
+        """Writes rows ``(heads, tokens, bytes)`` that fill pages. Their memory must not change any more.
+
+        Raises:
+            WriteError: something could not be written earlier.
+        """
+        self._check()
+        step = self.layout.step
+        for run in self.layout.runs(pages):
+            blocks = []
+            for index, head, offset in self.layout.file_offsets(run.page):
+                block = rows[index][head, run.number * step : (run.number + run.count) * step]
+                blocks.append((offset, np.ascontiguousarray(block).data.cast("B")))
+            self._pending.append(self._writer.submit(self, blocks))
+
+    def _check(self) -> None:
+        while self._pending and self._pending[0].done():
+            self._pending[0].result()  # one that failed stays, and fails again
+            self._pending.popleft()
+
+    def flush(self) -> None:
+        """Returns when all that was written can be read.
+
+        Raises:
+            WriteError: something could not be written.
+        """
+        while self._pending:
+            self._pending[0].result()
+            self._pending.popleft()
+
+    def segments(self, pages: Sequence[int], first: int, capacity: int) -> list[Segment]:
+        """The reads that put pages of a sequence, from number ``first`` on, where they belong in a slot."""
+        offsets = self.layout.slot_offsets(capacity)
+        return [s for run in self.layout.runs(pages, first) for s in self._segments_of(run, offsets, capacity)]
+
+    def _segments_of(self, run: Run, offsets: Sequence[int], capacity: int) -> Iterator[Segment]:
+        step = self.layout.step
+        for index, head, offset in self.layout.file_offsets(run.page):
+            width = self.layout.components[index].width_bytes
+            at, nbytes = offsets[index] + (head * capacity + run.number * step) * width, run.count * step * width
+            piece = Piece(f"KV cache, tokens from {run.number * step} on", offset, nbytes, at)
+            yield _segment(self.path, piece)
+
+
+def _segment(path: Path, piece: Piece) -> Segment:
+    """A read to its place, where whole pages of memory can be read there, or by way of a bounce buffer."""
+    in_place = not any(number % DIRECT_ALIGNMENT for number in (piece.offset, piece.nbytes, piece.buffer_offset))
+    start = piece.offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+    nbytes = -(-(piece.end - start) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+    return Segment(path, start, nbytes, piece.buffer_offset if in_place else None, (piece,))
+
+
+def _create(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise WriteError(f"cannot make {path} for the KV cache: {error.strerror}. Hint: check the disk.") from error
+
+
+def _remove_file(path: Path, fd: int, reader: PageReader) -> None:
+    reader.remove(path)
+    os.close(fd)
+    path.unlink(missing_ok=True)
+
+
+class DiskRows:
+    """The tokens of one layer on disk, and the last ones, which do not fill a page, in memory.
+
+    Args:
+        file: where pages are.
+
+    Attributes:
+        pages: in the order of their tokens.
+        length: tokens.
+    """
+
+    def __init__(self, file: LayerFile) -> None:
+        self.file = file
+        self.layout = file.layout
+        self.pages: list[int] = []
+        self.length = 0
+        self._tail = [np.empty((c.heads, self.layout.step, c.width_bytes), np.uint8) for c in self.layout.components]
+        weakref.finalize(self, file.release_later, self.pages)
+
+    @property
+    def paged_tokens(self) -> int:
+        """Tokens in pages."""
+        return len(self.pages) * self.layout.step
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes in memory."""
+        return sum(part.nbytes for part in self._tail)
+
+    @property
+    def tail(self) -> RowBytes:
+        """Rows of the tokens that are in no page."""
+        return [part[:, : self.length - self.paged_tokens] for part in self._tail]
+
+    def append(self, rows: RowBytes) -> None:
+        """Adds tokens, ``(heads, tokens, bytes)`` for each array. Their bytes are copied.
+
+        Raises:
+            WriteError: the disk is full, or fails.
+        """
+        num_new = rows[0].shape[1]
+        waiting = self.length - self.paged_tokens
+        num_full = (waiting + num_new) // self.layout.step
+        used = num_full * self.layout.step - waiting if num_full else 0
+        if num_full:
+            block = [np.concatenate([tail, new[:, :used]], axis=1) for tail, new in zip(self.tail, rows, strict=True)]
+            pages = self.file.allocate(num_full)
+            try:
+                self.file.write(pages, block)
+            except BaseException:
+                self.file.release(pages)
+                raise
+            self.pages += pages
+        start = 0 if num_full else waiting
+        for part, new in zip(self._tail, rows, strict=True):
+            part[:, start : start + num_new - used] = new[:, used:]
+        self.length += num_new
+
+    def truncate(self, length: int) -> None:
+        """Forgets the tokens from ``length`` on.
+
+        Raises:
+            ReadError: tokens that do not fill a page any more could not be read.
+        """
+        num_pages, rest = divmod(length, self.layout.step)
+        if num_pages < len(self.pages):
+            if rest:
+                self._read_tail(num_pages)
+            self.file.release(self.pages[num_pages:])
+            del self.pages[num_pages:]
+        self.length = length
+
+    def _read_tail(self, number: int) -> None:
+        """Puts the rows of one page into memory."""
+        for tail, page in zip(self._tail, self._read_pages(number, number + 1), strict=True):
+            tail[:] = page
+
+    def read(self, start: int, stop: int) -> RowBytes:
+        """The rows of some tokens, copied.
+
+        Raises:
+            ReadError: pages could not be read.
+        """
+        step = self.layout.step
+        first = min(start // step, len(self.pages))
+        last = min(-(-stop // step), len(self.pages))
+        found = self._read_pages(first, last)
+        rows = [np.concatenate([pages, tail], axis=1) for pages, tail in zip(found, self.tail, strict=True)]
+        return [part[:, start - first * step : stop - first * step] for part in rows]
+
+    def _read_pages(self, first: int, last: int) -> RowBytes:
+        self.file.flush()
+        capacity = (last - first) * self.layout.step
+        buffer = memoryview(mmap.mmap(-1, max(self.layout.slot_bytes(capacity), 1)))
+        if last > first:
+            self.file.reader.submit(self.file.segments(self.pages[first:last], 0, capacity), buffer, urgent=True).wait()
+        everything = np.frombuffer(buffer, np.uint8)
+        return [
+            everything[at : at + c.heads * capacity * c.width_bytes].reshape(c.heads, capacity, c.width_bytes)
+            for at, c in zip(self.layout.slot_offsets(capacity), self.layout.components, strict=True)
+        ]
+
+    def drop(self, start: int, stop: int) -> None:
+        """Forgets whole pages; the tokens behind them move up."""
+        first, last = start // self.layout.step, stop // self.layout.step
+        self.file.release(self.pages[first:last])
+        del self.pages[first:last]
+        self.length -= stop - start
+
+    def fork(self) -> DiskRows:
+        """A copy that shares the pages."""
+        other = DiskRows(self.file)
+        self.file.retain(self.pages)
+        other.pages += self.pages
+        other.length = self.length
+        for mine, copy in zip(self._tail, other._tail, strict=True):
+            copy[:] = mine
+        return other

@@ -1,0 +1,132 @@
+"""Two slots that layers on disk take turns in: while one is computed from, the other is filled for the next layer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_flash.kv.memory import commits_lazily
+from mlx_flash.kv.options import NUM_SLOTS, KVOptions
+from mlx_flash.kv.pages import DiskRows
+from mlx_flash.kv.slots import Slot, row_bytes
+from mlx_flash.kv.stats import KVStats
+
+
+class SlotRing:
+    """The slots, and what is read next: the layer that followed the last time.
+
+    Args:
+        options: the settings.
+        stats: where it counts.
+
+    Attributes:
+        slots: the slots.
+    """
+
+    def __init__(self, options: KVOptions, stats: KVStats) -> None:
+        self.slots = [Slot() for _ in range(NUM_SLOTS)]
+        self._stats = stats
+        self._options = options
+        self._successor: weakref.WeakKeyDictionary[DiskRows, weakref.ref[DiskRows]] = weakref.WeakKeyDictionary()
+        self._last: weakref.ref[DiskRows] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that MLX counts as active for the slots."""
+        return sum(slot.nbytes for slot in self.slots)
+
+    @property
+    def held(self) -> int:
+        """Bytes that the slots take."""
+        return sum(slot.touched for slot in self.slots) if commits_lazily() else self.nbytes
+
+    def append(self, disk: DiskRows, new: Sequence[mx.array]) -> list[mx.array]:
+        """Adds tokens, ``(batch, heads, new tokens, width)`` for each array. Evaluates them, and with them what was
+        computed from the other slot.
+
+        Returns:
+            All tokens of the layer, in a slot.
+
+        Raises:
+            WriteError: the disk is full, or fails.
+            ReadError: pages could not be read.
+        """
+        plain = [mx.contiguous(a.astype(c.dtype)) for a, c in zip(new, disk.layout.components, strict=True)]
+        mx.eval(plain)
+        fresh = row_bytes(plain)
+        end = disk.length + fresh[0].shape[1]
+        slot = self._filled_slot(disk, end)
+        slot.write(disk.layout, fresh, disk.length)
+        try:
+            disk.append(fresh)
+        except BaseException:
+            slot.clear()
+            raise
+        slot.tokens = end
+        return self._hand_out(disk, slot, fresh[0].shape[1])
+
+    def fetch(self, disk: DiskRows) -> list[mx.array]:
+        """All tokens of a layer, in a slot. Raises: ReadError."""
+        return self._hand_out(disk, self._filled_slot(disk, disk.length), 0)
+
+    def forget(self, disk: DiskRows, length: int) -> None:
+        """Notes that a layer's tokens from ``length`` on are others now, or none."""
+        for slot in self.slots:
+            if slot.belongs_to(disk):
+                slot.wait()
+                slot.tokens = min(slot.tokens, length)
+
+    def release(self) -> None:
+        """Ends reads, and gives the memory of the slots back."""
+        for slot in self.slots:
+            slot.release()
+
+    def _hand_out(self, disk: DiskRows, slot: Slot, num_new: int) -> list[mx.array]:
+        arrays = slot.hand_out(disk.layout, disk.length)
+        self._stats.num_fetched += 1
+        last = self._last() if self._last is not None else None
+        if last is not None:
+            self._successor[last] = weakref.ref(disk)
+        self._last = weakref.ref(disk)
+        self._read_ahead(disk, slot, num_new)
+        return arrays
+
+    def _filled_slot(self, disk: DiskRows, end: int) -> Slot:
+        """A slot with all tokens of a layer and room up to ``end``, from which nothing is computed."""
+        slot = next((slot for slot in self.slots if slot.belongs_to(disk)), None)
+        if slot is None:
+            slot = min(self.slots, key=lambda slot: slot.used_at)
+        if not slot.belongs_to(disk) or slot.capacity < end:
+            slot.assign(disk, self._options.slot_tokens(end))
+        self._stats.wait_seconds += slot.wait()
+        slot.claim()
+        if slot.tokens < disk.length:
+            self._fill(slot, disk)
+        return slot
+
+    def _fill(self, slot: Slot, disk: DiskRows) -> None:
+        if slot.tokens < disk.paged_tokens:
+            self._stats.num_unpredicted += 1
+            self._read(slot, disk, slot.tokens // self._options.step, urgent=True)
+            self._stats.wait_seconds += slot.wait()
+        slot.write(disk.layout, disk.tail, disk.paged_tokens)
+        slot.tokens = disk.length
+
+    def _read(self, slot: Slot, disk: DiskRows, first: int, *, urgent: bool = False) -> None:
+        """Starts reading the pages from number ``first`` on."""
+        disk.file.flush()
+        segments = disk.file.segments(disk.pages, first, slot.capacity)
+        ticket = disk.file.reader.submit(segments, slot.memory, urgent=urgent)
+        slot.expect(ticket, disk, disk.paged_tokens)
+
+    def _read_ahead(self, disk: DiskRows, busy: Slot, num_new: int) -> None:
+        """Starts filling the other slot for the layer that is expected next."""
+        link = self._successor.get(disk)
+        upcoming = link() if link is not None else None
+        if upcoming is None or not upcoming.pages or any(slot.belongs_to(upcoming) for slot in self.slots):
+            return
+        slot = next(slot for slot in self.slots if slot is not busy)
+        slot.assign(upcoming, self._options.slot_tokens(upcoming.length + num_new))
+        self._read(slot, upcoming, 0)

@@ -1,0 +1,154 @@
+"""The buffers that the pages of layers are read into, and that attention computes from.
+
+MLX tells nobody when it is done with an array. But it writes in place only while nobody else holds an array's memory,
+and into a copy otherwise. So before a slot is written to again, MLX is asked to write one byte of it: where something
+is still to be computed from the slot, that leaves the old memory to it, and the slot is another one from then on.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_flash.kv.layout import RowBytes, RowLayout
+from mlx_flash.kv.memory import reserve
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.reader import Ticket
+from mlx_flash.streaming.slots import Arena
+
+if TYPE_CHECKING:
+    from mlx_flash.kv.pages import DiskRows
+
+
+class Slot:
+    """One layer's rows, all tokens of a head one after another, as attention wants them.
+
+    Attributes:
+        tokens: how many of its owner's tokens are in it, or will be when the ticket was waited for.
+        capacity: tokens there is room for, as the owner's rows lie.
+        used_at: when it was last handed out, in seconds.
+        touched: bytes that were written to since its memory was had.
+        num_moved: how often something was still to be computed from it when it was needed again.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.capacity = 0
+        self.used_at = 0.0
+        self.touched = 0
+        self.num_moved = 0
+        self._pages: mx.array | None = None
+        self._arena: Arena | None = None
+        self._is_handed_out = False
+        self._owner: weakref.ref[DiskRows] | None = None
+        self._reading: tuple[Ticket, DiskRows] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its memory in bytes."""
+        return 0 if self._arena is None else self._arena.nbytes
+
+    @property
+    def memory(self) -> memoryview:
+        """Its bytes."""
+        assert self._arena is not None
+        return self._arena.memory
+
+    def belongs_to(self, rows: DiskRows) -> bool:
+        """Whether it holds rows of this layer."""
+        return self._owner is not None and self._owner() is rows
+
+    def assign(self, rows: DiskRows, capacity: int) -> None:
+        """Empties it for another layer, or for more tokens. Returns when nothing reads from or writes to it."""
+        self.clear()
+        needed = rows.layout.slot_bytes(capacity)
+        if self.nbytes < needed:
+            self.release()  # the old memory first, then the new
+            self._pages = reserve((needed // DIRECT_ALIGNMENT + 1, DIRECT_ALIGNMENT), mx.uint8)
+            mx.eval(self._pages)
+            self._arena, self._is_handed_out = Arena(needed, self._pages), False
+        self.claim()
+        self._owner, self.capacity = weakref.ref(rows), capacity
+
+    def release(self) -> None:
+        """Empties it, and gives its memory back."""
+        self.clear()
+        self._arena, self._pages, self._is_handed_out, self.touched = None, None, False, 0
+
+    def clear(self) -> None:
+        """Forgets what is in it."""
+        if self._reading is not None:
+            self._reading[0].cancel()
+        self._owner, self._reading, self.tokens, self.capacity = None, None, 0, 0
+
+    def expect(self, ticket: Ticket, rows: DiskRows, tokens: int) -> None:
+        """Notes reads under way that fill it up to so many tokens."""
+        self._reading, self.tokens = (ticket, rows), tokens
+
+    def wait(self) -> float:
+        """Returns when what was expected is there: after so many seconds.
+
+        Raises:
+            ReadError: bytes could not be read; the slot is empty then.
+        """
+        if self._reading is None:
+            return 0.0
+        began = time.perf_counter()
+        try:
+            self._reading[0].wait()
+        except BaseException:
+            self.clear()
+            raise
+        self._reading = None
+        return time.perf_counter() - began
+
+    def claim(self) -> None:
+        """Makes sure that nothing is computed from its memory any more; if something is, it is empty, and elsewhere."""
+        if not self._is_handed_out or self._pages is None or self._arena is None:
+            return
+        nbytes, address = self._arena.nbytes, _address(self._arena.memory)
+        self._arena = None
+        pages = self._pages
+        pages[-1:, -1:] = mx.array(0, mx.uint8)  # the last byte is never used: a page is there to align the others
+        mx.eval(pages)
+        self._arena, self._is_handed_out = Arena(nbytes, pages), False
+        if _address(self._arena.memory) != address:
+            self.num_moved += 1
+            self.tokens = 0  # what was copied may lie elsewhere in the page
+
+    def write(self, layout: RowLayout, rows: RowBytes, at: int) -> None:
+        """Puts rows, ``(heads, tokens, bytes)`` for each array, at a token. The slot must be claimed."""
+        for offset, component, new in zip(layout.slot_offsets(self.capacity), layout.components, rows, strict=True):
+            size = component.heads * self.capacity * component.width_bytes
+            whole = np.frombuffer(self.memory, np.uint8)[offset : offset + size]
+            whole.reshape(component.heads, self.capacity, -1)[:, at : at + new.shape[1]] = new
+
+    def hand_out(self, layout: RowLayout, length: int) -> list[mx.array]:
+        """The first tokens as arrays, ``(batch, heads, length, width)``, that share its memory."""
+        assert self._arena is not None
+        self.touched = max(self.touched, layout.slot_bytes(length))
+        arrays = []
+        for offset, component in zip(layout.slot_offsets(self.capacity), layout.components, strict=True):
+            shape = (*component.shape, self.capacity, component.width)
+            arrays.append(self._arena.view(offset, shape, component.dtype)[..., :length, :])
+        self._is_handed_out, self.used_at = True, time.perf_counter()
+        return arrays
+
+
+def _address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def row_bytes(arrays: Sequence[mx.array]) -> RowBytes:
+    """The bytes of evaluated, contiguous arrays ``(batch, heads, tokens, width)`` as ``(heads, tokens, bytes)``."""
+    found = []
+    for array in arrays:
+        batch, heads, length, width = array.shape
+        memory = memoryview(cast(Any, array)).cast("B")
+        found.append(np.frombuffer(memory, np.uint8).reshape(batch * heads, length, width * array.itemsize))
+    return found

@@ -1,0 +1,225 @@
+"""How much may be written to the disk, and how much was: in this session, today, and ever.
+
+The count of all processes is one small file, ``writes.json``. It is changed in place under a lock, one record of fixed
+length in one write, so that a process that is killed leaves the old record or the new one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mlx_flash.errors import ConfigError
+
+GB = 10**9
+
+DEFAULT_GB_PER_DAY = 20.0
+"""The SSDs of laptops are made for 150 (256 GB) to 600 TB of writes (1 TB). Over five years, the smallest of them takes
+82 GB a day of everything that its owner does. 20 GB are a quarter of that: 36 TB in five years if every day reached the
+cap. It is 150 000 new tokens a day of a model that takes 128 KiB for each (8B, 16 bits)."""
+
+FILE_NAME = "writes.json"
+
+_RECORD_BYTES = 256
+_log = logging.getLogger("mlx_flash")
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What the file says: the day, as ``2026-11-21``, and bytes written on it and ever."""
+
+    day: str = ""
+    day_bytes: int = 0
+    total_bytes: int = 0
+
+    def encode(self) -> bytes:
+        """One line of a fixed length, so that no record is a mixture of two."""
+        values = {"day": self.day, "day_bytes": self.day_bytes, "total_bytes": self.total_bytes}
+        text = json.dumps({**values, "check": self._check()})
+        return text.ljust(_RECORD_BYTES - 1).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes) -> _Record:
+        """The record; an empty file is one of nothing.
+
+        Raises:
+            ValueError: it is none of our files.
+        """
+        if not data:
+            return cls()
+        match json.loads(data):
+            case {"day": str(day), "day_bytes": int(day_bytes), "total_bytes": int(total_bytes), "check": int(check)}:
+                record = cls(day, day_bytes, total_bytes)
+                if check == record._check():
+                    return record
+        raise ValueError("its checksum or a value is wrong")
+
+    def _check(self) -> int:
+        return zlib.crc32(f"{self.day} {self.day_bytes} {self.total_bytes}".encode())
+
+
+class WriteGovernor:
+    """Counts what is written to the disk, and says when it is enough. Any number of threads and processes may ask.
+
+    Whatever is wrong with the file costs a warning, never a run: this process then counts for itself.
+
+    Args:
+        directory: of the file; made when something is counted.
+        gb_per_day: the most that may be written on a calendar day, in GB (10⁹ bytes), by all processes together; None
+            for no cap.
+        zero_write: whether nothing may be written at all; the count is not written either.
+        clock: seconds since 1970.
+
+    Raises:
+        ConfigError: the cap is no number of 0 or more.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        gb_per_day: float | None = DEFAULT_GB_PER_DAY,
+        zero_write: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if gb_per_day is not None and not (math.isfinite(gb_per_day) and gb_per_day >= 0):
+            raise ConfigError(
+                f"gb_per_day is {gb_per_day}: it must be a number of GB, 0 or more. Hint: None for no cap."
+            )
+        self.zero_write = zero_write
+        self._path = directory / FILE_NAME
+        self._cap = None if gb_per_day is None else int(gb_per_day * GB)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._record = _Record()  # the last that is known
+        self._session_bytes = 0
+        self._refused_bytes = 0
+        self._warned = False
+
+    def may_write(self, nbytes: int) -> bool:
+        """Whether so many bytes more would stay within the cap. Counts nothing."""
+        if self.zero_write:
+            return False
+        with self._lock:
+            self._look()
+            return self._fits(nbytes)
+
+    def claim(self, nbytes: int) -> bool:
+        """Counts bytes that are about to be written, unless they would exceed the cap. Returns whether they may be.
+
+        Of several processes that claim at the same time, no two get the same rest of a day.
+        """
+        return self._change(nbytes, only_if_it_fits=True)
+
+    def count(self, nbytes: int) -> None:
+        """Counts bytes that have to be written, cap or not. In zero-write mode they count for this session only."""
+        self._change(nbytes, only_if_it_fits=False)
+
+    def telemetry(self) -> dict[str, int | bool | None]:
+        """Bytes written in this session, today and ever, and the cap; JSON's types."""
+        with self._lock:
+            self._look()
+            return {
+                "session_bytes": self._session_bytes,
+                "day_bytes": self._record.day_bytes,
+                "total_bytes": self._record.total_bytes,
+                "day_limit_bytes": self._cap,
+                "refused_bytes": self._refused_bytes,
+                "zero_write": self.zero_write,
+            }
+
+    def _change(self, nbytes: int, only_if_it_fits: bool) -> bool:
+        with self._lock:
+            if self.zero_write:
+                return self._change_unsaved(nbytes, only_if_it_fits)
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                self._warn(error.strerror or str(error))
+                self._begin_day()
+                return self._change_known(nbytes, only_if_it_fits)
+            try:
+                return self._change_saved(fd, nbytes, only_if_it_fits)
+            finally:
+                os.close(fd)
+
+    def _change_saved(self, fd: int, nbytes: int, only_if_it_fits: bool) -> bool:
+        is_counted = False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            self._parse(os.pread(fd, _RECORD_BYTES, 0))
+            is_counted = self._change_known(nbytes, only_if_it_fits)
+            if is_counted:
+                os.pwrite(fd, self._record.encode(), 0)
+        except OSError as error:
+            self._warn(error.strerror or str(error))
+        return is_counted
+
+    def _change_unsaved(self, nbytes: int, only_if_it_fits: bool) -> bool:
+        if only_if_it_fits:
+            self._refused_bytes += nbytes
+        else:
+            self._session_bytes += nbytes
+        return not only_if_it_fits
+
+    def _change_known(self, nbytes: int, only_if_it_fits: bool) -> bool:
+        if only_if_it_fits and not self._fits(nbytes):
+            self._refused_bytes += nbytes
+            return False
+        old = self._record
+        self._record = replace(old, day_bytes=old.day_bytes + nbytes, total_bytes=old.total_bytes + nbytes)
+        self._session_bytes += nbytes
+        return True
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._cap is None or self._record.day_bytes + nbytes <= self._cap
+
+    def _look(self) -> None:
+        """Learns what other processes counted; writes nothing."""
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._parse(b"")
+        except OSError as error:
+            self._warn(error.strerror or str(error))
+            self._begin_day()
+        else:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                self._parse(os.pread(fd, _RECORD_BYTES, 0))
+            except OSError as error:
+                self._warn(error.strerror or str(error))
+                self._begin_day()
+            finally:
+                os.close(fd)
+
+    def _parse(self, data: bytes) -> None:
+        """Takes over what the file says. One that is damaged or gone says less than this process knows."""
+        try:
+            found = _Record.decode(data)
+        except (ValueError, RecursionError) as error:
+            self._warn(f"it is damaged ({error})")
+            found = _Record()
+        if found != _Record():
+            self._record = found
+        self._begin_day()
+
+    def _begin_day(self) -> None:
+        day = time.strftime("%Y-%m-%d", time.localtime(self._clock()))
+        if self._record.day != day:
+            self._record = replace(self._record, day=day, day_bytes=0)
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("%s is not used: %s. Bytes written are counted from here on.", self._path, reason)

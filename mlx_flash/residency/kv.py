@@ -1,0 +1,177 @@
+"""What a plan says about the KV cache: where keys and values are, and what that takes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_flash.config import GB, FlashConfig, KVMode
+from mlx_flash.errors import ConfigError
+from mlx_flash.kv.options import PAGE_TOKENS, PAGES_ON_THEIR_WAY, Form, KVOptions, round_up
+from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+
+KV_SHARE = 0.25
+"""Share of the budget that the KV cache may take in memory when the plan chooses."""
+
+_FORMS: dict[KVMode | None, Form] = {None: "step", "stock": "step", "flat": "flat", "paged": "paged", "disk": "step"}
+
+
+@dataclass(frozen=True, slots=True)
+class KVShare:
+    """The KV cache of a plan. Sizes in bytes, at the planned length of the context.
+
+    Attributes:
+        options: how keys and values are kept; None leaves caches to mlx-lm.
+        rows: what a token adds to each cache that can be on disk.
+        nbytes: set aside in memory, for every kind of cache.
+        limit: the most that those in ``rows`` may take of it, what is under way to the disk and back included; None
+            for as much as a call finds free.
+        is_fixed: whether that is so though more may be free.
+        disk_bytes: what is in files; all of it is read for each token.
+        num_on_disk: layers of which that is so.
+    """
+
+    options: KVOptions | None
+    rows: tuple[int, ...]
+    nbytes: int
+    limit: int | None = None
+    is_fixed: bool = False
+    disk_bytes: int = 0
+    num_on_disk: int = 0
+
+
+def check_kv(config: FlashConfig) -> None:
+    """Refuses settings of which one leaves no use for the other. Raises: ConfigError."""
+    if config.kv_ram_gb is not None and config.kv_cache in ("stock", "flat", "paged"):
+        raise ConfigError(
+            f"kv_ram_gb is {config.kv_ram_gb:g}, but nothing goes to disk with kv_cache={config.kv_cache!r}. "
+            "Hint: kv_cache='disk'."
+        )
+    if config.writes_nothing and (config.kv_cache == "disk" or config.kv_ram_gb is not None):
+        raise ConfigError(
+            "ssd_write_gb_per_day is 0, so that no keys and values can go to disk. Hint: raise it, or leave kv_cache "
+            "and kv_ram_gb open."
+        )
+    if config.kv_max_tokens is not None and config.kv_cache == "stock":
+        raise ConfigError(
+            f"kv_max_tokens is {config.kv_max_tokens}, but mlx-lm's own caches, kv_cache='stock', forget nothing. "
+            "Hint: kv_cache='disk' or 'paged'."
+        )
+
+
+def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int) -> KVShare:
+    """All of it in memory, as far as is planned for; a cache that grows beyond may go to disk when it does.
+
+    Args:
+        sizes: the model.
+        config: the settings.
+        context_length: tokens.
+        prefill_step_size: the most of them that come in one call.
+    """
+    num_layers = max(1, len(sizes.layers))
+    if not sizes.kv_rows or config.kv_cache == "stock":
+        held = sizes.kv_bytes(round_up(context_length, CACHE_STEP))
+        return KVShare(None, sizes.kv_rows, _with_a_copy(held, num_layers))
+    options = _options(config, 0, context_length)
+    tokens = _rounded(options, options.held_tokens(context_length, prefill_step_size))
+    pages = 2 * DIRECT_ALIGNMENT * sizes.kv_heads if options.form == "paged" else 0
+    return KVShare(options, sizes.kv_rows, _with_a_copy(sizes.kv_bytes(tokens), num_layers) + pages)
+
+
+def _with_a_copy(nbytes: int, num_layers: int) -> int:
+    """A cache that grows holds its old and its new arrays for a moment, one layer at a time."""
+    return nbytes * (num_layers + 1) // num_layers
+
+
+def _rounded(options: KVOptions, tokens: int) -> int:
+    return round_up(tokens, max(CACHE_STEP, options.step))
+
+
+def on_disk(
+    sizes: ModelSizes,
+    config: FlashConfig,
+    context_length: int,
+    prefill_step_size: int,
+    room_bytes: int,
+) -> KVShare:
+    """As much of it in memory as there is room for, the rest on disk.
+
+    Args:
+        sizes: the model; it has caches that can be on disk.
+        config: the settings.
+        context_length: tokens.
+        prefill_step_size: the most of them that come in one call.
+        room_bytes: memory to take if it is of use; what is needed at least is taken in any case.
+
+    Raises:
+        ConfigError: ``kv_ram_gb`` is below that.
+    """
+    options = _options(config, 0, context_length)
+    tokens = options.held_tokens(context_length, prefill_step_size)
+    whole = _with_a_copy(sum(sizes.kv_rows) * _rounded(options, tokens), len(sizes.kv_rows))
+    least = least_bytes(sizes, config, context_length, prefill_step_size)
+    limit = max(least, min(room_bytes, whole)) if config.kv_ram_gb is None else round(config.kv_ram_gb * GB)
+    if limit < least:
+        raise ConfigError(
+            f"kv_ram_gb is {config.kv_ram_gb:g}, but a context of {context_length} tokens needs at least "
+            f"{-(-least // 1000) / 1e6:.6f}: two slots of a layer each, the last tokens of every layer, and what is "
+            "under way to the disk and back. Hint: give more, or set a smaller context_length."
+        )
+    others = sizes.kv_bytes(tokens) - sum(sizes.kv_rows) * tokens
+    spilled = _spilled(sizes.kv_rows, tokens, limit - least) if limit < whole else []
+    return KVShare(
+        options=_options(config, limit, context_length),
+        rows=sizes.kv_rows,
+        nbytes=limit + others,
+        limit=limit,
+        is_fixed=config.kv_ram_gb is not None,
+        disk_bytes=sum(spilled) * tokens,
+        num_on_disk=len(spilled),
+    )
+
+
+def prefix_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:
+    """What remembered prompts take in memory on their way to disk and back."""
+    if config.kv_prefixes == "off":
+        return 0
+    rows = sum(sizes.kv_rows)
+    states = sizes.kv_bytes(context_length) - rows * context_length
+    return PAGES_ON_THEIR_WAY * max(rows * PAGE_TOKENS, states)
+
+
+def least_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int) -> int:
+    """The smallest share with which a context can be, in bytes: on disk, or if it is short in memory."""
+    options = _options(config, 0, context_length)
+    tokens = options.held_tokens(context_length, prefill_step_size)
+    under_way = options.under_way_bytes(sizes.kv_rows, tokens, prefill_step_size)
+    whole = _with_a_copy(sum(sizes.kv_rows) * _rounded(options, tokens), len(sizes.kv_rows))
+    return min(whole, options.least_bytes(sizes.kv_rows, tokens) + under_way)
+
+
+def most_on_disk(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:
+    """The most that keys and values of a context may take on disk, in bytes."""
+    return sum(sizes.kv_rows) * _options(config, 0, context_length).held_tokens(context_length, 1)
+
+
+def _options(config: FlashConfig, budget: int, context_length: int) -> KVOptions:
+    return KVOptions(
+        form=_FORMS[config.kv_cache],
+        step=config.kv_step,
+        max_context_length=context_length if config.kv_cache is not None else None,
+        budget_bytes=budget if config.kv_cache in (None, "disk") and not config.writes_nothing else None,
+        max_tokens=config.kv_max_tokens,
+        keep=config.kv_keep,
+        directory=None if config.kv_directory is None else Path(config.kv_directory).expanduser(),
+        direct=config.io != "buffered",
+    )
+
+
+def _spilled(rows: Sequence[int], tokens: int, room: int) -> list[int]:
+    """The layers that will be on disk: all but as many as there is room for beside what those need."""
+    room //= max(1, tokens)
+    left = sorted(rows)
+    while left and left[0] <= room:
+        room -= left.pop(0)
+    return left

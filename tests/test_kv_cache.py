@@ -1,0 +1,687 @@
+"""Caches behave as mlx-lm's own, bit for bit, wherever their tokens are."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.models import cache as stock_cache
+from mlx_lm.models.cache import BatchKVCache, KVCache, LRUPromptCache, QuantizedKVCache, make_prompt_cache
+
+from mlx_flash.errors import BudgetError, ClosedError, ConfigError, StreamedWeightsError
+from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache, make_caches
+from mlx_flash.kv.memory import commits_lazily
+from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.slots import Slot
+from mlx_flash.residency.memory import footprint
+from mlx_flash.streaming.arrays import arrays_in
+from models import GEMMA3, LLAMA, build
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Callable[..., KVOptions]:
+    return lambda **settings: KVOptions(directory=tmp_path / "kv", **settings)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch.setattr)
+
+
+def poison(set_attribute: Callable[[Any, str, Any], None]) -> None:
+    """Slots are full of NaN when they are given to a layer: what was not put there shows."""
+    assign = Slot.assign
+
+    def assign_and_fill(self: Slot, rows: Any, capacity: int) -> None:
+        assign(self, rows, capacity)
+        np.frombuffer(self.memory, np.uint8)[:] = 0xFF
+
+    set_attribute(Slot, "assign", assign_and_fill)
+
+
+def spill_all(pool: KVPool) -> None:
+    """Sends every layer that has tokens to disk, as a budget would."""
+    for rows in list(pool._layers):
+        if rows not in pool.on_disk and rows.memory.length:
+            pool._spill(rows, ())
+
+
+def rows_of(seed: int, num_tokens: int, dtype: mx.Dtype, heads: int = 2, width: int = 32) -> mx.array:
+    """Keys or values as attention has them: not contiguous."""
+    rows = mx.random.normal((1, num_tokens, heads, width), key=mx.random.key(seed)).astype(dtype)
+    return rows.transpose(0, 2, 1, 3)
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Whether trees of arrays are equal bit for bit."""
+    pairs = zip(tree_flatten(left), tree_flatten(right), strict=True)
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and bool(mx.array_equal(bits(a), bits(b))) for (_, a), (_, b) in pairs
+    )
+
+
+def bits(array: mx.array) -> mx.array:
+    return mx.contiguous(array).view(mx.uint8)
+
+
+class Against(RuleBasedStateMachine):
+    """Three layers of caches and mlx-lm's own, given the same."""
+
+    KINDS = ("float16", "bfloat16", "float32", "quantized")
+    FORMS: tuple[dict[str, Any], ...] = (
+        {"step": 256},
+        {"form": "flat", "max_context_length": 700},
+        {"form": "paged", "max_context_length": 4096},
+        {"form": "paged", "max_context_length": 300, "step": 32},
+        {"step": 16, "disk": (0, 1, 2)},
+        {"step": 256, "disk": (0, 1, 2)},
+        {"step": 64, "disk": (1,)},
+        {"step": 32, "disk": (0, 2), "form": "paged", "max_context_length": 4096, "direct": False},
+    )
+    """``disk``: the layers that are on disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        poison(self.patch.setattr)
+        self.folder = tempfile.TemporaryDirectory()
+        self.pool = KVPool(KVOptions())
+        self.pending: list[tuple[mx.array, mx.array]] = []
+        self.others: list[tuple[list[Any], list[Any]]] = []
+        self.seed = 0
+
+    def teardown(self) -> None:
+        try:
+            assert all(equal(mine, theirs) for mine, theirs in self.pending)
+        finally:
+            self.patch.undo()
+            self.pool.close()
+            self.folder.cleanup()
+
+    @initialize(kind=st.sampled_from(KINDS), form=st.sampled_from(FORMS))
+    def begin(self, kind: str, form: dict[str, Any]) -> None:
+        self.is_quantized = kind == "quantized"
+        self.dtype = mx.float16 if self.is_quantized else getattr(mx, kind)
+        own = {key: value for key, value in form.items() if key != "disk"}
+        self.disk = form.get("disk", ())
+        self.pool = KVPool(KVOptions(directory=Path(self.folder.name), **own))
+        self.theirs: list[Any] = [QuantizedKVCache(32, 4) if self.is_quantized else KVCache() for _ in range(3)]
+        self.mine = make_caches(self.theirs, self.pool.options, self.pool)
+
+    @rule(num_tokens=st.one_of(st.integers(1, 8), st.integers(1, 600)), waits=st.booleans())
+    def append(self, num_tokens: int, waits: bool) -> None:
+        for index, (mine, theirs) in enumerate(zip(self.mine, self.theirs, strict=True)):
+            self.seed += 1
+            keys = rows_of(2 * self.seed, num_tokens, self.dtype, 2 + index)
+            values = rows_of(2 * self.seed + 1, num_tokens, self.dtype, 2 + index, 64)
+            found, expected = mine.update_and_fetch(keys, values), theirs.update_and_fetch(keys, values)
+            if waits:
+                self.pending += [(total(found), total(expected))]
+            else:
+                assert equal(found, expected)
+            if index in self.disk and not mine.is_on_disk:
+                self.pool._spill(mine.rows, ())
+
+    @rule(num_tokens=st.integers(1, 700))
+    def trim(self, num_tokens: int) -> None:
+        trimmed = [[entry.trim(num_tokens) for entry in caches] for caches in (self.mine, self.theirs)]
+        assert trimmed[0] == trimmed[1]
+
+    @rule()
+    def fetch(self) -> None:
+        for mine, theirs in zip(self.mine, self.theirs, strict=True):
+            if theirs.keys is not None:
+                assert equal(mine.keys_and_values(), theirs.keys_and_values())
+
+    @rule()
+    def copy(self) -> None:
+        self.others = [*self.others[-1:], (copy.deepcopy(self.mine), copy.deepcopy(self.theirs))]
+
+    @precondition(lambda self: self.others)
+    @rule()
+    def go_on_with_a_copy(self) -> None:
+        self.others, (self.mine, self.theirs) = [(self.mine, self.theirs)], self.others[0]
+
+    @precondition(lambda self: not self.is_quantized and self.theirs[0].offset)
+    @rule()
+    def merge_and_extract(self) -> None:
+        other, their_other = copy.deepcopy(self.mine[0]), copy.deepcopy(self.theirs[0])
+        for entry in (other, their_other):
+            entry.trim(3)
+        mine = self.mine[0].merge([self.mine[0], other])
+        theirs = self.theirs[0].merge([self.theirs[0], their_other])
+        assert equal(mine.state[:2], theirs.state[:2])
+        self.mine[0] = make_caches([mine.extract(0)], self.pool.options, self.pool)[0]
+
+    @rule()
+    def save_and_load(self) -> None:
+        path = str(Path(self.folder.name) / "cache.safetensors")
+        stock_cache.save_prompt_cache(path, self.mine)
+        loaded = stock_cache.load_prompt_cache(path)
+        assert [type(entry) for entry in loaded] == [type(entry) for entry in self.theirs]
+        self.mine = make_caches(loaded, self.pool.options, self.pool)
+
+    @rule(first=st.floats(0, 1), count=st.floats(0, 1))
+    def evict(self, first: float, count: float) -> None:
+        """Whole pages go, as they do when a cache forgets."""
+        step = self.pool.options.step
+        num_pages = self.theirs[0].offset // step
+        start = step * int(first * num_pages)
+        stop = start + step * int(count * (num_pages - start // step))
+        if stop == start:
+            return
+        for mine, theirs in zip(self.mine, self.theirs, strict=True):
+            mine.rows.drop(start, stop)
+            mine.offset -= stop - start
+            theirs.keys, theirs.values = tree_map(
+                lambda a, end=theirs.offset: mx.concatenate([a[..., :start, :], a[..., stop:end, :]], axis=2),
+                (theirs.keys, theirs.values),
+            )
+            theirs.offset -= stop - start
+
+    @rule()
+    def evaluate(self) -> None:
+        mx.eval([entry.state for entry in self.mine])
+
+    @invariant()
+    def agree(self) -> None:
+        for mine, theirs in zip(getattr(self, "mine", ()), getattr(self, "theirs", ()), strict=True):
+            assert mine.offset == theirs.offset
+            assert mine.size() == theirs.offset
+            assert mine.empty() == theirs.empty()
+            assert mine.is_trimmable()
+
+
+def total(arrays: Any) -> mx.array:
+    """Something that is computed from all bytes, later."""
+    sums = [bits(array).astype(mx.int32).sum(axis=-1) for _, array in tree_flatten(arrays)]
+    return mx.stack([(part * mx.arange(1, part.shape[-1] + 1)).sum() for part in sums])
+
+
+TestAgainst = Against.TestCase
+TestAgainst.settings = settings(
+    max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return build(LLAMA | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256}, mx.float32)
+
+
+PROMPT = mx.array([i * 7 % 1000 for i in range(1, 300)])
+
+FORMS: dict[str, dict[str, Any]] = {
+    "step": {},
+    "flat": {"form": "flat", "max_context_length": 350},
+    "paged": {"form": "paged", "max_context_length": 20_000},
+    "disk": {"step": 16},
+    "disk, paged": {"step": 32, "form": "paged", "max_context_length": 512},
+}
+"""``disk``: all layers go there while tokens are generated."""
+
+
+def generated(
+    model: nn.Module, cache: list[Any], num_tokens: int = 60, spills: bool = False, **kwargs: Any
+) -> list[tuple[int, mx.array]]:
+    """Tokens and what they were sampled from; after the first ones all layers go to disk, if they are to."""
+    steps = generate_step(PROMPT, model, max_tokens=num_tokens, prompt_cache=cache, prefill_step_size=128, **kwargs)
+    found = []
+    for token, logprobs in steps:
+        found.append((int(token), logprobs))
+        if spills and len(found) == 3:
+            for pool in {entry.pool for entry in cache if isinstance(entry, DiskKVCache | DiskQuantizedKVCache)}:
+                spill_all(pool)
+    return found
+
+
+def same(left: list[tuple[int, mx.array]], right: list[tuple[int, mx.array]]) -> bool:
+    return len(left) == len(right) and all(a[0] == b[0] and equal(a[1], b[1]) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_generation_is_equal(llama: nn.Module, form: str, options: Callable[..., KVOptions]) -> None:
+    cache = make_caches(make_prompt_cache(llama), options(**FORMS[form]))
+    assert same(generated(llama, cache, spills="disk" in form), generated(llama, make_prompt_cache(llama)))
+    assert all(entry.is_on_disk for entry in cache) == ("disk" in form)
+    assert bool(cache[0].pool.read_bytes) == ("disk" in form)
+
+
+def test_generation_within_a_budget_is_equal(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+    budget = 1_500_000
+    cache = make_caches(make_prompt_cache(llama), options(step=16, max_context_length=512, budget_bytes=budget))
+    assert same(generated(llama, cache, 150), generated(llama, make_prompt_cache(llama), 150))
+    assert 0 < sum(entry.is_on_disk for entry in cache)
+    assert cache[0].pool.memory_bytes <= budget < sum(entry.nbytes + entry.disk_nbytes for entry in cache)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_generation_in_16_bits_is_equal(dtype: mx.Dtype, bits: int | None, options: Callable[..., KVOptions]) -> None:
+    """The cache has the precision that the model works in: that of the scales where weights are packed numbers."""
+    model = build(LLAMA | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}, dtype, bits)
+    cache = make_caches(make_prompt_cache(model), options(step=16))
+    assert same(generated(model, cache, 20, spills=True), generated(model, make_prompt_cache(model), 20))
+    assert cache[0].keys.dtype == dtype
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_generation_is_equal(
+    llama: nn.Module, form: str, bits: int, options: Callable[..., KVOptions]
+) -> None:
+    quantized = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 200}
+    cache = make_caches(make_prompt_cache(llama), options(**FORMS[form]))
+    expected = generated(llama, make_prompt_cache(llama), **quantized)
+    assert same(generated(llama, cache, spills="disk" in form, **quantized), expected)
+    assert all(isinstance(entry, DiskQuantizedKVCache) for entry in cache)
+    assert all(entry.is_on_disk for entry in cache) == ("disk" in form)
+
+
+def test_a_cache_on_disk_can_be_quantized(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+    quantized = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 320}
+    cache = make_caches(make_prompt_cache(llama), options(step=16))
+    expected = generated(llama, make_prompt_cache(llama), **quantized)
+    assert same(generated(llama, cache, spills=True, **quantized), expected)
+    assert cache[0].pool.stats.num_spilled == len(cache)
+    assert not any(entry.is_on_disk for entry in cache)  # there is no budget that would send them there again
+
+
+def test_speculative_generation_is_equal(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+    draft = build(LLAMA | {"num_hidden_layers": 2}, mx.float32)
+
+    def tokens(cache: list[Any], pools: tuple[KVPool, ...] = ()) -> list[int]:
+        found = []
+        steps = speculative_generate_step(PROMPT, llama, draft, max_tokens=40, prompt_cache=cache, num_draft_tokens=3)
+        for token, _, _ in steps:
+            found.append(int(token))
+            for pool in pools:
+                spill_all(pool)
+        return found
+
+    models = llama, draft
+    mine = [make_caches(make_prompt_cache(model), options(step=16)) for model in models]
+    pools = tuple(entries[0].pool for entries in mine)
+    assert tokens(mine[0] + mine[1], pools) == tokens([c for model in models for c in make_prompt_cache(model)])
+    assert all(entry.is_on_disk for entries in mine for entry in entries)
+
+
+def test_only_plain_caches_are_replaced(options: Callable[..., KVOptions]) -> None:
+    model = build(GEMMA3)
+    theirs = make_prompt_cache(model)
+    mine = make_caches(theirs, options(step=16))
+    for before, after in zip(theirs, mine, strict=True):
+        assert isinstance(after, DiskKVCache) == (type(before) is KVCache)
+        assert isinstance(after, DiskKVCache) or after is before
+    assert same(generated(model, mine, 40, spills=True), generated(model, make_prompt_cache(model), 40))
+    assert any(isinstance(entry, DiskKVCache) and entry.is_on_disk for entry in mine)
+
+
+def test_it_is_a_cache_of_mlx_lm(options: Callable[..., KVOptions]) -> None:
+    (cache,) = make_caches([KVCache()], options())
+    assert isinstance(cache, KVCache)
+    assert type(cache).__name__ == "KVCache"
+    assert not hasattr(cache, "bits")
+    assert cache.empty()
+    assert cache.nbytes == 0
+    assert cache.state == (None, None, 0)
+    assert cache.trim(5) == 0
+    assert cache.make_mask(1, window_size=None, return_array=False) is None
+    assert cache.make_mask(4, window_size=None, return_array=False) == "causal"
+    masks = [entry.make_mask(4, window_size=2, return_array=True) for entry in (cache, KVCache())]
+    assert equal(masks[0], masks[1])
+
+
+def test_the_server_keeps_and_copies_it(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+    def answers(make: Callable[[], list[Any]]) -> list[Any]:
+        kept, outputs = LRUPromptCache(), []
+        for request in ([1, 2, 3, 4, 5] * 9, [1, 2, 3, 4, 5] * 9 + [9] * 20, [1, 2, 3, 4, 5] * 7, [1, 2, 3, 4, 5] * 9):
+            cache, rest = kept.fetch_nearest_cache("model", request)
+            cache = make() if cache is None else cache
+            steps = generate_step(mx.array(rest or request[-1:]), llama, max_tokens=30, prompt_cache=cache)
+            outputs.append([(int(token), logprobs) for token, logprobs in steps])
+            kept.insert_cache("model", request + [token for token, _ in outputs[-1]][:-1], cache)
+        return outputs
+
+    budget = 1_000_000
+    pool = KVPool(options(step=16, max_context_length=256, budget_bytes=budget))
+    mine = answers(lambda: make_caches(make_prompt_cache(llama), pool.options, pool))
+    theirs = answers(lambda: make_prompt_cache(llama))
+    assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert pool.stats.num_spilled
+    assert pool.memory_bytes <= budget
+
+
+def test_batches_begin_with_it_and_give_it_back(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+    pool = KVPool(options(step=16))
+
+    def texts(make: Callable[[], list[Any]]) -> list[Any]:
+        caches = [make(), make()]
+        for cache, length in zip(caches, (50, 70), strict=True):
+            mx.eval(llama(mx.arange(length)[None], cache=cache))
+        spill_all(pool)
+        generator = BatchGenerator(llama, max_tokens=10)
+        uids = generator.insert([[3], [5]], caches=caches)
+        found: dict[int, list[int]] = {uid: [] for uid in uids}
+        while responses := generator.next_generated():
+            for response in responses:
+                found[response.uid].append(response.token)
+        return list(found.values())
+
+    mine = texts(lambda: make_caches(make_prompt_cache(llama), pool.options, pool))
+    assert mine == texts(lambda: make_prompt_cache(llama))
+    assert pool.stats.num_spilled
+
+
+def filled(options: KVOptions, lengths: tuple[int, ...] = (100,), layers: int = 3) -> tuple[list[Any], list[Any]]:
+    theirs: list[Any] = [KVCache() for _ in range(layers)]
+    mine = make_caches(theirs, options)
+    for seed, length in enumerate(lengths):
+        feed(mine, theirs, seed, length)
+    return mine, theirs
+
+
+def feed(mine: list[Any], theirs: list[Any], seed: int, length: int) -> None:
+    for index, caches in enumerate(zip(mine, theirs, strict=True)):
+        rows = rows_of(100 * seed + index, length, mx.float16), rows_of(100 * seed + index + 50, length, mx.float16)
+        found = [cache.update_and_fetch(*rows) for cache in caches]
+        assert equal(found[0], found[1])
+
+
+def test_what_is_not_computed_yet_keeps_what_it_is_computed_from(options: Callable[..., KVOptions]) -> None:
+    """Nothing evaluates what one layer computes before its slot is needed again."""
+    mine, theirs = filled(options(step=16), (100,), 5)
+    spill_all(mine[0].pool)
+    pending = []
+    for seed in range(3):
+        for index, caches in enumerate(zip(mine, theirs, strict=True)):
+            rows = rows_of(7 * seed + index, 1, mx.float16), rows_of(70 * seed + index, 1, mx.float16)
+            pending.append([total(cache.update_and_fetch(*rows)) for cache in caches])
+    assert any(slot.num_moved for slot in mine[0].pool.ring.slots)
+    assert all(equal(found, expected) for found, expected in pending)
+
+
+def test_slots_stay_where_they_are_while_everything_is_computed(
+    llama: nn.Module, options: Callable[..., KVOptions]
+) -> None:
+    cache = make_caches(make_prompt_cache(llama), options(step=16))
+    generated(llama, cache, 20, spills=True)
+    assert cache[0].pool.read_bytes
+    assert [slot.num_moved for slot in cache[0].pool.ring.slots] == [0, 0]
+
+
+def test_the_order_of_layers_is_learned(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(step=16), (100,), 5)
+    pool = mine[0].pool
+    spill_all(pool)
+    for seed in range(2, 4):
+        feed(mine, theirs, seed, 1)
+    before = pool.stats.num_unpredicted
+    for seed in range(4, 9):
+        feed(mine, theirs, seed, 1)
+    assert pool.stats.num_unpredicted == before
+    feed(mine[::-1], theirs[::-1], 9, 1)  # in another order: reads on demand, the same rows
+    assert pool.stats.num_unpredicted > before
+
+
+def test_two_layers_on_disk_stay_in_their_slots(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(step=16), (100,), 2)
+    pool = mine[0].pool
+    spill_all(pool)
+    feed(mine, theirs, 1, 1)
+    before = pool.read_bytes
+    for seed in range(2, 40):
+        feed(mine, theirs, seed, 1)
+    assert pool.read_bytes == before
+
+
+def test_layers_that_differ(options: Callable[..., KVOptions]) -> None:
+    shapes = [(1, 64, mx.float16), (8, 16, mx.bfloat16), (3, 24, mx.float32), (2, 1, mx.float16)]
+    theirs: list[Any] = [KVCache() for _ in shapes]
+    mine = make_caches(theirs, options(step=32))
+    for seed, length in enumerate((90, 1, 1, 33, 1)):
+        for (heads, width, dtype), *caches in zip(shapes, mine, theirs, strict=True):
+            rows = rows_of(seed, length, dtype, heads, width), rows_of(seed + 9, length, dtype, heads, width)
+            found = [cache.update_and_fetch(*rows) for cache in caches]
+            assert equal(found[0], found[1])
+        spill_all(mine[0].pool)
+    assert all(entry.is_on_disk for entry in mine)
+
+
+def test_nothing_is_read_for_mlx_lm_to_evaluate(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+    """After every part of the prompt mlx-lm evaluates ``state``: reading all layers for that would double the reads."""
+    cache = make_caches(make_prompt_cache(llama), options(step=16))
+    mx.eval(llama(PROMPT[None, :40], cache=cache))
+    pool = cache[0].pool
+    spill_all(pool)
+    generated(llama, cache, 1)
+    num_calls = -(-len(PROMPT) // 128) + 2  # the last token alone, and one ahead
+    assert pool.stats.num_fetched <= len(cache) * num_calls
+    assert cache[0].state[0].shape[2] == cache[0].offset  # anybody else gets them
+
+
+def test_the_budget_is_kept(options: Callable[..., KVOptions]) -> None:
+    budget = 700_000
+    mine, theirs = filled(options(step=16, max_context_length=768, budget_bytes=budget), (64,), 6)
+    for seed in range(1, 12):
+        feed(mine, theirs, seed, 64)
+        assert mine[0].pool.memory_bytes <= budget
+    assert 0 < sum(entry.is_on_disk for entry in mine)
+
+
+def test_a_budget_without_room_for_slots_says_what_it_needs(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(step=16, budget_bytes=60_000), (16,), 2)
+    with pytest.raises(BudgetError, match="slots") as error:
+        feed(mine, theirs, 1, 2000)
+    assert error.value.minimum_bytes > 60_000
+
+
+def test_layers_that_go_to_disk_are_spread(options: Callable[..., KVOptions]) -> None:
+    mine, _ = filled(options(step=16), (64,), 8)
+    pool = mine[0].pool
+    order = []
+    for _ in range(4):
+        victim = pool._victim(mine[0].rows)
+        assert victim is not None
+        pool._spill(victim, ())
+        order.append(victim.index)
+    assert order == [0, 4, 2, 6]
+
+
+def test_the_conversation_used_longest_ago_goes_first(options: Callable[..., KVOptions]) -> None:
+    pool = KVPool(options(step=16))
+    old, new = (make_caches([KVCache(), KVCache()], pool.options, pool) for _ in range(2))
+    for seed, caches in enumerate((old, new)):
+        feed(caches, [KVCache(), KVCache()], seed, 64)
+    victims = [pool._victim(new[0].rows)]
+    pool._spill(victims[0], ())  # type: ignore[arg-type]
+    victims.append(pool._victim(new[0].rows))
+    assert victims == [entry.rows for entry in old]
+
+
+FORGETFUL: dict[str, dict[str, Any]] = {name: form | {"step": 16} for name, form in FORMS.items()}
+
+
+class Forgetful(KVCache):
+    """What forgetting should do, in a few lines: whole pages, after those that are kept."""
+
+    def __init__(self, max_tokens: int, keep: int, step: int) -> None:
+        super().__init__()
+        self.settings = max_tokens, keep, step
+        self.position = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        max_tokens, keep, step = self.settings
+        num_new, kept = keys.shape[2], -(-keep // step) * step
+        if self.keys is not None:
+            length = self.keys.shape[2]
+            excess = length - kept - max(0, max_tokens // 2 - num_new) if length + num_new > max_tokens else 0
+            stop = kept + max(0, excess) // step * step
+            parts = [[a[..., :kept, :], a[..., stop:, :], n] for a, n in ((self.keys, keys), (self.values, values))]
+            keys, values = (mx.concatenate(part, axis=2) for part in parts)
+        self.keys, self.values = keys, values
+        self.offset += num_new
+        return keys, values
+
+    def make_mask(self, N: int, *args: Any, **kwargs: Any) -> Any:  # noqa: N803
+        probe = copy.copy(self)
+        row = mx.zeros((1, 1, N, 1))
+        if probe.keys is not None:
+            probe.keys, probe.values = probe.keys[:, :1, :, :1], probe.values[:, :1, :, :1]
+        length = probe.update_and_fetch(row, row)[0].shape[2]
+        return stock_cache.create_attention_mask(N, *args, offset=length - N, **kwargs)
+
+
+@pytest.mark.parametrize("keep", [0, 5])
+@pytest.mark.parametrize("form", FORGETFUL)
+def test_the_older_half_is_forgotten(llama: nn.Module, form: str, keep: int, options: Callable[..., KVOptions]) -> None:
+    cache = make_caches(make_prompt_cache(llama), options(**FORGETFUL[form] | {"max_tokens": 200, "keep": keep}))
+    reference = [Forgetful(200, keep, 16) for _ in cache]
+    expected = generated(llama, reference, 150)  # type: ignore[arg-type]
+    assert same(generated(llama, cache, 150, spills="disk" in form), expected)
+    assert all(entry.is_on_disk for entry in cache) == ("disk" in form)
+    assert cache[0].offset == reference[0].offset
+    assert 100 <= cache[0].size() <= 200
+    assert not cache[0].is_trimmable()
+
+
+def test_what_has_forgotten_is_not_taken_for_complete(tmp_path: Path, options: Callable[..., KVOptions]) -> None:
+    mine, _ = filled(options(step=16, max_tokens=64), (60,), 1)
+    rows = rows_of(5, 30, mx.float16)
+    mine[0].update_and_fetch(rows, rows)
+    assert mine[0].num_forgotten == 48
+    path = str(tmp_path / "cache.safetensors")
+    stock_cache.save_prompt_cache(path, mine)
+    with pytest.raises(ValueError, match="unpack"):
+        stock_cache.load_prompt_cache(path)
+    again = DiskKVCache.from_state(mine[0].state)
+    assert (again.offset, again.num_forgotten) == (90, 48)
+    assert equal(again.keys_and_values(), mine[0].keys_and_values())
+    for refused in (mine[0].as_stock, mine[0].to_quantized):
+        with pytest.raises(StreamedWeightsError, match="forgotten 48 tokens"):
+            refused()
+
+
+def test_flat_writes_in_place(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(form="flat", max_context_length=1000), (10,), 2)
+    assert mine[0].keys.shape[2] == 1024
+    addresses = [address(entry.keys) for entry in mine]
+    for seed in range(1, 20):
+        feed(mine, theirs, seed, 50)
+    assert [address(entry.keys) for entry in mine] == addresses
+    feed(mine, theirs, 20, 100)  # past the reserve
+    assert mine[0].keys.shape[2] >= 1060
+
+
+def address(array: mx.array) -> int:
+    return int(np.frombuffer(memoryview(array), np.uint8).ctypes.data)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not commits_lazily(), reason="memory is not given page by page here")
+def test_paged_takes_memory_as_tokens_come(options: Callable[..., KVOptions]) -> None:
+    (cache,) = make_caches([KVCache()], options(form="paged", max_context_length=100_000))
+    before = footprint()
+    for seed in range(40):
+        rows = rows_of(seed, 100, mx.float16, 4, 128)
+        mx.eval(cache.update_and_fetch(rows, rows))
+        del rows
+    expected = 4000 * 4 * 128 * 2 * 2
+    assert cache.keys.nbytes > 100_000_000
+    assert expected <= cache.nbytes < 1.2 * expected
+    assert footprint() - before < 2 * expected + 8_000_000
+
+
+def test_paged_grows_in_steps_where_pages_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, options: Callable[..., KVOptions]
+) -> None:
+    monkeypatch.setattr("mlx_flash.kv.memory.commits_lazily", lambda: False)
+    mine, theirs = filled(options(form="paged", max_context_length=100_000), (10, 300, 1), 2)
+    assert mine[0].keys.shape == theirs[0].keys.shape
+    assert mine[0].nbytes == theirs[0].nbytes
+
+
+def test_a_copy_does_not_hold_the_original(options: Callable[..., KVOptions]) -> None:
+    """Or each token of either would copy the whole reserve."""
+    mine, theirs = filled(options(form="flat", max_context_length=2000), (10,), 1)
+    at = address(mine[0].keys)
+    other = copy.deepcopy(mine)
+    assert other[0].nbytes < mine[0].nbytes / 50
+    feed(mine, theirs, 1, 1)
+    assert address(mine[0].keys) == at
+
+
+def test_copies_share_pages_until_they_differ(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(step=16), (160,), 3)
+    pool = mine[0].pool
+    spill_all(pool)
+    before = pool.disk_bytes
+    copies = [(copy.deepcopy(mine), copy.deepcopy(theirs)) for _ in range(3)]
+    assert pool.disk_bytes == before
+    for seed, (ours, own) in enumerate([(mine, theirs), *copies]):
+        for entry in (*ours, *own):
+            entry.trim(40 * seed)
+        feed(ours, own, seed + 1, 50)
+    for ours, own in [(mine, theirs), *copies]:
+        assert all(equal(a.keys_and_values(), b.keys_and_values()) for a, b in zip(ours, own, strict=True))
+    assert before < pool.disk_bytes < 4 * before
+
+
+def test_arrays_of_other_caches_are_not_found_through_one(options: Callable[..., KVOptions]) -> None:
+    mine, _ = filled(options(step=16), (40,), 4)
+    assert len(arrays_in(mine[0])) == 2
+    spill_all(mine[0].pool)
+    assert arrays_in(mine) == []
+
+
+def test_a_closed_pool_says_so(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(step=16), (40,), 2)
+    spill_all(mine[0].pool)
+    mine[0].pool.close()
+    mine[0].pool.close()
+    with pytest.raises(ClosedError, match="make new ones"):
+        feed(mine, theirs, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"form": "folded"}, "must be one of step, flat, paged"),
+        ({"form": "flat"}, "needs max_context_length"),
+        ({"step": 0}, "at least 1"),
+        ({"max_tokens": 300}, "its newer half"),
+        ({"max_tokens": 64, "step": 16, "keep": 20}, "first 32 tokens"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        KVOptions(**settings)
+
+
+def test_batch_caches_are_stock(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(step=16), (40,), 2)
+    spill_all(mine[0].pool)
+    assert type(DiskKVCache.merge([mine[0], theirs[1]])) is BatchKVCache
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_context_length": 600}])
+def test_the_smallest_budget_is_enough(settings: dict[str, Any], options: Callable[..., KVOptions]) -> None:
+    token_bytes = [2 * 2 * 32 * 2] * 6
+    for length in (16, 300, 700):
+        least = options(step=16, **settings).least_bytes(token_bytes, length)
+        mine, theirs = filled(options(step=16, budget_bytes=least, **settings), (length - 2,), 6)
+        feed(mine, theirs, 1, 1)
+        feed(mine, theirs, 2, 1)
+        assert mine[0].pool.memory_bytes <= least

@@ -1,0 +1,291 @@
+"""Pages of a KV cache on disk: written once, read where they belong, removed; errors say where."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache
+
+from mlx_flash.errors import FileChangedError, ReadError, TruncatedFileError, WriteError
+from mlx_flash.kv import pages as pages_module
+from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.folder import PrivateFolder
+from mlx_flash.kv.layout import CHUNK_TOKENS, Component, RowLayout
+from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.streaming.slots import Arena
+
+WIDE = RowLayout((Component((1, 2), 128, mx.float16), Component((1, 3), 64, mx.float32)), 64)
+NARROW = RowLayout((Component((1, 2), 3, mx.float16), Component((1, 1), 2, mx.float32)), 5)
+"""The pages of the first are read in place, those of the second by way of a bounce buffer."""
+
+Make = Callable[[RowLayout], LayerFile]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    reader, writer = PageReader((), read_size=1 << 16), WriteBehind()
+    yield lambda layout: LayerFile(tmp_path / f"{os.urandom(4).hex()}.kv", layout, reader, writer, True)
+    writer.close()
+    reader.close()
+
+
+def random_rows(layout: RowLayout, num_tokens: int, seed: int = 0) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 256, (c.heads, num_tokens, c.width_bytes), np.uint8) for c in layout.components]
+
+
+def read(rows: DiskRows, capacity: int | None = None) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+    """All rows, as a slot would have them; what is not theirs must still be as it was."""
+    capacity = capacity or max(rows.length, 1)
+    arena = Arena(max(rows.layout.slot_bytes(capacity), 1))
+    arena.fill(0xEE)
+    rows.file.flush()
+    rows.file.reader.submit(rows.file.segments(rows.pages, 0, capacity), arena.memory).wait()
+    everything = np.frombuffer(arena.memory, np.uint8)
+    found = []
+    for component, at, tail in zip(rows.layout.components, rows.layout.slot_offsets(capacity), rows.tail, strict=True):
+        nbytes = component.heads * capacity * component.width_bytes
+        whole = everything[at : at + nbytes].reshape(component.heads, capacity, component.width_bytes)
+        assert (whole[:, rows.paged_tokens :] == 0xEE).all()
+        found.append(np.concatenate([whole[:, : rows.paged_tokens], tail], axis=1))
+    return found
+
+
+def equal(left: Any, right: Any) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("layout", [WIDE, NARROW], ids=["in place", "bounced"])
+@settings(max_examples=25, deadline=None)
+@given(steps=st.lists(st.tuples(st.sampled_from(["append", "truncate", "drop", "fork"]), st.integers(1, 300))))
+def test_rows_are_what_was_appended(
+    layout: RowLayout, steps: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    reader, writer = PageReader(()), WriteBehind()
+    path = tmp_path_factory.mktemp("pages") / "layer.kv"
+    rows = DiskRows(LayerFile(path, layout, reader, writer, True))
+    expected = random_rows(layout, 0)
+    forks: list[tuple[DiskRows, Any]] = []
+    for seed, (what, number) in enumerate(steps):
+        if what == "append":
+            new = random_rows(layout, number, seed)
+            rows.append(new)
+            expected = [np.concatenate([old, more], axis=1) for old, more in zip(expected, new, strict=True)]
+            for part in new:
+                part[:] = 0  # bytes are copied
+        elif what == "truncate":
+            rows.truncate(rows.length * number // 300)
+            expected = [old[:, : rows.length] for old in expected]
+        elif what == "drop" and rows.pages:
+            stop = layout.step * max(1, len(rows.pages) * number // 300)
+            rows.drop(0, stop)
+            expected = [old[:, stop:] for old in expected]
+        elif what == "fork":
+            forks.append((rows.fork(), expected))
+        assert equal(read(rows, rows.length // layout.step * layout.step + 3 * layout.step), expected)
+    assert all(equal(read(other), old) for other, old in forks)
+    writer.close()
+    reader.close()
+
+
+def test_pages_are_written_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: written.append(len(data)) or pwrite(fd, data, at))
+    rows = DiskRows(make(WIDE))
+    for seed in range(200):
+        rows.append(random_rows(WIDE, 1, seed))
+    rows.file.flush()
+    assert sum(written) == 3 * 64 * WIDE.token_bytes
+    assert len(written) == 3 * 5  # one write a page and head
+
+
+def test_reads_are_large_and_in_place(make: Make) -> None:
+    file = make(RowLayout((Component((1, 2), 128, mx.float16),), 256))
+    pages = file.allocate(2 * CHUNK_TOKENS // 256)
+    segments = file.segments(pages, 0, 2 * CHUNK_TOKENS)
+    assert [segment.nbytes for segment in segments] == [CHUNK_TOKENS * 256] * 4
+    assert all(segment.buffer_offset is not None for segment in segments)
+
+
+def test_pages_that_nobody_holds_are_used_again(make: Make) -> None:
+    file = make(WIDE)
+    rows = DiskRows(file)
+    rows.append(random_rows(WIDE, 640))
+    other = rows.fork()
+    rows.truncate(128)
+    assert file.nbytes == 640 * WIDE.token_bytes
+    del other
+    gc.collect()
+    rows.append(random_rows(WIDE, 512, 1))
+    assert rows.pages == list(range(10))
+    file.flush()
+    assert file.path.stat().st_size <= WIDE.chunk_bytes
+
+
+def test_a_file_goes_with_the_last_who_holds_it(make: Make) -> None:
+    rows = DiskRows(make(WIDE))
+    path = rows.file.path
+    rows.append(random_rows(WIDE, 640))
+    other = rows.fork()
+    del rows
+    gc.collect()
+    assert path.exists()
+    other.file.flush()
+    del other
+    gc.collect()
+    assert not path.exists()
+
+
+def on_disk(tmp_path: Path, num_tokens: int = 100, layers: int = 3) -> tuple[KVPool, list[Any]]:
+    pool = KVPool(KVOptions(step=16, directory=tmp_path / "kv"))
+    caches = make_caches([KVCache() for _ in range(layers)], pool.options, pool)
+    feed(caches, num_tokens)
+    for cache in caches:
+        pool._spill(cache.rows, ())
+    return pool, caches
+
+
+def feed(caches: list[Any], num_tokens: int) -> None:
+    for cache in caches:
+        rows = mx.ones((1, 2, num_tokens, 128), mx.float16)
+        mx.eval(cache.update_and_fetch(rows, rows))
+
+
+def test_a_full_disk_is_told_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, caches = on_disk(tmp_path)
+    feed(caches, 1)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(full))
+    with pytest.raises(WriteError, match=r"cannot write 4096 bytes .* at offset \d+ of .*layer-\d\.kv: No space left"):
+        for _ in range(5):
+            feed(caches, 16)
+    monkeypatch.undo()
+    with pytest.raises(WriteError, match="No space left"):  # what was lost stays lost
+        for _ in range(5):
+            feed(caches, 16)
+    pool.close()
+
+
+def test_what_is_written_in_parts_is_whole(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:1000], at))
+    rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 300)
+    rows.append(expected)
+    assert equal(read(rows), expected)
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def preadv(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
+def test_a_read_that_fails_is_told_and_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, caches = on_disk(tmp_path)
+    fails(monkeypatch, errno.EIO)
+    with pytest.raises(ReadError, match=r"KV cache, tokens from 0 on.* in .*layer-0\.kv: .* at offset 0"):
+        feed(caches, 1)
+    assert caches[0].offset == 100
+    monkeypatch.undo()
+    feed(caches, 1)
+    assert bool((caches[0].keys_and_values()[0] == 1).all())
+    assert caches[0].keys_and_values()[0].shape == (1, 2, 101, 128)
+    pool.close()
+
+
+def test_a_file_that_was_cut_or_replaced_is_told(tmp_path: Path) -> None:
+    pool, caches = on_disk(tmp_path)
+    path = caches[0].rows.disk.file.path
+    caches[0].rows.disk.file.flush()
+    content = path.read_bytes()
+    os.truncate(path, 4096)
+    with pytest.raises(TruncatedFileError, match=r"read \d+ of \d+ bytes at offset \d+.*layer-0\.kv"):
+        feed(caches, 1)
+    path.unlink()
+    path.write_bytes(content)
+    with pytest.raises(FileChangedError, match=r"layer-0\.kv"):
+        feed(caches, 1)
+    pool.close()
+
+
+def test_writing_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages_module, "WRITE_BEHIND_BYTES", 64 * WIDE.token_bytes)
+    rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 64 * 9)
+    for start in range(0, 64 * 9, 64):
+        rows.append([part[:, start : start + 64] for part in expected])
+        waiting = sum(size for future, size in rows.file._writer._waiting if not future.done())
+        assert waiting <= 2 * 64 * WIDE.token_bytes
+    assert equal(read(rows), expected)
+
+
+def test_the_folder_goes_with_the_pool(tmp_path: Path) -> None:
+    pool, caches = on_disk(tmp_path)
+    (folder,) = (tmp_path / "kv").iterdir()
+    assert {path.name for path in folder.iterdir()} == {"layer-0.kv", "layer-1.kv", "layer-2.kv"}
+    assert folder.stat().st_mode & 0o077 == 0
+    pool.close()
+    assert not folder.exists()
+    pool, caches = on_disk(tmp_path)
+    assert list((tmp_path / "kv").iterdir())
+    del pool, caches
+    gc.collect()
+    assert not list((tmp_path / "kv").iterdir())
+
+
+CRASHES = """
+import os, sys
+sys.path.insert(0, os.path.dirname({here!r}))
+from pathlib import Path
+from test_kv_pages import on_disk
+pool, caches = on_disk(Path({base!r}))
+if {crash}:
+    os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("crash", [True, False])
+def test_nothing_is_left_by_processes_that_ended(tmp_path: Path, crash: bool) -> None:
+    code = CRASHES.format(here=__file__, base=str(tmp_path), crash=crash)
+    subprocess.run([sys.executable, "-c", code], check=not crash, timeout=120)
+    assert bool(list((tmp_path / "kv").iterdir())) == crash
+    mine = PrivateFolder(tmp_path / "kv")
+    PrivateFolder(tmp_path / "kv").close()
+    assert list((tmp_path / "kv").iterdir()) == [mine.path]
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WriteError, match=r"cannot make a folder for the KV cache in .*Hint"):
+        PrivateFolder(tmp_path / "file" / "kv")
+
+
+@settings(deadline=None)
+@given(capacity=st.integers(1, 5000), step=st.sampled_from([1, 5, 64, 256]), page=st.integers(0, 20_000))
+def test_rows_of_a_file_do_not_overlap(capacity: int, step: int, page: int) -> None:
+    layout = RowLayout(NARROW.components, step)
+    ends = [
+        (offset, offset + step * layout.components[index].width_bytes)
+        for number in (page, page + 1)
+        for index, _, offset in layout.file_offsets(number)
+    ]
+    ordered = sorted(ends)
+    assert all(left[1] <= right[0] for left, right in pairwise(ordered))
+    assert layout.slot_bytes(capacity) % DIRECT_ALIGNMENT == 0

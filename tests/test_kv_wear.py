@@ -1,0 +1,216 @@
+"""How much may be written: counted across threads, processes and days, and not at all in zero-write mode."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_flash.errors import ConfigError
+from mlx_flash.kv.wear import DEFAULT_GB_PER_DAY, FILE_NAME, WriteGovernor
+
+GB = 10**9
+DAY = 24 * 3600
+
+
+def governor(folder: Path, gb_per_day: float | None = 1.0, zero_write: bool = False, now: float = 1e9) -> WriteGovernor:
+    return WriteGovernor(folder, gb_per_day=gb_per_day, zero_write=zero_write, clock=lambda: now)
+
+
+def counted(governor: WriteGovernor) -> tuple[object, ...]:
+    told = governor.telemetry()
+    return told["session_bytes"], told["day_bytes"], told["total_bytes"]
+
+
+def test_bytes_are_counted_for_the_session_the_day_and_ever(tmp_path: Path) -> None:
+    first = governor(tmp_path)
+    assert first.claim(100)
+    first.count(20)
+    assert counted(first) == (120, 120, 120)
+    second = governor(tmp_path)
+    assert counted(second) == (0, 120, 120)
+    assert second.claim(5)
+    assert counted(first) == (120, 125, 125), "it learns what others counted"
+    tomorrow = governor(tmp_path, now=1e9 + DAY)
+    assert counted(tomorrow) == (0, 0, 125)
+    tomorrow.count(1)
+    assert counted(tomorrow) == (1, 1, 126)
+
+
+def test_a_session_goes_on_past_midnight(tmp_path: Path) -> None:
+    now = [1e9]
+    running = WriteGovernor(tmp_path, gb_per_day=1, clock=lambda: now[0])
+    assert running.claim(GB) and not running.may_write(1)
+    now[0] += DAY
+    assert running.may_write(GB) and not running.may_write(GB + 1)
+    assert counted(running) == (GB, 0, GB)
+
+
+def test_the_cap_is_kept_to_the_byte(tmp_path: Path) -> None:
+    capped = governor(tmp_path)
+    assert capped.may_write(GB) and not capped.may_write(GB + 1)
+    assert capped.claim(GB - 1) and not capped.claim(2) and capped.claim(1)
+    assert not capped.may_write(1) and capped.may_write(0)
+    assert capped.telemetry()["refused_bytes"] == 2
+    capped.count(7)
+    assert counted(capped) == (GB + 7,) * 3, "what has to be written is counted past the cap"
+    assert governor(tmp_path, None).claim(10**15), "None is no cap"
+    assert not governor(tmp_path / "other", 0).claim(1)
+
+
+def test_asking_alone_writes_nothing(tmp_path: Path) -> None:
+    asked = governor(tmp_path / "new")
+    assert asked.may_write(1) and not asked.claim(2 * GB // 1 + 1)
+    assert counted(asked) == (0, 0, 0)
+    assert not (tmp_path / "new" / FILE_NAME).exists() or (tmp_path / "new" / FILE_NAME).stat().st_size == 0
+
+
+def test_zero_write_mode_writes_nothing_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    frugal = governor(folder, None, zero_write=True)
+    assert not frugal.may_write(0) and not frugal.claim(5)
+    frugal.count(3)
+    assert frugal.telemetry()["zero_write"] is True
+    assert counted(frugal) == (3, 0, 0) and frugal.telemetry()["refused_bytes"] == 5
+    assert not folder.exists()
+    governor(folder).count(11)
+    before = (folder / FILE_NAME).read_bytes(), (folder / FILE_NAME).stat().st_mtime_ns
+    frugal.count(3)
+    assert counted(frugal) == (6, 11, 11), "what was counted earlier is shown"
+    assert ((folder / FILE_NAME).read_bytes(), (folder / FILE_NAME).stat().st_mtime_ns) == before
+
+
+def test_the_default_cap_leaves_a_small_disk_most_of_its_life() -> None:
+    assert DEFAULT_GB_PER_DAY * 365 * 5 < 150_000 / 4
+
+
+@pytest.mark.parametrize("cap", [-1, float("nan"), float("inf")])
+def test_a_cap_that_is_none_is_refused(tmp_path: Path, cap: float) -> None:
+    with pytest.raises(ConfigError, match="gb_per_day is"):
+        governor(tmp_path, cap)
+
+
+def test_telemetry_is_json(tmp_path: Path) -> None:
+    told = governor(tmp_path, None).telemetry()
+    assert json.loads(json.dumps(told)) == told
+    assert told["day_limit_bytes"] is None and governor(tmp_path, 1.5).telemetry()["day_limit_bytes"] == 1_500_000_000
+
+
+DAMAGED = [b"x", b"{}", b"[1]", b'{"day": "2026-11-21", "day_bytes": 1, "total_bytes": 1, "check": 1}', b"\xff" * 256]
+
+
+@pytest.mark.parametrize("data", DAMAGED)
+def test_a_damaged_file_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
+    (tmp_path / FILE_NAME).write_bytes(data)
+    running = governor(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert running.claim(10) and running.claim(5) and running.may_write(1)
+    assert [record.message.count("is not used: it is damaged") for record in caplog.records] == [1]
+    assert counted(running) == (15, 15, 15) == (*counted(governor(tmp_path))[1:], 15), "it is written anew"
+
+
+@given(data=st.binary(max_size=300))
+@settings(max_examples=100)
+def test_no_file_is_an_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    folder = tmp_path_factory.mktemp("wear")
+    (folder / FILE_NAME).write_bytes(data)
+    running = governor(folder)
+    assert running.claim(10)
+    assert counted(running) == (10, 10, 10)
+
+
+@given(place=st.integers(0, 255), bit=st.integers(0, 7))
+@settings(max_examples=100)
+def test_a_flipped_bit_does_not_change_a_count(tmp_path_factory: pytest.TempPathFactory, place: int, bit: int) -> None:
+    folder = tmp_path_factory.mktemp("wear")
+    governor(folder).count(123456)
+    data = bytearray((folder / FILE_NAME).read_bytes())
+    data[place] ^= 1 << bit
+    (folder / FILE_NAME).write_bytes(data)
+    assert governor(folder).telemetry()["total_bytes"] in (0, 123456)
+
+
+def test_a_file_that_cannot_be_opened_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / FILE_NAME).mkdir()
+    running = governor(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert running.claim(GB) and not running.claim(1) and not running.may_write(1)
+    assert len(caplog.records) == 1 and FILE_NAME in caplog.text
+    assert counted(running) == (GB, GB, GB), "the process counts for itself"
+
+
+def test_a_disk_without_room_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    running = governor(tmp_path)
+    monkeypatch.setattr(os, "pwrite", full)
+    assert running.claim(GB) and not running.claim(1)
+    assert running.telemetry()["session_bytes"] == GB
+
+
+def test_threads_share_a_day(tmp_path: Path) -> None:
+    shared, other = governor(tmp_path), governor(tmp_path)
+    claimed = [0] * 4
+
+    def work(number: int, mine: WriteGovernor) -> None:
+        for _ in range(100):
+            claimed[number] += mine.claim(GB // 300)
+
+    threads = [threading.Thread(target=work, args=(i, (shared, other)[i % 2])) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(claimed) == 300
+    assert counted(shared)[1:] == counted(other)[1:] == (300 * (GB // 300),) * 2
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from mlx_flash.kv.wear import WriteGovernor
+running = WriteGovernor(Path(sys.argv[1]), gb_per_day=1, clock=lambda: 1e9)
+print("ready", flush=True)
+sys.stdin.readline()
+print(sum(running.claim(10**5) for _ in range(8000)))
+"""
+
+
+def test_processes_share_a_day(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CHILD, str(tmp_path)]
+    pipe = subprocess.PIPE
+    children = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
+    for child in children:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    claimed = [int(child.communicate()[0]) for child in children]
+    assert sum(claimed) == 10_000 and min(claimed) < 8000
+    assert counted(governor(tmp_path)) == (0, GB, GB)
+
+
+def test_a_killed_process_leaves_a_whole_record(tmp_path: Path) -> None:
+    endless = CHILD.replace("range(8000)", "iter(int, 1)").replace("gb_per_day=1", "gb_per_day=None")
+    seen = 0
+    for _ in range(5):
+        child = subprocess.Popen(
+            [sys.executable, "-c", endless, tmp_path], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        running = governor(tmp_path, None)
+        while running.telemetry()["total_bytes"] in (0, seen):
+            assert child.poll() is None
+        child.kill()
+        child.wait()
+        seen = int(json.loads((tmp_path / FILE_NAME).read_bytes())["total_bytes"])
+        assert seen % 10**5 == 0 and running.telemetry()["total_bytes"] == seen

@@ -219,7 +219,9 @@ TestAgainst.settings = settings(
 
 @pytest.fixture(scope="module")
 def llama() -> nn.Module:
-    return build(LLAMA | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256}, mx.float32)
+    return build(
+        LLAMA | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}, mx.float32
+    )
 
 
 PROMPT = mx.array([i * 7 % 1000 for i in range(1, 300)])

@@ -369,7 +369,7 @@ print(json.dumps({{
 
 def test_the_process_keeps_its_budget(tmp_path: Path) -> None:
     """With keys and values that are several times their share."""
-    length = 200
+    length = 240
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 256}
     directory = save(tmp_path / "model", SMALL | heads | {"num_hidden_layers": 48})
     code = BUDGET.format(here=str(Path(__file__).parent), length=length, directory=str(directory))

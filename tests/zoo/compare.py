@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_flash import FlashLLM
@@ -192,9 +192,16 @@ def trace(model: Any, generations: Sequence[Any] = GENERATIONS) -> list[Any]:
 
 
 def states(cache: list[Any]) -> list[tuple[str, Any]]:
-    """Every array and number of a prompt cache, with its path."""
-    flat: list[tuple[str, Any]] = tree_flatten([entry.state for entry in cache])
+    """Every array and number of a prompt cache, with its path. Of keys and values only the tokens: how much memory is
+    taken for those to come is no output."""
+    flat: list[tuple[str, Any]] = tree_flatten([_state(entry) for entry in cache])
     return flat
+
+
+def _state(entry: Any) -> Any:
+    if not isinstance(entry, KVCache | QuantizedKVCache):
+        return entry.state
+    return tree_map(lambda leaf: leaf[..., : entry.offset, :] if isinstance(leaf, mx.array) else leaf, entry.state)
 
 
 def find_flaw(first: tuple[str, mx.array]) -> str:

@@ -1,0 +1,160 @@
+"""A long context whose keys and values are larger than the memory they may take, decoded by a streamed model.
+
+    python scripts/make_random_model.py models/deep --architecture llama --layers 32 --hidden-size 256 \
+        --intermediate-size 512 --heads 2 --kv-heads 2 --vocab-size 4000 --dtype float32
+    python benchmarks/context.py --model models/deep --tokens 32768 --generate 8 --ram-budget-gb 0.4 --json out.json
+
+The context is not a prompt, whose attention takes a CPU an hour at this length: each layer's cache is given random keys
+and values, in the steps and under the checks of a prompt's calls, the same ones in every run. Then tokens are decoded.
+First by mlx-lm's own caches, then with the cache on disk, each in a process of its own; tokens and a digest of all
+logits are compared. ``--only`` makes one run, such as inside a memory limit, and compares it with those of a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from streaming import describe_machine, describe_model, describe_versions
+
+from mlx_flash.config import GB, FlashConfig
+from mlx_flash.model import FlashLLM, load_model
+from mlx_flash.residency.headroom import check_headroom
+from mlx_flash.residency.memory import peak_footprint
+
+STEP = 1024
+"""Tokens that are added at a time."""
+
+MODES = ("stock", "disk")
+SEED = 11
+
+
+def run(options: argparse.Namespace, mode: str) -> dict[str, Any]:
+    """One run, in this process. Mode ``stock`` streams the weights too, so that only the caches differ."""
+    config = FlashConfig(
+        ram_budget_gb=options.ram_budget_gb if mode == "disk" else options.stock_budget_gb,
+        context_length=options.tokens + options.generate + 1,
+        prefill_step_size=STEP,
+        kv_cache=mode,
+        telemetry=False,
+    )
+    model, _ = load_model(options.model, config)
+    with model:
+        model.start()
+        cache = make_prompt_cache(model)
+        began = time.perf_counter()
+        fill(model, cache, options.tokens)
+        filled = time.perf_counter()
+        ids, digest, times = [], hashlib.sha256(), [time.perf_counter()]
+        for token, logprobs in generate_step(
+            mx.array([7]), model, prompt_cache=cache, max_tokens=options.generate, prefill_step_size=STEP
+        ):
+            ids.append(int(token))
+            digest.update(np.array(logprobs.astype(mx.float32)).tobytes())
+            times.append(time.perf_counter())
+        kv = model.kv
+        return {
+            "mode": mode,
+            "token_ids": ids,
+            "digest": digest.hexdigest(),
+            "fill_seconds": filled - began,
+            "tokens_per_second": (len(ids) - 1) / (times[-1] - times[1]),
+            "kv_bytes": model.plan.kv_bytes_per_token * options.tokens,
+            "kv_share_bytes": model.plan.kv_bytes,
+            "kv_memory_bytes": kv.memory_bytes if kv else None,
+            "kv_disk_bytes": kv.disk_bytes if kv else 0,
+            "kv_read_bytes": kv.read_bytes if kv else 0,
+            "budget_bytes": model.plan.budget_bytes,
+            "peak_bytes": peak_footprint(),
+        }
+
+
+def fill(model: FlashLLM, cache: list[Any], num_tokens: int) -> None:
+    """Gives every layer keys and values of so many tokens, as a prompt's calls would."""
+    args = model.args
+    width = getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads
+    dtype = model.layout.embeddings[0].large[0].array.dtype
+    generator = np.random.default_rng(SEED)
+    for start in range(0, num_tokens, STEP):
+        num_new = min(STEP, num_tokens - start)
+        check_headroom(model.plan, num_new, cache, num_new, all_logits=False)
+        for entry in cache:
+            shape = (2, 1, args.num_key_value_heads, num_new, width)
+            keys, values = mx.array(generator.standard_normal(shape, np.float32)).astype(dtype)
+            mx.eval(entry.update_and_fetch(keys, values))
+
+
+def main() -> int:
+    options = parse_arguments()
+    if options.worker:
+        print(json.dumps(run(options, options.worker)))
+        return 0
+    done = json.loads(options.json.read_text())["runs"] if options.only and options.json.exists() else []
+    for mode in [options.only] if options.only else MODES:
+        command = [sys.executable, __file__, *sys.argv[1:], "--worker", mode]
+        worker = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if worker.returncode:
+            return worker.returncode
+        done.append(json.loads(worker.stdout.splitlines()[-1]))
+    Console(stderr=True).print(table(done))
+    if options.json is not None:
+        entry = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": " ".join(sys.argv),
+            "machine": describe_machine(options.model),
+            "versions": describe_versions(),
+            "model": describe_model(
+                options.model, sum(path.stat().st_size for path in options.model.glob("*.safetensors"))
+            ),
+            "tokens": options.tokens,
+            "runs": done,
+        }
+        options.json.write_text(json.dumps(entry, indent=1) + "\n")
+    identical = len({(entry["digest"], *entry["token_ids"]) for entry in done}) == 1
+    print("identical" if identical else "DIFFERENT", file=sys.stderr)
+    return int(not identical or any(entry["peak_bytes"] > entry["budget_bytes"] for entry in done))
+
+
+def table(runs: list[dict[str, Any]]) -> Table:
+    """What people look at."""
+    shown = Table(box=SIMPLE_HEAD)
+    for title in ("KV cache", "keys and values", "share", "on disk", "peak", "budget", "tokens/s"):
+        shown.add_column(title, justify="right")
+    for entry in runs:
+        sizes = ("kv_bytes", "kv_share_bytes", "kv_disk_bytes", "peak_bytes", "budget_bytes")
+        shown.add_row(
+            entry["mode"], *(f"{entry[name] / GB:.3f} GB" for name in sizes), f"{entry['tokens_per_second']:.2f}"
+        )
+    return shown
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Decode with a long context on disk, and compare with mlx-lm's own.")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=32768, metavar="N", help="of context; default: %(default)s")
+    parser.add_argument("--generate", type=int, default=8, metavar="N", help="tokens to decode; default: %(default)s")
+    parser.add_argument("--ram-budget-gb", type=float, required=True, metavar="GB")
+    parser.add_argument("--stock-budget-gb", type=float, default=16.0, metavar="GB", help="of the run to compare with")
+    parser.add_argument("--only", choices=MODES, help="one run, added to those of the JSON file")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

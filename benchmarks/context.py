@@ -36,8 +36,11 @@ from mlx_flash.model import FlashLLM, load_model
 from mlx_flash.residency.headroom import check_headroom
 from mlx_flash.residency.memory import peak_footprint
 
-STEP = 1024
-"""Tokens that are added at a time."""
+STEP = 64
+"""Tokens of a call that memory is set aside for. The attention of more needs more memory than the context itself."""
+
+FILL_STEP = 2048
+"""Tokens that are added at a time, without attention: a cache on disk is read once for each of these."""
 
 MODES = ("stock", "disk")
 SEED = 11
@@ -89,9 +92,9 @@ def fill(model: FlashLLM, cache: list[Any], num_tokens: int) -> None:
     width = getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads
     dtype = model.layout.embeddings[0].large[0].array.dtype
     generator = np.random.default_rng(SEED)
-    for start in range(0, num_tokens, STEP):
-        num_new = min(STEP, num_tokens - start)
-        check_headroom(model.plan, num_new, cache, num_new, all_logits=False)
+    for start in range(0, num_tokens, FILL_STEP):
+        num_new = min(FILL_STEP, num_tokens - start)
+        check_headroom(model.plan, num_new, cache, STEP, all_logits=False)
         for entry in cache:
             shape = (2, 1, args.num_key_value_heads, num_new, width)
             keys, values = mx.array(generator.standard_normal(shape, np.float32)).astype(dtype)

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 
 from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.commands.run import loaded, opening, server_flags
+from mlx_flash.config import GB
 from mlx_flash.conversation import Conversation, cut_at, first_messages, sampling
 from mlx_flash.integration.modelfile import Modelfile, parse_modelfile
+from mlx_flash.residency.memory import footprint
 from models import GEMMA3, MAMBA2, save
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +39,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def modelfile(model_dir: Path, text: str = "") -> Modelfile:
-    return parse_modelfile(f"FROM {model_dir}\nFLASH_RAM_GB 0.4\nFLASH_CONTEXT_LENGTH 1024\n{text}", "Modelfile")
+    budget_gb = footprint() / GB + 0.3  # the process may be large already, of other tests
+    return parse_modelfile(f"FROM {model_dir}\nFLASH_RAM_GB {budget_gb:.3f}\nFLASH_CONTEXT_LENGTH 1024\n{text}", "Modelfile")
 
 
 def say(described: Modelfile, turns: Sequence[str]) -> list[str]:

@@ -40,7 +40,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def modelfile(model_dir: Path, text: str = "") -> Modelfile:
     budget_gb = footprint() / GB + 0.3  # the process may be large already, of other tests
-    return parse_modelfile(f"FROM {model_dir}\nFLASH_RAM_GB {budget_gb:.3f}\nFLASH_CONTEXT_LENGTH 1024\n{text}", "Modelfile")
+    return parse_modelfile(
+        f"FROM {model_dir}\nFLASH_RAM_GB {budget_gb:.3f}\nFLASH_CONTEXT_LENGTH 1024\n{text}", "Modelfile"
+    )
 
 
 def say(described: Modelfile, turns: Sequence[str]) -> list[str]:

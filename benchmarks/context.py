@@ -7,7 +7,8 @@
 The context is not a prompt, whose attention takes a CPU an hour at this length: each layer's cache is given random keys
 and values, in the steps and under the checks of a prompt's calls, the same ones in every run. Then tokens are decoded.
 First by mlx-lm's own caches, then with the cache on disk, each in a process of its own; tokens and a digest of all
-logits are compared. ``--only`` makes one run, such as inside a memory limit, and compares it with those of a JSON file.
+logits are compared. ``--only`` makes one run in this process, which a memory limit may hold then, and compares it with
+those of a JSON file.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from mlx_flash.residency.memory import peak_footprint
 STEP = 64
 """Tokens of a call that memory is set aside for. The attention of more needs more memory than the context itself."""
 
-FILL_STEP = 2048
+FILL_STEP = 1024
 """Tokens that are added at a time, without attention: a cache on disk is read once for each of these."""
 
 MODES = ("stock", "disk")
@@ -107,12 +108,14 @@ def main() -> int:
         print(json.dumps(run(options, options.worker)))
         return 0
     done = json.loads(options.json.read_text())["runs"] if options.only and options.json.exists() else []
-    for mode in [options.only] if options.only else MODES:
+    for mode in [] if options.only else MODES:
         command = [sys.executable, __file__, *sys.argv[1:], "--worker", mode]
         worker = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if worker.returncode:
             return worker.returncode
         done.append(json.loads(worker.stdout.splitlines()[-1]))
+    if options.only:
+        done.append(run(options, options.only))
     Console(stderr=True).print(table(done))
     if options.json is not None:
         entry = {

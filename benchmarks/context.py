@@ -63,20 +63,23 @@ def run(options: argparse.Namespace, mode: str) -> dict[str, Any]:
         began = time.perf_counter()
         fill(model, cache, options.tokens)
         filled = time.perf_counter()
-        ids, digest, times = [], hashlib.sha256(), [time.perf_counter()]
+        ids, digest, times, read = [], hashlib.sha256(), [time.perf_counter()], []
         for token, logprobs in generate_step(
             mx.array([7]), model, prompt_cache=cache, max_tokens=options.generate, prefill_step_size=STEP
         ):
             ids.append(int(token))
             digest.update(np.array(logprobs.astype(mx.float32)).tobytes())
             times.append(time.perf_counter())
-        kv = model.kv
+            read.append(model.kv.read_bytes if model.kv else 0)
+        kv, seconds = model.kv, times[-1] - times[1]
         return {
             "mode": mode,
             "token_ids": ids,
             "digest": digest.hexdigest(),
             "fill_seconds": filled - began,
-            "tokens_per_second": (len(ids) - 1) / (times[-1] - times[1]),
+            "tokens_per_second": (len(ids) - 1) / seconds,
+            "kv_read_bytes_per_second": (read[-1] - read[0]) / seconds,
+            "disk_bytes_per_second": model.plan.disk_bytes_per_second,
             "kv_bytes": model.plan.kv_bytes_per_token * options.tokens,
             "kv_share_bytes": model.plan.kv_bytes,
             "kv_memory_bytes": kv.memory_bytes if kv else None,
@@ -138,12 +141,15 @@ def main() -> int:
 def table(runs: list[dict[str, Any]]) -> Table:
     """What people look at."""
     shown = Table(box=SIMPLE_HEAD)
-    for title in ("KV cache", "keys and values", "share", "on disk", "peak", "budget", "tokens/s"):
+    for title in ("KV cache", "size, GB", "share", "on disk", "peak", "budget", "tokens/s", "GB/s read"):
         shown.add_column(title, justify="right")
     for entry in runs:
         sizes = ("kv_bytes", "kv_share_bytes", "kv_disk_bytes", "peak_bytes", "budget_bytes")
         shown.add_row(
-            entry["mode"], *(f"{entry[name] / GB:.3f} GB" for name in sizes), f"{entry['tokens_per_second']:.2f}"
+            entry["mode"],
+            *(f"{entry[name] / GB:.3f}" for name in sizes),
+            f"{entry['tokens_per_second']:.2f}",
+            f"{entry['kv_read_bytes_per_second'] / GB:.2f}",
         )
     return shown
 

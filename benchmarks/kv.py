@@ -81,6 +81,10 @@ def measure_form(args: argparse.Namespace) -> dict[str, Any]:
         "border_median_ms": statistics.median(borders) * 1e3,
         "border_worst_ms": max(borders) * 1e3,
         "between_worst_ms": max(between) * 1e3,
+        "border_ms": [round(s * 1e3, 2) for s in borders],
+        "between_ms": [
+            round(statistics.median(seconds[i + 2 : i + 256]) * 1e3, 2) for i in range(256, args.length, 256)
+        ],
         "memory_mb": [round(nbytes / MB, 1) for nbytes in memory],
         "peak_mb": (peak_footprint() - base) / MB,
         "digest": digest.hexdigest(),
@@ -174,12 +178,16 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
+    _, (memory, latency) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for result in results:
         tokens = [256 * (i + 1) for i in range(len(result["memory_mb"]))]
-        pyplot.plot(tokens, result["memory_mb"], label=result["form"])
-    pyplot.xlabel("tokens")
-    pyplot.ylabel("committed memory, MB")
-    pyplot.legend()
+        (line,) = memory.plot(tokens, result["memory_mb"], label=result["form"])
+        latency.plot(tokens[:-1], result["border_ms"], "o-", color=line.get_color(), label=result["form"])
+        latency.plot(tokens[:-1], result["between_ms"], ":", color=line.get_color())
+    memory.set(xlabel="tokens", ylabel="committed memory, MB")
+    latency.set(xlabel="tokens", ylabel="ms", title="the first token of 256 (dots), the others' median (dotted)")
+    latency.set_ylim(bottom=0)
+    memory.legend()
     pyplot.savefig(path)
 
 
@@ -232,7 +240,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="tokens that are timed")
     parser.add_argument("--prefill-step-size", type=int, default=2048)
     parser.add_argument("--directory", type=Path, help="where files are put")
-    parser.add_argument("--plot", type=Path, help="a picture of memory over tokens")
+    parser.add_argument("--plot", type=Path, help="a picture of memory and latency over tokens")
     parser.add_argument("--json", type=Path, help="a file for all numbers")
     args = parser.parse_args()
     if args.one:

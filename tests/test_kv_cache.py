@@ -21,6 +21,8 @@ from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import BatchKVCache, KVCache, LRUPromptCache, QuantizedKVCache, make_prompt_cache
 
 from mlx_flash.errors import BudgetError, ClosedError, ConfigError, StreamedWeightsError
+from mlx_flash.kv import options as kv_options
+from mlx_flash.kv import ring, slots
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache, make_caches
 from mlx_flash.kv.memory import commits_lazily
 from mlx_flash.kv.options import KVOptions
@@ -45,8 +47,8 @@ def poison(set_attribute: Callable[[Any, str, Any], None]) -> None:
     """Slots are full of NaN when they are given to a layer: what was not put there shows."""
     assign = Slot.assign
 
-    def assign_and_fill(self: Slot, rows: Any, capacity: int) -> None:
-        assign(self, rows, capacity)
+    def assign_and_fill(self: Slot, rows: Any, capacity: int, most: int = 0) -> None:
+        assign(self, rows, capacity, most)
         np.frombuffer(self.memory, np.uint8)[:] = 0xFF
 
     set_attribute(Slot, "assign", assign_and_fill)
@@ -437,6 +439,21 @@ def test_the_order_of_layers_is_learned(options: Callable[..., KVOptions]) -> No
     assert pool.stats.num_unpredicted == before
     feed(mine[::-1], theirs[::-1], 9, 1)  # in another order: reads on demand, the same rows
     assert pool.stats.num_unpredicted > before
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_context_length": 600}])
+def test_slots_on_large_pages_hold_the_same(
+    settings: dict[str, Any], options: Callable[..., KVOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There heads follow one another closely, and what a layer needs is laid out anew as it grows."""
+    for module in (ring, slots, kv_options):
+        monkeypatch.setattr(module, "LARGE_SLOT_BYTES", 4096)
+    mine, theirs = filled(options(step=16, **settings), (100, 1), 4)
+    spill_all(mine[0].pool)
+    for seed in range(2, 40):
+        feed(mine, theirs, seed, 1 + seed % 3 * 5)
+    assert [cache.trim(30) for cache in mine] == [cache.trim(30) for cache in theirs]
+    feed(mine, theirs, 40, 7)
 
 
 def test_two_layers_on_disk_stay_in_their_slots(options: Callable[..., KVOptions]) -> None:

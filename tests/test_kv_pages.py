@@ -24,9 +24,11 @@ from mlx_flash.kv import pages as pages_module
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.folder import PrivateFolder
 from mlx_flash.kv.layout import CHUNK_TOKENS, Component, RowLayout
-from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.memory import commits_lazily
+from mlx_flash.kv.options import LARGE_SLOT_BYTES, KVOptions
 from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.pool import KVPool
+from mlx_flash.residency.memory import footprint
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.streaming.slots import Arena
 
@@ -289,3 +291,27 @@ def test_rows_of_a_file_do_not_overlap(capacity: int, step: int, page: int) -> N
     ordered = sorted(ends)
     assert all(left[1] <= right[0] for left, right in pairwise(ordered))
     assert layout.slot_bytes(capacity) % DIRECT_ALIGNMENT == 0
+
+
+def test_a_slot_takes_the_memory_that_is_counted(tmp_path: Path) -> None:
+    """Of room for many tokens, what is there, on large pages too."""
+    if not commits_lazily():
+        pytest.skip("arrays take all of their memory here")
+    tokens = 9216
+    caches = make_caches(
+        [KVCache() for _ in range(3)], KVOptions(form="paged", max_context_length=4 * tokens, directory=tmp_path)
+    )
+    pool = caches[0].pool
+    rows = mx.random.normal((1, 4, tokens, 64))
+    for cache in caches:
+        mx.eval(cache.update_and_fetch(rows, rows))
+        pool._spill(cache.rows, ())
+    for cache in caches:
+        cache.rows.fetch()
+    slot, counted = pool.ring.slots[0], pool.ring.held
+    pool.ring.slots[1].wait()
+    assert slot.touched > LARGE_SLOT_BYTES and counted < 2 * (slot.nbytes // 3)
+    before = footprint()
+    pool.ring.release()
+    assert 0.9 * counted < before - footprint() < counted + (1 << 20)
+    pool.close()

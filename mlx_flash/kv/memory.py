@@ -37,7 +37,7 @@ def commits_lazily() -> bool:
     array = mx.ones((_PROBE_BYTES,), mx.uint8)
     mx.eval(array)
     before = footprint()
-    _give_back(array)
+    give_back(array)
     gone = before - footprint()
     return gone > _PROBE_BYTES // 2 and not bool(array[_PROBE_BYTES // 2 :][:DIRECT_ALIGNMENT].any())
 
@@ -47,11 +47,11 @@ def reserve(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
     array = mx.zeros(shape, dtype)
     if commits_lazily():
         mx.eval(array)
-        _give_back(array)
+        give_back(array)
     return array
 
 
-def _give_back(array: mx.array) -> None:
+def give_back(array: mx.array) -> None:
     """Makes zeros of the whole pages inside an evaluated array, which take no memory until they are written to."""
     memory = np.frombuffer(memoryview(cast(Any, array)).cast("B"), np.uint8)
     start = round_up(memory.ctypes.data, mmap.PAGESIZE)

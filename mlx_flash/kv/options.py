@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from mlx_flash.errors import ConfigError
+from mlx_flash.residency.memory import HUGE_PAGE
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 
 DEFAULT_STEP = 256
@@ -20,6 +21,9 @@ NUM_SLOTS = 2
 
 SLOT_PADDING = 6 * DIRECT_ALIGNMENT
 """What arrays of a slot take at most to begin at a page: six, where keys and values are quantized."""
+
+LARGE_SLOT_BYTES = 16 << 20
+"""From so many bytes on a slot is on large pages."""
 
 ROOM_PART = 8
 """A slot has room for this part of its tokens besides, where the length of the context is open."""
@@ -139,7 +143,7 @@ class KVOptions:
             token_bytes: what each layer's cache holds of a token.
             tokens: in the context.
         """
-        slot = max(token_bytes, default=0) * self.slot_tokens(tokens) + SLOT_PADDING
+        slot = slot_memory(max(token_bytes, default=0) * self.slot_tokens(tokens) + SLOT_PADDING)
         return NUM_SLOTS * slot + self.step * sum(token_bytes)
 
     def under_way_bytes(self, token_bytes: Sequence[int], tokens: int, num_new: int) -> int:
@@ -168,6 +172,11 @@ class KVOptions:
             return 0
         retained = max(0, self.newest_tokens - num_new)
         return max(0, length - self.kept_tokens - retained) // self.step * self.step
+
+
+def slot_memory(nbytes: int) -> int:
+    """What a slot takes in memory at most that so many bytes are in."""
+    return nbytes if nbytes < LARGE_SLOT_BYTES else nbytes + HUGE_PAGE
 
 
 def round_up(number: int, multiple: int) -> int:

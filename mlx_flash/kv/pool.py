@@ -19,7 +19,7 @@ from mlx_flash.errors import BudgetError, ClosedError, WriteError
 from mlx_flash.kv.folder import PrivateFolder, free_bytes
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows, commits_lazily
-from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, SPILL_TOKENS, KVOptions, round_up
+from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, SPILL_TOKENS, KVOptions, round_up, slot_memory
 from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.ring import SlotRing
 from mlx_flash.kv.slots import row_bytes
@@ -233,7 +233,7 @@ class KVPool:
     def slot_bytes(self, layout: RowLayout, tokens: int) -> int:
         """What a slot takes in memory when it holds so many tokens."""
         if commits_lazily():
-            return layout.slot_bytes(round_up(tokens, self.options.step))
+            return slot_memory(layout.slot_bytes(round_up(tokens, self.options.step)))
         return layout.slot_bytes(self.options.slot_tokens(tokens))
 
     def _disk_overhead(self, growing: Container[LayerRows] = (), num_new: int = 0) -> int:
@@ -329,7 +329,7 @@ class KVPool:
             rows: round_up(length, step) if commits_lazily() else self.options.slot_tokens(length)
             for rows, length in lengths.items()
         }
-        slot = max((room[rows] * nbytes for rows, nbytes in every.items()), default=0) + SLOT_PADDING
+        slot = slot_memory(max((room[rows] * nbytes for rows, nbytes in every.items()), default=0) + SLOT_PADDING)
         return NUM_SLOTS * slot + step * sum(every.values())
 
     def _check_disk(self, needed: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_flash.kv.memory import commits_lazily
-from mlx_flash.kv.options import NUM_SLOTS, KVOptions
+from mlx_flash.kv.options import LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions, round_up
 from mlx_flash.kv.pages import DiskRows
 from mlx_flash.kv.slots import Slot, row_bytes
 from mlx_flash.kv.stats import KVStats
@@ -99,12 +99,19 @@ class SlotRing:
         if slot is None:
             slot = min(self.slots, key=lambda slot: slot.used_at)
         if not slot.belongs_to(disk) or slot.capacity < end:
-            slot.assign(disk, self._options.slot_tokens(end))
+            self._assign(slot, disk, end)
         self._stats.wait_seconds += slot.wait()
         slot.claim()
         if slot.tokens < disk.length:
             self._fill(slot, disk)
         return slot
+
+    def _assign(self, slot: Slot, disk: DiskRows, tokens: int) -> None:
+        """Empties a slot for a layer of so many tokens."""
+        most, least = self._options.slot_tokens(tokens), round_up(tokens, self._options.step)
+        # Large pages that are taken as they are written to would be taken by the room behind each head too.
+        has_room = not commits_lazily() or disk.layout.slot_bytes(least) < LARGE_SLOT_BYTES
+        slot.assign(disk, most if has_room else least, most)
 
     def _fill(self, slot: Slot, disk: DiskRows) -> None:
         if slot.tokens < disk.paged_tokens:
@@ -128,5 +135,5 @@ class SlotRing:
         if upcoming is None or not upcoming.pages or any(slot.belongs_to(upcoming) for slot in self.slots):
             return
         slot = next(slot for slot in self.slots if slot is not busy)
-        slot.assign(upcoming, self._options.slot_tokens(upcoming.length + num_new))
+        self._assign(slot, upcoming, upcoming.length + num_new)
         self._read(slot, upcoming, 0)

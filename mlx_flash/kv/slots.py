@@ -16,7 +16,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.kv.layout import RowBytes, RowLayout
-from mlx_flash.kv.memory import reserve
+from mlx_flash.kv.memory import commits_lazily, give_back, reserve
+from mlx_flash.kv.options import LARGE_SLOT_BYTES, slot_memory
+from mlx_flash.residency.memory import use_huge_pages
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.reader import Ticket
 from mlx_flash.streaming.slots import Arena
@@ -45,6 +47,7 @@ class Slot:
         self._pages: mx.array | None = None
         self._arena: Arena | None = None
         self._is_handed_out = False
+        self._is_large = False
         self._owner: weakref.ref[DiskRows] | None = None
         self._reading: tuple[Ticket, DiskRows] | None = None
 
@@ -63,22 +66,33 @@ class Slot:
         """Whether it holds rows of this layer."""
         return self._owner is not None and self._owner() is rows
 
-    def assign(self, rows: DiskRows, capacity: int) -> None:
-        """Empties it for another layer, or for more tokens. Returns when nothing reads from or writes to it."""
+    def assign(self, rows: DiskRows, capacity: int, most: int = 0) -> None:
+        """Empties it for another layer, or for more tokens. Returns when nothing reads from or writes to it.
+
+        Args:
+            rows: the layer.
+            capacity: tokens to make room for.
+            most: tokens that there may be soon: memory is had for as many.
+        """
         self.clear()
         needed = rows.layout.slot_bytes(capacity)
         if self.nbytes < needed:
             self.release()  # the old memory first, then the new
+            needed = max(needed, rows.layout.slot_bytes(most))
             self._pages = reserve((needed // DIRECT_ALIGNMENT + 1, DIRECT_ALIGNMENT), mx.uint8)
             mx.eval(self._pages)
             self._arena, self._is_handed_out = Arena(needed, self._pages), False
         self.claim()
+        if not self._is_large and rows.layout.slot_bytes(capacity) >= LARGE_SLOT_BYTES:
+            use_huge_pages(self.memory, at_once=not commits_lazily())
+            self._is_large = True
         self._owner, self.capacity = weakref.ref(rows), capacity
 
     def release(self) -> None:
         """Empties it, and gives its memory back."""
         self.clear()
         self._arena, self._pages, self._is_handed_out, self.touched = None, None, False, 0
+        self._is_large = False
 
     def clear(self) -> None:
         """Forgets what is in it."""
@@ -120,6 +134,9 @@ class Slot:
         if _address(self._arena.memory) != address:
             self.num_moved += 1
             self.tokens = 0  # what was copied may lie elsewhere in the page
+            self._is_large, self.touched = False, 0
+            if commits_lazily():
+                give_back(pages)  # a copy takes all of its memory
 
     def write(self, layout: RowLayout, rows: RowBytes, at: int) -> None:
         """Puts rows, ``(heads, tokens, bytes)`` for each array, at a token. The slot must be claimed."""
@@ -131,7 +148,7 @@ class Slot:
     def hand_out(self, layout: RowLayout, length: int) -> list[mx.array]:
         """The first tokens as arrays, ``(batch, heads, length, width)``, that share its memory."""
         assert self._arena is not None
-        self.touched = max(self.touched, layout.slot_bytes(length))
+        self.touched = max(self.touched, slot_memory(layout.slot_bytes(self.capacity if self._is_large else length)))
         arrays = []
         for offset, component in zip(layout.slot_offsets(self.capacity), layout.components, strict=True):
             shape = (*component.shape, self.capacity, component.width)

@@ -41,10 +41,14 @@ def pass_through(caches: list[Any], seed: int, num_tokens: int, args: argparse.N
     hidden = random_rows(seed, num_tokens, args.heads, args.width)
     mask = "causal" if num_tokens > 1 else None
     for cache in caches:
-        keys, values = cache.update_and_fetch(hidden, hidden * 0.5)
-        out = mx.fast.scaled_dot_product_attention(hidden, keys, values, scale=args.width**-0.5, mask=mask)
-        hidden = hidden + out
+        hidden = attend(cache, hidden, mask, args.width**-0.5)
     return hidden
+
+
+def attend(cache: Any, hidden: mx.array, mask: str | None, scale: float) -> mx.array:
+    """One layer. As in a model, nobody holds its keys and values when it returns."""
+    keys, values = cache.update_and_fetch(hidden, hidden * 0.5)
+    return hidden + mx.fast.scaled_dot_product_attention(hidden, keys, values, scale=scale, mask=mask)
 
 
 def fill(caches: list[Any], length: int, args: argparse.Namespace) -> None:

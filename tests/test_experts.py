@@ -562,27 +562,25 @@ def test_a_stack_with_an_array_that_is_no_experts_is_read_whole(tiny: Any, shape
 
 @pytest.mark.parametrize("pool_slots", [None, 9])
 def test_reads_go_through_bounce_buffers_where_they_must(
-    made: Any, monkeypatch: pytest.MonkeyPatch, pool_slots: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool_slots: int | None
 ) -> None:
     """As on CUDA, where a disk must not write beside what is computed from."""
-    directory, expected = made("qwen3_moe", "fp32")
-    monkeypatch.setattr("mlx_flash.residency.machine.reads_beside", lambda: False)
-    places: list[bool] = []
-    read = Reader._read_bounced
-    monkeypatch.setattr(Reader, "_read_bounced", lambda *args: (places.append(True), read(*args))[1])
-    filled = Reader._read_direct
-    monkeypatch.setattr(
-        Reader,
-        "_read_direct",
-        lambda self, fd, segment, start, target: (
-            places.append(isinstance(target.obj, mmap.mmap)),
-            filled(self, fd, segment, start, target),
-        )[1],
-    )
-    with streamed_whole(directory, pool_slots=pool_slots) as model:
-        model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
-        assert not find_difference(expected, trace(model))
-    assert places and all(places)
+    directory = save_tiny(tmp_path / "model", QWEN3_MOE)
+    expected = trace(stock(directory), CALLS[2:])
+    in_place: list[bool] = []
+    read = Reader._read_direct
+
+    def spy(self: Reader, fd: int, segment: Segment, start: int, target: memoryview) -> None:
+        in_place.append(not isinstance(target.obj, mmap.mmap))
+        read(self, fd, segment, start, target)
+
+    monkeypatch.setattr(Reader, "_read_direct", spy)
+    for reads_beside in (True, False):
+        monkeypatch.setattr("mlx_flash.residency.machine.reads_beside", lambda beside=reads_beside: beside)
+        in_place.clear()
+        with streamed_whole(directory, pool_slots=pool_slots) as model:
+            assert not find_difference(expected, trace(model, CALLS[2:]))
+        assert in_place and any(in_place) == reads_beside
 
 
 def test_reads_beside_what_is_computed_arrive(tiny: Any, tmp_path: Path) -> None:

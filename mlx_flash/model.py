@@ -178,7 +178,7 @@ class FlashLLM(ModelFacade):
             direct=config.io != "buffered",
             read_size=plan.read_size,
             queue_depth=plan.queue_depth,
-            in_place=plan.pool is None or self._prepared.machine.reads_beside,
+            in_place=self._prepared.machine.reads_beside,
         )
         popular = _popular(layout, popularity, plan.pool.num_slots) if popularity and plan.pool else []
         experts = ExpertOptions(self._prepared.machine.exact_tiles, config.expert_lookahead, popular)

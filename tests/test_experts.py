@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import mlx_lm.utils
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step, speculative_generate_step
@@ -34,10 +36,12 @@ from mlx_flash.model import prepare
 from mlx_flash.residency.plan import Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import measure
+from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.reader import Reader
 from mlx_flash.streaming.experts import Experts as ModelExperts
 from mlx_flash.streaming.pool import ABSENT, ExpertPool
-from mlx_flash.streaming.slots import kernel_alignment
+from mlx_flash.streaming.slots import SlotArena, kernel_alignment
 from models import MIXTRAL, QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
 from test_huggingface import DIRECT
@@ -556,14 +560,54 @@ def test_a_stack_with_an_array_that_is_no_experts_is_read_whole(tiny: Any, shape
     assert names == ["model.layers.0.mlp.switch_mlp", "model.layers.2.mlp.switch_mlp"]
 
 
-def test_reads_to_a_pool_go_through_bounce_buffers_where_they_must(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pool_slots", [None, 9])
+def test_reads_go_through_bounce_buffers_where_they_must(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool_slots: int | None
+) -> None:
     """As on CUDA, where a disk must not write beside what is computed from."""
-    directory, expected = made("qwen3_moe", "fp32")
-    monkeypatch.setattr("mlx_flash.residency.machine._back_end", lambda: "cuda")
-    bounced = Reader._bounce_buffer
-    asked: list[Reader] = []
-    monkeypatch.setattr(Reader, "_bounce_buffer", lambda self: (asked.append(self), bounced(self))[1])
-    with streamed_whole(directory, pool_slots=9) as model:
-        model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
-        assert not find_difference(expected, trace(model))
-    assert asked
+    directory = save_tiny(tmp_path / "model", QWEN3_MOE)
+    expected = trace(stock(directory), CALLS[2:])
+    in_place: list[bool] = []
+    read = Reader._read_direct
+
+    def spy(self: Reader, fd: int, segment: Segment, start: int, target: memoryview) -> None:
+        in_place.append(not isinstance(target.obj, mmap.mmap))
+        read(self, fd, segment, start, target)
+
+    monkeypatch.setattr(Reader, "_read_direct", spy)
+    for reads_beside in (True, False):
+        monkeypatch.setattr("mlx_flash.residency.machine.reads_beside", lambda beside=reads_beside: beside)
+        in_place.clear()
+        with streamed_whole(directory, pool_slots=pool_slots) as model:
+            assert not find_difference(expected, trace(model, CALLS[2:]))
+        assert in_place and any(in_place) == reads_beside
+
+
+def test_reads_beside_what_is_computed_arrive(tiny: Any, tmp_path: Path) -> None:
+    """Of the slots of one array some are read into while MLX computes from the others. On CUDA a third of these reads
+    was lost where they were direct and in place."""
+    nbytes, num_slots = 1 << 20, 12
+    slots = SlotArena(num_slots, nbytes + 2 * DIRECT_ALIGNMENT)
+    offsets = range(0, 8 * nbytes, nbytes // 2)
+    data = np.random.default_rng(3).integers(0, 256, offsets.stop, np.uint8)
+    file = tmp_path / "bytes"
+    file.write_bytes(data.tobytes())
+    in_place = prepare(tiny("qwen3_moe")[0], config()).machine.reads_beside
+    rows = slots.view(0, (nbytes,), mx.uint8)
+    reader = Reader([file], in_place=in_place)
+    try:
+        for round_ in range(12):
+            sums = [rows[slot].astype(mx.uint32).sum() for slot in range(0, num_slots, 2)]
+            mx.async_eval(sums)
+            reads = {slot: offsets[(slot + 5 * round_) % 15] for slot in range(1, num_slots, 2)}
+            tickets = []
+            for slot, start in reads.items():
+                segment = Segment(file, start, nbytes, 0, (Piece("x", start, nbytes, 0),))
+                tickets.append(reader.submit([segment], slots.memory(slot), urgent=True))
+                mx.async_eval([total + 1 for total in sums], rows[slot - 1].max())
+            for ticket in tickets:
+                ticket.wait()
+            for slot, start in reads.items():
+                assert np.array_equal(np.array(rows[slot]), data[start : start + nbytes])
+    finally:
+        reader.close()

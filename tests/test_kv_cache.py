@@ -29,6 +29,7 @@ from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.slots import Slot
 from mlx_flash.residency.memory import footprint
+from mlx_flash.storage.reader import Reader
 from mlx_flash.streaming.arrays import arrays_in
 from models import GEMMA3, LLAMA, build
 
@@ -425,6 +426,28 @@ def test_slots_stay_where_they_are_while_everything_is_computed(
     generated(llama, cache, 20, spills=True)
     assert cache[0].pool.read_bytes
     assert [slot.num_moved for slot in cache[0].pool.ring.slots] == [0, 0]
+
+
+def test_pages_are_read_through_bounce_buffers_where_they_must(
+    options: Callable[..., KVOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where a disk must not write beside what is computed from."""
+    bounced: list[bool] = []
+    for name, is_bounced in (("_read_bounced", True), ("_read_direct", False)):
+        read = getattr(Reader, name)
+        monkeypatch.setattr(
+            Reader, name, lambda *args, read=read, is_bounced=is_bounced: (bounced.append(is_bounced), read(*args))[1]
+        )
+    for reads_beside in (True, False):
+        monkeypatch.setattr("mlx_flash.kv.pool.reads_beside", lambda beside=reads_beside: beside)
+        mine, theirs = filled(options(), (600,), 4)
+        spill_all(mine[0].pool)
+        bounced.clear()
+        for seed in range(3):
+            feed(mine, theirs, seed + 1, 1)
+        mine[0].pool.close()  # ends what is read ahead
+        assert bounced and any(bounced) != reads_beside
+        assert reads_beside or bounced.count(True) == bounced.count(False)  # each is a direct read to the buffer
 
 
 def test_the_order_of_layers_is_learned(options: Callable[..., KVOptions]) -> None:

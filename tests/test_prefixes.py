@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import count as counted
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,28 @@ def test_others_find_nothing(llama: Path, other: dict[str, Any]) -> None:
     with loaded(llama, kv_prefix_tenant="alice") as model:
         generated(model)
         assert restored(model) == len(PROMPT) - 1
+
+
+def test_a_device_with_other_memory_free_is_the_same(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MLX describes CUDA's, anew at every look."""
+    device, looks = mx.device_info(), counted()
+    monkeypatch.setattr(mx, "device_info", lambda: {**device, "free_memory": next(looks)})
+    first_run(llama)
+    with loaded(llama) as model:
+        generated(model)
+        assert restored(model) == len(PROMPT) - 1
+    monkeypatch.setattr(mx, "device_info", lambda: {**device, "device_name": "another"})
+    with loaded(llama) as model:
+        generated(model)
+        assert restored(model) == 0
+
+
+def test_mlx_that_was_told_to_compute_otherwise_finds_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first_run(llama)
+    monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", "0")
+    with loaded(llama) as model:
+        generated(model)
+        assert restored(model) == 0
 
 
 def test_other_weights_find_nothing(llama: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from mlx_flash.kv.ring import SlotRing
 from mlx_flash.kv.slots import row_bytes
 from mlx_flash.kv.stats import KVStats, KVUsage
 from mlx_flash.storage.probe import cache_directory
+from mlx_flash.streaming.slots import reads_beside
 
 
 class LayerRows:
@@ -383,7 +384,9 @@ class KVPool:
             self._folder = PrivateFolder(self.options.directory or cache_directory() / "kv-sessions")
         if self._reader is None or self._writer is None:
             o = self.options
-            self._reader = PageReader((), direct=o.direct, read_size=o.read_size, queue_depth=o.queue_depth)
+            self._reader = PageReader(
+                (), direct=o.direct, read_size=o.read_size, queue_depth=o.queue_depth, in_place=reads_beside()
+            )
             self._writer = WriteBehind(self._count_written)
         path = self._folder.path / f"layer-{next(self._files)}.kv"
         return LayerFile(path, layout, self._reader, self._writer, self.options.direct)

@@ -9,6 +9,7 @@ and the longest stored beginning is used, as mlx-lm's server does with the cache
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy as np
 
-from mlx_flash.config import GB, FlashConfig
+from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.kv.history import History, make_labels
 from mlx_flash.kv.leaves import Leaf, RowLeaf, StateLeaf, forget, form_of, leaves_of, new_array, to_array
 from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
@@ -287,11 +288,10 @@ def open_prefixes(
     mode = config.kv_prefixes
     if mode == "off":
         return None
-    device = json.dumps([mx.device_info(), mode], sort_keys=True, default=str)
     store = PrefixStore(
         prefix_directory(),
         model=model,
-        settings=device,
+        settings=json.dumps([_device(), mode], sort_keys=True),
         tenant=config.kv_prefix_tenant or "",
         title=title,
         limit_bytes=None if config.kv_prefix_gb is None else round(config.kv_prefix_gb * GB),
@@ -299,6 +299,21 @@ def open_prefixes(
         governor=governor,
     )
     return PrefixCache(store, mode)
+
+
+def _device() -> dict[str, str]:
+    """What decides the bits that a model gives here: the device, and how MLX was told to use it.
+
+    Not all that MLX says of a device: on CUDA its free memory is among that, which is never the same again.
+    """
+    known = mx.device_info()
+    device = {key: str(known[key]) for key in ("architecture", "device_name") if key in known}
+    settings = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("MLX_") and not name.startswith(VARIABLE_PREFIX)
+    }
+    return device | settings
 
 
 def prefix_directory() -> Path:

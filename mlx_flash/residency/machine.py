@@ -18,7 +18,7 @@ from mlx_flash.residency.memory import available_memory, footprint, total_memory
 from mlx_flash.residency.plan import Machine
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.probe import DiskProfile, cache_directory, disk_profile
-from mlx_flash.streaming.slots import Arena
+from mlx_flash.streaming.slots import Arena, reads_beside
 from mlx_flash.streaming.swap import clone_with
 
 _PROBE_BYTES = {mx.cpu: 4 << 20, mx.gpu: 32 << 20}
@@ -60,8 +60,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         compute_bytes_per_second=compute,
         barrier_seconds=barrier_seconds(),
         has_buffer_cache=mx.default_device() == mx.gpu,
-        # CUDA's managed memory moves between processors by the page, whatever is being written to it by a disk.
-        reads_beside=_back_end() != "cuda",
+        reads_beside=reads_beside(),
         kv_disk_bytes=free_bytes(Path(config.kv_directory or cache_directory()).expanduser()),
         exact_tiles=mx.default_device() == mx.cpu,  # tests show it there; CUDA chooses kernels by the number of rows
     )

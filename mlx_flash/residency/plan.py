@@ -33,8 +33,8 @@ class Machine:
         has_buffer_cache: whether MLX keeps freed buffers (GPU back ends do).
         exact_tiles: whether some rows of a matrix product are, bit for bit, those rows of the whole product. If not, a
             head that is streamed passes through a slot whole.
-        reads_beside: whether the disk may write to a buffer that the processor computes from elsewhere. If not, what is
-            read to a pool of experts goes through bounce buffers.
+        reads_beside: whether the disk may write to MLX's memory while MLX computes from other arrays. If not, all reads
+            that are direct go through bounce buffers.
         kv_disk_bytes: free where files of the KV cache are put.
     """
 

@@ -230,7 +230,10 @@ class Experts:
         self.pool.use(layer, experts, counts[experts], max(1, routing.size // routing.shape[-1]))
 
     def _fits_slots(self, layer: int, num_experts: int, num_indices: int) -> bool:
-        """Whether a call can be computed from the slots, and as exactly as with all experts."""
+        """Whether a call can be computed from the slots, and as exactly as with all experts.
+
+        Sorted calls on a GPU cannot: CUDA's kernel for them does not heed the gaps between slots.
+        """
         is_exact = self._exact_rows or num_indices < SORTED_SIZE
         return self._takes_slots[layer] and is_exact and num_experts <= self.pool.slots.num_slots
 

@@ -6,6 +6,7 @@
 
 The context is not a prompt, whose attention takes a CPU an hour at this length: each layer's cache is given random keys
 and values, in the steps and under the checks of a prompt's calls, the same ones in every run. Then tokens are decoded.
+With ``--prompt`` it is one, of random tokens; for models with less attention.
 First by mlx-lm's own caches, then with the cache on disk, each in a process of its own; tokens and a digest of all
 logits are compared. ``--only`` makes one run in this process, which a memory limit may hold then, and compares it with
 those of a JSON file.
@@ -37,9 +38,6 @@ from mlx_flash.model import FlashLLM, load_model
 from mlx_flash.residency.headroom import check_headroom
 from mlx_flash.residency.memory import peak_footprint
 
-STEP = 64
-"""Tokens of a call that memory is set aside for. The attention of more needs more memory than the context itself."""
-
 FILL_STEP = 1024
 """Tokens that are added at a time, without attention: a cache on disk is read once for each of these."""
 
@@ -52,7 +50,7 @@ def run(options: argparse.Namespace, mode: str) -> dict[str, Any]:
     config = FlashConfig(
         ram_budget_gb=options.ram_budget_gb if mode == "disk" else options.stock_budget_gb,
         context_length=options.tokens + options.generate + 1,
-        prefill_step_size=STEP,
+        prefill_step_size=options.prefill_step_size,
         kv_cache=mode,
         telemetry=False,
     )
@@ -61,11 +59,19 @@ def run(options: argparse.Namespace, mode: str) -> dict[str, Any]:
         model.start()
         cache = make_prompt_cache(model)
         began = time.perf_counter()
-        fill(model, cache, options.tokens)
+        prompt = [7]
+        if options.prompt:
+            prompt = np.random.default_rng(SEED).integers(0, model.args.vocab_size, options.tokens).tolist()
+        else:
+            fill(model, cache, options)
         filled = time.perf_counter()
         ids, digest, times, read = [], hashlib.sha256(), [time.perf_counter()], []
         for token, logprobs in generate_step(
-            mx.array([7]), model, prompt_cache=cache, max_tokens=options.generate, prefill_step_size=STEP
+            mx.array(prompt),
+            model,
+            prompt_cache=cache,
+            max_tokens=options.generate,
+            prefill_step_size=options.prefill_step_size,
         ):
             ids.append(int(token))
             digest.update(np.array(logprobs.astype(mx.float32)).tobytes())
@@ -77,6 +83,7 @@ def run(options: argparse.Namespace, mode: str) -> dict[str, Any]:
             "token_ids": ids,
             "digest": digest.hexdigest(),
             "fill_seconds": filled - began,
+            "first_token_seconds": times[1] - times[0],
             "tokens_per_second": (len(ids) - 1) / seconds,
             "kv_read_bytes_per_second": (read[-1] - read[0]) / seconds,
             "disk_bytes_per_second": model.plan.disk_bytes_per_second,
@@ -90,15 +97,15 @@ def run(options: argparse.Namespace, mode: str) -> dict[str, Any]:
         }
 
 
-def fill(model: FlashLLM, cache: list[Any], num_tokens: int) -> None:
+def fill(model: FlashLLM, cache: list[Any], options: argparse.Namespace) -> None:
     """Gives every layer keys and values of so many tokens, as a prompt's calls would."""
     args = model.args
     width = getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads
     dtype = model.layout.embeddings[0].large[0].array.dtype
     generator = np.random.default_rng(SEED)
-    for start in range(0, num_tokens, FILL_STEP):
-        num_new = min(FILL_STEP, num_tokens - start)
-        check_headroom(model.plan, num_new, cache, STEP, all_logits=False)
+    for start in range(0, options.tokens, FILL_STEP):
+        num_new = min(FILL_STEP, options.tokens - start)
+        check_headroom(model.plan, num_new, cache, options.prefill_step_size, all_logits=False)
         for entry in cache:
             shape = (2, 1, args.num_key_value_heads, num_new, width)
             keys, values = mx.array(generator.standard_normal(shape, np.float32)).astype(dtype)
@@ -159,6 +166,14 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Decode with a long context on disk, and compare with mlx-lm's own.")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=32768, metavar="N", help="of context; default: %(default)s")
+    parser.add_argument("--prompt", action="store_true", help="the context is a prompt, which the model computes")
+    parser.add_argument(
+        "--prefill-step-size",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens of a call; the attention of more may need more memory than the context; default: %(default)s",
+    )
     parser.add_argument("--generate", type=int, default=8, metavar="N", help="tokens to decode; default: %(default)s")
     parser.add_argument("--ram-budget-gb", type=float, required=True, metavar="GB")
     parser.add_argument("--stock-budget-gb", type=float, default=16.0, metavar="GB", help="of the run to compare with")

@@ -15,6 +15,7 @@ from mlx_flash.errors import ConfigError, StreamedWeightsError
 from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool, LayerRows
+from mlx_flash.kv.shared import sizes
 
 _EVALUATES_ONLY = "mlx_lm.generate"
 """The module of mlx-lm in which ``state`` is asked for in order to evaluate it, and for nothing else."""
@@ -54,10 +55,15 @@ class _Cache:
         return self.rows.disk is not None
 
     @property
+    def _is_settled(self) -> bool:
+        """Whether its rows were evaluated, and to look at them is to copy them."""
+        return self.is_on_disk or self.rows.is_parked
+
+    @property
     def nbytes(self) -> int:
-        """Bytes that it holds in memory; those on disk are :attr:`disk_nbytes`."""
-        disk = self.rows.disk
-        return self.rows.memory.held if disk is None else disk.tail_bytes
+        """Bytes that it holds in memory, together with others or not; those on disk are :attr:`disk_nbytes`."""
+        disk, memory = self.rows.disk, self.rows.memory
+        return memory.held + sum(sizes([memory.parts]).values()) if disk is None else disk.tail_bytes
 
     @property
     def disk_nbytes(self) -> int:
@@ -125,7 +131,7 @@ class _Cache:
         return found
 
     def _contents(self) -> list[mx.array]:
-        """The rows for somebody who may keep them: those on disk in memory of their own, so as not to hold a slot."""
+        """The rows for somebody who may keep them: those on disk or parked in memory of their own."""
         if self.rows.layout is None:
             return []
         found = self.rows.fetch()
@@ -220,17 +226,17 @@ class DiskKVCache(_Cache, KVCache):  # type: ignore[misc]
             raise StreamedWeightsError(
                 "keys or values of a KV cache that is on disk cannot be replaced. Hint: raise budget_bytes."
             )
-        self.rows.memory.arrays[index] = array
+        self.rows.replace(index, array)
 
     @property
     def state(self) -> tuple[Any, ...]:
         """Keys, values and offset, as ``KVCache`` has them.
 
-        Keys and values are None where mlx-lm asks in order to evaluate them only, and they are on disk: they are there
-        because they were evaluated. With tokens forgotten their number comes fourth, so that mlx-lm, which could not
+        Keys and values are None where mlx-lm asks in order to evaluate them only, and they are on disk or parked: they
+        are so because they were evaluated. With tokens forgotten their number comes fourth, so that mlx-lm, which could not
         go on from such a cache, refuses it.
         """
-        if self.is_on_disk and _evaluates_only():
+        if self._is_settled and _evaluates_only():
             return None, None, self.offset
         keys, values = self._contents() or (None, None)
         return keys, values, self.offset, *((self.num_forgotten,) if self.num_forgotten else ())
@@ -337,7 +343,7 @@ class DiskQuantizedKVCache(_Cache, QuantizedKVCache):  # type: ignore[misc]
     @property
     def state(self) -> tuple[Any, ...]:
         """Keys, values, offset, group size and bits; see :attr:`DiskKVCache.state`."""
-        if self.is_on_disk and _evaluates_only():
+        if self._is_settled and _evaluates_only():
             return None, None, self.offset, self.group_size, self.bits
         arrays = self._contents()
         keys, values = _triples(arrays) if arrays else (None, None)

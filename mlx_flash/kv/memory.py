@@ -1,7 +1,11 @@
-"""Keys and values of one layer in memory.
+"""Keys and values of one layer in memory: in one buffer, which attention wants, or parked.
 
 New rows are assigned to a slice of the buffer. MLX does that in place while nobody else holds the buffer, and copies
 it otherwise: that is what makes it exact, whatever has been computed and whatever has not.
+
+Copies of a sequence hold its tokens together, as parts that do not change. A parked one has nothing else. Once tokens
+come it has a buffer of its own besides, and knows of its parts only as long as others hold them: so several sequences
+that begin alike hold that once while they are idle, and the one that is computed has it a second time.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.kv.options import KVOptions, round_up
+from mlx_flash.kv.shared import Part, Parts, Remembered, SharedRows, cut, num_tokens, slices
 from mlx_flash.residency.memory import footprint
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 
@@ -69,13 +74,16 @@ class MemoryRows:
         options: the form and how it grows.
 
     Attributes:
-        arrays: the buffers, longer than what is in them; empty before the first tokens.
-        length: tokens in them.
+        arrays: the buffers, longer than what is in them; empty before the first tokens, and while it is parked.
+        parts: what it is made of while it is parked.
+        length: tokens.
     """
 
     def __init__(self, options: KVOptions) -> None:
         self.arrays: list[mx.array] = []
+        self.parts: Parts = ()
         self.length = 0
+        self._remembered = Remembered()
         self._options = options
         # Where pages cannot be had one by one, a reserve would take all of its memory at once: then grow in steps.
         self._grows = options.form == "step" or (options.form == "paged" and not commits_lazily())
@@ -84,6 +92,11 @@ class MemoryRows:
     def capacity(self) -> int:
         """Tokens there is room for."""
         return int(self.arrays[0].shape[2]) if self.arrays else 0
+
+    @property
+    def examples(self) -> Sequence[mx.array]:
+        """Arrays with its shapes, but for their tokens, and its types; empty before the first tokens."""
+        return self.parts[0].rows.arrays if self.parts else self.arrays
 
     def capacity_after(self, num_new: int) -> int:
         """Tokens there will be room for when new ones have come."""
@@ -97,10 +110,11 @@ class MemoryRows:
         return round_up(max(end, self.capacity + self.capacity // _GROWTH), self._options.step)
 
     def held_after(self, new: Sequence[mx.array]) -> int:
-        """Bytes that will be held when new tokens have come: what was written to, where the rest takes nothing."""
+        """Bytes that its buffers will take when new tokens have come: what was written to, where the rest takes
+        nothing."""
         num_new = new[0].shape[2] if new else 0
         capacity = self.capacity_after(num_new) if num_new else self.capacity
-        return sum(self._held(array, self.length + num_new, capacity) for array in (self.arrays or new))
+        return sum(self._held(array, self.length + num_new, capacity) for array in (self.examples or new))
 
     def moved_after(self, new: Sequence[mx.array]) -> int:
         """Bytes that are held besides for a moment, when new tokens make the buffers grow: the old ones, and room that
@@ -109,24 +123,24 @@ class MemoryRows:
         capacity = self.capacity_after(num_new)
         if not num_new or (self.arrays and capacity == self.capacity):
             return 0
-        taken = sum(a.shape[0] * a.shape[1] * capacity * a.shape[3] * a.itemsize for a in (self.arrays or new))
+        taken = sum(a.shape[0] * a.shape[1] * capacity * a.shape[3] * a.itemsize for a in (self.examples or new))
         return self.held + max(0, taken - self.held_after(new))
 
     def held_for(self, num_new: int, token_bytes: int) -> int:
-        """Bytes that will be held when so many new tokens have come.
+        """Bytes that its buffers will take when so many new tokens have come.
 
         Args:
             num_new: how many.
             token_bytes: of a token; not looked at when there are tokens already.
         """
         capacity, length = self.capacity_after(num_new), self.length + num_new
-        if self.arrays:
-            return sum(self._held(array, length, capacity) for array in self.arrays)
+        if self.examples:
+            return sum(self._held(array, length, capacity) for array in self.examples)
         return token_bytes * (capacity if self._grows or self._options.form == "flat" else min(length, capacity))
 
     @property
     def held(self) -> int:
-        """Bytes that are held."""
+        """Bytes that its buffers take; parts are not among them."""
         return self.held_after(())
 
     def _held(self, array: mx.array, length: int, capacity: int) -> int:
@@ -147,44 +161,110 @@ class MemoryRows:
         self.length = end
 
     def _grow(self, new: Sequence[mx.array]) -> None:
-        capacity, length = self.capacity_after(new[0].shape[2]), self.length
-        old = self.arrays or [mx.zeros((*a.shape[:2], 0, a.shape[3]), a.dtype) for a in new]
-        self.arrays = [self._longer(array[..., :length, :], capacity) for array in old]
+        capacity, parts = self.capacity_after(new[0].shape[2]), self.parts
+        if parts:
+            old = slices(parts, 0, self.length)
+        else:
+            old = [[array[..., : self.length, :]] for array in self.arrays] if self.length else [[] for _ in new]
+        examples = self.examples or new
+        self.arrays = [self._longer(pieces, capacity, like) for pieces, like in zip(old, examples, strict=True)]
+        if parts:
+            mx.eval(self.arrays)  # so that parts which nobody else holds go now, and not with those of all layers
+            self.parts, self._remembered = (), Remembered(parts)
 
-    def _longer(self, array: mx.array, capacity: int) -> mx.array:
-        batch, heads, length, width = array.shape
+    def _longer(self, pieces: Sequence[mx.array], capacity: int, like: mx.array) -> mx.array:
+        batch, heads, _, width = like.shape
+        length = sum(piece.shape[2] for piece in pieces)
         if self._grows or self._options.form == "flat":
-            room = mx.zeros((batch, heads, capacity - length, width), array.dtype)
-            return mx.concatenate([array, room], axis=2) if length else room
-        longer = reserve((batch, heads, capacity, width), array.dtype)
-        if length:
-            longer[..., :length, :] = array
+            room = mx.zeros((batch, heads, capacity - length, width), like.dtype)
+            return mx.concatenate([*pieces, room], axis=2) if length else room
+        longer, at = reserve((batch, heads, capacity, width), like.dtype), 0
+        for piece in pieces:
+            longer[..., at : at + piece.shape[2], :] = piece
+            at += piece.shape[2]
         return longer
 
     def fetch(self) -> list[mx.array]:
-        """What is in the buffers, without the room behind it."""
-        if self.length == self.capacity:
+        """What is in the buffers, without the room behind it; copied, when it is parked."""
+        if self.arrays and self.length == self.capacity:
             return list(self.arrays)
-        return [array[..., : self.length, :] for array in self.arrays]
+        return self.read(0, self.length)
+
+    def read(self, start: int, stop: int) -> list[mx.array]:
+        """The rows of some tokens; copied, when it is parked."""
+        if self.parts:
+            found = slices(self.parts, start, stop)
+            return [_joined(pieces, like) for pieces, like in zip(found, self.examples, strict=True)]
+        return [array[..., start:stop, :] for array in self.arrays]
+
+    def truncate(self, length: int) -> None:
+        """Forgets the tokens from ``length`` on."""
+        if self.parts:
+            self._be(cut(self.parts, length))
+        else:
+            self.length, self._remembered = length, Remembered(cut(self._remembered.parts, length))
 
     def drop(self, start: int, stop: int) -> None:
         """Takes tokens out; those behind them move up. Evaluates the rest."""
+        before = cut(self.parts or self._remembered.parts, start)
+        if self.parts:
+            rest = self.length - stop
+            behind = (Part(SharedRows(self.read(stop, self.length)), rest),) if rest else ()
+            self._be((*before, *behind))
+            return
         kept = [mx.concatenate([a[..., :start, :], a[..., stop : self.length, :]], axis=2) for a in self.arrays]
         self.set(kept, self.length - stop + start)
+        self._remembered = Remembered(before)
 
     def set(self, arrays: Sequence[mx.array], length: int) -> None:
         """Takes over arrays that hold ``length`` tokens, and evaluates them."""
         mx.eval(arrays)
-        self.arrays, self.length = list(arrays), length
+        self.arrays, self.parts, self.length, self._remembered = list(arrays), (), length, Remembered()
+
+    # -- what copies hold together --------------------------------------------------------------------------------
+
+    @property
+    def known_parts(self) -> Parts:
+        """The parts that it is made of, or those of its tokens that others hold too."""
+        return self.parts or self._remembered.parts
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens in the buffer that others hold too."""
+        return num_tokens(self._remembered.parts)
+
+    @property
+    def unshared_bytes(self) -> int:
+        """What :meth:`fork` and :meth:`park` add to the parts there are."""
+        missing = 0 if self.parts else self.length - self.num_shared
+        return sum(a.shape[0] * a.shape[1] * (missing + 1) * a.shape[3] * a.itemsize for a in self.arrays if missing)
 
     def fork(self) -> MemoryRows:
-        """A copy with no room behind it, which makes its own when tokens come."""
+        """A copy, parked. What it holds, later copies hold with it; this one keeps its buffer."""
         other = MemoryRows(self._options)
-        # Not the slices themselves: they would hold this buffer, and the next token would copy all of it.
-        other.set([_copied(array) for array in self.fetch()], self.length)
+        other._be(self._shared(), self.examples)
         return other
 
+    def park(self) -> None:
+        """Lets the buffer go."""
+        self._be(self._shared())
 
-def _copied(array: mx.array) -> mx.array:
-    """The same rows in memory of their own, with one more behind them: a plain copy of one head would be a view."""
-    return mx.concatenate([array, array[..., :1, :]], axis=2)
+    def _shared(self) -> Parts:
+        """All tokens as parts. Copies those that are in none."""
+        parts = self.known_parts
+        length = num_tokens(parts)
+        if length < self.length:
+            parts += (Part(SharedRows(self.read(length, self.length)), self.length - length),)
+            self._remembered = Remembered(parts)
+        return parts
+
+    def _be(self, parts: Parts, examples: Sequence[mx.array] = ()) -> None:
+        """Is parked from now on. Where no tokens are left, buffers without room say which shapes there were."""
+        none = [] if parts else [mx.zeros((*a.shape[:2], 0, a.shape[3]), a.dtype) for a in examples or self.examples]
+        self.arrays, self.parts, self.length, self._remembered = none, parts, num_tokens(parts), Remembered()
+
+
+def _joined(pieces: Sequence[mx.array], like: mx.array) -> mx.array:
+    if not pieces:
+        return like[..., :0, :]
+    return mx.concatenate(list(pieces), axis=2) if len(pieces) > 1 else pieces[0]

@@ -1,0 +1,109 @@
+"""The files that the layers of a model's KV caches go to: made when the first one does."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import mlx.core as mx
+
+from mlx_flash.kv.folder import PrivateFolder
+from mlx_flash.kv.layout import RowLayout
+from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.options import SPILL_TOKENS, KVOptions
+from mlx_flash.kv.pages import DiskRows, HeldPages, LayerFile, PageReader, WriteBehind
+from mlx_flash.kv.shared import Parts, SharedRows
+from mlx_flash.kv.slots import row_bytes
+from mlx_flash.storage.probe import cache_directory
+
+
+class PageFiles:
+    """Files, and the threads that read and write them.
+
+    Args:
+        options: the settings.
+        count_written: is told, from another thread, how many bytes were written.
+    """
+
+    def __init__(self, options: KVOptions, count_written: Callable[[int], None]) -> None:
+        self._options = options
+        self._count_written = count_written
+        self._numbers = count()
+        self._folder: PrivateFolder | None = None
+        self._reader: PageReader | None = None
+        self._writer: WriteBehind | None = None
+        self._written: weakref.WeakKeyDictionary[SharedRows, HeldPages] = weakref.WeakKeyDictionary()
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of pages that were read."""
+        return self._reader.stats.nbytes if self._reader else 0
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of pages that were written, or wait for it."""
+        return self._writer.nbytes if self._writer else 0
+
+    @property
+    def shared(self) -> list[LayerFile]:
+        """The files of rows that somebody still holds in memory."""
+        return [held.file for held in self._written.values()]
+
+    def write(self, memory: MemoryRows, new: Sequence[mx.array]) -> DiskRows:
+        """The rows of a layer on disk; pages that others with the same tokens have written are shared with them.
+
+        Args:
+            memory: the rows.
+            new: arrays like those that will come, where there are none yet.
+
+        Raises:
+            WriteError: the disk is full, or fails.
+        """
+        parts = memory.known_parts
+        disk = self._begin(parts) or self._new_rows(RowLayout.of(memory.examples or new, self._options.step))
+        for start in range(disk.length, memory.length, SPILL_TOKENS):
+            part = [mx.contiguous(a) for a in memory.read(start, min(start + SPILL_TOKENS, memory.length))]
+            mx.eval(part)
+            disk.append(row_bytes(part))
+        self._remember(parts, disk)
+        return disk
+
+    def _begin(self, parts: Parts) -> DiskRows | None:
+        """The tokens that are on disk already."""
+        found, end = None, 0
+        for part in parts:
+            end += part.length
+            held = self._written.get(part.rows)
+            if held is not None:  # of a later part no fewer tokens are there
+                found = DiskRows.from_pages(held, min(len(held.pages), end // held.file.layout.step))
+        return found
+
+    def _remember(self, parts: Parts, disk: DiskRows) -> None:
+        """Notes for those who hold the same rows in memory where they are on disk."""
+        end = 0
+        for part in parts:
+            end += part.length
+            num_pages, held = end // self._options.step, self._written.get(part.rows)
+            if held is None or len(held.pages) < num_pages:
+                self._written[part.rows] = disk.hold(num_pages)
+
+    def _new_rows(self, layout: RowLayout) -> DiskRows:
+        if self._folder is None:
+            self._folder = PrivateFolder(self._options.directory or cache_directory() / "kv-sessions")
+        if self._reader is None or self._writer is None:
+            o = self._options
+            self._reader = PageReader((), direct=o.direct, read_size=o.read_size, queue_depth=o.queue_depth)
+            self._writer = WriteBehind(self._count_written)
+        path = self._folder.path / f"layer-{next(self._numbers)}.kv"
+        return DiskRows(LayerFile(path, layout, self._reader, self._writer, self._options.direct))
+
+    def close(self) -> None:
+        """Ends the threads and removes the files."""
+        self._written.clear()
+        if self._writer is not None:
+            self._writer.close()
+        if self._reader is not None:
+            self._reader.close()
+        if self._folder is not None:
+            self._folder.close()

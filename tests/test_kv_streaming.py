@@ -292,7 +292,7 @@ def test_a_disk_that_is_full_is_told_before_a_call(spilled: Any, monkeypatch: py
     model, cache = spilled
     before = [entry.offset for entry in cache]
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_flash.kv.pool.free_bytes", lambda path: 10)
+        patch.setattr("mlx_flash.kv.files.free_bytes", lambda path: 10)
         with pytest.raises(WriteError, match=r"needs .* MB more on the disk of .*kv"):
             model(PROMPT[None, :STEP], cache=cache)
     assert [entry.offset for entry in cache] == before

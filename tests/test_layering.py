@@ -27,6 +27,7 @@ FLOORS = [
         "kv.wear",
         "kv.stats",
         "kv.history",
+        "kv.callers",
         "checkpoint.identity",
         "kv.store_queue",
         "kv.store_sessions",

@@ -8,7 +8,8 @@ from itertools import count
 
 import mlx.core as mx
 
-from mlx_flash.kv.folder import PrivateFolder
+from mlx_flash.errors import WriteError
+from mlx_flash.kv.folder import PrivateFolder, free_bytes
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import SPILL_TOKENS, KVOptions
@@ -97,6 +98,16 @@ class PageFiles:
             self._writer = WriteBehind(self._count_written)
         path = self._folder.path / f"layer-{next(self._numbers)}.kv"
         return DiskRows(LayerFile(path, layout, self._reader, self._writer, self._options.direct))
+
+    def check_room(self, needed: int) -> None:
+        """Raises: WriteError: so many bytes more are not free on the disk."""
+        base = self._options.directory or cache_directory()
+        found = free_bytes(base)
+        if needed > found:
+            raise WriteError(
+                f"the KV cache needs {needed / 1e6:.1f} MB more on the disk of {base} for this call, where "
+                f"{found / 1e6:.1f} MB are free. Hint: make room there, set another directory, or max_tokens."
+            )
 
     def close(self) -> None:
         """Ends the threads and removes the files."""

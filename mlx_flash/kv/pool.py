@@ -18,17 +18,15 @@ from itertools import count
 
 import mlx.core as mx
 
-from mlx_flash.errors import BudgetError, ClosedError, WriteError
+from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.kv.budget import KVBudget, token_bytes
 from mlx_flash.kv.files import PageFiles
-from mlx_flash.kv.folder import free_bytes
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import NUM_SLOTS, KVOptions
 from mlx_flash.kv.pages import DiskRows
 from mlx_flash.kv.ring import SlotRing
 from mlx_flash.kv.stats import KVStats, KVUsage
-from mlx_flash.storage.probe import cache_directory
 
 
 class LayerRows:
@@ -243,15 +241,8 @@ class KVPool:
             WriteError: the disk is full, or fails.
         """
         self._begin(rows.group)
-        if self.budget_bytes is None or (new and not self._sums.grows(rows, new)):
-            return
-        while (needed := self._sums.needed(rows, new)) > self._limit:
-            if self.ring.held and not self.on_disk:
-                self.ring.release()
-            elif not self._free(rows.group, rows, new):
-                if self.ring.held <= self._sums.slots_needed((rows,), new[0].shape[2] if new else 0):
-                    raise self._no_room(needed, rows.length + (new[0].shape[2] if new else 0))
-                self.ring.release()  # it was larger for a longer context
+        if self.budget_bytes is not None and not (new and not self._sums.grows(rows, new)):
+            self._free_until_fits(lambda: self._sums.needed(rows, new), rows.group, rows, new)
 
     def make_room_for_copy(self, rows: LayerRows, group: int) -> None:
         """Sends layers to disk until a copy of one layer, in a list of its own, fits the budget.
@@ -261,31 +252,41 @@ class KVPool:
         """
         self._check_open()
         self._used.setdefault(group, next(self._clock))
-        if self.budget_bytes is None:
-            return
-        while (needed := self.memory_bytes + self._copied_bytes(rows)) > self._limit:
-            if not self._free(group):
-                raise self._no_room(needed, rows.length)
 
-    def _copied_bytes(self, rows: LayerRows) -> int:
-        disk = rows.disk
-        return rows.memory.unshared_bytes if disk is None else disk.tail_bytes
+        def needed() -> int:
+            disk = rows.disk
+            return self.memory_bytes + (rows.memory.unshared_bytes if disk is None else disk.tail_bytes)
+
+        if self.budget_bytes is not None:
+            self._free_until_fits(needed, group, rows, ())
+
+    def _free_until_fits(
+        self, needed: Callable[[], int], group: int, rows: LayerRows, new: Sequence[mx.array]
+    ) -> None:
+        num_new = new[0].shape[2] if new else 0
+        while (nbytes := needed()) > self._limit:
+            if self.ring.held and not self.on_disk:
+                self.ring.release()
+            elif self._park_one(group):
+                continue
+            elif (victim := self._victim(rows)) is not None:
+                self._spill(victim, new if victim is rows else ())
+            elif self.ring.held > self._sums.slots_needed((rows,), num_new):
+                self.ring.release()  # it was larger for a longer context
+            else:
+                raise self._no_room(nbytes, rows.length + num_new)
 
     @property
     def _limit(self) -> int:
         return (self.budget_bytes or 0) - self.under_way_bytes * bool(self.on_disk)
 
-    def _free(self, group: int, asking: LayerRows | None = None, new: Sequence[mx.array] = ()) -> bool:
-        """Gets memory from one layer, for a list of caches. Returns whether there was one to get it from."""
-        idle = (r for r in self._layers if r.group != group and r.memory.num_shared == r.memory.length)
-        for rows in idle:
-            if self._is_held_twice(rows):
+    def _park_one(self, group: int) -> bool:
+        """Parks a layer of another list of caches for which nothing has to be copied. Returns whether there was one."""
+        for rows in self._layers:
+            if rows.group != group and self._is_held_twice(rows) and not rows.memory.unshared_bytes:
                 rows.memory.park()
                 return True
-        victim = self._victim(asking)
-        if victim is not None:
-            self._spill(victim, new if victim is asking else ())
-        return victim is not None
+        return False
 
     # -- whose turn it is -----------------------------------------------------------------------------------------
 
@@ -350,17 +351,8 @@ class KVPool:
                 return min(least, needed) - limit
             fresh += needed - limit
         if fresh:
-            self._check_disk(fresh)
+            self._files.check_room(fresh)
         return 0
-
-    def _check_disk(self, needed: int) -> None:
-        base = self.options.directory or cache_directory()
-        found = free_bytes(base)
-        if needed > found:
-            raise WriteError(
-                f"the KV cache needs {needed / 1e6:.1f} MB more on the disk of {base} for this call, where "
-                f"{found / 1e6:.1f} MB are free. Hint: make room there, set another directory, or max_tokens."
-            )
 
     def _no_room(self, needed: int, tokens: int) -> BudgetError:
         return BudgetError(
@@ -370,7 +362,7 @@ class KVPool:
             needed,
         )
 
-    def _victim(self, asking: LayerRows | None) -> LayerRows | None:
+    def _victim(self, asking: LayerRows) -> LayerRows | None:
         """The layer to go next: of the sequence used longest ago, and as far from those that went as can be."""
         layers = [r for r in self._layers if r not in self.on_disk and (r.memory.length or r is asking)]
         return min(layers, key=lambda r: (self._used.get(r.group, 0), _spread(r.index), r.index), default=None)

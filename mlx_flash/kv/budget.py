@@ -1,10 +1,10 @@
-"""What the KV caches of a model take in memory now, and will take when tokens have come. Numbers only."""
+"""What the KV caches of a model take in memory now, together and each, and will take when tokens have come."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Container, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -12,6 +12,7 @@ from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows, commits_lazily
 from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, round_up
 from mlx_flash.kv.pages import DiskRows
+from mlx_flash.kv.shared import Lineage, Parts, cut, num_tokens
 from mlx_flash.kv.shared import sizes as sizes_of
 
 
@@ -19,6 +20,7 @@ class Rows(Protocol):
     """The rows of one layer, wherever they are."""
 
     memory: MemoryRows
+    lineage: Lineage[Any]
 
     @property
     def length(self) -> int:
@@ -75,6 +77,21 @@ class KVBudget(Generic[R]):
         """What parked caches are made of; without what only some of them hold."""
         return sum(sizes_of(rows.memory.parts for rows in self._layers if rows not in but).values())
 
+    def known_parts(self, rows: R) -> Parts:
+        """The first tokens of a layer, as far as another one that is parked holds them."""
+        found = [(length, other) for other, length in rows.lineage.relatives() if other.memory.parts]
+        length, other = max(found, key=lambda pair: pair[0], default=(0, rows))
+        return cut(other.memory.parts, length)
+
+    def copied_bytes(self, rows: R) -> int:
+        """What it takes to make parts of a layer's buffers."""
+        return rows.memory.copied_bytes(num_tokens(self.known_parts(rows))) if rows.memory.arrays else 0
+
+    def pays_to_park(self, rows: R) -> bool:
+        """Whether others hold so much of what is in a layer's buffers that it pays to copy the rest now, and all of it
+        when it is computed again."""
+        return bool(rows.memory.arrays) and num_tokens(self.known_parts(rows)) >= self._options.step
+
     def slot_bytes(self, layout: RowLayout, tokens: int) -> int:
         """What a slot takes in memory when it holds so many tokens."""
         if commits_lazily():
@@ -104,8 +121,11 @@ class KVBudget(Generic[R]):
         """The most that is in memory while new tokens come to one layer."""
         is_on_disk = rows in self._on_disk
         others = sum(layer.memory.held for layer in self._layers if layer is not rows)
-        mine = 0 if is_on_disk else rows.memory.held_after(new) + rows.memory.moved_after(new)
-        return others + mine + self._shared_bytes() + self._disk_overhead((rows,), new[0].shape[2] if new else 0)
+        num_new = new[0].shape[2] if new else 0
+        nbytes = token_bytes(rows) or sum(array.nbytes for array in new) // max(1, num_new)
+        moved = rows.memory.moved_for(num_new, nbytes)
+        mine = 0 if is_on_disk else rows.memory.held_after(new) + moved
+        return others + mine + self._shared_bytes() + self._disk_overhead((rows,), num_new)
 
     def needed_for(self, sizes: Mapping[R, int], num_new: int) -> int:
         """The most that is in memory while new tokens come to some layers, given what a token takes in each."""
@@ -119,9 +139,9 @@ class KVBudget(Generic[R]):
             rows: sum(part.rows.nbytes for part in rows.memory.parts if num_holders[id(part.rows)] == 1)
             for rows in growing
         }
-        copied = max((rows.memory.held + own[rows] for rows in growing), default=0)
+        moved = max((rows.memory.moved_for(num_new, sizes[rows]) + own[rows] for rows in growing), default=0)
         others = sum(rows.memory.held for rows in self._layers if rows not in held)
-        return others + sum(held.values()) + copied + shared + self._disk_overhead(sizes, num_new)
+        return others + sum(held.values()) + moved + shared + self._disk_overhead(sizes, num_new)
 
     def least(self, sizes: Mapping[R, int], num_new: int) -> int:
         """What is needed with every layer on disk, when new tokens have come to some."""

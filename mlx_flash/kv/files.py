@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 import mlx.core as mx
@@ -13,8 +12,7 @@ from mlx_flash.kv.folder import PrivateFolder, free_bytes
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import SPILL_TOKENS, KVOptions
-from mlx_flash.kv.pages import DiskRows, HeldPages, LayerFile, PageReader, WriteBehind
-from mlx_flash.kv.shared import Parts, SharedRows
+from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.slots import row_bytes
 from mlx_flash.storage.probe import cache_directory
 
@@ -34,7 +32,6 @@ class PageFiles:
         self._folder: PrivateFolder | None = None
         self._reader: PageReader | None = None
         self._writer: WriteBehind | None = None
-        self._written: weakref.WeakKeyDictionary[SharedRows, HeldPages] = weakref.WeakKeyDictionary()
 
     @property
     def read_bytes(self) -> int:
@@ -46,48 +43,33 @@ class PageFiles:
         """Bytes of pages that were written, or wait for it."""
         return self._writer.nbytes if self._writer else 0
 
-    @property
-    def shared(self) -> list[LayerFile]:
-        """The files of rows that somebody still holds in memory."""
-        return [held.file for held in self._written.values()]
-
-    def write(self, memory: MemoryRows, new: Sequence[mx.array]) -> DiskRows:
-        """The rows of a layer on disk; pages that others with the same tokens have written are shared with them.
+    def write(self, memory: MemoryRows, new: Sequence[mx.array], others: Iterable[tuple[DiskRows, int]]) -> DiskRows:
+        """The rows of a layer on disk. Pages that another one has written are not written again.
 
         Args:
             memory: the rows.
             new: arrays like those that will come, where there are none yet.
+            others: rows on disk, and how many of their first tokens are the same.
 
         Raises:
             WriteError: the disk is full, or fails.
         """
-        parts = memory.known_parts
-        disk = self._begin(parts) or self._new_rows(RowLayout.of(memory.examples or new, self._options.step))
+        disk = self._begun(others) or self._new_rows(RowLayout.of(memory.examples or new, self._options.step))
         for start in range(disk.length, memory.length, SPILL_TOKENS):
             part = [mx.contiguous(a) for a in memory.read(start, min(start + SPILL_TOKENS, memory.length))]
             mx.eval(part)
             disk.append(row_bytes(part))
-        self._remember(parts, disk)
         return disk
 
-    def _begin(self, parts: Parts) -> DiskRows | None:
-        """The tokens that are on disk already."""
-        found, end = None, 0
-        for part in parts:
-            end += part.length
-            held = self._written.get(part.rows)
-            if held is not None:  # of a later part no fewer tokens are there
-                found = DiskRows.from_pages(held, min(len(held.pages), end // held.file.layout.step))
-        return found
-
-    def _remember(self, parts: Parts, disk: DiskRows) -> None:
-        """Notes for those who hold the same rows in memory where they are on disk."""
-        end = 0
-        for part in parts:
-            end += part.length
-            num_pages, held = end // self._options.step, self._written.get(part.rows)
-            if held is None or len(held.pages) < num_pages:
-                self._written[part.rows] = disk.hold(num_pages)
+    def _begun(self, others: Iterable[tuple[DiskRows, int]]) -> DiskRows | None:
+        step = self._options.step
+        pages = [(min(length, disk.paged_tokens) // step, disk) for disk, length in others]
+        num_pages, disk = max(pages, key=lambda pair: pair[0], default=(0, None))
+        if not num_pages or disk is None:
+            return None
+        begun = disk.fork()
+        begun.truncate(num_pages * step)
+        return begun
 
     def _new_rows(self, layout: RowLayout) -> DiskRows:
         if self._folder is None:
@@ -111,7 +93,6 @@ class PageFiles:
 
     def close(self) -> None:
         """Ends the threads and removes the files."""
-        self._written.clear()
         if self._writer is not None:
             self._writer.close()
         if self._reader is not None:

@@ -3,9 +3,9 @@
 New rows are assigned to a slice of the buffer. MLX does that in place while nobody else holds the buffer, and copies
 it otherwise: that is what makes it exact, whatever has been computed and whatever has not.
 
-Copies of a sequence hold its tokens together, as parts that do not change. A parked one has nothing else. Once tokens
-come it has a buffer of its own besides, and knows of its parts only as long as others hold them: so several sequences
-that begin alike hold that once while they are idle, and the one that is computed has it a second time.
+A parked sequence is a list of parts that do not change, which its copies hold too. When tokens come it gets a buffer
+of its own: sequences that begin alike hold that once while they are idle, and the one that is computed has it a second
+time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.kv.options import KVOptions, round_up
-from mlx_flash.kv.shared import Part, Parts, Remembered, SharedRows, cut, num_tokens, slices
+from mlx_flash.kv.shared import Part, Parts, SharedRows, cut, num_tokens, slices
 from mlx_flash.residency.memory import footprint
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 
@@ -83,7 +83,6 @@ class MemoryRows:
         self.arrays: list[mx.array] = []
         self.parts: Parts = ()
         self.length = 0
-        self._remembered = Remembered()
         self._options = options
         # Where pages cannot be had one by one, a reserve would take all of its memory at once: then grow in steps.
         self._grows = options.form == "step" or (options.form == "paged" and not commits_lazily())
@@ -116,16 +115,6 @@ class MemoryRows:
         capacity = self.capacity_after(num_new) if num_new else self.capacity
         return sum(self._held(array, self.length + num_new, capacity) for array in (self.examples or new))
 
-    def moved_after(self, new: Sequence[mx.array]) -> int:
-        """Bytes that are held besides for a moment, when new tokens make the buffers grow: the old ones, and room that
-        takes nothing afterwards."""
-        num_new = new[0].shape[2] if new else 0
-        capacity = self.capacity_after(num_new)
-        if not num_new or (self.arrays and capacity == self.capacity):
-            return 0
-        taken = sum(a.shape[0] * a.shape[1] * capacity * a.shape[3] * a.itemsize for a in (self.examples or new))
-        return self.held + max(0, taken - self.held_after(new))
-
     def held_for(self, num_new: int, token_bytes: int) -> int:
         """Bytes that its buffers will take when so many new tokens have come.
 
@@ -137,6 +126,19 @@ class MemoryRows:
         if self.examples:
             return sum(self._held(array, length, capacity) for array in self.examples)
         return token_bytes * (capacity if self._grows or self._options.form == "flat" else min(length, capacity))
+
+    def moved_for(self, num_new: int, token_bytes: int) -> int:
+        """Bytes that are held besides for a moment, when new tokens make the buffers grow: the old ones, and room that
+        takes nothing afterwards.
+
+        Args:
+            num_new: how many.
+            token_bytes: of a token.
+        """
+        capacity = self.capacity_after(num_new)
+        if not num_new or (self.arrays and capacity == self.capacity):
+            return 0
+        return self.held + max(0, token_bytes * capacity - self.held_for(num_new, token_bytes))
 
     @property
     def held(self) -> int:
@@ -170,7 +172,7 @@ class MemoryRows:
         self.arrays = [self._longer(pieces, capacity, like) for pieces, like in zip(old, examples, strict=True)]
         if parts:
             mx.eval(self.arrays)  # so that parts which nobody else holds go now, and not with those of all layers
-            self.parts, self._remembered = (), Remembered(parts)
+            self.parts = ()
 
     def _longer(self, pieces: Sequence[mx.array], capacity: int, like: mx.array) -> mx.array:
         batch, heads, _, width = like.shape
@@ -200,68 +202,51 @@ class MemoryRows:
     def truncate(self, length: int) -> None:
         """Forgets the tokens from ``length`` on."""
         if self.parts:
-            self._be(cut(self.parts, length))
+            self.park(cut(self.parts, length))
         else:
-            self.length, self._remembered = length, Remembered(cut(self._remembered.parts, length))
+            self.length = length
 
     def drop(self, start: int, stop: int) -> None:
         """Takes tokens out; those behind them move up. Evaluates the rest."""
-        before = cut(self.parts or self._remembered.parts, start)
         if self.parts:
             rest = self.length - stop
             behind = (Part(SharedRows(self.read(stop, self.length)), rest),) if rest else ()
-            self._be((*before, *behind))
+            self.park((*cut(self.parts, start), *behind))
             return
         kept = [mx.concatenate([a[..., :start, :], a[..., stop : self.length, :]], axis=2) for a in self.arrays]
         self.set(kept, self.length - stop + start)
-        self._remembered = Remembered(before)
 
     def set(self, arrays: Sequence[mx.array], length: int) -> None:
         """Takes over arrays that hold ``length`` tokens, and evaluates them."""
         mx.eval(arrays)
-        self.arrays, self.parts, self.length, self._remembered = list(arrays), (), length, Remembered()
+        self.arrays, self.parts, self.length = list(arrays), (), length
 
-    # -- what copies hold together --------------------------------------------------------------------------------
+    def as_parts(self, known: Parts) -> Parts:
+        """All tokens as parts; those that are in none are copied, and evaluated.
 
-    @property
-    def known_parts(self) -> Parts:
-        """The parts that it is made of, or those of its tokens that others hold too."""
-        return self.parts or self._remembered.parts
+        Args:
+            known: parts with the same first tokens; not looked at while it is parked.
+        """
+        length = num_tokens(known)
+        if self.parts or length == self.length:
+            return self.parts or known
+        return (*known, Part(SharedRows(self.read(length, self.length)), self.length - length))
 
-    @property
-    def num_shared(self) -> int:
-        """Tokens in the buffer that others hold too."""
-        return num_tokens(self._remembered.parts)
-
-    @property
-    def unshared_bytes(self) -> int:
-        """What :meth:`fork` and :meth:`park` add to the parts there are."""
-        missing = 0 if self.parts else self.length - self.num_shared
+    def copied_bytes(self, num_known: int) -> int:
+        """What :meth:`as_parts` takes when so many tokens are known."""
+        missing = self.length - num_known
         return sum(a.shape[0] * a.shape[1] * (missing + 1) * a.shape[3] * a.itemsize for a in self.arrays if missing)
 
-    def fork(self) -> MemoryRows:
-        """A copy, parked. What it holds, later copies hold with it; this one keeps its buffer."""
-        other = MemoryRows(self._options)
-        other._be(self._shared(), self.examples)
-        return other
+    def park(self, parts: Parts, examples: Sequence[mx.array] = ()) -> None:
+        """Is made of parts from now on, and has no buffers.
 
-    def park(self) -> None:
-        """Lets the buffer go."""
-        self._be(self._shared())
-
-    def _shared(self) -> Parts:
-        """All tokens as parts. Copies those that are in none."""
-        parts = self.known_parts
-        length = num_tokens(parts)
-        if length < self.length:
-            parts += (Part(SharedRows(self.read(length, self.length)), self.length - length),)
-            self._remembered = Remembered(parts)
-        return parts
-
-    def _be(self, parts: Parts, examples: Sequence[mx.array] = ()) -> None:
-        """Is parked from now on. Where no tokens are left, buffers without room say which shapes there were."""
+        Args:
+            parts: all tokens.
+            examples: arrays with its shapes, but for their tokens, where it had no tokens before.
+        """
+        # with no tokens left, buffers without room say which shapes there were
         none = [] if parts else [mx.zeros((*a.shape[:2], 0, a.shape[3]), a.dtype) for a in examples or self.examples]
-        self.arrays, self.parts, self.length, self._remembered = none, parts, num_tokens(parts), Remembered()
+        self.arrays, self.parts, self.length = none, parts, num_tokens(parts)
 
 
 def _joined(pieces: Sequence[mx.array], like: mx.array) -> mx.array:

@@ -219,21 +219,6 @@ def _remove_file(path: Path, fd: int, reader: PageReader) -> None:
     path.unlink(missing_ok=True)
 
 
-class HeldPages:
-    """Pages of the first tokens of a sequence, which are not written to while this object lives.
-
-    Args:
-        file: where they are.
-        pages: in the order of their tokens.
-    """
-
-    def __init__(self, file: LayerFile, pages: Sequence[int]) -> None:
-        self.file = file
-        self.pages = list(pages)
-        file.retain(self.pages)
-        weakref.finalize(self, file.release_later, self.pages)
-
-
 class DiskRows:
     """The tokens of one layer on disk, and the last ones, which do not fill a page, in memory.
 
@@ -352,17 +337,3 @@ class DiskRows:
         for mine, copy in zip(self._tail, other._tail, strict=True):
             copy[:] = mine
         return other
-
-    def hold(self, num_pages: int) -> HeldPages:
-        """Keeps the first pages as they are."""
-        return HeldPages(self.file, self.pages[:num_pages])
-
-    @classmethod
-    def from_pages(cls, held: HeldPages, num_pages: int) -> DiskRows:
-        """A sequence that begins with pages which are held."""
-        rows = cls(held.file)
-        pages = held.pages[:num_pages]
-        held.file.retain(pages)
-        rows.pages += pages
-        rows.length = rows.paged_tokens
-        return rows

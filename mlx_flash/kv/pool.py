@@ -26,6 +26,7 @@ from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import NUM_SLOTS, KVOptions
 from mlx_flash.kv.pages import DiskRows
 from mlx_flash.kv.ring import SlotRing
+from mlx_flash.kv.shared import Lineage, Parts
 from mlx_flash.kv.stats import KVStats, KVUsage
 
 
@@ -36,12 +37,14 @@ class LayerRows:
         memory: the rows while they are in memory; empty while they are on disk.
         group: the number of the list of caches that it belongs to.
         index: its place in that list.
+        lineage: which others its first tokens are the same as.
     """
 
     def __init__(self, pool: KVPool, group: int, index: int) -> None:
         self.memory = MemoryRows(pool.options)
         self.group = group
         self.index = index
+        self.lineage = Lineage(self)
         self._pool = pool.itself  # a method: who looks for arrays among attributes is not to find every other cache
 
     @property
@@ -105,6 +108,7 @@ class LayerRows:
     def truncate(self, length: int) -> None:
         """Forgets the tokens from ``length`` on. Raises: ReadError."""
         with self.pool.lock:
+            self.lineage.cut(length)
             disk = self.disk
             if disk is None:
                 self.memory.truncate(length)
@@ -115,6 +119,7 @@ class LayerRows:
     def drop(self, start: int, stop: int) -> None:
         """Forgets whole pages; the tokens behind them move up."""
         with self.pool.lock:
+            self.lineage.cut(start)
             disk = self.disk
             if disk is None:
                 self.memory.drop(start, stop)
@@ -125,6 +130,7 @@ class LayerRows:
     def set(self, arrays: Sequence[mx.array], length: int) -> None:
         """Takes over arrays in the place of what there is. Raises: BudgetError, WriteError."""
         with self.pool.lock:
+            self.lineage.cut(0)
             self.pool.on_disk.pop(self, None)
             self.memory.set(arrays, length)
             self.pool.make_room(self, ())
@@ -132,6 +138,7 @@ class LayerRows:
     def replace(self, index: int, array: mx.array) -> None:
         """Puts another array in the place of one that is in memory."""
         with self.pool.lock:
+            self.lineage.cut(0)
             arrays = self.memory.arrays or self.memory.fetch()
             self.memory.set([array if i == index else other for i, other in enumerate(arrays)], self.memory.length)
 
@@ -144,8 +151,9 @@ class LayerRows:
             if disk is not None:
                 self.pool.on_disk[other] = disk.fork()
             else:
-                other.memory = self.memory.fork()
-                self.pool.park_idle(self)
+                other.memory.park(self.pool.as_parts(self), self.memory.examples)
+            self.lineage.copy_to(other.lineage, self.length)
+            self.pool.park_idle(self)
             return other
 
 
@@ -213,8 +221,7 @@ class KVPool:
     @property
     def disk_bytes(self) -> int:
         """Bytes of pages on disk, those that several caches hold counted once."""
-        files = [*(disk.file for disk in self.on_disk.values()), *self._files.shared]
-        return sum({id(file): file.nbytes for file in files}.values())
+        return sum({id(disk.file): disk.file.nbytes for disk in self.on_disk.values()}.values())
 
     @property
     def read_bytes(self) -> int:
@@ -255,14 +262,12 @@ class KVPool:
 
         def needed() -> int:
             disk = rows.disk
-            return self.memory_bytes + (rows.memory.unshared_bytes if disk is None else disk.tail_bytes)
+            return self.memory_bytes + (self._sums.copied_bytes(rows) if disk is None else disk.tail_bytes)
 
         if self.budget_bytes is not None:
             self._free_until_fits(needed, group, rows, ())
 
-    def _free_until_fits(
-        self, needed: Callable[[], int], group: int, rows: LayerRows, new: Sequence[mx.array]
-    ) -> None:
+    def _free_until_fits(self, needed: Callable[[], int], group: int, rows: LayerRows, new: Sequence[mx.array]) -> None:
         num_new = new[0].shape[2] if new else 0
         while (nbytes := needed()) > self._limit:
             if self.ring.held and not self.on_disk:
@@ -283,8 +288,8 @@ class KVPool:
     def _park_one(self, group: int) -> bool:
         """Parks a layer of another list of caches for which nothing has to be copied. Returns whether there was one."""
         for rows in self._layers:
-            if rows.group != group and self._is_held_twice(rows) and not rows.memory.unshared_bytes:
-                rows.memory.park()
+            if rows.group != group and self._sums.pays_to_park(rows) and not self._sums.copied_bytes(rows):
+                rows.memory.park(self.as_parts(rows))
                 return True
         return False
 
@@ -307,15 +312,14 @@ class KVPool:
     def park_idle(self, rows: LayerRows) -> None:
         """Lets the buffer of a layer go if it is not its turn, others hold much of it, and there is room to copy the
         rest."""
-        if rows.group == self._current_group or not self._is_held_twice(rows):
+        if rows.group == self._current_group or not self._sums.pays_to_park(rows):
             return
-        if self.budget_bytes is None or self.memory_bytes + rows.memory.unshared_bytes <= self._limit:
-            rows.memory.park()
+        if self.budget_bytes is None or self.memory_bytes + self._sums.copied_bytes(rows) <= self._limit:
+            rows.memory.park(self.as_parts(rows))
 
-    def _is_held_twice(self, rows: LayerRows) -> bool:
-        """Whether enough of a buffer is in other caches too that it pays to copy the rest, and all of it when its turn
-        comes."""
-        return rows.memory.num_shared >= self.options.step
+    def as_parts(self, rows: LayerRows) -> Parts:
+        """All tokens of a layer in memory as parts, those of others as far as they are the same."""
+        return rows.memory.as_parts(self._sums.known_parts(rows))
 
     def admit(self, layers: Sequence[LayerRows], num_new: int, step: int, row_bytes: Sequence[int], limit: int) -> int:
         """Makes ready for a call, in which layers may go to disk to stay within a limit.
@@ -368,7 +372,8 @@ class KVPool:
         return min(layers, key=lambda r: (self._used.get(r.group, 0), _spread(r.index), r.index), default=None)
 
     def _spill(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
-        disk = self._files.write(rows.memory, new)
+        others = [(disk, length) for other, length in rows.lineage.relatives() if (disk := other.disk)]
+        disk = self._files.write(rows.memory, new, others)
         rows.memory = MemoryRows(self.options)
         self.on_disk[rows] = disk
         self.stats.num_spilled += 1

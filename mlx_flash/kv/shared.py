@@ -1,22 +1,23 @@
-"""Rows of tokens that several sequences begin with, held once.
+"""Rows of tokens that several sequences begin with, held once, and which sequences these are.
 
 A sequence that is not being computed is *parked*: it is a list of parts, which its copies hold too. Nobody writes to
-them, and Python's own count says who still needs them.
+them, and Python's own count says who still needs them. A lineage says how much two sequences have in common, wherever
+their rows are.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
+
+T = TypeVar("T")
 
 
 class SharedRows:
     """Rows of tokens that do not change.
-
-    All who hold them have the same tokens before them, too.
 
     Args:
         arrays: ``(batch, heads, tokens, width)`` each, perhaps of a longer buffer; they are copied.
@@ -26,7 +27,7 @@ class SharedRows:
         nbytes: what they take in memory.
     """
 
-    __slots__ = ("__weakref__", "arrays", "nbytes")
+    __slots__ = ("arrays", "nbytes")
 
     def __init__(self, arrays: Sequence[mx.array]) -> None:
         # with one more token behind them: a plain copy of one head would be a view, and hold the buffer
@@ -85,25 +86,52 @@ def sizes(holders: Iterable[Parts]) -> dict[int, int]:
     return {id(part.rows): part.rows.nbytes for parts in holders for part in parts}
 
 
-class Remembered:
-    """Parts that a sequence was copied into a buffer from, as long as somebody else holds them.
+class _Origin:
+    """A moment at which a sequence was copied."""
+
+    __slots__ = ("holders",)
+
+    def __init__(self) -> None:
+        self.holders: weakref.WeakSet[Lineage[Any]] = weakref.WeakSet()
+
+
+class Lineage(Generic[T]):
+    """Of a sequence: with whom its first tokens are the same, since one of them is a copy of the other.
 
     Args:
-        parts: as they are now.
+        owner: the sequence.
     """
 
-    __slots__ = ("_found",)
+    def __init__(self, owner: T) -> None:
+        self._owner = weakref.ref(owner)
+        self._ends: dict[_Origin, int] = {}
 
-    def __init__(self, parts: Parts = ()) -> None:
-        self._found = [(weakref.ref(part.rows), part.length) for part in parts]
+    def relatives(self) -> Iterator[tuple[T, int]]:
+        """Other sequences, and how many tokens they have in common with this one; the most come last for each."""
+        for origin, end in self._ends.items():
+            for other in origin.holders:
+                owner = other._owner()
+                if other is not self and owner is not None:
+                    yield owner, min(end, other._ends[origin])
 
-    @property
-    def parts(self) -> Parts:
-        """Those that there still are, up to the first that is gone."""
-        alive: list[Part] = []
-        for link, length in self._found:
-            rows = link()
-            if rows is None:
-                break
-            alive.append(Part(rows, length))
-        return tuple(alive)
+    def cut(self, length: int) -> None:
+        """Notes that the tokens from ``length`` on are others now, or none."""
+        for origin, end in list(self._ends.items()):
+            if not length:
+                del self._ends[origin]
+                origin.holders.discard(self)
+            elif end > length:
+                self._ends[origin] = length
+
+    def copy_to(self, other: Lineage[T], length: int) -> None:
+        """Notes that another sequence is a copy of this one, with so many tokens."""
+        for origin in [origin for origin in self._ends if len(origin.holders) == 1]:
+            del self._ends[origin]  # the others are gone
+        if length and length not in self._ends.values():
+            self._hold(_Origin(), length)
+        for origin, end in self._ends.items():
+            other._hold(origin, end)
+
+    def _hold(self, origin: _Origin, end: int) -> None:
+        self._ends[origin] = end
+        origin.holders.add(self)

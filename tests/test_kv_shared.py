@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mlx_flash.kv.cache import DiskKVCache, make_caches
@@ -186,6 +187,47 @@ def test_pages_are_shared_with_the_one_that_is_computed(options: Callable[..., K
     second.check()
 
 
+@pytest.mark.parametrize("goes_to_disk", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_became_another_text_is_not_shared(
+    form: str, goes_to_disk: bool, options: Callable[..., KVOptions]
+) -> None:
+    """Copies that were cut, or had tokens taken out, and went on: only what they still begin with is the same."""
+    pool = KVPool(options(**FORMS[form]))
+    conversations = [Conversation(pool)]
+    conversations[0].feed(0, 200)
+    conversations += [conversations[0].copy() for _ in range(3)]
+
+    def take_turns(seed: int) -> None:
+        for conversation in conversations:
+            conversation.feed(seed, 1)
+        if goes_to_disk:
+            for entry in (entry for conversation in conversations[::2] for entry in conversation.mine[::2]):
+                if not entry.is_on_disk:
+                    pool._spill(entry.rows, ())
+        for conversation in conversations:
+            conversation.check()
+
+    for length, conversation in zip((150, 100, 50), conversations, strict=False):
+        for entry in (*conversation.mine, *conversation.theirs):
+            entry.trim(200 - length)
+        conversation.feed(length, 200 - length)
+    take_turns(1)
+    conversations.append(conversations[1].copy(120))
+    last = conversations[1]
+    for mine, theirs in zip(last.mine, last.theirs, strict=True):
+        mine.rows.drop(32, 64)
+        mine.offset -= 32
+        theirs.keys, theirs.values = (
+            mx.concatenate([a[..., :32, :], a[..., 64 : theirs.offset, :]], axis=2)
+            for a in (theirs.keys, theirs.values)
+        )
+        theirs.offset -= 32
+    take_turns(2)
+    conversations[0].feed(3, 40)
+    take_turns(4)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("times", [1.0, 1.6, 2.5])
 def test_the_budget_holds_while_conversations_take_turns(
@@ -238,23 +280,43 @@ def test_what_a_call_takes_is_known_before(form: str, is_shared: bool, options: 
 
 
 @pytest.mark.parametrize("entry", [KVCache, lambda: QuantizedKVCache(32, 4)])
-def test_what_is_put_in_the_place_of_rows_is_nobody_elses(entry: Any, options: Callable[..., KVOptions]) -> None:
+@pytest.mark.parametrize("goes_to_disk", [False, True])
+def test_what_is_put_in_the_place_of_rows_is_nobody_elses(
+    entry: Any, goes_to_disk: bool, options: Callable[..., KVOptions]
+) -> None:
     pool = KVPool(options(step=16))
-    theirs = [entry()]
-    mine: list[Any] = make_caches(theirs, pool.options, pool)
     rows = rows_of(0, 100, mx.float16)
-    mine[0].update_and_fetch(rows, rows)
-    other = copy.deepcopy(mine)
-    assert other[0].rows.is_parked
-    if isinstance(other[0], DiskKVCache):
-        other[0].keys = other[0].keys * 2
-        assert equal(other[0].keys_and_values(), (rows * 2, rows))
-        mine[0].keys = mine[0].keys * 3
-        assert equal(mine[0].keys_and_values(), (rows * 3, rows))
-    other[0].state = other[0].state
-    for caches in (other, copy.deepcopy(other)):
-        caches[0].trim(200)
-        assert not caches[0].empty()
-        assert caches[0].keys is not None
-        caches[0].update_and_fetch(rows, rows)
-        assert caches[0].offset == 100
+    theirs = [entry()]
+    theirs[0].update_and_fetch(rows, rows)
+    copies: list[list[Any]] = [make_caches(theirs, pool.options, pool)]
+    copies += [copy.deepcopy(copies[0]) for _ in range(3)]
+    before = copies[0][0].keys_and_values()
+    doubled = tree_map(lambda array: array + array, before)
+    if isinstance(copies[0][0], DiskKVCache):
+        copies[0][0].keys, copies[0][0].values = doubled  # that of a buffer
+        copies[1][0].keys, copies[1][0].values = doubled  # that of one that is parked
+    else:
+        copies[0][0].state = (*doubled, *copies[0][0].state[2:])
+        copies[1][0].state = (*doubled, *copies[1][0].state[2:])
+    if goes_to_disk:
+        spill_all(pool)
+    else:
+        others = make_caches([entry()], pool.options, pool)
+        others[0].update_and_fetch(rows, rows)  # whose turn comes, so that the others are parked
+    for caches, expected in zip(copies, (doubled, doubled, before, before), strict=True):
+        assert equal(caches[0].keys_and_values(), expected)
+
+
+@pytest.mark.parametrize("entry", [KVCache, lambda: QuantizedKVCache(32, 4)])
+def test_no_tokens_are_not_no_cache(entry: Any, options: Callable[..., KVOptions]) -> None:
+    """As with mlx-lm's own, whose arrays stay when all is taken back."""
+    rows = rows_of(0, 100, mx.float16)
+    caches: list[Any] = make_caches([entry()], options(step=16))
+    caches[0].update_and_fetch(rows, rows)
+    for other in (copy.deepcopy(caches), copy.deepcopy(copy.deepcopy(caches))):
+        assert other[0].trim(200) == 100
+        assert not other[0].empty() and other[0].keys is not None
+        again = copy.deepcopy(other)
+        assert not again[0].empty()
+        for cache in (*other, *again):
+            assert equal(cache.update_and_fetch(rows, rows), caches[0].keys_and_values())

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
+from math import inf
 
 import mlx.core as mx
 
@@ -22,7 +23,7 @@ from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.kv.budget import KVBudget, token_bytes
 from mlx_flash.kv.files import PageFiles
 from mlx_flash.kv.layout import RowLayout
-from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.memory import MemoryRows, give_back_freed
 from mlx_flash.kv.options import NUM_SLOTS, KVOptions
 from mlx_flash.kv.pages import DiskRows
 from mlx_flash.kv.ring import SlotRing
@@ -259,13 +260,7 @@ class KVPool:
         """
         self._check_open()
         self._used.setdefault(group, next(self._clock))
-
-        def needed() -> int:
-            disk = rows.disk
-            return self.memory_bytes + (self._sums.copied_bytes(rows) if disk is None else disk.tail_bytes)
-
-        if self.budget_bytes is not None:
-            self._free_until_fits(needed, group, rows, ())
+        self._free_until_fits(lambda: self.memory_bytes + self._sums.copied_bytes(rows), group, rows, ())
 
     def _free_until_fits(self, needed: Callable[[], int], group: int, rows: LayerRows, new: Sequence[mx.array]) -> None:
         num_new = new[0].shape[2] if new else 0
@@ -282,8 +277,8 @@ class KVPool:
                 raise self._no_room(nbytes, rows.length + num_new)
 
     @property
-    def _limit(self) -> int:
-        return (self.budget_bytes or 0) - self.under_way_bytes * bool(self.on_disk)
+    def _limit(self) -> float:
+        return inf if self.budget_bytes is None else self.budget_bytes - self.under_way_bytes * bool(self.on_disk)
 
     def _park_one(self, group: int) -> bool:
         """Parks a layer of another list of caches for which nothing has to be copied. Returns whether there was one."""
@@ -306,16 +301,17 @@ class KVPool:
             return
         previous, self._current_group = self._current_group, group
         self._used[group] = next(self._clock)
-        for rows in sorted((r for r in self._layers if r.group == previous), key=lambda r: r.index):
-            self.park_idle(rows)
+        if sum(self.park_idle(rows) for rows in self._layers if rows.group == previous):
+            give_back_freed()
 
-    def park_idle(self, rows: LayerRows) -> None:
+    def park_idle(self, rows: LayerRows) -> bool:
         """Lets the buffer of a layer go if it is not its turn, others hold much of it, and there is room to copy the
-        rest."""
-        if rows.group == self._current_group or not self._sums.pays_to_park(rows):
-            return
-        if self.budget_bytes is None or self.memory_bytes + self._sums.copied_bytes(rows) <= self._limit:
-            rows.memory.park(self.as_parts(rows))
+        rest. Returns whether that was so."""
+        pays = rows.group != self._current_group and self._sums.pays_to_park(rows)
+        if not pays or self.memory_bytes + self._sums.copied_bytes(rows) > self._limit:
+            return False
+        rows.memory.park(self.as_parts(rows))
+        return True
 
     def as_parts(self, rows: LayerRows) -> Parts:
         """All tokens of a layer in memory as parts, those of others as far as they are the same."""

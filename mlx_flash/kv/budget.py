@@ -84,7 +84,7 @@ class KVBudget(Generic[R]):
         return cut(other.memory.parts, length)
 
     def copied_bytes(self, rows: R) -> int:
-        """What a copy of a layer takes: that of the tokens in its buffers that are in no part, or of those in no page."""
+        """What a copy of a layer takes: its tokens that are in no part yet; or, on disk, in no page."""
         if rows in self._on_disk:
             return self._on_disk[rows].tail_bytes
         return rows.memory.copied_bytes(num_tokens(self.known_parts(rows))) if rows.memory.arrays else 0

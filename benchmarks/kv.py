@@ -2,6 +2,7 @@
 
     python benchmarks/kv.py forms    # memory over the sequence, and the slowest tokens, against mlx-lm's cache
     python benchmarks/kv.py disk     # tokens/s, bytes on disk and peak memory at some lengths of the context
+    python benchmarks/kv.py shared   # memory of conversations with one system prompt, in mlx-lm's prompt cache
 
 Only caches and attention are run, on random keys and values: what a model computes besides is the same for all. Every
 measurement is made in a process of its own, and what attention gives is compared with mlx-lm's cache, bit for bit.
@@ -10,6 +11,7 @@ measurement is made in a process of its own, and what attention gives is compare
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import statistics
@@ -22,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, LRUPromptCache
 
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pool import KVPool
 from mlx_flash.residency.memory import footprint, peak_footprint
 
 MB = 1e6
@@ -146,6 +149,50 @@ def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
         return result
 
 
+def measure_shared(args: argparse.Namespace) -> dict[str, Any]:
+    """Conversations as mlx-lm's server keeps them: each begins with a copy of another one, cut."""
+    mx.set_cache_limit(0)  # as a streamed model has it on the CPU back end
+    pool = KVPool(KVOptions())
+
+    def new() -> list[Any]:
+        plain = [KVCache() for _ in range(args.layers)]
+        return plain if args.form == "stock" else make_caches(plain, pool.options, pool)
+
+    warm = new()
+    fill(warm, 512, args)
+    del warm
+    kept, fetched, begun, digest = LRUPromptCache(), [], [], hashlib.sha256()
+    base = footprint()
+    for number in range(args.conversations):
+        prompt = [*range(args.length), *range(-args.own * (number + 1), -args.own * number)]
+        began = time.perf_counter()
+        caches, rest = kept.fetch_nearest_cache("model", prompt)
+        fetched.append(time.perf_counter() - began)
+        caches = caches or new()
+        began = time.perf_counter()
+        fill(caches, len(rest), args)
+        begun.append(time.perf_counter() - began)
+        out = pass_through(caches, number, 1, args)
+        mx.eval(out)
+        digest.update(bytes(memoryview(out)))  # type: ignore[arg-type]
+        kept.insert_cache("model", [*prompt, 0], caches)
+        del caches
+    gc.collect()
+    running = footprint() - base
+    fill(new(), 1, args)  # the turn of one that shares nothing, and is let go
+    gc.collect()
+    return {
+        "form": args.form,
+        "digest": digest.hexdigest(),
+        "conversations": args.conversations,
+        "one_mb": 2 * args.layers * args.heads * args.width * DTYPE.size * len(prompt) / MB,
+        "one_computed_mb": running / MB,
+        "all_idle_mb": (footprint() - base) / MB,
+        "copy_ms": statistics.median(fetched[1:]) * 1e3,
+        "begin_ms": statistics.median(begun[1:]) * 1e3,
+    }
+
+
 def in_own_process(args: argparse.Namespace, **settings: Any) -> dict[str, Any]:
     not_passed_on = {"command", "one", "plot", "json", "lengths", "shares"}
     values = {name: value for name, value in (vars(args) | settings).items() if name not in not_passed_on}
@@ -228,9 +275,16 @@ def disk(args: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
+def shared(args: argparse.Namespace) -> list[dict[str, Any]]:
+    results = [in_own_process(args, form=form) for form in ("stock", "step")]
+    columns = ["form", "conversations", "one_mb", "one_computed_mb", "all_idle_mb", "copy_ms", "begin_ms"]
+    print(table(columns, results))
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["forms", "disk"])
+    parser.add_argument("command", choices=[*COMMANDS])
     parser.add_argument("--one", action="store_true", help="one measurement, in this process")
     parser.add_argument("--form", default="stock")
     parser.add_argument("--layers", type=int, default=8)
@@ -243,18 +297,23 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=8, help="tokens that are timed")
     parser.add_argument("--prefill-step-size", type=int, default=2048)
+    parser.add_argument("--conversations", type=int, default=4)
+    parser.add_argument("--own", type=int, default=200, help="tokens of a conversation after what all begin with")
     parser.add_argument("--directory", type=Path, help="where files are put")
     parser.add_argument("--plot", type=Path, help="a picture of memory and latency over tokens")
     parser.add_argument("--json", type=Path, help="a file for all numbers")
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure_form(args) if args.command == "forms" else measure_disk(args)))
+        print(json.dumps(COMMANDS[args.command][0](args)))
         return
-    results = forms(args) if args.command == "forms" else disk(args)
+    results = COMMANDS[args.command][1](args)
     check_equal(results)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
 
+
+COMMANDS = {"forms": (measure_form, forms), "disk": (measure_disk, disk), "shared": (measure_shared, shared)}
+"""What measures one case in this process, and what measures all and prints them."""
 
 if __name__ == "__main__":
     main()

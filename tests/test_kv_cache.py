@@ -86,8 +86,9 @@ class Against(RuleBasedStateMachine):
     KINDS = ("float16", "bfloat16", "float32", "quantized")
     FORMS: tuple[dict[str, Any], ...] = (
         {"step": 256},
-        {"form": "flat", "max_context_length": 700},
-        {"form": "paged", "max_context_length": 4096},
+        {"step": 16},
+        {"form": "flat", "max_context_length": 700, "step": 16},
+        {"form": "paged", "max_context_length": 4096, "step": 16},
         {"form": "paged", "max_context_length": 300, "step": 32},
         {"step": 16, "disk": (0, 1, 2)},
         {"step": 256, "disk": (0, 1, 2)},
@@ -151,12 +152,37 @@ class Against(RuleBasedStateMachine):
 
     @rule()
     def copy(self) -> None:
-        self.others = [*self.others[-1:], (copy.deepcopy(self.mine), copy.deepcopy(self.theirs))]
+        self.others = [*self.others[-3:], (copy.deepcopy(self.mine), copy.deepcopy(self.theirs))]
+
+    @precondition(lambda self: self.others)
+    @rule(index=st.integers(0, 3))
+    def go_on_with_a_copy(self, index: int) -> None:
+        index %= len(self.others)
+        (self.mine, self.theirs), self.others[index] = self.others[index], (self.mine, self.theirs)
+
+    @precondition(lambda self: self.others)
+    @rule(num_tokens=st.integers(1, 40))
+    def append_to_all_in_turns(self, num_tokens: int) -> None:
+        """Layer by layer, as nobody does: each layer that is computed is of another sequence than the one before."""
+        for index in range(3):
+            for mine, theirs in ((self.mine, self.theirs), *self.others):
+                self.seed += 1
+                rows = rows_of(self.seed, num_tokens, self.dtype, 2 + index)
+                wide = rows_of(10_000 + self.seed, num_tokens, self.dtype, 2 + index, 64)
+                assert equal(mine[index].update_and_fetch(rows, wide), theirs[index].update_and_fetch(rows, wide))
 
     @precondition(lambda self: self.others)
     @rule()
-    def go_on_with_a_copy(self) -> None:
-        self.others, (self.mine, self.theirs) = [(self.mine, self.theirs)], self.others[0]
+    def let_go_of_a_copy(self) -> None:
+        self.others.pop(0)
+
+    @precondition(lambda self: self.others)
+    @rule()
+    def compare_copies(self) -> None:
+        for mine, theirs in self.others:
+            for ours, stock in zip(mine, theirs, strict=True):
+                if stock.keys is not None:
+                    assert equal(ours.keys_and_values(), stock.keys_and_values())
 
     @precondition(lambda self: not self.is_quantized and self.theirs[0].offset)
     @rule()
@@ -206,6 +232,18 @@ class Against(RuleBasedStateMachine):
             assert mine.size() == theirs.offset
             assert mine.empty() == theirs.empty()
             assert mine.is_trimmable()
+
+    @invariant()
+    def what_is_held_is_counted_once(self) -> None:
+        memories = [rows.memory for rows in self.pool._layers]
+        buffers = [array for memory in memories for array in memory.arrays]
+        parts = [array for memory in memories for part in memory.parts for array in part.rows.arrays]
+        arrays = {id(array): array.nbytes for array in (*buffers, *parts)}
+        held = sum(arrays.values())
+        assert self.pool.reserved_bytes == held + self.pool.ring.nbytes
+        if self.pool.options.form != "paged" and not self.pool.on_disk:
+            assert self.pool.memory_bytes == held + self.pool.ring.held
+        assert not any(memory.arrays and memory.parts for memory in memories)
 
 
 def total(arrays: Any) -> mx.array:

@@ -206,6 +206,38 @@ def test_the_servers_prompt_caches(directories: Callable[[str], Path]) -> None:
         assert model.kv is not None and model.kv.memory_bytes <= (model.plan.kv.limit or 0)
 
 
+def test_conversations_with_one_system_prompt_hold_it_once(directories: Callable[[str], Path]) -> None:
+    """In a server's prompt cache: less than two caches, the same tokens."""
+    directory, system = directories("llama"), list(range(150))
+    turns = [[*system, 7, 8, 9], [*system, 30, 31], [*system, 7, 8, 9, 40, 41], [*system, 30, 31, 50]]
+
+    def answers(model: Any) -> tuple[list[list[int]], LRUPromptCache]:
+        kept, found = LRUPromptCache(max_size=4), []
+        for turn in turns:
+            cache, rest = kept.fetch_nearest_cache("model", turn)
+            cache = cache or make_prompt_cache(model)
+            steps = generate_step(mx.array(rest), model, max_tokens=5, prompt_cache=cache, prefill_step_size=STEP)
+            found.append([int(token) for token, _ in steps])
+            kept.insert_cache("model", turn + found[-1][:-1], cache)
+        return found, kept
+
+    with load_model(directory, settings(directory, "open", kv_step=16))[0] as model:
+        alone = make_prompt_cache(model)
+        mx.eval(model(mx.array([system]), cache=alone))
+        assert model.kv is not None
+        of_one = model.kv.memory_bytes
+        del alone
+        gc.collect()
+        assert model.kv.memory_bytes == 0
+        mine, kept = answers(model)
+        theirs, _ = answers(stock(directory))
+        assert mine == theirs
+        mx.eval(model(mx.array([[1]]), cache=make_prompt_cache(model)))  # somebody else's turn
+        gc.collect()
+        assert len(kept) == 4
+        assert model.kv.memory_bytes < 1.5 * of_one
+
+
 def test_prompt_caches_are_saved_and_loaded(directories: Callable[[str], Path], tmp_path: Path) -> None:
     directory, path = directories("llama"), str(tmp_path / "cache.safetensors")
     resident = stock(directory)
@@ -292,7 +324,7 @@ def test_a_disk_that_is_full_is_told_before_a_call(spilled: Any, monkeypatch: py
     model, cache = spilled
     before = [entry.offset for entry in cache]
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_flash.kv.pool.free_bytes", lambda path: 10)
+        patch.setattr("mlx_flash.kv.files.free_bytes", lambda path: 10)
         with pytest.raises(WriteError, match=r"needs .* MB more on the disk of .*kv"):
             model(PROMPT[None, :STEP], cache=cache)
     assert [entry.offset for entry in cache] == before

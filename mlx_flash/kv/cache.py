@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, create_attention_mask
 
 from mlx_flash.errors import ConfigError, StreamedWeightsError
+from mlx_flash.kv.callers import evaluates_only, is_for_a_draft
 from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool, LayerRows
-
-_EVALUATES_ONLY = "mlx_lm.generate"
-"""The module of mlx-lm in which ``state`` is asked for in order to evaluate it, and for nothing else."""
+from mlx_flash.kv.shared import sizes
 
 
 class _Cache:
@@ -54,10 +50,15 @@ class _Cache:
         return self.rows.disk is not None
 
     @property
+    def _is_settled(self) -> bool:
+        """Whether its rows were evaluated, and to look at them is to copy them."""
+        return self.is_on_disk or self.rows.is_parked
+
+    @property
     def nbytes(self) -> int:
-        """Bytes that it holds in memory; those on disk are :attr:`disk_nbytes`."""
-        disk = self.rows.disk
-        return self.rows.memory.held if disk is None else disk.tail_bytes
+        """Bytes that it holds in memory, together with others or not; those on disk are :attr:`disk_nbytes`."""
+        disk, memory = self.rows.disk, self.rows.memory
+        return memory.held + sum(sizes([memory.parts]).values()) if disk is None else disk.tail_bytes
 
     @property
     def disk_nbytes(self) -> int:
@@ -79,7 +80,7 @@ class _Cache:
         Raises:
             ConfigError: mlx-lm asks in order to begin speculative decoding, and ``max_tokens`` is set.
         """
-        if self.pool.options.max_tokens is not None and _is_for_a_draft():
+        if self.pool.options.max_tokens is not None and is_for_a_draft():
             raise _forgetful(self.pool.options.max_tokens, "used with a draft model, whose tokens are taken back")
         return self.num_forgotten == 0
 
@@ -125,7 +126,7 @@ class _Cache:
         return found
 
     def _contents(self) -> list[mx.array]:
-        """The rows for somebody who may keep them: those on disk in memory of their own, so as not to hold a slot."""
+        """The rows for somebody who may keep them: those on disk or parked in memory of their own."""
         if self.rows.layout is None:
             return []
         found = self.rows.fetch()
@@ -140,21 +141,6 @@ class _Cache:
         if key not in memo:
             memo[key] = self.pool.new_group()
         return self.rows.fork(memo[key])
-
-
-def _evaluates_only() -> bool:
-    """Whether ``state`` is asked for by mlx-lm's loops, which evaluate it and let it go."""
-    return sys._getframe(2).f_globals.get("__name__") == _EVALUATES_ONLY
-
-
-def _is_for_a_draft() -> bool:
-    """Whether the question comes from the beginning of mlx-lm's speculative decoding, a few calls up."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(3):  # over a list of caches, in a function of its own
-        frame = frame.f_back if frame is not None else None
-        if frame is not None and frame.f_code is speculative_generate_step.__code__:
-            return True
-    return False
 
 
 def _forgetful(max_tokens: int, what: str) -> ConfigError:
@@ -220,17 +206,17 @@ class DiskKVCache(_Cache, KVCache):  # type: ignore[misc]
             raise StreamedWeightsError(
                 "keys or values of a KV cache that is on disk cannot be replaced. Hint: raise budget_bytes."
             )
-        self.rows.memory.arrays[index] = array
+        self.rows.replace(index, array)
 
     @property
     def state(self) -> tuple[Any, ...]:
         """Keys, values and offset, as ``KVCache`` has them.
 
-        Keys and values are None where mlx-lm asks in order to evaluate them only, and they are on disk: they are there
-        because they were evaluated. With tokens forgotten their number comes fourth, so that mlx-lm, which could not
-        go on from such a cache, refuses it.
+        Keys and values are None where mlx-lm asks in order to evaluate them only, and they are on disk or parked: what
+        is there was evaluated. With tokens forgotten their number comes fourth, so that mlx-lm, which could not go on
+        from such a cache, refuses it.
         """
-        if self.is_on_disk and _evaluates_only():
+        if self._is_settled and evaluates_only():
             return None, None, self.offset
         keys, values = self._contents() or (None, None)
         return keys, values, self.offset, *((self.num_forgotten,) if self.num_forgotten else ())
@@ -337,7 +323,7 @@ class DiskQuantizedKVCache(_Cache, QuantizedKVCache):  # type: ignore[misc]
     @property
     def state(self) -> tuple[Any, ...]:
         """Keys, values, offset, group size and bits; see :attr:`DiskKVCache.state`."""
-        if self.is_on_disk and _evaluates_only():
+        if self._is_settled and evaluates_only():
             return None, None, self.offset, self.group_size, self.bits
         arrays = self._contents()
         keys, values = _triples(arrays) if arrays else (None, None)

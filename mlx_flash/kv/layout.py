@@ -127,3 +127,12 @@ class RowLayout:
             for head in range(component.heads):
                 yield index, head, at + within * self.step * component.width_bytes
                 at += self._region(component)
+
+    def to_arrays(self, rows: RowBytes) -> list[mx.array]:
+        """Arrays ``(batch, heads, tokens, width)`` of rows as bytes, copied."""
+        return [
+            mx.array(part).view(c.dtype).reshape(*c.shape, part.shape[1], c.width)
+            if part.size
+            else mx.zeros((*c.shape, part.shape[1], c.width), c.dtype)
+            for part, c in zip(rows, self.components, strict=True)
+        ]

@@ -1,7 +1,11 @@
-"""Keys and values of one layer in memory.
+"""Keys and values of one layer in memory: in one buffer, which attention wants, or parked.
 
 New rows are assigned to a slice of the buffer. MLX does that in place while nobody else holds the buffer, and copies
 it otherwise: that is what makes it exact, whatever has been computed and whatever has not.
+
+A parked sequence is a list of parts that do not change, which its copies hold too. When tokens come it gets a buffer
+of its own: sequences that begin alike hold that once while they are idle, and the one that is computed has it a second
+time.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.kv.options import KVOptions, round_up
+from mlx_flash.kv.shared import Part, Parts, SharedRows, cut, num_tokens, slices
 from mlx_flash.residency.memory import footprint
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 
@@ -62,6 +67,12 @@ def give_back(array: mx.array) -> None:
             raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")
 
 
+def give_back_freed() -> None:
+    """Gives the system what was freed: the allocator of Linux keeps what is not at the end of its heap."""
+    if commits_lazily() and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 class MemoryRows:
     """The arrays of one layer's cache, each ``(batch, heads, tokens, width)``, and how many tokens are in them.
 
@@ -69,12 +80,14 @@ class MemoryRows:
         options: the form and how it grows.
 
     Attributes:
-        arrays: the buffers, longer than what is in them; empty before the first tokens.
-        length: tokens in them.
+        arrays: the buffers, longer than what is in them; empty before the first tokens, and while it is parked.
+        parts: what it is made of while it is parked.
+        length: tokens.
     """
 
     def __init__(self, options: KVOptions) -> None:
         self.arrays: list[mx.array] = []
+        self.parts: Parts = ()
         self.length = 0
         self._options = options
         # Where pages cannot be had one by one, a reserve would take all of its memory at once: then grow in steps.
@@ -84,6 +97,11 @@ class MemoryRows:
     def capacity(self) -> int:
         """Tokens there is room for."""
         return int(self.arrays[0].shape[2]) if self.arrays else 0
+
+    @property
+    def examples(self) -> Sequence[mx.array]:
+        """Arrays with its shapes, but for their tokens, and its types; empty before the first tokens."""
+        return self.parts[0].rows.arrays if self.parts else self.arrays
 
     def capacity_after(self, num_new: int) -> int:
         """Tokens there will be room for when new ones have come."""
@@ -97,36 +115,40 @@ class MemoryRows:
         return round_up(max(end, self.capacity + self.capacity // _GROWTH), self._options.step)
 
     def held_after(self, new: Sequence[mx.array]) -> int:
-        """Bytes that will be held when new tokens have come: what was written to, where the rest takes nothing."""
+        """Bytes that its buffers will take when new tokens have come: what was written to, where the rest takes
+        nothing."""
         num_new = new[0].shape[2] if new else 0
         capacity = self.capacity_after(num_new) if num_new else self.capacity
-        return sum(self._held(array, self.length + num_new, capacity) for array in (self.arrays or new))
-
-    def moved_after(self, new: Sequence[mx.array]) -> int:
-        """Bytes that are held besides for a moment, when new tokens make the buffers grow: the old ones, and room that
-        takes nothing afterwards."""
-        num_new = new[0].shape[2] if new else 0
-        capacity = self.capacity_after(num_new)
-        if not num_new or (self.arrays and capacity == self.capacity):
-            return 0
-        taken = sum(a.shape[0] * a.shape[1] * capacity * a.shape[3] * a.itemsize for a in (self.arrays or new))
-        return self.held + max(0, taken - self.held_after(new))
+        return sum(self._held(array, self.length + num_new, capacity) for array in (self.examples or new))
 
     def held_for(self, num_new: int, token_bytes: int) -> int:
-        """Bytes that will be held when so many new tokens have come.
+        """Bytes that its buffers will take when so many new tokens have come.
 
         Args:
             num_new: how many.
             token_bytes: of a token; not looked at when there are tokens already.
         """
         capacity, length = self.capacity_after(num_new), self.length + num_new
-        if self.arrays:
-            return sum(self._held(array, length, capacity) for array in self.arrays)
+        if self.examples:
+            return sum(self._held(array, length, capacity) for array in self.examples)
         return token_bytes * (capacity if self._grows or self._options.form == "flat" else min(length, capacity))
+
+    def moved_for(self, num_new: int, token_bytes: int) -> int:
+        """Bytes that are held besides for a moment, when new tokens make the buffers grow: the old ones, and room that
+        takes nothing afterwards.
+
+        Args:
+            num_new: how many.
+            token_bytes: of a token.
+        """
+        capacity = self.capacity_after(num_new)
+        if not num_new or (self.arrays and capacity == self.capacity):
+            return 0
+        return self.held + max(0, token_bytes * capacity - self.held_for(num_new, token_bytes))
 
     @property
     def held(self) -> int:
-        """Bytes that are held."""
+        """Bytes that its buffers take; parts are not among them."""
         return self.held_after(())
 
     def _held(self, array: mx.array, length: int, capacity: int) -> int:
@@ -147,44 +169,93 @@ class MemoryRows:
         self.length = end
 
     def _grow(self, new: Sequence[mx.array]) -> None:
-        capacity, length = self.capacity_after(new[0].shape[2]), self.length
-        old = self.arrays or [mx.zeros((*a.shape[:2], 0, a.shape[3]), a.dtype) for a in new]
-        self.arrays = [self._longer(array[..., :length, :], capacity) for array in old]
+        capacity, parts = self.capacity_after(new[0].shape[2]), self.parts
+        if parts:
+            old = slices(parts, 0, self.length)
+        else:
+            old = [[array[..., : self.length, :]] for array in self.arrays] if self.length else [[] for _ in new]
+        examples = self.examples or new
+        self.arrays = [self._longer(pieces, capacity, like) for pieces, like in zip(old, examples, strict=True)]
+        if parts:
+            mx.eval(self.arrays)  # so that parts which nobody else holds go now, and not with those of all layers
+            self.parts = ()
 
-    def _longer(self, array: mx.array, capacity: int) -> mx.array:
-        batch, heads, length, width = array.shape
+    def _longer(self, pieces: Sequence[mx.array], capacity: int, like: mx.array) -> mx.array:
+        batch, heads, _, width = like.shape
+        length = sum(piece.shape[2] for piece in pieces)
         if self._grows or self._options.form == "flat":
-            room = mx.zeros((batch, heads, capacity - length, width), array.dtype)
-            return mx.concatenate([array, room], axis=2) if length else room
-        longer = reserve((batch, heads, capacity, width), array.dtype)
-        if length:
-            longer[..., :length, :] = array
+            room = mx.zeros((batch, heads, capacity - length, width), like.dtype)
+            return mx.concatenate([*pieces, room], axis=2) if length else room
+        longer, at = reserve((batch, heads, capacity, width), like.dtype), 0
+        for piece in pieces:
+            longer[..., at : at + piece.shape[2], :] = piece
+            at += piece.shape[2]
         return longer
 
     def fetch(self) -> list[mx.array]:
-        """What is in the buffers, without the room behind it."""
-        if self.length == self.capacity:
+        """What is in the buffers, without the room behind it; copied, when it is parked."""
+        if self.arrays and self.length == self.capacity:
             return list(self.arrays)
-        return [array[..., : self.length, :] for array in self.arrays]
+        return self.read(0, self.length)
+
+    def read(self, start: int, stop: int) -> list[mx.array]:
+        """The rows of some tokens; copied, when it is parked."""
+        if self.parts:
+            found = slices(self.parts, start, stop)
+            return [_joined(pieces, like) for pieces, like in zip(found, self.examples, strict=True)]
+        return [array[..., start:stop, :] for array in self.arrays]
+
+    def truncate(self, length: int) -> None:
+        """Forgets the tokens from ``length`` on."""
+        if self.parts:
+            self.park(cut(self.parts, length))
+        else:
+            self.length = length
 
     def drop(self, start: int, stop: int) -> None:
         """Takes tokens out; those behind them move up. Evaluates the rest."""
+        if self.parts:
+            rest = self.length - stop
+            behind = (Part(SharedRows(self.read(stop, self.length)), rest),) if rest else ()
+            self.park((*cut(self.parts, start), *behind))
+            return
         kept = [mx.concatenate([a[..., :start, :], a[..., stop : self.length, :]], axis=2) for a in self.arrays]
         self.set(kept, self.length - stop + start)
 
     def set(self, arrays: Sequence[mx.array], length: int) -> None:
         """Takes over arrays that hold ``length`` tokens, and evaluates them."""
         mx.eval(arrays)
-        self.arrays, self.length = list(arrays), length
+        self.arrays, self.parts, self.length = list(arrays), (), length
 
-    def fork(self) -> MemoryRows:
-        """A copy with no room behind it, which makes its own when tokens come."""
-        other = MemoryRows(self._options)
-        # Not the slices themselves: they would hold this buffer, and the next token would copy all of it.
-        other.set([_copied(array) for array in self.fetch()], self.length)
-        return other
+    def as_parts(self, known: Parts) -> Parts:
+        """All tokens as parts; those that are in none are copied, and evaluated.
+
+        Args:
+            known: parts with the same first tokens; not looked at while it is parked.
+        """
+        length = num_tokens(known)
+        if self.parts or length == self.length:
+            return self.parts or known
+        return (*known, Part(SharedRows(self.read(length, self.length)), self.length - length))
+
+    def copied_bytes(self, num_known: int) -> int:
+        """What :meth:`as_parts` takes when so many tokens are known."""
+        missing = self.length - num_known
+        return sum(a.shape[0] * a.shape[1] * (missing + 1) * a.shape[3] * a.itemsize for a in self.arrays if missing)
+
+    def park(self, parts: Parts, examples: Sequence[mx.array] = ()) -> None:
+        """Is made of parts from now on, and has no buffers.
+
+        Args:
+            parts: all tokens.
+            examples: arrays with its shapes, but for their tokens, where it had no tokens before.
+        """
+        # with no tokens left, buffers without room say which shapes there were
+        none = [] if parts else [mx.zeros((*a.shape[:2], 0, a.shape[3]), a.dtype) for a in examples or self.examples]
+        self.arrays, self.parts, self.length = none, parts, num_tokens(parts)
 
 
-def _copied(array: mx.array) -> mx.array:
-    """The same rows in memory of their own, with one more behind them: a plain copy of one head would be a view."""
-    return mx.concatenate([array, array[..., :1, :]], axis=2)
+def _joined(pieces: Sequence[mx.array], like: mx.array) -> mx.array:
+    if not pieces:
+        return like[..., :0, :]
+    return mx.concatenate(list(pieces), axis=2) if len(pieces) > 1 else pieces[0]

@@ -1,0 +1,164 @@
+"""What the KV caches of a model take in memory now, together and each, and will take when tokens have come."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Container, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import mlx.core as mx
+
+from mlx_flash.kv.layout import RowLayout
+from mlx_flash.kv.memory import MemoryRows, commits_lazily
+from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, round_up, slot_memory
+from mlx_flash.kv.pages import DiskRows
+from mlx_flash.kv.shared import Lineage, Parts, cut, num_tokens
+from mlx_flash.kv.shared import sizes as sizes_of
+
+
+class Rows(Protocol):
+    """The rows of one layer, wherever they are."""
+
+    memory: MemoryRows
+    lineage: Lineage[Any]
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+
+    @property
+    def layout(self) -> RowLayout | None:
+        """How rows lie; None before the first ones."""
+
+
+class Slots(Protocol):
+    """What layers on disk are computed from."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that MLX counts as active for them."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that they take."""
+
+
+R = TypeVar("R", bound=Rows)
+
+
+class KVBudget(Generic[R]):
+    """The sums over all caches of a model. Rows that several of them hold are counted once.
+
+    Args:
+        options: the settings.
+        layers: every layer of every cache.
+        on_disk: those of them whose rows are on disk.
+        slots: what these are computed from.
+    """
+
+    def __init__(self, options: KVOptions, layers: Collection[R], on_disk: Mapping[R, DiskRows], slots: Slots) -> None:
+        self._options = options
+        self._layers = layers
+        self._on_disk = on_disk
+        self._slots = slots
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes in memory now: caches, slots, and what is on disk but for its last tokens."""
+        return sum(rows.memory.held for rows in self._layers) + self._shared_bytes() + self._disk_overhead()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that MLX counts as active for caches in memory and slots."""
+        arrays = sum(array.nbytes for rows in self._layers for array in rows.memory.arrays)
+        return arrays + self._shared_bytes() + self._slots.nbytes
+
+    def _shared_bytes(self, but: Container[R] = ()) -> int:
+        """What parked caches are made of; without what only some of them hold."""
+        return sum(sizes_of(rows.memory.parts for rows in self._layers if rows not in but).values())
+
+    def known_parts(self, rows: R) -> Parts:
+        """The first tokens of a layer, as far as another one that is parked holds them."""
+        found = [(length, other) for other, length in rows.lineage.relatives() if other.memory.parts]
+        length, other = max(found, key=lambda pair: pair[0], default=(0, rows))
+        return cut(other.memory.parts, length)
+
+    def copied_bytes(self, rows: R) -> int:
+        """What a copy of a layer takes: its tokens that are in no part yet; or, on disk, in no page."""
+        if rows in self._on_disk:
+            return self._on_disk[rows].tail_bytes
+        return rows.memory.copied_bytes(num_tokens(self.known_parts(rows))) if rows.memory.arrays else 0
+
+    def pays_to_park(self, rows: R) -> bool:
+        """Whether others hold so much of what is in a layer's buffers that it pays to copy the rest now, and all of it
+        when it is computed again."""
+        return bool(rows.memory.arrays) and num_tokens(self.known_parts(rows)) >= self._options.step
+
+    def slot_bytes(self, layout: RowLayout, tokens: int) -> int:
+        """What a slot takes in memory when it holds so many tokens."""
+        if commits_lazily():
+            return slot_memory(layout.slot_bytes(round_up(tokens, self._options.step)))
+        return layout.slot_bytes(self._options.slot_tokens(tokens))
+
+    def _disk_overhead(self, growing: Container[R] = (), num_new: int = 0) -> int:
+        """What layers on disk take in memory: slots of the largest, and the last tokens of each."""
+        if not self._on_disk:
+            return self._slots.held
+        tails = sum(disk.tail_bytes for disk in self._on_disk.values())
+        return max(self.slots_needed(growing, num_new), self._slots.held) + tails
+
+    def slots_needed(self, growing: Container[R], num_new: int) -> int:
+        """Both slots, for the largest layer on disk when new tokens have come to some."""
+        layers = [(disk, num_new if rows in growing else 0) for rows, disk in self._on_disk.items()]
+        return NUM_SLOTS * max((self.slot_bytes(disk.layout, disk.length + more) for disk, more in layers), default=0)
+
+    def grows(self, rows: R, new: Sequence[mx.array]) -> bool:
+        """Whether new tokens of a layer take more memory."""
+        if rows not in self._on_disk:
+            return rows.memory.held_after(new) != rows.memory.held
+        step = self._options.step
+        return round_up(rows.length, step) != round_up(rows.length + new[0].shape[2], step)
+
+    def needed(self, rows: R, new: Sequence[mx.array]) -> int:
+        """The most that is in memory while new tokens come to one layer."""
+        is_on_disk = rows in self._on_disk
+        others = sum(layer.memory.held for layer in self._layers if layer is not rows)
+        num_new = new[0].shape[2] if new else 0
+        nbytes = token_bytes(rows) or sum(array.nbytes for array in new) // max(1, num_new)
+        moved = rows.memory.moved_for(num_new, nbytes)
+        mine = 0 if is_on_disk else rows.memory.held_after(new) + moved
+        return others + mine + self._shared_bytes() + self._disk_overhead((rows,), num_new)
+
+    def needed_for(self, sizes: Mapping[R, int], num_new: int) -> int:
+        """The most that is in memory while new tokens come to some layers, given what a token takes in each."""
+        within = [(rows, nbytes) for rows, nbytes in sizes.items() if rows not in self._on_disk]
+        held = {rows: rows.memory.held_for(num_new, nbytes) for rows, nbytes in within}
+        growing = [rows for rows in held if held[rows] > rows.memory.held]
+        shared = self._shared_bytes(but=growing)
+        # one layer at a time has its old buffers besides, or the parts that nobody else holds
+        num_holders = Counter(id(part.rows) for rows in self._layers for part in rows.memory.parts)
+        own = {
+            rows: sum(part.rows.nbytes for part in rows.memory.parts if num_holders[id(part.rows)] == 1)
+            for rows in growing
+        }
+        moved = max((rows.memory.moved_for(num_new, sizes[rows]) + own[rows] for rows in growing), default=0)
+        others = sum(rows.memory.held for rows in self._layers if rows not in held)
+        return others + sum(held.values()) + moved + shared + self._disk_overhead(sizes, num_new)
+
+    def least(self, sizes: Mapping[R, int], num_new: int) -> int:
+        """What is needed with every layer on disk, when new tokens have come to some."""
+        every = {rows: nbytes for rows in self._layers if (nbytes := sizes.get(rows) or token_bytes(rows))}
+        lengths = {rows: rows.length + (num_new if rows in sizes else 0) for rows in every}
+        step = self._options.step
+        room = {
+            rows: round_up(length, step) if commits_lazily() else self._options.slot_tokens(length)
+            for rows, length in lengths.items()
+        }
+        slot = slot_memory(max((room[rows] * nbytes for rows, nbytes in every.items()), default=0) + SLOT_PADDING)
+        return NUM_SLOTS * slot + step * sum(every.values())
+
+
+def token_bytes(rows: Rows) -> int:
+    """What a token takes in a layer; 0 before the first one."""
+    layout = rows.layout
+    return 0 if layout is None else layout.token_bytes

@@ -1,0 +1,104 @@
+"""The files that the layers of a model's KV caches go to: made when the first one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+
+import mlx.core as mx
+
+from mlx_flash.errors import WriteError
+from mlx_flash.kv.folder import PrivateFolder, free_bytes
+from mlx_flash.kv.layout import RowLayout
+from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.options import SPILL_TOKENS, KVOptions
+from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
+from mlx_flash.kv.slots import row_bytes
+from mlx_flash.storage.probe import cache_directory
+from mlx_flash.streaming.slots import reads_beside
+
+
+class PageFiles:
+    """Files, and the threads that read and write them.
+
+    Args:
+        options: the settings.
+        count_written: is told, from another thread, how many bytes were written.
+    """
+
+    def __init__(self, options: KVOptions, count_written: Callable[[int], None]) -> None:
+        self._options = options
+        self._count_written = count_written
+        self._numbers = count()
+        self._folder: PrivateFolder | None = None
+        self._reader: PageReader | None = None
+        self._writer: WriteBehind | None = None
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of pages that were read."""
+        return self._reader.stats.nbytes if self._reader else 0
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of pages that were written, or wait for it."""
+        return self._writer.nbytes if self._writer else 0
+
+    def write(self, memory: MemoryRows, new: Sequence[mx.array], others: Iterable[tuple[DiskRows, int]]) -> DiskRows:
+        """The rows of a layer on disk. Pages that another one has written are not written again.
+
+        Args:
+            memory: the rows.
+            new: arrays like those that will come, where there are none yet.
+            others: rows on disk, and how many of their first tokens are the same.
+
+        Raises:
+            WriteError: the disk is full, or fails.
+        """
+        disk = self._begun(others) or self._new_rows(RowLayout.of(memory.examples or new, self._options.step))
+        for start in range(disk.length, memory.length, SPILL_TOKENS):
+            part = [mx.contiguous(a) for a in memory.read(start, min(start + SPILL_TOKENS, memory.length))]
+            mx.eval(part)
+            disk.append(row_bytes(part))
+        return disk
+
+    def _begun(self, others: Iterable[tuple[DiskRows, int]]) -> DiskRows | None:
+        step = self._options.step
+        pages = [(min(length, disk.paged_tokens) // step, disk) for disk, length in others]
+        num_pages, disk = max(pages, key=lambda pair: pair[0], default=(0, None))
+        if not num_pages or disk is None:
+            return None
+        begun = disk.fork()
+        begun.truncate(num_pages * step)
+        return begun
+
+    def _new_rows(self, layout: RowLayout) -> DiskRows:
+        if self._folder is None:
+            self._folder = PrivateFolder(self._options.directory or cache_directory() / "kv-sessions")
+        if self._reader is None or self._writer is None:
+            o = self._options
+            self._reader = PageReader(
+                (), direct=o.direct, read_size=o.read_size, queue_depth=o.queue_depth, in_place=reads_beside()
+            )
+            self._writer = WriteBehind(self._count_written)
+        path = self._folder.path / f"layer-{next(self._numbers)}.kv"
+        return DiskRows(LayerFile(path, layout, self._reader, self._writer, self._options.direct))
+
+    def check_room(self, needed: int) -> None:
+        """Raises: WriteError: so many bytes more are not free on the disk."""
+        base = self._options.directory or cache_directory()
+        found = free_bytes(base)
+        if needed > found:
+            raise WriteError(
+                f"the KV cache needs {needed / 1e6:.1f} MB more on the disk of {base} for this call, where "
+                f"{found / 1e6:.1f} MB are free. Hint: make room there, set another directory, or max_tokens."
+            )
+
+    def close(self) -> None:
+        """Ends the threads and removes the files."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._reader is not None:
+            self._reader.close()
+        if self._folder is not None:
+            self._folder.close()

@@ -477,7 +477,7 @@ def test_pages_are_read_through_bounce_buffers_where_they_must(
             Reader, name, lambda *args, read=read, is_bounced=is_bounced: (bounced.append(is_bounced), read(*args))[1]
         )
     for reads_beside in (True, False):
-        monkeypatch.setattr("mlx_flash.kv.pool.reads_beside", lambda beside=reads_beside: beside)
+        monkeypatch.setattr("mlx_flash.kv.files.reads_beside", lambda beside=reads_beside: beside)
         mine, theirs = filled(options(), (600,), 4)
         spill_all(mine[0].pool)
         bounced.clear()

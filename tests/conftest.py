@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run; `pytest --hypothesis-profile=default` looks for others.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -1,0 +1,116 @@
+"""What a plan says about the KV cache is what the caches then do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache
+
+from mlx_flash.config import FlashConfig
+from mlx_flash.errors import ConfigError
+from mlx_flash.kv.cache import make_caches
+from mlx_flash.model import prepare
+from mlx_flash.residency.kv import check_kv, in_memory, least_bytes, most_on_disk, on_disk, prefix_bytes
+from mlx_flash.residency.sizes import ModelSizes, measure
+from models import LLAMA, save
+
+HEADS, WIDTH = 2, 32
+ROW = 2 * HEADS * WIDTH * 2
+CONTEXT, STEP = 300, 16
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory: pytest.TempPathFactory) -> ModelSizes:
+    """Of a model with six layers of keys and values."""
+    directory = save(tmp_path_factory.mktemp("llama"), LLAMA)
+    found = measure(prepare(directory, FlashConfig()).layout, {}, 1)
+    return replace(found, kv_rows=(ROW,) * 6)
+
+
+@pytest.fixture(autouse=True)
+def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_flash.kv.options.KVOptions.under_way_bytes", lambda *_: 4096)
+
+
+def test_more_room_leaves_less_on_disk(sizes: ModelSizes) -> None:
+    config = FlashConfig(kv_cache="disk", kv_step=STEP)
+    whole = in_memory(sizes, config, CONTEXT, STEP).nbytes
+    shares = [on_disk(sizes, config, CONTEXT, STEP, room) for room in range(0, 2 * whole, whole // 20)]
+    limits = [share.limit or 0 for share in shares]
+    numbers = [share.num_on_disk for share in shares]
+    assert limits == sorted(limits) and numbers == sorted(numbers, reverse=True)
+    assert limits[0] == least_bytes(sizes, config, CONTEXT, STEP)
+    assert numbers[0] == 6 and numbers[-1] == 0 and len(set(numbers)) > 3
+    assert [share.disk_bytes for share in shares] == [number * ROW * CONTEXT for number in numbers]
+    assert max(share.disk_bytes for share in shares) == most_on_disk(sizes, config, CONTEXT)
+
+
+@settings(max_examples=15, deadline=None)
+@given(times=st.floats(1, 4), chunk=st.integers(1, STEP))
+def test_caches_stay_within_their_share(
+    sizes: ModelSizes, tmp_path_factory: pytest.TempPathFactory, times: float, chunk: int
+) -> None:
+    config = FlashConfig(kv_cache="disk", kv_step=STEP, kv_directory=str(tmp_path_factory.mktemp("kv")))
+    room = round(times * least_bytes(sizes, config, CONTEXT, STEP))
+    share = on_disk(sizes, config, CONTEXT, STEP, room)
+    assert share.options is not None and share.limit is not None
+    caches = make_caches([KVCache() for _ in sizes.kv_rows], share.options)
+    pool, most = caches[0].pool, 0
+    for start in range(0, CONTEXT, chunk):
+        rows = mx.ones((1, HEADS, min(chunk, CONTEXT - start), WIDTH), mx.float16)
+        for cache in caches:
+            mx.eval(cache.update_and_fetch(rows, rows))
+            most = max(most, pool.memory_bytes)
+    assert most <= share.limit <= max(room, least_bytes(sizes, config, CONTEXT, STEP))
+    # the plan counts slots that take all of their memory, and a copy of the largest: less may be on disk
+    assert len(pool.on_disk) <= share.num_on_disk
+    assert pool.on_disk or share.num_on_disk <= 3
+    assert pool.disk_bytes <= share.disk_bytes
+    pool.close()
+
+
+@pytest.mark.parametrize("form", ["stock", "flat", "paged", None])
+def test_what_is_in_memory_is_set_aside(sizes: ModelSizes, form: Any) -> None:
+    share = in_memory(sizes, FlashConfig(kv_cache=form), CONTEXT, STEP)
+    caches: list[Any] = [KVCache() for _ in sizes.kv_rows]
+    if share.options is not None:
+        caches = make_caches(caches, replace(share.options, budget_bytes=None))
+    rows = mx.ones((1, HEADS, CONTEXT, WIDTH), mx.float16)
+    held = 0
+    for cache in caches:
+        mx.eval(cache.update_and_fetch(rows, rows))
+        held += cache.nbytes if share.options is None else cache.rows.memory.held
+    assert held <= share.nbytes and share.disk_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"), [({}, False), ({"kv_cache": "stock"}, False), ({"kv_prefixes": "exact"}, True)]
+)
+def test_remembered_prompts_take_memory_only_if_they_are_wanted(
+    sizes: ModelSizes, change: dict[str, Any], expected: bool
+) -> None:
+    assert bool(prefix_bytes(sizes, FlashConfig(**change), CONTEXT)) == expected
+
+
+def test_a_share_below_the_least_is_refused(sizes: ModelSizes) -> None:
+    config = FlashConfig(kv_cache="disk", kv_step=STEP, kv_ram_gb=1e-6)
+    with pytest.raises(ConfigError, match="a context of 300 tokens needs at least"):
+        on_disk(sizes, config, CONTEXT, STEP, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_cache": "flat", "kv_ram_gb": 1}, "nothing goes to disk"),
+        ({"kv_cache": "disk", "ssd_write_gb_per_day": 0}, "no keys and values can go to disk"),
+        ({"kv_cache": "stock", "kv_max_tokens": 1000}, "forget nothing"),
+    ],
+)
+def test_settings_that_leave_no_use_for_each_other(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_kv(FlashConfig(**change))

@@ -82,7 +82,7 @@ FLOORS = [
     ["checkpoint.derived", "streaming.pool", "residency.plan", "kv.ring", "kv.budget", "kv.files"],
     ["streaming.stage", "residency.assemble", "residency.machine", "kv.pool"],
     ["streaming.experts", "residency.search", "kv.cache"],
-    ["streaming.engine", "kv.leaves", "streaming.trace", "residency.headroom"],
+    ["streaming.engine", "kv.leaves", "kv.kept", "streaming.trace", "residency.headroom"],
     ["streaming.status", "streaming.facade", "kv.prefixes"],
     ["model"],
     ["arguments", "report", "integration.mlx_lm", "integration.server"],

@@ -37,6 +37,7 @@ FLOORS = [
         "storage.source",
         "kv.options",
         "kv.shared",
+        "kv.lone",
         "checkpoint.sources",
         "checkpoint.writer",
         "integration.modelfile",

@@ -15,6 +15,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
+from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.memory import give_back_freed
 from mlx_flash.kv.pool import KVPool, LayerRows
 from mlx_flash.kv.shared import Part, Parts, SharedRows, cut, sizes
@@ -97,6 +98,7 @@ class KeptCaches:
         rows.memory.park((*known, *behind))
         cache = DiskKVCache(rows)
         cache.offset = entry.offset
+        pass_on(entry, cache)
         return cache
 
     def _part_at(self, rows: LayerRows, length: int) -> None:

@@ -20,14 +20,14 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_flash import FlashConfig, apply_flash_patch
 from mlx_flash.integration.server import surviving_server
-from mlx_flash.kv.cache import DiskKVCache
+from mlx_flash.kv.cache import DiskKVCache, make_caches
 from mlx_flash.kv.history import History
 from mlx_flash.kv.kept import KeptCaches, num_equal
 from mlx_flash.kv.leaves import RowLeaf
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.prefixes import prefix_directory
-from test_kv_cache import equal, rows_of
+from test_kv_cache import equal, rows_of, spill_all
 
 ROOT = Path(__file__).parents[1]
 SHAPE = "--layers 4 --hidden-size 128 --intermediate-size 256 --heads 4 --kv-heads 2 --vocab-size 1000"
@@ -299,6 +299,35 @@ def test_only_what_is_equal_bit_for_bit_is_shared(pool: KVPool) -> None:
     other = extracted((1, 2000))
     kept.take(other, [8] * 2000, pool)  # nobody looks where tokens differ
     assert pool.memory_bytes == 2 * copies(2000) + (500 + 2) * TOKEN_BYTES + 2 * layer
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_conversations_of_both_kinds(on_disk: bool, pool: KVPool) -> None:
+    """Some were computed in caches of the pool, one after another, perhaps on disk."""
+    alone: list[Any] = make_caches([KVCache() for _ in range(LAYERS)], pool.options, pool)
+    pool.budget_bytes = 10_000_000
+    for entry, rows in zip(alone, extracted((1, 300)), strict=True):
+        entry.append_rows(rows.keys_and_values())
+    if on_disk:
+        spill_all(pool)
+        pool.budget_bytes = pool.memory_bytes
+    kept, one, two = KeptCaches(), extracted((1, 300), (2, 20)), extracted((1, 300), (3, 20))
+    kept.take(alone, [1] * 300, pool)
+    before = pool.memory_bytes
+    for cache, seed in ((one, 2), (two, 3)):
+        kept.take(cache, [1] * 300 + [seed] * 20, pool)
+    assert pool.stats.num_spilled == (LAYERS if on_disk else 0)
+    assert pool.memory_bytes == (before + copies(340, 3) if on_disk else copies(340, 3))
+    copied = copy.deepcopy(one)
+    assert pool.stats.num_spilled == (LAYERS if on_disk else 0)  # there was room for what is there
+    pool.budget_bytes = 400_000
+    for entry, like in zip(copied, extracted((1, 300), (2, 20), (4, 30)), strict=True):
+        rest = [array[..., 320:, :] for array in like.keys_and_values()]
+        assert equal(entry.update_and_fetch(*rest), like.keys_and_values())
+    assert pool.stats.num_spilled > (LAYERS if on_disk else 0)
+    for cache, *pieces in ((alone, (1, 300)), (one, (1, 300), (2, 20)), (two, (1, 300), (3, 20))):
+        for entry, like in zip(cache, extracted(*pieces), strict=True):
+            assert equal(entry.keys_and_values(), like.keys_and_values())
 
 
 def test_rows_that_differ_in_kind_have_nothing_in_common(pool: KVPool) -> None:

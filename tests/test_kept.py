@@ -71,6 +71,14 @@ class Served:
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
+        self._insert = generator.prompt_cache.insert_cache
+        self._inserted = threading.Semaphore(0)
+        generator.prompt_cache.insert_cache = self._count
+
+    def _count(self, *args: Any, cache_type: str = "assistant") -> None:
+        self._insert(*args, cache_type=cache_type)
+        if cache_type == "assistant":  # the last one of a request
+            self._inserted.release()
 
     @property
     def pool(self) -> KVPool:
@@ -103,7 +111,9 @@ class Served:
             chat_template_kwargs=None,
         )
         _, responses = self.generator.generate(request, arguments)
-        return [(response.text, response.logprob) for response in responses]
+        answer = [(response.text, response.logprob) for response in responses]
+        assert self._inserted.acquire(timeout=60)
+        return answer
 
 
 @contextlib.contextmanager
@@ -111,7 +121,7 @@ def serving(model: str, **settings: Any) -> Iterator[Served]:
     """As ``mlx-flash serve`` runs it; without settings mlx-lm's own."""
     with contextlib.ExitStack() as stack:
         if settings:
-            config = FlashConfig(**({"ram_budget_gb": 0.6, "telemetry": False, "prefill_step_size": 1024} | settings))
+            config = FlashConfig(**({"ram_budget_gb": 1.0, "telemetry": False, "prefill_step_size": 1024} | settings))
             stack.enter_context(apply_flash_patch(config))
             stack.enter_context(surviving_server())
         provider = server.ModelProvider(SimpleNamespace(model=model, **FLAGS))
@@ -263,10 +273,13 @@ def pool() -> KVPool:
 def test_what_is_let_go_is_held_by_nobody(pool: KVPool) -> None:
     """A short beginning that is shared does not keep the long rest of a conversation that ended."""
     kept, one, two = KeptCaches(), extracted((1, 100), (2, 900)), extracted((1, 100), (3, 50))
+    still: tuple[Any, ...] = ()
     for cache, seed in ((one, 2), (two, 3)):
-        kept.take(cache, [1] * 100 + [seed] * (cache[0].offset - 100), pool)
+        still = kept.take(cache, [1] * 100 + [seed] * (cache[0].offset - 100), pool), *still
     assert pool.memory_bytes == copies(1050, 3)
     assert kept.shared_bytes == copies(100)
+    still = ()
+    assert kept.shared_bytes == 0  # somebody has them, but they are not kept
     three = extracted((1, 100), (2, 300), (4, 10))
     kept.take(three, [1] * 100 + [2] * 300 + [4] * 10, pool)
     assert pool.memory_bytes == copies(1060, 5)

@@ -34,7 +34,7 @@ class SharingPromptCache(server.LRUPromptCache):  # type: ignore[misc]
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **options: Any) -> None:
         streamed = None if self.model_provider is None else self.model_provider.model
         if isinstance(streamed, FlashLLM) and streamed.kv is not None:
-            self._kept.take(prompt_cache, tokens, streamed.kv)
+            prompt_cache = self._kept.take(prompt_cache, tokens, streamed.kv)
         super().insert_cache(model, tokens, prompt_cache, **options)
 
     @property

@@ -7,8 +7,9 @@ Which others begin with the same tokens says where to look; that rows are the sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -27,13 +28,19 @@ _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 """Numbers that are equal only where bits are, by their size."""
 
 
+class KeptCache(list[Any]):
+    """A list that is there as long as it is kept, whoever still has the one that it was made of."""
+
+
 class KeptCaches:
     """Caches that somebody keeps, and the tokens in them. It keeps none of them itself."""
 
     def __init__(self) -> None:
         self._tokens: WeakKeyDictionary[LayerRows, Sequence[int]] = WeakKeyDictionary()
+        self._lists: WeakValueDictionary[int, KeptCache] = WeakValueDictionary()
+        self._numbers = count()
 
-    def take(self, cache: list[Any], tokens: Sequence[int], pool: KVPool) -> None:
+    def take(self, cache: list[Any], tokens: Sequence[int], pool: KVPool) -> KeptCache:
         """Notes a cache that will be kept. What is mlx-lm's ``KVCache`` in it becomes one of the pool, in its place.
 
         Such an entry takes no memory for tokens that another one, which is kept in memory, has too, bit for bit. The
@@ -43,6 +50,9 @@ class KeptCaches:
             cache: a prompt cache of one sequence that nobody computes with any more.
             tokens: what is in it.
             pool: that of the model.
+
+        Returns:
+            What is to be kept: the same entries.
         """
         with pool.lock:
             taken, common, group = [], dict[int, int](), pool.new_group()
@@ -59,11 +69,15 @@ class KeptCaches:
                 self._tokens[entry.rows] = tokens
         if any(any(rows.lineage.relatives()) for rows in taken):
             give_back_freed()
+        kept = self._lists[next(self._numbers)] = KeptCache(cache)
+        return kept
 
     @property
     def shared_bytes(self) -> int:
         """What the caches that are kept would take in memory besides, if each held all of its tokens."""
-        held = [rows.memory.parts for rows in self._tokens]
+        entries = [entry for kept in list(self._lists.values()) for entry in kept]
+        own = [entry for entry in entries if isinstance(entry, DiskKVCache | DiskQuantizedKVCache)]
+        held = [entry.rows.memory.parts for entry in own]
         return sum(part.rows.nbytes for parts in held for part in parts) - sum(sizes(held).values())
 
     def _candidates(

@@ -14,7 +14,39 @@ from typing import Any
 from mlx_lm import server
 
 from mlx_flash.errors import FlashError
+from mlx_flash.kv.kept import KeptCaches
 from mlx_flash.model import FlashLLM
+
+
+class SharingPromptCache(server.LRUPromptCache):  # type: ignore[misc]
+    """mlx-lm's, of which conversations that begin alike hold that once, also when they were computed in batches.
+
+    Attributes:
+        model_provider: mlx-lm's; None while there is none.
+    """
+
+    model_provider: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._kept = KeptCaches()
+
+    def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **options: Any) -> None:
+        streamed = None if self.model_provider is None else self.model_provider.model
+        if isinstance(streamed, FlashLLM) and streamed.kv is not None:
+            prompt_cache = self._kept.take(prompt_cache, tokens, streamed.kv)
+        super().insert_cache(model, tokens, prompt_cache, **options)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all take together."""
+        return int(super().nbytes) - self._kept.shared_bytes
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Lets go of what was used longest ago, until what is left fits."""
+        super().trim_to(n_sequences=n_sequences)
+        while n_bytes is not None and len(self) and self.nbytes > max(0, n_bytes):
+            super().trim_to(n_sequences=len(self) - 1)
 
 
 class SurvivingGenerator(server.ResponseGenerator):  # type: ignore[misc]
@@ -24,9 +56,11 @@ class SurvivingGenerator(server.ResponseGenerator):  # type: ignore[misc]
     requests that were being answered get the error; the next one is served.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model_provider: Any, prompt_cache: Any) -> None:
         self._under_way: weakref.WeakSet[Queue[Any]] = weakref.WeakSet()
-        super().__init__(*args, **kwargs)
+        if isinstance(prompt_cache, SharingPromptCache):
+            prompt_cache.model_provider = model_provider
+        super().__init__(model_provider, prompt_cache)
 
     def _next_request(self, *args: Any, **kwargs: Any) -> Any:
         request = super()._next_request(*args, **kwargs)
@@ -75,11 +109,14 @@ def _telling(handle: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def surviving_server() -> Iterator[None]:
-    """While it lasts, requests to ``mlx_lm.server`` fail one by one, and their clients learn why."""
+    """While it lasts, requests to ``mlx_lm.server`` fail one by one, their clients learn why, and what it keeps of
+    conversations is shared."""
     generator, handle = server.ResponseGenerator, server.APIHandler.handle_completion
-    server.ResponseGenerator = SurvivingGenerator
+    kept = server.LRUPromptCache
+    server.ResponseGenerator, server.LRUPromptCache = SurvivingGenerator, SharingPromptCache
     server.APIHandler.handle_completion = _telling(handle)
     try:
         yield
     finally:
         server.ResponseGenerator, server.APIHandler.handle_completion = generator, handle
+        server.LRUPromptCache = kept

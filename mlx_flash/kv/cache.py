@@ -11,6 +11,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, create_
 from mlx_flash.errors import ConfigError, StreamedWeightsError
 from mlx_flash.kv.callers import evaluates_only, is_for_a_draft
 from mlx_flash.kv.history import pass_on
+from mlx_flash.kv.lone import merged
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool, LayerRows
 from mlx_flash.kv.shared import sizes
@@ -271,7 +272,7 @@ class DiskKVCache(_Cache, KVCache):  # type: ignore[misc]
         for cache in caches:
             if isinstance(cache, DiskKVCache) and cache.pool.options.max_tokens is not None:
                 raise _forgetful(cache.pool.options.max_tokens, "part of a batch, whose sequences are kept together")
-        return BatchKVCache.merge([c.as_stock() if isinstance(c, DiskKVCache) else c for c in caches])
+        return merged([c.as_stock() if isinstance(c, DiskKVCache) else c for c in caches], caches)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> DiskKVCache:
         other = DiskKVCache(self._fork(memo))
@@ -379,8 +380,7 @@ def make_caches(model_caches: Sequence[Any], options: KVOptions, pool: KVPool | 
         pool: what the caches share with others of the same model; a new one is made when it is None.
 
     Returns:
-        A new list. Those that hold a token window, a chunk, or a recurrent state are the same objects as before, and so
-        are lists of caches within the list.
+        A new list. Entries of other classes, lists of caches among them, are the same objects as before.
     """
     pool = pool or KVPool(options)
     group = pool.new_group()

@@ -78,7 +78,18 @@ class History:
         return History(self.labels[:length], tuple(end for end in self.ends if end <= length))
 
 
-def pass_on(entry: object, successor: object) -> None:
-    """Notes the history of an entry of a cache on one that holds the same tokens."""
+def pass_on(entry: object, successor: object, anchor: object = None) -> None:
+    """Notes the history of an entry of a cache on one that holds the same tokens.
+
+    Args:
+        entry: whose history still holds.
+        successor: the other one.
+        anchor: an object that it replaces when sequences are added to it or taken out; None when that cannot be.
+    """
     if ATTRIBUTE in vars(entry):
-        vars(successor)[ATTRIBUTE] = vars(entry)[ATTRIBUTE]
+        vars(successor)[ATTRIBUTE] = (vars(entry)[ATTRIBUTE][0], anchor)
+
+
+def is_anchored(entry: object, anchor: object) -> bool:
+    """Whether the history that is noted on an entry still holds."""
+    return ATTRIBUTE in vars(entry) and vars(entry)[ATTRIBUTE][1] is anchor

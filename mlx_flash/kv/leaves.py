@@ -24,13 +24,14 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
-from mlx_flash.kv.history import ATTRIBUTE, History
+from mlx_flash.kv.history import ATTRIBUTE, History, is_anchored
+from mlx_flash.kv.lone import LoneKVCache
 from mlx_flash.kv.options import round_up
 from mlx_flash.kv.store_files import Blob
 
 _SKELETON = "state"
 
-_ROWS = (KVCache, QuantizedKVCache, BatchKVCache, DiskKVCache, DiskQuantizedKVCache)
+_ROWS = (KVCache, QuantizedKVCache, BatchKVCache, LoneKVCache, DiskKVCache, DiskQuantizedKVCache)
 _STATES = (RotatingKVCache, ChunkedKVCache, ArraysCache, BatchRotatingKVCache)
 
 
@@ -106,8 +107,7 @@ class Leaf:
     @property
     def history(self) -> History | None:
         """What was noted by :meth:`note`, if it still holds: not when sequences were added or taken out since."""
-        history, anchor = vars(self.entry).get(ATTRIBUTE, (None, None))
-        return history if anchor is self._anchor() else None
+        return vars(self.entry)[ATTRIBUTE][0] if is_anchored(self.entry, self._anchor()) else None
 
     def note(self, history: History) -> None:
         """Notes what is in it, until :func:`forget`."""

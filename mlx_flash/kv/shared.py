@@ -24,15 +24,17 @@ class SharedRows:
 
     Attributes:
         arrays: the copies, evaluated.
+        length: how many tokens there are.
         nbytes: what they take in memory.
     """
 
-    __slots__ = ("arrays", "nbytes")
+    __slots__ = ("arrays", "length", "nbytes")
 
     def __init__(self, arrays: Sequence[mx.array]) -> None:
         # with one more token behind them: a plain copy of one head would be a view, and hold the buffer
         self.arrays = [mx.concatenate([array, array[..., :1, :]], axis=2) for array in arrays]
         mx.eval(self.arrays)
+        self.length = int(arrays[0].shape[2])
         self.nbytes = sum(array.nbytes for array in self.arrays)
 
 

@@ -1,0 +1,182 @@
+"""Caches that are kept though they were computed elsewhere: what they begin with alike is held once.
+
+mlx-lm's batches compute in caches of their own and give back a plain one for each sequence, with all of its tokens.
+Which others begin with the same tokens says where to look; that rows are the same is seen by comparing them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache
+
+from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
+from mlx_flash.kv.history import pass_on
+from mlx_flash.kv.memory import give_back_freed
+from mlx_flash.kv.pool import KVPool, LayerRows
+from mlx_flash.kv.shared import Part, Parts, SharedRows, cut, sizes
+
+_COMPARED_TOKENS = 1024
+"""Tokens that are compared at a time."""
+
+_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+"""Numbers that are equal only where bits are, by their size."""
+
+
+class KeptCache(list[Any]):
+    """A list that is there as long as it is kept, whoever still has the one that it was made of."""
+
+
+class KeptCaches:
+    """Caches that somebody keeps, and the tokens in them. It keeps none of them itself."""
+
+    def __init__(self) -> None:
+        self._tokens: WeakKeyDictionary[LayerRows, Sequence[int]] = WeakKeyDictionary()
+        self._lists: WeakValueDictionary[int, KeptCache] = WeakValueDictionary()
+        self._numbers = count()
+
+    def take(self, cache: list[Any], tokens: Sequence[int], pool: KVPool) -> KeptCache:
+        """Notes a cache that will be kept. What is mlx-lm's ``KVCache`` in it becomes one of the pool, in its place.
+
+        Such an entry takes no memory for tokens that another one, which is kept in memory, has too, bit for bit. The
+        pool's budget is raised to what is there: it was in memory before, and the next call says how much may stay.
+
+        Args:
+            cache: a prompt cache of one sequence that nobody computes with any more.
+            tokens: what is in it.
+            pool: that of the model.
+
+        Returns:
+            What is to be kept: the same entries.
+        """
+        with pool.lock:
+            taken, common, group = [], dict[int, int](), pool.new_group()
+            for index, entry in enumerate(cache):
+                if type(entry) is KVCache and entry.offset:
+                    found = list(self._candidates(index, tokens, pool, common))
+                    cache[index] = self._taken(entry, pool.new_rows(group, index), found)
+                    taken.append(cache[index].rows)
+                    del entry
+            if taken:
+                _make_room(pool, taken[0])
+        for entry in cache:
+            if isinstance(entry, DiskKVCache | DiskQuantizedKVCache):
+                self._tokens[entry.rows] = tokens
+        if any(any(rows.lineage.relatives()) for rows in taken):
+            give_back_freed()
+        kept = self._lists[next(self._numbers)] = KeptCache(cache)
+        return kept
+
+    @property
+    def shared_bytes(self) -> int:
+        """What the caches that are kept would take in memory besides, if each held all of its tokens."""
+        entries = [entry for kept in list(self._lists.values()) for entry in kept]
+        own = [entry for entry in entries if isinstance(entry, DiskKVCache | DiskQuantizedKVCache)]
+        held = [entry.rows.memory.parts for entry in own]
+        return sum(part.rows.nbytes for parts in held for part in parts) - sum(sizes(held).values())
+
+    def _candidates(
+        self, index: int, tokens: Sequence[int], pool: KVPool, common: dict[int, int]
+    ) -> Iterator[tuple[int, LayerRows]]:
+        """Layers that may begin with the same rows, and how many at most; the most come first."""
+        found = []
+        for rows, others in self._tokens.items():
+            if rows.pool is pool and rows.index == index and rows.disk is None:
+                if id(others) not in common:
+                    common[id(others)] = num_common(tokens, others)
+                found.append((min(common[id(others)], rows.length), rows))
+        yield from sorted((pair for pair in found if pair[0] >= pool.options.step), key=lambda p: p[0], reverse=True)
+
+    def _taken(self, entry: KVCache, rows: LayerRows, candidates: Sequence[tuple[int, LayerRows]]) -> DiskKVCache:
+        arrays = [array[..., : entry.offset, :] for array in (entry.keys, entry.values)]
+        mx.eval(arrays)
+        length, nearest = 0, rows
+        for most, other in candidates:
+            if most > length and (same := num_equal(other, arrays, most)) > length:
+                length, nearest = same, other
+        known: Parts = ()
+        if length >= rows.pool.options.step:
+            self._part_at(nearest, length)
+            known = cut(nearest.memory.parts, length)
+            nearest.lineage.copy_to(rows.lineage, length)
+            rows.lineage.cut(length)  # it has nothing in common with those who have more of the other one
+        else:
+            length = 0
+        rest = entry.offset - length
+        behind = (Part(SharedRows([array[..., length:, :] for array in arrays]), rest),) if rest else ()
+        rows.memory.park((*known, *behind))
+        cache = DiskKVCache(rows)
+        cache.offset = entry.offset
+        pass_on(entry, cache)
+        return cache
+
+    def _part_at(self, rows: LayerRows, length: int) -> None:
+        """Parks a layer, and sees to it that a part of it ends about there: one that is shared is to hold little that
+        is not."""
+        if not rows.is_parked:
+            rows.memory.park(rows.pool.as_parts(rows))
+        begin = 0
+        for part in rows.memory.parts:
+            if begin + part.length >= length:
+                self._split(part.rows, length - begin, rows)
+                return
+            begin += part.length
+
+    def _split(self, whole: SharedRows, at: int, rows: LayerRows) -> None:
+        """Puts two shared rows in the place of one, for all who hold it, if it is worth a copy."""
+        if whole.length - at < rows.pool.options.step:
+            return
+        holders = [r for r in self._tokens if any(part.rows is whole for part in r.memory.parts)]
+        longest = max(part.length for r in holders for part in r.memory.parts if part.rows is whole)
+        first = SharedRows([array[..., :at, :] for array in whole.arrays])
+        second = SharedRows([array[..., at:longest, :] for array in whole.arrays]) if longest > at else None
+        for holder in holders:
+            parts: list[Part] = []
+            for part in holder.memory.parts:
+                if part.rows is not whole:
+                    parts.append(part)
+                    continue
+                parts.append(Part(first, min(part.length, at)))
+                if second is not None and part.length > at:
+                    parts.append(Part(second, part.length - at))
+            holder.memory.park(tuple(parts))
+
+
+def _make_room(pool: KVPool, rows: LayerRows) -> None:
+    if pool.budget_bytes is not None:
+        under_way = pool.under_way_bytes if pool.on_disk else 0
+        pool.budget_bytes = max(pool.budget_bytes, pool.memory_bytes + under_way)
+    pool.make_room(rows, ())  # now it was its turn
+
+
+def num_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """With how many tokens two sequences begin alike."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def num_equal(rows: LayerRows, arrays: Sequence[mx.array], most: int) -> int:
+    """With how many tokens a layer begins that are these, bit for bit.
+
+    Args:
+        rows: the layer.
+        arrays: ``(batch, heads, tokens, width)`` each.
+        most: the most to look at.
+    """
+    for start in range(0, most, _COMPARED_TOKENS):
+        stop = min(start + _COMPARED_TOKENS, most)
+        equal = mx.ones((stop - start,), mx.bool_)
+        for mine, array in zip(rows.read(start, stop), arrays, strict=True):
+            theirs = array[..., start:stop, :]
+            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+                return 0
+            kind = _BITS[mine.itemsize]
+            equal = equal & (mine.view(kind) == theirs.view(kind)).all(axis=(0, 1, 3))
+        if not equal.all().item():
+            return start + int(np.array(equal).argmin())
+    return most

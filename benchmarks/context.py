@@ -2,14 +2,18 @@
 
     python scripts/make_random_model.py models/deep --architecture llama --layers 32 --hidden-size 256 \
         --intermediate-size 512 --heads 2 --kv-heads 2 --vocab-size 4000 --dtype float32
-    python benchmarks/context.py --model models/deep --tokens 32768 --generate 8 --ram-budget-gb 0.4 --json out.json
+    python benchmarks/context.py --model models/deep --tokens 32768 --generate 8 --ram-budget-gb 0.45 --json out.json
 
 The context is not a prompt, whose attention takes a CPU an hour at this length: each layer's cache is given random keys
-and values, in the steps and under the checks of a prompt's calls, the same ones in every run. Then tokens are decoded.
-With ``--prompt`` it is one, of random tokens; for models with less attention.
-First by mlx-lm's own caches, then with the cache on disk, each in a process of its own; tokens and a digest of all
+and values, in the steps and under the checks of a prompt's calls, the same ones in every run. Then tokens are decoded,
+first by mlx-lm's own caches, then with the cache on disk, each in a process of its own; tokens and a digest of all
 logits are compared. ``--only`` makes one run in this process, which a memory limit may hold then, and compares it with
 those of a JSON file.
+
+With ``--prompt`` the context is a prompt of random tokens, for models with less attention, such as
+
+    python scripts/make_random_model.py models/thin --architecture llama --layers 32 --hidden-size 64 \
+        --intermediate-size 128 --heads 1 --kv-heads 1 --vocab-size 1000 --dtype float32
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """What remembered prompts save: the same long prompt in one process after another.
 
-    python scripts/make_random_model.py models/llama-fp32 --size-gb 1 --dtype float32
-    python benchmarks/prefixes.py --model models/llama-fp32 --ram-budget-gb 0.35 --json out.json
+    python scripts/make_random_model.py models/prefix --architecture qwen3_moe --hidden-size 512 \
+        --intermediate-size 512 --layers 5 --heads 8 --kv-heads 4 --experts 64 --experts-per-token 2 \
+        --vocab-size 8000 --dtype float32
+    python benchmarks/prefixes.py --model models/prefix --ram-budget-gb 0.5 --prefill-step-size 256 --json out.json
 
 Runs follow one another, each in a process of its own, beginning with an empty store: without remembered prompts; the
 first that remembers; then those that find the prompt. Before each of them the checkpoint and the store are dropped from

@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
         help=f"of {', '.join(VARIANTS)}; the default is {DEFAULT_VARIANTS}, with fp32 where stock cannot run bf16",
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
-    parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="for each architecture")
+    parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="for each architecture")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the details to a file")
     arguments = parser.parse_args()
     if unknown := set((arguments.variants or DEFAULT_VARIANTS).split(",")) - set(VARIANTS):

@@ -23,7 +23,7 @@ SLOT_PADDING = 6 * DIRECT_ALIGNMENT
 """What arrays of a slot take at most to begin at a page: six, where keys and values are quantized."""
 
 LARGE_SLOT_BYTES = 16 << 20
-"""From so many bytes on a slot is on large pages."""
+"""From so many bytes on a slot is on large pages, where memory is had as it is written to."""
 
 ROOM_PART = 8
 """A slot has room for this part of its tokens besides, where the length of the context is open."""

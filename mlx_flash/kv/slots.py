@@ -83,8 +83,8 @@ class Slot:
             mx.eval(self._pages)
             self._arena, self._is_handed_out = Arena(needed, self._pages), False
         self.claim()
-        if not self._is_large and rows.layout.slot_bytes(capacity) >= LARGE_SLOT_BYTES:
-            use_huge_pages(self.memory, at_once=not commits_lazily())
+        if commits_lazily() and not self._is_large and rows.layout.slot_bytes(capacity) >= LARGE_SLOT_BYTES:
+            use_huge_pages(self.memory, at_once=False)
             self._is_large = True
         self._owner, self.capacity = weakref.ref(rows), capacity
 

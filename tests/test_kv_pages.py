@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -313,5 +314,8 @@ def test_a_slot_takes_the_memory_that_is_counted(tmp_path: Path) -> None:
     assert slot.touched > LARGE_SLOT_BYTES and counted < 2 * (slot.nbytes // 3)
     before = footprint()
     pool.ring.release()
+    end = time.monotonic() + 5
+    while before - footprint() <= 0.9 * counted and time.monotonic() < end:
+        time.sleep(0.01)  # MLX's thread may let go of an array a moment after the result is there
     assert 0.9 * counted < before - footprint() < counted + (1 << 20)
     pool.close()

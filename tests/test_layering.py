@@ -81,7 +81,7 @@ FLOORS = [
         "residency.spread",
     ],
     ["checkpoint.derived", "streaming.pool", "residency.plan", "kv.ring", "kv.budget", "kv.files"],
-    ["streaming.stage", "residency.assemble", "residency.machine", "kv.pool"],
+    ["streaming.stage", "streaming.lookahead", "residency.assemble", "residency.machine", "kv.pool"],
     ["streaming.experts", "residency.search", "kv.cache"],
     ["streaming.engine", "kv.leaves", "kv.kept", "streaming.trace", "residency.headroom"],
     ["streaming.status", "streaming.facade", "kv.prefixes"],

@@ -934,6 +934,17 @@ def test_a_pool_takes_what_the_trunk_leaves() -> None:
     assert sizes_of_pools == sorted(set(sizes_of_pools))
 
 
+def test_an_embedding_table_gives_way_to_experts() -> None:
+    """A token needs one row of it."""
+    sizes, machine = make_mixture(), make_machine()
+    for share in (0.15, 0.3, 0.5):
+        (plan,) = plans_between(sizes, FIXED, machine, [share])
+        assert sizes.trunk is not None and plan.pool is not None
+        (table,) = sizes.trunk.tables
+        assert plan.streaming.tables == (table.unit.name,) and plan.streaming.read_bytes == 0
+        assert plan.pinned_bytes == sum(u.buffer_bytes for u in all_units(sizes.trunk)) - table.unit.buffer_bytes
+
+
 def test_layers_that_fit_whole_have_no_pool_beside_rows_read_on_demand() -> None:
     """What is missing is the embedding table; looking up experts one by one would only cost time."""
     sizes, machine = make_mixture(), make_machine()

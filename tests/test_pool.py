@@ -414,6 +414,31 @@ def test_reads_that_are_about_to_fail_fail_no_later_call(
     assert all(checkpoint.found(pool, 0, expert) == checkpoint.expected(0, expert) for expert in range(3))
 
 
+def test_what_came_is_not_kept_from_use_by_what_did_not(
+    checkpoint: Checkpoint, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, slow = checkpoint.pool(6, reader), checkpoint.rows[STACKED][2][1].extent
+    gate, real = threading.Event(), os.preadv
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if slow.offset <= offset < slow.end:
+            gate.wait(20)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(reader_module.os, "preadv", preadv)
+    left = pool.request(0, [0, 1, 2])
+    while len(left) > 1:
+        came = pool.wait_any(0, left)
+        assert came and all(checkpoint.found(pool, 0, expert) == checkpoint.expected(0, expert) for expert in came)
+        left = [expert for expert in left if expert not in came]
+    assert left == [2] and list(pool._tickets) == [(0, 2)]
+    assert pool.wait_any(0, [2, 0]) == [0]
+    gate.set()
+    pool.wait(0, left)
+    assert pool.wait_any(0, [0, 2]) == [0, 2]
+    assert checkpoint.found(pool, 0, 2) == checkpoint.expected(0, 2)
+
+
 def test_a_failed_guess_harms_nobody(checkpoint: Checkpoint, reader: Reader, disk: Disk) -> None:
     pool = checkpoint.pool(6, reader)
     disk.is_broken = True

@@ -35,12 +35,14 @@ class Route:
         block: the module that calls them, given one array, and whose router chooses; None when it is not so.
         norm: the module that makes the block's input, if there is one.
         router: the arrays that the block uses before it calls the experts.
+        gate: the module that the block calls before them and that returns their scores, if there is one.
     """
 
     top_k: int
     block: nn.Module | None = None
     norm: nn.Module | None = None
     router: frozenset[Place] = frozenset()
+    gate: nn.Module | None = None
 
 
 @dataclass(slots=True)
@@ -82,11 +84,12 @@ class _Watch:
 
 @dataclass(slots=True)
 class _Call:
-    """A call under way: of which module, with what, and the arrays used in it so far."""
+    """A call under way: of which module, with what, the arrays used in it so far, and what modules returned to it."""
 
     module: nn.Module
     arguments: tuple[Any, ...]
     used: set[Place] = field(default_factory=set)
+    returned: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
 
 class _Watched(SwappedClass):
@@ -105,6 +108,8 @@ class _Watched(SwappedClass):
             watch.under_way.pop()
         if isinstance(result, mx.array):
             watch.outputs[id(result)] = result, module
+        if watch.under_way:
+            watch.under_way[-1].returned.append((module, result))
         return result
 
     def __getattr__(self, key: str) -> Any:
@@ -130,8 +135,36 @@ def _note_route(watch: _Watch, experts: nn.Module, x: mx.array, indices: mx.arra
     route = Route(indices.shape[-1])
     if call is not None and len(call.arguments) == 1 and call.used:
         _, norm = watch.outputs.get(id(call.arguments[0]), (None, None))
-        route = replace(route, block=call.module, norm=norm, router=frozenset(call.used))
+        modules = [child for _, child in experts.named_modules()]
+        arrays = [value for child in modules for value in dict.values(child) if isinstance(value, mx.array)]
+        num_experts = max(array.shape[0] for array in arrays if array.ndim)
+        gates = [module for module, said in call.returned if scores_of(said, indices, num_experts) is not None]
+        gate = gates[0] if gates else None
+        route = replace(route, block=call.module, norm=norm, router=frozenset(call.used), gate=gate)
     watch.trace.routes[id(experts)] = route
+
+
+def scores_of(returned: object, indices: mx.array, num_experts: int) -> mx.array | None:
+    """What a router thinks of the experts it has chosen, as far as a module returned it; not evaluated.
+
+    Args:
+        returned: scores of all experts, or the chosen ones and theirs.
+        indices: the chosen ones, ``(..., top_k)``.
+        num_experts: there are.
+
+    Returns:
+        fp32, ``(tokens, top_k)``; None when these are no scores.
+    """
+    top_k = indices.shape[-1]
+    for array in returned if isinstance(returned, tuple) else (returned,):
+        if not isinstance(array, mx.array) or not mx.issubdtype(array.dtype, mx.floating):
+            continue
+        if array.size * top_k == indices.size * num_experts and array.shape[-1] == num_experts:
+            chosen = indices.reshape(-1, top_k)
+            return mx.take_along_axis(array.reshape(-1, num_experts), chosen, axis=-1).astype(mx.float32)
+        if array.size == indices.size and array.shape[-1] == top_k:
+            return array.reshape(-1, top_k).astype(mx.float32)
+    return None
 
 
 def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:

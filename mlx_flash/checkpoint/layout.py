@@ -113,6 +113,7 @@ class ExpertStack:
         block: the module that calls it and whose router chooses, if it is called with nothing but the tokens.
         norm: the module that makes the input of ``block``.
         router: what ``block`` uses before it calls the experts.
+        gate: the module in ``block`` that returns the scores of the experts, if one does.
     """
 
     unit: Unit
@@ -121,6 +122,7 @@ class ExpertStack:
     block: nn.Module | None
     norm: nn.Module | None
     router: list[Parameter]
+    gate: nn.Module | None
 
     @property
     def expert_bytes(self) -> int:

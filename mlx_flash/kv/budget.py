@@ -115,7 +115,7 @@ class KVBudget(Generic[R]):
     def grows(self, rows: R, new: Sequence[mx.array]) -> bool:
         """Whether new tokens of a layer take more memory."""
         if rows not in self._on_disk:
-            return rows.memory.held_after(new) != rows.memory.held
+            return rows.memory.takes_more(new[0].shape[2])
         step = self._options.step
         return round_up(rows.length, step) != round_up(rows.length + new[0].shape[2], step)
 

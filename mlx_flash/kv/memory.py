@@ -92,6 +92,7 @@ class MemoryRows:
         self._options = options
         # Where pages cannot be had one by one, a reserve would take all of its memory at once: then grow in steps.
         self._grows = options.form == "step" or (options.form == "paged" and not commits_lazily())
+        self._is_lazy = options.form == "paged" and not self._grows
 
     @property
     def capacity(self) -> int:
@@ -146,15 +147,21 @@ class MemoryRows:
             return 0
         return self.held + max(0, token_bytes * capacity - self.held_for(num_new, token_bytes))
 
+    def takes_more(self, num_new: int) -> bool:
+        """Whether its buffers will take more when so many new tokens have come; asked for each token."""
+        if not self._is_lazy:
+            return not self.arrays or self.length + num_new > self.capacity
+        return self.held_for(num_new, 1) != self.held
+
     @property
     def held(self) -> int:
         """Bytes that its buffers take; parts are not among them."""
-        return self.held_after(())
+        return self.held_after(()) if self._is_lazy else sum(array.nbytes for array in self.arrays)
 
     def _held(self, array: mx.array, length: int, capacity: int) -> int:
         batch, heads, _, width = array.shape
         row = width * array.itemsize
-        if self._options.form != "paged" or self._grows:
+        if not self._is_lazy:
             return int(batch * heads * capacity * row)
         written = round_up(round_up(length, self._options.step) * row, DIRECT_ALIGNMENT) + DIRECT_ALIGNMENT
         return int(batch * heads * min(written, round_up(capacity * row, DIRECT_ALIGNMENT)))

@@ -86,12 +86,14 @@ def kv_share(task: Task, reserve: Reserve) -> KVShare:
     return in_memory(sizes, config, context, step)
 
 
-def everything_pinned(task: Task, reserve: Reserve) -> ResidencyPlan:
-    """All weights in memory, except for experts: nothing is streamed."""
+def everything_pinned(task: Task, reserve: Reserve, *, tables: bool = True) -> ResidencyPlan:
+    """All weights in memory, except for experts: nothing is streamed. Embedding tables that are no heads may be left
+    on disk."""
     sizes = task.sizes
-    others = [*sizes.heads, *(table.unit for table in sizes.tables)]
+    left = [] if tables else [table.unit for table in sizes.tables if not table.is_head]
+    others = [*sizes.heads, *(table.unit for table in sizes.tables if table.unit not in left)]
     pinned = sizes.layer_buffer_bytes + sum(unit.buffer_bytes for unit in others)
-    return _add_up(task, reserve, pinned, Streaming())
+    return _add_up(task, reserve, pinned, Streaming(tables=tuple(unit.name for unit in left)))
 
 
 def assemble(task: Task, reserve: Reserve, num_slots: int, streamed: Streamed, tile_bytes: int | None) -> ResidencyPlan:

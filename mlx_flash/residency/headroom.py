@@ -71,7 +71,10 @@ def _hint(plan: ResidencyPlan, num_tokens: int, context: int, all_logits: bool) 
     if context > plan.context_length:
         return f"Hint: load the model with FlashConfig(context_length={2 * context}), or raise ram_budget_gb."
     if all_logits and num_tokens > 1:
-        return "Hint: ask for the logits of fewer tokens at a time, or raise ram_budget_gb."
+        return (
+            "Hint: ask for the logits of fewer tokens at a time; for several sequences at once load the model with a "
+            "larger context_length, which counts tokens over all of them; or raise ram_budget_gb."
+        )
     return (
         "Hint: raise ram_budget_gb; let go of other arrays and models in this process; for several sequences at once "
         "ask for a larger context_length, which counts tokens over all of them."

@@ -344,6 +344,8 @@ def _candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[Residency
     everything = everything_pinned(task, reserve)
     if everything.peak_bytes <= budget:
         yield finished(task, everything, budget)
+        if everything.pool is not None:  # a token needs one row of a table, and more than one expert
+            yield finished(task, everything_pinned(task, reserve, tables=False), budget)
         return
     for cut in _cuts(task):
         if all(plan.peak_bytes > budget for plan in _smallest_of_cut(cut, reserve)):

@@ -11,7 +11,7 @@ copied to aligned places.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -50,6 +50,7 @@ class Segment:
         nbytes: length of the range, a multiple of ``DIRECT_ALIGNMENT``; it may reach past the end of the file.
         buffer_offset: where the range lands when it is read in place; None when its pieces must be copied.
         pieces: the tensors in the range, in file order.
+        buffer_end: first byte of the buffer after all that a read writes.
     """
 
     path: Path
@@ -57,17 +58,18 @@ class Segment:
     nbytes: int
     buffer_offset: int | None
     pieces: tuple[Piece, ...]
+    buffer_end: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        end = max(piece.buffer_offset + piece.nbytes for piece in self.pieces)
+        if self.buffer_offset is not None:
+            end = max(end, self.buffer_offset + self.nbytes)
+        object.__setattr__(self, "buffer_end", end)
 
     @property
     def wanted_end(self) -> int:
         """First byte after the last piece: what a read must reach to be complete."""
         return max(piece.end for piece in self.pieces)
-
-    @property
-    def buffer_end(self) -> int:
-        """First byte of the buffer after all that a read writes."""
-        pieces_end = max(piece.buffer_offset + piece.nbytes for piece in self.pieces)
-        return pieces_end if self.buffer_offset is None else max(pieces_end, self.buffer_offset + self.nbytes)
 
     def piece_at(self, offset: int) -> Piece:
         """The piece at an offset of the file, or the next one after it."""

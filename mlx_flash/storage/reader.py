@@ -290,13 +290,13 @@ class Reader:
 
     def _reopen_changed(self, segments: Sequence[Segment], seen: Mapping[Path, FileIdentity | None]) -> bool:
         """Follows the files that changed. Returns whether one did since ``seen``, whoever noticed first."""
-        tensors = {segment.path: segment.pieces[0].name for segment in reversed(segments)}
         with self._reopening:
-            for path, tensor in tensors.items():
-                if not self._files[path].is_unchanged():
+            for path in seen:
+                file = self._files[path]
+                if not file.is_unchanged():
                     self._check_open()
-                    self._files[path].reopen(tensor)
-            return self._identities(segments) != seen
+                    file.reopen(next(segment.pieces[0].name for segment in segments if segment.path == path))
+            return any(self._files[path].identity != identity for path, identity in seen.items())
 
     def _read_all(self, task: Sequence[_Range], buffer: memoryview, keep_cached: bool, gate: _Gate) -> None:
         for segment, start, stop in task:

@@ -7,6 +7,7 @@ others are read. Before that, the next layer's router is asked which experts it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,30 +18,21 @@ import numpy as np
 
 from mlx_flash.checkpoint.layout import ExpertStack
 from mlx_flash.streaming.eviction import Mask, Numbers
+from mlx_flash.streaming.lookahead import SORTED_SIZE, Guess, GuessedError, Lookahead
 from mlx_flash.streaming.pool import ExpertPool
 from mlx_flash.streaming.stage import Stage
-from mlx_flash.streaming.stream import GuessEndedError, WeightStream
+from mlx_flash.streaming.stream import WeightStream
 from mlx_flash.streaming.swap import SwappedClass, clone_tree, own_class, state_of, swap_class
-
-SORTED_SIZE = 64
-"""From so many indices on mlx-lm sorts them, and kernels on GPUs choose by the number of experts."""
-
-LOOKAHEAD_SHARE = 1 / 8
-"""Share of the pool that experts may take which a router is only expected to choose."""
 
 _SMALL_BYTES = 16 << 20
 """What a call for one token may take, whatever it copies."""
 
+_MEMORY = 64
+"""Over how many calls it is averaged how many experts come late."""
+
 Routing = np.ndarray[Any, np.dtype[np.int64]]
 OnRouting = Callable[[int, Routing], None]
 """Called with the number of a layer and the experts of each of its tokens, ``(..., top_k)``."""
-
-
-class _GuessedError(GuessEndedError):
-    """A router has chosen."""
-
-    def __init__(self, indices: mx.array) -> None:
-        self.indices = indices
 
 
 class _Routed(SwappedClass):
@@ -51,46 +43,18 @@ class _Routed(SwappedClass):
         return experts.call(layer, x, indices)
 
 
-@dataclass(slots=True)
-class _Residual:
-    """The residual before a stack of experts and after it, when it is that of few tokens."""
-
-    before: mx.array | None = None
-    after: mx.array | None = None
-
-
-class _Norm(SwappedClass):
-    """The norm before the router: what it is given is the residual."""
-
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        residual = cast(_Residual, state_of(self))
-        is_simple = not args and not kwargs and x.size <= SORTED_SIZE * x.shape[-1]
-        residual.before, residual.after = x if is_simple else None, None
-        return cast(mx.array, own_class(self).__call__(self, x, *args, **kwargs))
-
-
-class _Block(SwappedClass):
-    """Router and experts: what they make is added to the residual."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        residual = cast(_Residual, state_of(self))
-        before = residual.before  # the next guess takes it
-        result = own_class(self).__call__(self, x)
-        if before is not None and isinstance(result, mx.array) and result.shape == before.shape:
-            residual.after = before + result
-        return cast(mx.array, result)
-
-
 @dataclass(frozen=True, slots=True)
-class _Early:
-    """What was begun with the experts that were there, whichever are needed.
+class _Begun:
+    """What was begun with the experts that were there, before it was known which are needed.
 
     Attributes:
-        result: ``(..., top_k, width)``; rows of experts that were not there are of no use.
+        rows: ``(pairs, width)``; those of experts that were not there are of no use.
+        pairs: which of the call's (token, expert) pairs these are, counted in order; None for all.
         ready: of each expert, whether it was there.
     """
 
-    result: mx.array
+    rows: mx.array
+    pairs: mx.array | None
     ready: Mask
 
 
@@ -135,10 +99,12 @@ class Experts:
             for module, stack in zip(self._modules, stacks, strict=True)
         ]
         self._pending: list[mx.array] = []
-        self.changed: list[nn.Module] = []
+        self._late_share = 0.0
         for layer, stack in enumerate(stacks):
-            self._swap(stack.unit.module, _Routed, (self, layer))
-        self._residuals = [self._remember(layer) if lookahead else _Residual() for layer in range(len(stacks))]
+            swap_class(stack.unit.module, _Routed, (self, layer))
+        # At the full shape what is on its way is not waited for, but read with the rest.
+        self._ahead = Lookahead(stacks, pool, stream, enabled=lookahead and all(self._takes_slots))
+        self.changed = [*(stack.unit.module for stack in stacks), *self._ahead.changed]
 
     def _pooled_copy(self, layer: int) -> nn.Module:
         """The stack with the pool's slots in the place of its experts."""
@@ -150,23 +116,6 @@ class Experts:
             for p, offset in zip([*unit.large, *unit.small], offsets, strict=True)
         }
         return clone_tree(unit.module, arrays)
-
-    def _swap(self, module: nn.Module, mixin: type[SwappedClass], state: object) -> None:
-        swap_class(module, mixin, state)
-        self.changed.append(module)
-
-    def _remember(self, layer: int) -> _Residual:
-        """Makes the modules around a stack remember the residual, if it helps to guess what the next stack needs."""
-        residual, stack = _Residual(), self.stacks[layer]
-        if stack.norm is None or stack.block is None or not self._can_be_guessed(layer + 1):
-            return residual
-        if not isinstance(stack.norm, SwappedClass) and not isinstance(stack.block, SwappedClass):
-            self._swap(stack.norm, _Norm, residual)
-            self._swap(stack.block, _Block, residual)
-        return residual
-
-    def _can_be_guessed(self, layer: int) -> bool:
-        return layer < len(self.stacks) and self.stacks[layer].block is not None and bool(self.stacks[layer].norm)
 
     def call(self, layer: int, x: mx.array, indices: mx.array) -> mx.array:
         """What a stack makes of tokens.
@@ -181,44 +130,81 @@ class Experts:
             IndexError: there are no such experts.
         """
         if self._stream.is_guessing:
-            raise _GuessedError(indices)
-        guess = early = None
+            raise GuessedError(indices)
+        next_guess = begun = None
+        known = [indices]  # before anything is computed with them
         if indices.size < SORTED_SIZE:
-            guess = self._guess_now(layer, indices)
-            early = self._begin(layer, x, indices, guess)
-        self._evaluate_pending(indices, *([] if guess is None else [guess]))
+            guess = self._ahead.late(layer)
+            if guess is not None:
+                mx.async_eval(guess.arrays)
+                mx.async_eval(indices)  # the layer's attention computes while the guess is looked at
+                self._ahead.read(layer, guess, is_early=False)
+            next_guess = self._ahead.early(layer + 1)
+            known += [] if next_guess is None else next_guess.arrays
+            begun = self._begin(layer, x, known, guess)
+        self._evaluate_pending(known)
         self.pool.hold(layer, ())
         routing = np.array(indices)
         counts = self._count(layer, routing)
-        experts = np.flatnonzero(counts).tolist()
         self.pool.stats.num_calls += 1
-        if self._fits_slots(layer, len(experts), routing.size):
-            return self._compact(layer, x, routing, counts, early, guess)
+        if self._fits_slots(layer, int(np.count_nonzero(counts)), routing.size):
+            result = self._compact(layer, x, routing, counts, begun)
+            if next_guess is not None:  # not before: it would have taken the disk from what was waited for
+                self._ahead.read(layer + 1, next_guess, is_early=True)
+            return result
         self.pool.stats.num_full += 1
         self._note(layer, routing, counts)
-        return self._stage.run(layer, x, indices, sorted(experts, key=lambda i: -counts[i]), self._quota)
+        experts = sorted(np.flatnonzero(counts).tolist(), key=lambda i: -counts[i])
+        return self._stage.run(layer, x, indices, experts, self._quota)
 
-    def _begin(self, layer: int, x: mx.array, indices: mx.array, guess: mx.array | None) -> _Early | None:
+    def _begin(self, layer: int, x: mx.array, known: list[mx.array], guess: Guess | None) -> _Begun | None:
         """Begins to compute a small call before it is known which experts it needs.
 
-        The processor need not wait for us then to look at the indices. Rows of experts that turn out to be missing are
-        of no use; while those are read there is nothing else to compute.
+        The processor need not wait for us then to look at the indices. It computes as many rows as experts are expected
+        to be there, of those that are: a row of one that is missing costs as much, and is of no use.
+
+        Args:
+            layer: number of the stack.
+            x: the tokens.
+            known: the indices first, and what is to be evaluated with them; which rows are begun is added.
+            guess: of the indices.
         """
-        if not (self._takes_slots[layer] and indices.size <= self.pool.slots.num_slots):
+        indices = known[0]
+        if not self._takes_slots[layer] or indices.size > self.pool.slots.num_slots or not _is_whole(x, indices):
             return None
-        mx.async_eval(indices, *([] if guess is None else [guess]))
         ready = self.pool.ready(layer)
-        slots = mx.array(np.where(ready, self.pool.slot_of[layer], 0).astype(np.uint32))
-        known = mx.clip(indices, 0, self.stacks[layer].num_experts - 1)  # they are not checked yet
-        result = self._run(layer, x, slots[known])
-        mx.async_eval(result)
-        return _Early(result, ready)
+        num_rows = indices.size - self._num_late(ready, guess, indices.size)
+        if not num_rows:
+            return None
+        num_slots = self.pool.slots.num_slots
+        table = np.where(ready, self.pool.slot_of[layer], num_slots).astype(np.uint32)
+        slots = mx.array(table)[mx.clip(indices, 0, len(table) - 1)]  # they are not checked yet
+        pairs = None
+        if num_rows < indices.size:
+            pairs = mx.argsort(slots.reshape(-1))[:num_rows]
+            known.append(pairs)
+        mx.async_eval(known)  # in a call of its own: what is evaluated with the rows is not there before they are
+        slots = mx.minimum(slots, num_slots - 1)
+        if pairs is None:
+            rows = self._run(layer, x, slots).reshape(num_rows, -1)
+        else:
+            rows = self._run_pairs(layer, x, slots.reshape(-1)[pairs], pairs // indices.shape[-1])
+        mx.async_eval(rows)
+        return _Begun(rows, pairs, ready)
+
+    def _num_late(self, ready: Mask, guess: Guess | None, size: int) -> int:
+        """How many of a call's (token, expert) pairs will probably have to wait for their experts."""
+        if guess is None or guess.indices.size != size:
+            return int(size * self._late_share)
+        return int(np.count_nonzero(~ready[np.array(guess.indices)]))
 
     def _count(self, layer: int, routing: Routing) -> Numbers:
         """How many tokens each expert computes."""
         num_experts = self.stacks[layer].num_experts
-        if routing.size and not 0 <= routing.min() <= routing.max() < num_experts:
-            asked = f"experts {routing.min()} to {routing.max()}"
+        lowest = int(routing.min(initial=0)) if routing.dtype.kind == "i" else 0
+        highest = int(routing.max(initial=0))
+        if lowest < 0 or highest >= num_experts:
+            asked = f"experts {lowest} to {highest}"
             raise IndexError(f"'{self.stacks[layer].unit.name}' was asked for {asked}: it has {num_experts}")
         return np.bincount(routing.reshape(-1), minlength=num_experts)
 
@@ -226,6 +212,7 @@ class Experts:
         """Remembers what a call needed."""
         for listener in self.listeners:
             listener(layer, routing.astype(np.int64))
+        self._ahead.settle(layer, counts)
         experts = np.flatnonzero(counts)
         self.pool.use(layer, experts, counts[experts], max(1, routing.size // routing.shape[-1]))
 
@@ -242,99 +229,86 @@ class Experts:
         """Experts of each layer that enter the pool when a prompt passes: twice its share, since layers compete."""
         return max(1, 2 * self.pool.slots.num_slots // len(self.stacks))
 
-    def _compact(
-        self, layer: int, x: mx.array, routing: Routing, counts: Numbers, early: _Early | None, guess: mx.array | None
-    ) -> mx.array:
-        """Computes with what is there while the rest is read, and begins to read what the next layer will need."""
-        pool, experts = self.pool, np.flatnonzero(counts).tolist()
-        ready = pool.ready(layer) if early is None else early.ready
-        late = [expert for expert in experts if not ready[expert]]
-        is_there = ready[routing.reshape(-1)]
-        can_part = len(late) < len(experts) and _num_rows(x) * routing.shape[-1] == routing.size
-        first, rows = None, np.flatnonzero(is_there)
-        if early is not None:
-            first, rows = early.result, np.arange(routing.size)
-        elif late and can_part:
-            first = self._run_rows(layer, x, routing, rows)
-            mx.async_eval(first)
-        pool.request(layer, experts)
-        pool.hold(layer, experts)
+    def _compact(self, layer: int, x: mx.array, routing: Routing, counts: Numbers, begun: _Begun | None) -> mx.array:
+        """Computes from the slots."""
+        experts = np.flatnonzero(counts).tolist()
+        late: Sequence[int] = self.pool.request(layer, experts)
+        if routing.size < SORTED_SIZE:
+            self._late_share += (len(late) / max(1, len(experts)) - self._late_share) / _MEMORY
+        self.pool.hold(layer, experts)
         self._note(layer, routing, counts)
-        if not late:
-            self._read_ahead(layer + 1, guess)
-        if late and can_part and first is not None:
-            others = np.flatnonzero(~is_there)
-            second = self._run_rows(layer, x, routing, others)
-            result = _merged(first, rows, second, others).reshape(*routing.shape, -1)
-        elif late or first is None:
-            result = self._run(layer, x, mx.array(pool.slot_of[layer][routing].astype(np.uint32)))
+        if routing.size and _is_whole(x, routing):
+            result, late = self._compute_parts(layer, x, routing, begun, late)
         else:
-            result = first
-        pool.wait(layer, late)  # what computes with them was not evaluated yet
+            result = self._run(layer, x, self._slots(layer, routing))
+        self.pool.wait(layer, late)  # what computes with them was not evaluated yet
         if routing.size < SORTED_SIZE:
             # It computes while the rest of the model's code is gone through. A prompt's results are large: they wait.
             mx.async_eval(result)
-        if late:  # not before: it would have taken the disk from what was waited for
-            self._read_ahead(layer + 1, guess)
         self._pending.append(result)
         if layer == len(self.stacks) - 1:
             self._evaluate_pending()  # the next call may come from another thread, which cannot
         return result
 
+    def _compute_parts(
+        self, layer: int, x: mx.array, routing: Routing, begun: _Begun | None, late: Sequence[int]
+    ) -> tuple[mx.array, Sequence[int]]:
+        """What is there computes while the rest is read; for few tokens, each expert when it comes.
+
+        Returns:
+            The result, ``(..., top_k, width)``, and the experts that have to be waited for before it is evaluated.
+        """
+        experts = routing.reshape(-1)
+        parts: list[tuple[mx.array, Numbers]] = []
+        is_left = np.ones(len(experts), np.bool_)
+        if begun is not None:
+            pairs = np.arange(len(experts)) if begun.pairs is None else np.array(begun.pairs).astype(np.int64)
+            parts.append((begun.rows, pairs))
+            is_left[pairs] = ~begun.ready[experts[pairs]]
+        is_late = np.zeros(self.stacks[layer].num_experts, np.bool_)
+        is_late[late] = True
+        most_left = 1 if routing.size < SORTED_SIZE else len(late)
+        while True:
+            is_here = is_left & ~is_late[experts]
+            if is_here.any():
+                parts.append(self._run_rows(layer, x, routing, np.flatnonzero(is_here)))
+                if late:
+                    mx.async_eval(parts[-1][0])
+                is_left &= ~is_here
+            if len(late) <= most_left:
+                break
+            came = self.pool.wait_any(layer, late)
+            late = [expert for expert in late if expert not in came]
+            is_late[came] = False
+        if late:
+            parts.append(self._run_rows(layer, x, routing, np.flatnonzero(is_left)))
+        return _joined(parts, routing.shape), late
+
     def let_go(self) -> None:
         """Forgets what was not computed: the pass has failed, and the next may come from another thread."""
         self._pending.clear()
+        self._ahead.let_go()
 
-    def _evaluate_pending(self, *others: mx.array) -> None:
+    def _evaluate_pending(self, others: Sequence[mx.array] = ()) -> None:
         pending, self._pending = self._pending, []  # they go, whatever happens: they may be of another thread's
         mx.eval(pending, others)
 
-    def _run_rows(self, layer: int, x: mx.array, routing: Routing, chosen: Numbers) -> mx.array:
-        """What some of the (token, expert) pairs make, ``(pairs, width)``."""
-        tokens = x.reshape(-1, x.shape[-1])[mx.array((chosen // routing.shape[-1]).astype(np.uint32))]
-        slots = self.pool.slot_of[layer][routing.reshape(-1)[chosen]]
-        return self._run(layer, tokens, mx.array(slots[:, None].astype(np.uint32)))[:, 0]
+    def _run_rows(self, layer: int, x: mx.array, routing: Routing, pairs: Numbers) -> tuple[mx.array, Numbers]:
+        """What some of the (token, expert) pairs make, ``(pairs, width)``, and which these are."""
+        if len(pairs) == routing.size:
+            return self._run(layer, x, self._slots(layer, routing)).reshape(routing.size, -1), pairs
+        tokens = mx.array((pairs // routing.shape[-1]).astype(np.uint32))
+        return self._run_pairs(layer, x, self._slots(layer, routing.reshape(-1)[pairs]), tokens), pairs
+
+    def _slots(self, layer: int, experts: Routing) -> mx.array:
+        return mx.array(self.pool.slot_of[layer][experts].astype(np.uint32))
+
+    def _run_pairs(self, layer: int, x: mx.array, slots: mx.array, tokens: mx.array) -> mx.array:
+        return self._run(layer, x.reshape(-1, x.shape[-1])[tokens], slots[:, None])[:, 0]
 
     def _run(self, layer: int, x: mx.array, slots: mx.array) -> mx.array:
         module = self._modules[layer]
         return cast(mx.array, own_class(module).__call__(module, x, slots))
-
-    def _guess_now(self, layer: int, indices: mx.array) -> mx.array | None:
-        """Reads ahead what this stack will probably need, and returns a guess for the next one, not evaluated.
-
-        What this stack needs is guessed from the residual before its layer: that is known while the layer's attention
-        computes, which goes on meanwhile.
-        """
-        before, self._residuals[layer - 1].after = self._residuals[layer - 1].after, None
-        guess = self._guess(layer, before)
-        if guess is not None:
-            mx.async_eval(guess)
-            mx.async_eval(indices)
-            self._read_ahead(layer, guess, urgent=True)
-        return self._guess(layer + 1, self._residuals[layer].before)
-
-    def _read_ahead(self, layer: int, guess: mx.array | None, *, urgent: bool = False) -> None:
-        if guess is None:
-            return
-        likely = sorted(set(np.array(guess).reshape(-1).tolist()))
-        self.pool.read_ahead(layer, likely, int(self.pool.slots.num_slots * LOOKAHEAD_SHARE), urgent=urgent)
-
-    def _guess(self, layer: int, residual: mx.array | None) -> mx.array | None:
-        """The experts that a stack's router would choose if the layers in between changed nothing."""
-        if residual is None or not self._can_be_guessed(layer):
-            return None
-        stack = self.stacks[layer]
-        norm, block = cast(nn.Module, stack.norm), cast(nn.Module, stack.block)
-        self._stream.is_guessing = True
-        try:
-            own_class(block).__call__(block, own_class(norm).__call__(norm, residual))
-        except _GuessedError as guessed:
-            return guessed.indices
-        except GuessEndedError:
-            return None
-        finally:
-            self._stream.is_guessing = False
-        return None
 
 
 def takes_slots(module: nn.Module, first: Any) -> bool:
@@ -362,13 +336,24 @@ def _copies_little(module: nn.Module, x: mx.array, limit: int) -> bool:
     return int(mx.get_peak_memory()) - before < max(_SMALL_BYTES, limit)
 
 
-def _num_rows(x: mx.array) -> int:
-    return x.size // x.shape[-1]
+def _is_whole(x: mx.array, indices: mx.array | Routing) -> bool:
+    """Whether every token has its own experts."""
+    return x.size // x.shape[-1] * indices.shape[-1] == indices.size
 
 
-def _merged(first: mx.array, first_rows: Numbers, second: mx.array, second_rows: Numbers) -> mx.array:
-    """The rows of both in their order. Where both have a row, the second's."""
-    source = np.empty(max(first_rows.max(), second_rows.max()) + 1, np.uint32)
-    source[first_rows] = np.arange(len(first_rows))
-    source[second_rows] = len(first_rows) + np.arange(len(second_rows))
-    return mx.concatenate([first.reshape(-1, first.shape[-1]), second])[mx.array(source)]
+def _joined(parts: Sequence[tuple[mx.array, Numbers]], shape: Sequence[int]) -> mx.array:
+    """All rows in their order, ``(*shape, width)``. Where several parts have a row, the last one's.
+
+    Args:
+        parts: rows ``(pairs, width)``, and which pairs these are.
+        shape: of the routing.
+    """
+    rows, pairs = parts[0]
+    if len(parts) > 1:
+        source = np.empty(sum(len(pairs) for _, pairs in parts), np.uint32)
+        first = 0
+        for _, pairs in parts:
+            source[pairs] = first + np.arange(len(pairs))
+            first += len(pairs)
+        rows = mx.concatenate([rows for rows, _ in parts])[mx.array(source[: math.prod(shape)])]
+    return rows.reshape(*shape, -1)

@@ -218,23 +218,39 @@ class ExpertPool:
         self.drop_failed(layer, experts)
         self.forget(layer, [expert for expert in experts if (layer, expert) in self._tickets])
 
-    def wait(self, layer: int, experts: Iterable[int]) -> None:
+    def wait(self, layer: int, experts: Sequence[int]) -> None:
         """Returns when some experts, all of them requested, are in their slots.
 
         Raises:
             ReadError: one of them could not be read. They may be requested again.
         """
+        left = list(experts)
+        while left:
+            came = self.wait_any(layer, left)
+            left = [expert for expert in left if expert not in came]
+
+    def wait_any(self, layer: int, experts: Sequence[int]) -> Sequence[int]:
+        """Returns those of some experts, all of them requested, that are in their slots.
+
+        Waits only if none is, and then for the one that is read longest.
+
+        Raises:
+            ReadError: one of them could not be read. They may be requested again.
+        """
         began = time.perf_counter()
-        keys = [(layer, int(expert)) for expert in experts]
+        came = [expert for expert in experts if (layer, expert) not in self._tickets]
+        under_way = [key for key in self._tickets if key[0] == layer and key[1] in experts]
         try:
-            for key in keys:
-                if key in self._tickets:
+            for key in under_way:
+                if not came or self._tickets[key].done():
                     self._finish(key, self._tickets[key])
-        except BaseException:
-            self._free += [self._leave(key) for key in keys if key in self._tickets]  # or each would fail one more call
+                    came.append(key[1])
+        except BaseException:  # all of them, or each would fail one more call
+            self._free += [self._leave(key) for key in under_way if key in self._tickets]
             raise
         finally:
             self.stats.wait_seconds += time.perf_counter() - began
+        return came
 
     def wait_for(self, ticket: Ticket) -> None:
         """Waits for reads of the caller's, and counts the time."""

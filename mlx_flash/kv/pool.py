@@ -271,6 +271,7 @@ class KVPool:
                 continue
             elif (victim := self._victim(rows)) is not None:
                 self._spill(victim, new if victim is rows else ())
+                give_back_freed()
             elif self.ring.held > self._sums.slots_needed((rows,), num_new):
                 self.ring.release()  # it was larger for a longer context
             else:

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.kv.layout import RowBytes, RowLayout
-from mlx_flash.kv.memory import commits_lazily, give_back, reserve
+from mlx_flash.kv.memory import commits_lazily, give_back, give_back_freed, reserve
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, slot_memory
 from mlx_flash.residency.memory import use_huge_pages
 from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
@@ -91,8 +91,11 @@ class Slot:
     def release(self) -> None:
         """Empties it, and gives its memory back."""
         self.clear()
+        if self._pages is None:
+            return
         self._arena, self._pages, self._is_handed_out, self.touched = None, None, False, 0
         self._is_large = False
+        give_back_freed()
 
     def clear(self) -> None:
         """Forgets what is in it."""

@@ -294,8 +294,9 @@ def test_rows_of_a_file_do_not_overlap(capacity: int, step: int, page: int) -> N
 
 
 def make_holes() -> list[np.ndarray]:
-    """Leaves holes in the heap that are larger than a slot: what is allocated in them is not the system's when freed."""
-    del [np.ones(31 << 20, np.uint8)][:]  # arrays up to this size are on the heap from now on
+    """Leaves holes in the heap larger than a slot: what is allocated in them is not the system's when it is freed."""
+    largest = np.ones(31 << 20, np.uint8)
+    del largest  # glibc puts arrays of up to this size on the heap from now on
     holes = [np.ones(12 << 20, np.uint8) for _ in range(20)]
     top = [np.ones(1 << 20, np.uint8) for _ in range(3)]
     holes.clear()

@@ -71,6 +71,10 @@ class Segment:
         """First byte after the last piece: what a read must reach to be complete."""
         return max(piece.end for piece in self.pieces)
 
+    def wanted_bytes(self, start: int, stop: int) -> int:
+        """How many bytes of pieces lie in ``[start, stop)`` of the file."""
+        return sum(max(0, min(stop, piece.end) - max(start, piece.offset)) for piece in self.pieces)
+
     def piece_at(self, offset: int) -> Piece:
         """The piece at an offset of the file, or the next one after it."""
         return next((piece for piece in self.pieces if offset < piece.end), self.pieces[-1])

@@ -32,7 +32,7 @@ DEFAULT_READ_SIZE = 4 << 20
 DEFAULT_QUEUE_DEPTH = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReadStats:
     """What was read so far.
 
@@ -54,29 +54,35 @@ _Range = tuple[Segment, int, int]
 
 
 class _Gate:
-    """Counts the tasks that may write to a buffer, until it is shut."""
+    """Counts the tasks that may write to a buffer, until it is shut. Many are made: it is light."""
+
+    __slots__ = ("_empty", "_lock", "_num_inside")
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._num_inside = 0
-        self._is_shut = False
+        self._empty: threading.Event | None = None
 
     def __enter__(self) -> None:
-        with self._changed:
-            if self._is_shut:
+        with self._lock:
+            if self._empty is not None:
                 raise CancelledError
             self._num_inside += 1
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
+        with self._lock:
             self._num_inside -= 1
-            self._changed.notify_all()
+            if self._empty is not None and not self._num_inside:
+                self._empty.set()
 
     def shut(self) -> None:
         """Returns when nobody is inside; nobody comes in any more."""
-        with self._changed:
-            self._is_shut = True
-            self._changed.wait_for(lambda: not self._num_inside)
+        with self._lock:
+            if self._empty is None:
+                self._empty = threading.Event()
+            if not self._num_inside:
+                self._empty.set()
+        self._empty.wait()
 
 
 class Ticket:
@@ -299,26 +305,28 @@ class Reader:
             return any(self._files[path].identity != identity for path, identity in seen.items())
 
     def _read_all(self, task: Sequence[_Range], buffer: memoryview, keep_cached: bool, gate: _Gate) -> None:
-        for segment, start, stop in task:
-            with gate, self._gate:  # for each range anew: what is cancelled goes on with none
-                self._read(segment, start, stop, buffer, keep_cached)
+        with self._gate:
+            self._begin()
+            num_reads = nbytes = 0
+            try:
+                for segment, start, stop in task:
+                    with gate:  # for each range anew: what is cancelled goes on with none
+                        num_reads += 1
+                        self._read(segment, start, stop, buffer, keep_cached)
+                        nbytes += segment.wanted_bytes(start, stop)
+            finally:
+                self._end(num_reads, nbytes)
 
     def _read(self, segment: Segment, start: int, stop: int, buffer: memoryview, keep_cached: bool) -> None:
         file = self._files[segment.path]
-        self._begin()
-        nbytes = 0
-        try:
-            fd = None if keep_cached else file.direct_fd
-            if fd is None:
-                self._read_buffered(file.buffered_fd, segment, start, stop, buffer, keep_cached)
-            elif segment.buffer_offset is not None and self._in_place:
-                at = segment.buffer_offset + start - segment.offset
-                self._read_direct(fd, segment, start, buffer[at : at + stop - start])
-            else:
-                self._read_bounced(fd, segment, start, stop, buffer)
-            nbytes = sum(len(part) for _, part in _parts(segment, start, stop, buffer))
-        finally:
-            self._end(nbytes)
+        fd = None if keep_cached else file.direct_fd
+        if fd is None:
+            self._read_buffered(file.buffered_fd, segment, start, stop, buffer, keep_cached)
+        elif segment.buffer_offset is not None and self._in_place:
+            at = segment.buffer_offset + start - segment.offset
+            self._read_direct(fd, segment, start, buffer[at : at + stop - start])
+        else:
+            self._read_bounced(fd, segment, start, stop, buffer)
 
     def _read_direct(self, fd: int, segment: Segment, start: int, target: memoryview) -> None:
         self._fill(fd, segment, start, target, min(len(target), segment.wanted_end - start), DIRECT_ALIGNMENT)
@@ -351,7 +359,7 @@ class Reader:
                     raise _read_error(segment, offset + got, error) from error
                 retries += 1
                 with self._lock:
-                    self._stats = replace(self._stats, num_retries=self._stats.num_retries + 1)
+                    self._stats.num_retries += 1
                 time.sleep(RETRY_SECONDS * retries)
                 continue
             if count < min(alignment, needed - got):
@@ -370,17 +378,13 @@ class Reader:
                 self._busy_since = time.perf_counter()
             self._in_flight += 1
 
-    def _end(self, nbytes: int) -> None:
+    def _end(self, num_reads: int, nbytes: int) -> None:
         with self._lock:
             self._in_flight -= 1
-            since = 0.0 if self._in_flight else time.perf_counter() - self._busy_since
-            before = self._stats
-            self._stats = replace(
-                before,
-                nbytes=before.nbytes + nbytes,
-                busy_seconds=before.busy_seconds + since,
-                num_reads=before.num_reads + 1,
-            )
+            if not self._in_flight:
+                self._stats.busy_seconds += time.perf_counter() - self._busy_since
+            self._stats.nbytes += nbytes
+            self._stats.num_reads += num_reads
 
     def close(self) -> None:
         """Ends the threads and closes the files. Harmless when repeated."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import mlx.core as mx
@@ -196,7 +197,7 @@ class Experts:
         """How many of a call's (token, expert) pairs will probably have to wait for their experts."""
         if guess is None or guess.indices.size != size:
             return int(size * self._late_share)
-        return int(np.count_nonzero(~ready[np.array(guess.indices)]))
+        return sum(not ready[expert] for chosen in guess.chosen for expert in chosen)
 
     def _count(self, layer: int, routing: Routing) -> Numbers:
         """How many tokens each expert computes."""
@@ -258,31 +259,29 @@ class Experts:
         Returns:
             The result, ``(..., top_k, width)``, and the experts that have to be waited for before it is evaluated.
         """
-        experts = routing.reshape(-1)
-        parts: list[tuple[mx.array, Numbers]] = []
-        is_left = np.ones(len(experts), np.bool_)
+        experts = routing.reshape(-1).tolist()  # in plain Python: what calls of numpy cost shows here
+        parts: list[tuple[mx.array, Sequence[int]]] = []
+        left = list(range(len(experts)))
         if begun is not None:
-            pairs = np.arange(len(experts)) if begun.pairs is None else np.array(begun.pairs).astype(np.int64)
+            pairs = left if begun.pairs is None else cast("list[int]", begun.pairs.tolist())
             parts.append((begun.rows, pairs))
-            is_left[pairs] = ~begun.ready[experts[pairs]]
-        is_late = np.zeros(self.stacks[layer].num_experts, np.bool_)
-        is_late[late] = True
+            done = {pair for pair in pairs if begun.ready[experts[pair]]}
+            left = [pair for pair in left if pair not in done]
+        absent = set(late)
         most_left = 1 if routing.size < SORTED_SIZE else len(late)
         while True:
-            is_here = is_left & ~is_late[experts]
-            if is_here.any():
-                parts.append(self._run_rows(layer, x, routing, np.flatnonzero(is_here)))
-                if late:
+            here = [pair for pair in left if experts[pair] not in absent]
+            if here:
+                parts.append((self._run_rows(layer, x, routing, here), here))
+                if absent:
                     mx.async_eval(parts[-1][0])
-                is_left &= ~is_here
-            if len(late) <= most_left:
+                left = [pair for pair in left if experts[pair] in absent]
+            if len(absent) <= most_left:
                 break
-            came = self.pool.wait_any(layer, late)
-            late = [expert for expert in late if expert not in came]
-            is_late[came] = False
-        if late:
-            parts.append(self._run_rows(layer, x, routing, np.flatnonzero(is_left)))
-        return _joined(parts, routing.shape), late
+            absent.difference_update(self.pool.wait_any(layer, [expert for expert in late if expert in absent]))
+        if absent:
+            parts.append((self._run_rows(layer, x, routing, left), left))
+        return _joined(parts, routing.shape), [expert for expert in late if expert in absent]
 
     def let_go(self) -> None:
         """Forgets what was not computed: the pass has failed, and the next may come from another thread."""
@@ -293,12 +292,12 @@ class Experts:
         pending, self._pending = self._pending, []  # they go, whatever happens: they may be of another thread's
         mx.eval(pending, others)
 
-    def _run_rows(self, layer: int, x: mx.array, routing: Routing, pairs: Numbers) -> tuple[mx.array, Numbers]:
-        """What some of the (token, expert) pairs make, ``(pairs, width)``, and which these are."""
+    def _run_rows(self, layer: int, x: mx.array, routing: Routing, pairs: Sequence[int]) -> mx.array:
+        """What some of the (token, expert) pairs make, ``(pairs, width)``."""
         if len(pairs) == routing.size:
-            return self._run(layer, x, self._slots(layer, routing)).reshape(routing.size, -1), pairs
-        tokens = mx.array((pairs // routing.shape[-1]).astype(np.uint32))
-        return self._run_pairs(layer, x, self._slots(layer, routing.reshape(-1)[pairs]), tokens), pairs
+            return self._run(layer, x, self._slots(layer, routing)).reshape(routing.size, -1)
+        tokens = mx.array([pair // routing.shape[-1] for pair in pairs], mx.uint32)
+        return self._run_pairs(layer, x, self._slots(layer, routing.reshape(-1)[pairs]), tokens)
 
     def _slots(self, layer: int, experts: Routing) -> mx.array:
         return mx.array(self.pool.slot_of[layer][experts].astype(np.uint32))
@@ -341,19 +340,17 @@ def _is_whole(x: mx.array, indices: mx.array | Routing) -> bool:
     return x.size // x.shape[-1] * indices.shape[-1] == indices.size
 
 
-def _joined(parts: Sequence[tuple[mx.array, Numbers]], shape: Sequence[int]) -> mx.array:
+def _joined(parts: Sequence[tuple[mx.array, Sequence[int]]], shape: Sequence[int]) -> mx.array:
     """All rows in their order, ``(*shape, width)``. Where several parts have a row, the last one's.
 
     Args:
         parts: rows ``(pairs, width)``, and which pairs these are.
         shape: of the routing.
     """
-    rows, pairs = parts[0]
+    rows = parts[0][0]
     if len(parts) > 1:
-        source = np.empty(sum(len(pairs) for _, pairs in parts), np.uint32)
-        first = 0
-        for _, pairs in parts:
-            source[pairs] = first + np.arange(len(pairs))
-            first += len(pairs)
-        rows = mx.concatenate([rows for rows, _ in parts])[mx.array(source[: math.prod(shape)])]
+        source = [0] * math.prod(shape)
+        for row, pair in enumerate(chain.from_iterable(pairs for _, pairs in parts)):
+            source[pair] = row
+        rows = mx.concatenate([rows for rows, _ in parts])[mx.array(source, mx.uint32)]
     return rows.reshape(*shape, -1)

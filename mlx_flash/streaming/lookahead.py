@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, cast
 
@@ -51,7 +52,7 @@ class GuessedError(GuessEndedError):
         self.indices = indices
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Guess:
     """What a router would choose now, not evaluated.
 
@@ -68,13 +69,17 @@ class Guess:
         """What there is to evaluate."""
         return [self.indices] if self.scores is None else [self.indices, self.scores]
 
+    @cached_property
+    def chosen(self) -> list[list[int]]:
+        """The experts of each token. Evaluates the guess."""
+        return np.array(self.indices).reshape(-1, self.indices.shape[-1]).tolist()
+
     def ranks(self) -> dict[int, int]:
         """Of each expert the best rank that a token gave it, 0 where ranks are unknown; best first."""
-        experts = np.array(self.indices).reshape(-1, self.indices.shape[-1]).tolist()
         if self.scores is None:
-            return {expert: 0 for chosen in experts for expert in chosen}
+            return {expert: 0 for chosen in self.chosen for expert in chosen}
         ranks: dict[int, int] = {}  # in plain Python: what calls of numpy cost shows here
-        for chosen, scores in zip(experts, np.array(self.scores).tolist(), strict=True):
+        for chosen, scores in zip(self.chosen, np.array(self.scores).tolist(), strict=True):
             for rank, (_, expert) in enumerate(sorted(zip(scores, chosen, strict=True), reverse=True)):
                 ranks[expert] = min(rank, ranks.get(expert, rank))
         return dict(sorted(ranks.items(), key=itemgetter(1)))

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mlx.utils import tree_flatten, tree_map
@@ -24,7 +24,7 @@ from mlx_flash.errors import BudgetError, ClosedError, ConfigError, StreamedWeig
 from mlx_flash.kv import options as kv_options
 from mlx_flash.kv import ring, slots
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache, make_caches
-from mlx_flash.kv.memory import commits_lazily
+from mlx_flash.kv.memory import MemoryRows, commits_lazily
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.slots import Slot
@@ -266,6 +266,18 @@ def llama() -> nn.Module:
 
 
 PROMPT = mx.array([i * 7 % 1000 for i in range(1, 300)])
+
+
+@pytest.mark.parametrize("form", ["step", "flat", "paged"])
+@settings(deadline=None, max_examples=30)
+@given(news=st.lists(st.sampled_from([1, 1, 1, 3, 70, 300]), min_size=1, max_size=12))
+def test_new_tokens_take_more_memory_when_that_is_said(form: str, news: list[int]) -> None:
+    rows = MemoryRows(KVOptions(form=form, max_context_length=4096))
+    for num_new in news:
+        said, before = rows.takes_more(num_new), rows.held
+        rows.append([mx.ones((1, 2, num_new, 64)), mx.ones((1, 2, num_new, 32))])
+        assert said == (rows.held != before)
+
 
 FORMS: dict[str, dict[str, Any]] = {
     "step": {},

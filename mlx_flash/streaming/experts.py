@@ -188,10 +188,8 @@ class Experts:
         slots = mx.minimum(slots, num_slots - 1)
         if pairs is None:
             rows = self._run(layer, x, slots).reshape(num_rows, -1)
-        elif _is_one_token(x):
-            rows = self._run_one(layer, x, slots.reshape(-1)[pairs])
         else:
-            rows = self._run_pairs(layer, x, slots.reshape(-1)[pairs], pairs // indices.shape[-1])
+            rows = self._run_pairs(layer, x, slots.reshape(-1)[pairs], pairs, indices.shape[-1])
         mx.async_eval(rows)
         return _Begun(rows, pairs, ready)
 
@@ -294,24 +292,22 @@ class Experts:
         pending, self._pending = self._pending, []  # they go, whatever happens: they may be of another thread's
         mx.eval(pending, others)
 
-    def _run_rows(self, layer: int, x: mx.array, routing: Routing, pairs: Sequence[int]) -> mx.array:
+    def _run_rows(self, layer: int, x: mx.array, routing: Routing, pairs: list[int]) -> mx.array:
         """What some of the (token, expert) pairs make, ``(pairs, width)``."""
         if len(pairs) == routing.size:
             return self._run(layer, x, self._slots(layer, routing)).reshape(routing.size, -1)
         slots = self._slots(layer, routing.reshape(-1)[pairs])
-        if _is_one_token(x):
-            return self._run_one(layer, x, slots)
-        return self._run_pairs(layer, x, slots, mx.array([pair // routing.shape[-1] for pair in pairs], mx.uint32))
+        return self._run_pairs(layer, x, slots, mx.array(pairs, mx.uint32), routing.shape[-1])
 
     def _slots(self, layer: int, experts: Routing) -> mx.array:
         return mx.array(self.pool.slot_of[layer][experts].astype(np.uint32))
 
-    def _run_one(self, layer: int, x: mx.array, slots: mx.array) -> mx.array:
-        """What experts make of one token, ``(experts, width)``."""
-        return self._run(layer, x.reshape(1, -1), mx.expand_dims(slots, 0)).squeeze(0)
-
-    def _run_pairs(self, layer: int, x: mx.array, slots: mx.array, tokens: mx.array) -> mx.array:
-        return self._run(layer, x.reshape(-1, x.shape[-1])[tokens], slots[:, None])[:, 0]
+    def _run_pairs(self, layer: int, x: mx.array, slots: mx.array, pairs: mx.array, top_k: int) -> mx.array:
+        """What some of the (token, expert) pairs make, ``(pairs, width)``, whose experts are in these slots."""
+        tokens = x.reshape(-1, x.shape[-1])
+        if len(tokens) == 1:  # as the model itself calls them: no rows to gather
+            return self._run(layer, tokens, slots[None])[0]
+        return self._run(layer, tokens[pairs // top_k], slots[:, None])[:, 0]
 
     def _run(self, layer: int, x: mx.array, slots: mx.array) -> mx.array:
         module = self._modules[layer]
@@ -341,11 +337,6 @@ def _copies_little(module: nn.Module, x: mx.array, limit: int) -> bool:
     except RuntimeError:
         return False
     return int(mx.get_peak_memory()) - before < max(_SMALL_BYTES, limit)
-
-
-def _is_one_token(x: mx.array) -> bool:
-    """Whether ``x`` is ``(..., width)`` of a single token."""
-    return x.size == x.shape[-1]
 
 
 def _is_whole(x: mx.array, indices: mx.array | Routing) -> bool:

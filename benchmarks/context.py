@@ -38,9 +38,9 @@ from rich.table import Table
 from streaming import describe_machine, describe_model, describe_versions
 
 from mlx_flash.config import GB, FlashConfig
+from mlx_flash.engine.headroom import check_headroom
+from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM, load_model
-from mlx_flash.residency.headroom import check_headroom
-from mlx_flash.residency.memory import peak_footprint
 
 FILL_STEP = 1024
 """Tokens that are added at a time, without attention: a cache on disk is read once for each of these."""

@@ -29,7 +29,7 @@ from mlx_lm.models.cache import KVCache, LRUPromptCache
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
-from mlx_flash.residency.memory import footprint, peak_footprint
+from mlx_flash.memory.footprint import footprint, peak_footprint
 
 MB = 1e6
 DTYPE = mx.float16

@@ -48,17 +48,17 @@ from streaming import (
     run_worker,
 )
 
-from mlx_flash.checkpoint.layout import load_lazily
-from mlx_flash.checkpoint.order import streaming_order
-from mlx_flash.checkpoint.pack import PackReport, pack
-from mlx_flash.checkpoint.safetensors import read_checkpoint
-from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.config import GB, parse_budget
+from mlx_flash.convert.order import streaming_order
+from mlx_flash.convert.pack import PackReport, pack
 from mlx_flash.errors import FlashError
+from mlx_flash.layout.load import load_lazily
+from mlx_flash.layout.units import make_layout
+from mlx_flash.memory.arena import Arena, kernel_alignment
 from mlx_flash.storage.placement import Placement, place
 from mlx_flash.storage.probe import disk_profile
 from mlx_flash.storage.reader import Reader, Ticket
-from mlx_flash.streaming.slots import Arena, kernel_alignment
+from mlx_flash.storage.safetensors import read_checkpoint
 
 NUM_SLOTS = 3
 

@@ -32,8 +32,8 @@ from rich.table import Table
 from streaming import describe_machine, describe_model, describe_versions, make_cold, may_drop_caches
 
 from mlx_flash.config import GB, FlashConfig
+from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import load_model
-from mlx_flash.residency.memory import peak_footprint
 
 SEED = 5
 

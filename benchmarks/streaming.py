@@ -51,16 +51,16 @@ from rich.console import Console
 from rich.table import Table
 
 import mlx_flash
-from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.config import GB, FlashConfig, parse_budget
 from mlx_flash.errors import FlashError
+from mlx_flash.memory.footprint import available_memory, peak_footprint, total_memory
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, open_buffered
 from mlx_flash.model import FlashLLM, load_model
-from mlx_flash.residency.memory import available_memory, peak_footprint, total_memory
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT, drop_cached, open_buffered
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.probe import disk_profile
 from mlx_flash.storage.reader import Reader, Ticket
+from mlx_flash.storage.safetensors import read_checkpoint
 
 PREFILL_STEP = PREFILL_STEPS[-1]
 """The one that fits every budget; the same for all runs, since another one may give other bits."""

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from typing import cast
 
-from mlx_flash.arguments import Commands, make_parser
+from mlx_flash.commands.arguments import Commands, make_parser
 from mlx_flash.commands.cache import cache
 from mlx_flash.commands.generate import generate
 from mlx_flash.commands.mlx_lm import chat, execute, serve

@@ -19,39 +19,39 @@ import numpy as np
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models import cache as stock_cache
 
-from mlx_flash.checkpoint.derived import adopt_derived
-from mlx_flash.checkpoint.fingerprint import fingerprint_of, state_of
-from mlx_flash.checkpoint.identity import ModelIdentity
-from mlx_flash.checkpoint.layout import LoadedModel, ModelLayout, load_config, load_lazily, model_name
-from mlx_flash.checkpoint.safetensors import read_checkpoint
-from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.config import FlashConfig
+from mlx_flash.convert.derived import adopt_derived
+from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
+from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
+from mlx_flash.engine.facade import ModelFacade
+from mlx_flash.engine.headroom import check_headroom
+from mlx_flash.engine.status import PassCounters, Status
 from mlx_flash.errors import CheckpointNotFoundError, ClosedError, ConfigError, FlashError
-from mlx_flash.kv.cache import make_caches
-from mlx_flash.kv.leaves import forget
-from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.prefixes import PrefixCache, open_governor, open_prefixes
-from mlx_flash.residency.headroom import check_headroom
-from mlx_flash.residency.machine import look_at_machine, look_at_memory
-from mlx_flash.residency.plan import Machine, ResidencyPlan
-from mlx_flash.residency.popularity import (
+from mlx_flash.experts.eviction import Expert
+from mlx_flash.experts.layers import Routing
+from mlx_flash.experts.popularity import (
     Popularity,
     load_popularity,
     popularity_file,
     popularity_fingerprint,
     save_popularity,
 )
+from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.fingerprint import fingerprint_of, state_of
+from mlx_flash.layout.identity import ModelIdentity
+from mlx_flash.layout.load import LoadedModel, ModelLayout, load_config, load_lazily, model_name
+from mlx_flash.layout.units import make_layout
+from mlx_flash.memory.arena import kernel_alignment
+from mlx_flash.prefixes.cache import PrefixCache, open_governor, open_prefixes
+from mlx_flash.prefixes.leaves import forget
+from mlx_flash.residency.machine import look_at_machine, look_at_memory
+from mlx_flash.residency.plan import Machine, ResidencyPlan
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import ModelSizes, expecting, measure
 from mlx_flash.storage.reader import Reader
-from mlx_flash.streaming.arrays import arrays_in
-from mlx_flash.streaming.dropped import DroppedResult, result_is_dropped
-from mlx_flash.streaming.engine import Engine, ExpertOptions, Progress
-from mlx_flash.streaming.eviction import Expert
-from mlx_flash.streaming.experts import Routing
-from mlx_flash.streaming.facade import ModelFacade
-from mlx_flash.streaming.slots import kernel_alignment
-from mlx_flash.streaming.status import PassCounters, Status
+from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.telemetry import Publisher
 
 _log = logging.getLogger("mlx_flash")

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mlx_flash
-from mlx_flash.arguments import DIAL, Commands, make_parser
+from mlx_flash.commands.arguments import DIAL, Commands, make_parser
 from mlx_flash.config import (
     OTHER_VARIABLES,
     FlashConfig,

@@ -21,14 +21,14 @@ from mlx_lm.models import llama
 
 from fused import SMALL, sanitize, save_fused
 from mlx_flash import cli
-from mlx_flash.checkpoint import copies, derived
-from mlx_flash.checkpoint.copies import PARTIAL_SUFFIX, Room, derived_directory, list_copies
-from mlx_flash.checkpoint.derived import adopt_derived, derived_parameters
-from mlx_flash.checkpoint.layout import LoadedModel, load_lazily
-from mlx_flash.checkpoint.safetensors import read_checkpoint
-from mlx_flash.checkpoint.units import make_layout
-from mlx_flash.checkpoint.writer import ShardWriter
+from mlx_flash.convert import copies, derived
+from mlx_flash.convert.copies import PARTIAL_SUFFIX, Room, derived_directory, list_copies
+from mlx_flash.convert.derived import adopt_derived, derived_parameters
+from mlx_flash.convert.writer import ShardWriter
 from mlx_flash.errors import FileChangedError, FlashError, WriteError
+from mlx_flash.layout.load import LoadedModel, load_lazily
+from mlx_flash.layout.units import make_layout
+from mlx_flash.storage.safetensors import read_checkpoint
 from models import PREFILL_AND_DECODE, run, same_bits, stock
 
 NUM_DERIVED = 2 * SMALL["num_hidden_layers"]
@@ -236,9 +236,9 @@ import mlx.core as mx
 from mlx_lm.models import llama
 sys.path.insert(0, sys.argv[2])
 from fused import sanitize
-from mlx_flash.checkpoint import derived
-from mlx_flash.checkpoint.layout import load_lazily
-from mlx_flash.checkpoint.safetensors import read_checkpoint
+from mlx_flash.convert import derived
+from mlx_flash.layout.load import load_lazily
+from mlx_flash.storage.safetensors import read_checkpoint
 directory, mode, count = Path(sys.argv[1]), sys.argv[3], int(sys.argv[4])
 llama.Model.sanitize = sanitize
 derived.LEAST_BYTES = derived.SHARD_BYTES = 1
@@ -325,7 +325,7 @@ def test_whatever_decides_what_is_computed_makes_another_copy(
     elif change == "override":
         override = {"rms_norm_eps": 1e-6}
     elif change == "version":
-        monkeypatch.setattr("mlx_flash.checkpoint.fingerprint.versions", lambda: {"mlx": "0", "mlx-lm": "0"})
+        monkeypatch.setattr("mlx_flash.layout.fingerprint.versions", lambda: {"mlx": "0", "mlx-lm": "0"})
     else:
         code = tmp_path / "other.py"
         code.write_text(

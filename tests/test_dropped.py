@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from mlx_flash.streaming.dropped import result_is_dropped
+from mlx_flash.engine.dropped import result_is_dropped
 
 answers: list[bool] = []
 

@@ -28,20 +28,20 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import mlx_flash
 import zoo
 from mlx_flash import ClosedError, FileChangedError, FlashLLM, ReadError, TruncatedFileError
-from mlx_flash.checkpoint.experts import trunk_of
-from mlx_flash.checkpoint.layout import ModelLayout
-from mlx_flash.checkpoint.pack import pack
-from mlx_flash.checkpoint.units import make_layout
+from mlx_flash.convert.pack import pack
+from mlx_flash.experts.layers import Experts as ModelExperts
+from mlx_flash.experts.pool import ABSENT, ExpertPool
+from mlx_flash.layout.experts import trunk_of
+from mlx_flash.layout.load import ModelLayout
+from mlx_flash.layout.units import make_layout
+from mlx_flash.memory.arena import SlotArena, kernel_alignment
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.model import prepare
 from mlx_flash.residency.plan import Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import measure
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.reader import Reader
-from mlx_flash.streaming.experts import Experts as ModelExperts
-from mlx_flash.streaming.pool import ABSENT, ExpertPool
-from mlx_flash.streaming.slots import SlotArena, kernel_alignment
 from models import MIXTRAL, QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
 from test_huggingface import DIRECT

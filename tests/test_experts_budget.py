@@ -15,11 +15,11 @@ from mlx_lm import utils as mlx_lm_utils
 
 import zoo
 from mlx_flash import FlashConfig
-from mlx_flash.checkpoint.layout import ExpertStack, ModelLayout
+from mlx_flash.layout.load import ExpertStack, ModelLayout
+from mlx_flash.memory.arena import kernel_alignment
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.model import prepare
 from mlx_flash.residency.sizes import ExpertSizes, measure
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.streaming.slots import kernel_alignment
 from test_model import streamed_whole
 from zoo.weights import VARIANTS, save
 
@@ -108,7 +108,7 @@ import json, sys
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_flash import FlashConfig, load_model
-from mlx_flash.residency.memory import peak_footprint
+from mlx_flash.memory.footprint import peak_footprint
 budget = sys.argv[2] if sys.argv[2] == "min" else float(sys.argv[2])
 settings = json.loads(sys.argv[3])
 model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=budget, context_length=160, **settings))

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mlx_flash.integration.gotemplate import Obstacle, to_jinja
+from mlx_flash.modelfile.gotemplate import Obstacle, to_jinja
 
 CHATML = """{{ if .System }}<|im_start|>system
 {{ .System }}<|im_end|>

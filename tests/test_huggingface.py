@@ -15,12 +15,12 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_flash import FileChangedError, FlashLLM
-from mlx_flash.checkpoint import derived
-from mlx_flash.checkpoint.copies import derived_directory, list_copies
-from mlx_flash.checkpoint.derived import derived_parameters
-from mlx_flash.checkpoint.layout import load_lazily
-from mlx_flash.checkpoint.safetensors import read_checkpoint
-from mlx_flash.checkpoint.writer import ShardWriter
+from mlx_flash.convert import derived
+from mlx_flash.convert.copies import derived_directory, list_copies
+from mlx_flash.convert.derived import derived_parameters
+from mlx_flash.convert.writer import ShardWriter
+from mlx_flash.layout.load import load_lazily
+from mlx_flash.storage.safetensors import read_checkpoint
 from models import stock
 from test_model import streamed_whole
 from zoo import configuration

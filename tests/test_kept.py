@@ -23,10 +23,10 @@ from mlx_flash.integration.server import surviving_server
 from mlx_flash.kv.cache import DiskKVCache, make_caches
 from mlx_flash.kv.history import History
 from mlx_flash.kv.kept import KeptCaches, num_equal
-from mlx_flash.kv.leaves import RowLeaf
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.prefixes import prefix_directory
+from mlx_flash.prefixes.cache import prefix_directory
+from mlx_flash.prefixes.leaves import RowLeaf
 from test_kv_cache import equal, rows_of, spill_all
 
 ROOT = Path(__file__).parents[1]

@@ -28,9 +28,9 @@ from mlx_flash.kv.memory import MemoryRows, commits_lazily
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.slots import Slot
-from mlx_flash.residency.memory import footprint
+from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.memory.footprint import footprint
 from mlx_flash.storage.reader import Reader
-from mlx_flash.streaming.arrays import arrays_in
 from models import GEMMA3, LLAMA, build
 
 

@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import FileChangedError, ReadError, TruncatedFileError, WriteError
+from mlx_flash.files import PrivateFolder
 from mlx_flash.kv import pages as pages_module
 from mlx_flash.kv.cache import make_caches
-from mlx_flash.kv.folder import PrivateFolder
 from mlx_flash.kv.layout import CHUNK_TOKENS, Component, RowLayout
 from mlx_flash.kv.memory import commits_lazily, give_back_freed
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.pool import KVPool
-from mlx_flash.residency.memory import footprint
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.streaming.slots import Arena
+from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.footprint import footprint
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
 WIDE = RowLayout((Component((1, 2), 128, mx.float16), Component((1, 3), 64, mx.float32)), 64)
 NARROW = RowLayout((Component((1, 2), 3, mx.float16), Component((1, 1), 2, mx.float32)), 5)

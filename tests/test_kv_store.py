@@ -37,11 +37,12 @@ from hypothesis.stateful import (
 )
 
 from mlx_flash.errors import ClosedError
-from mlx_flash.kv import store_index, store_recovery
-from mlx_flash.kv.store import Prefix, PrefixStore
-from mlx_flash.kv.store_access import clear_prefixes, list_prefixes
-from mlx_flash.kv.store_files import Blob, path_of
 from mlx_flash.kv.wear import WriteGovernor
+from mlx_flash.prefixes import index as store_index
+from mlx_flash.prefixes import recovery as store_recovery
+from mlx_flash.prefixes.access import clear_prefixes, list_prefixes
+from mlx_flash.prefixes.files import Blob, path_of
+from mlx_flash.prefixes.store import Prefix, PrefixStore
 
 STEP = 4
 """Tokens of a page."""
@@ -394,7 +395,7 @@ def test_pins_end_with_their_process(opened: Opener) -> None:
 
 
 def test_bytes_that_wait_are_bounded(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_flash.kv import store_writer
+    from mlx_flash.prefixes import writer as store_writer
 
     go_on = threading.Event()
     write = store_writer.write_page
@@ -413,7 +414,7 @@ def test_bytes_that_wait_are_bounded(opened: Opener, monkeypatch: pytest.MonkeyP
 
 
 def test_an_unexpected_error_of_the_thread_blocks_nobody(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_flash.kv import store_writer
+    from mlx_flash.prefixes import writer as store_writer
 
     told: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
@@ -596,7 +597,7 @@ def test_leftovers_are_removed_and_whole_pages_kept(opened: Opener) -> None:
 
 
 def test_an_unfinished_page_is_left_to_its_writer(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_flash.kv import store_writer
+    from mlx_flash.prefixes import writer as store_writer
 
     class Slow(dict[str, memoryview]):
         def __getitem__(self, name: str) -> memoryview:

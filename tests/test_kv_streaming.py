@@ -30,10 +30,10 @@ from mlx_lm.models.cache import (
 import zoo
 from mlx_flash import BudgetError, ConfigError, DiskKVCache, FlashConfig, FlashLLM, ReadError, WriteError, load_model
 from mlx_flash.kv.cache import DiskQuantizedKVCache
+from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.model import prepare
 from mlx_flash.residency.kv import least_bytes
 from mlx_flash.residency.sizes import measure
-from mlx_flash.streaming.slots import kernel_alignment
 from models import LLAMA, save, stock
 
 CONTEXT = 220
@@ -382,7 +382,7 @@ import mlx.core as mx
 from dataclasses import replace
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.model import prepare
-from mlx_flash.residency.memory import peak_footprint
+from mlx_flash.memory.footprint import peak_footprint
 config = FlashConfig(
     ram_budget_gb="min", kv_cache="disk", kv_step=16, context_length={length} + 16, prefill_step_size=64
 )

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import CacheList, KVCache
 
-from mlx_flash.checkpoint.layout import load_lazily
-from mlx_flash.checkpoint.safetensors import read_checkpoint
-from mlx_flash.checkpoint.units import make_layout
+from mlx_flash.layout.load import load_lazily
+from mlx_flash.layout.swap import SwappedClass, clone_with, own_class, restore_class, state_of, swap_class
+from mlx_flash.layout.units import make_layout
 from mlx_flash.storage.reader import Reader
+from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.streaming.layers import EmbeddingRows, TableState, arrays_in
-from mlx_flash.streaming.swap import SwappedClass, clone_with, own_class, restore_class, state_of, swap_class
 from models import LLAMA, VOCAB_SIZE, save, stock
 
 

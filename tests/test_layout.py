@@ -13,11 +13,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_flash.checkpoint.layout import ModelLayout, load_lazily
-from mlx_flash.checkpoint.safetensors import read_checkpoint
-from mlx_flash.checkpoint.units import make_layout
 from mlx_flash.errors import CheckpointError
-from mlx_flash.streaming.arrays import arrays_in
+from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.load import ModelLayout, load_lazily
+from mlx_flash.layout.units import make_layout
+from mlx_flash.storage.safetensors import read_checkpoint
 from models import GEMMA3, LLAMA, MAMBA2, run, same_bits, save, stock
 from zoo import configuration
 

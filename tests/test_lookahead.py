@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
-from mlx_flash.checkpoint.calls import scores_of
+from mlx_flash.experts.layers import Experts
+from mlx_flash.experts.lookahead import GOOD_ODDS, Guess, Lookahead, Odds, _Gate
+from mlx_flash.layout.swap import own_class
+from mlx_flash.layout.trace import scores_of
 from mlx_flash.model import FlashLLM, prepare
-from mlx_flash.streaming.experts import Experts
-from mlx_flash.streaming.lookahead import GOOD_ODDS, Guess, Lookahead, Odds, _Gate
-from mlx_flash.streaming.swap import own_class
 from models import QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
 from test_experts import pool_of, with_pool
@@ -165,7 +165,7 @@ def test_bad_guesses_are_read_no_more(tiny: Path) -> None:
 
 
 def test_nothing_is_guessed_for_calls_at_the_full_shape(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_flash.streaming.experts.takes_slots", lambda module, first: False)
+    monkeypatch.setattr("mlx_flash.experts.layers.takes_slots", lambda module, first: False)
     with with_pool(tiny, 24) as model:
         assert same_bits(run(model, TOKENS[:20]), run(stock(tiny), TOKENS[:20]))
         stats = pool_of(model).stats

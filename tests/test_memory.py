@@ -11,8 +11,8 @@ import numpy as np
 import psutil
 import pytest
 
-from mlx_flash.residency import memory
-from mlx_flash.residency.memory import available_memory, footprint, peak_footprint, total_memory
+from mlx_flash.memory import footprint as memory
+from mlx_flash.memory.footprint import available_memory, footprint, peak_footprint, total_memory
 
 MB = 1_000_000
 UNLIMITED_V1 = 9223372036854771712

@@ -36,11 +36,11 @@ from mlx_flash import (
     TruncatedFileError,
     load_model,
 )
-from mlx_flash.checkpoint.experts import trunk_of
+from mlx_flash.layout.experts import trunk_of
+from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.model import prepare
 from mlx_flash.residency.plan import Pool
 from mlx_flash.residency.sizes import measure
-from mlx_flash.streaming.slots import kernel_alignment
 from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, run, same_bits, save, stock
 
 MODELS = {
@@ -426,7 +426,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_flash import FlashConfig, load_model
-from mlx_flash.residency.memory import peak_footprint
+from mlx_flash.memory.footprint import peak_footprint
 budget = sys.argv[2] if sys.argv[2] == "min" else float(sys.argv[2])
 model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=budget, context_length=128))
 prompt = mx.array([i % 1000 for i in range(100)])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
-from mlx_flash.integration.modelfile import (
+from mlx_flash.modelfile.parse import (
     FLASH_INSTRUCTIONS,
     Message,
     Modelfile,

@@ -22,14 +22,14 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_flash import FlashConfig, load_model
-from mlx_flash.checkpoint import pack as pack_module
-from mlx_flash.checkpoint.layout import load_lazily
-from mlx_flash.checkpoint.order import UnitTensors, streaming_order
-from mlx_flash.checkpoint.pack import PackReport, pack
-from mlx_flash.checkpoint.safetensors import Checkpoint, read_checkpoint
-from mlx_flash.checkpoint.units import make_layout
-from mlx_flash.checkpoint.writer import DATA_ALIGNMENT, ShardWriter
+from mlx_flash.convert import pack as pack_module
+from mlx_flash.convert.order import UnitTensors, streaming_order
+from mlx_flash.convert.pack import PackReport, pack
+from mlx_flash.convert.writer import DATA_ALIGNMENT, ShardWriter
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
+from mlx_flash.layout.load import load_lazily
+from mlx_flash.layout.units import make_layout
+from mlx_flash.storage.safetensors import Checkpoint, read_checkpoint
 from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, run, same_bits, save, stock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -148,7 +148,7 @@ def test_the_same_tensor_in_two_shards_is_the_one_that_mlx_lm_takes(tmp_path: Pa
 def test_each_unit_is_one_aligned_read(
     scattered: Callable[[str], Path], tmp_path: Path, name: str, shard_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_flash.checkpoint.order.kernel_alignment", lambda: 16)
+    monkeypatch.setattr("mlx_flash.convert.order.kernel_alignment", lambda: 16)
     report = pack(scattered(name), tmp_path / "packed", shard_bytes=shard_bytes)
     assert report.after.num_units == report.after.num_reads == report.before.num_units
     assert report.after.num_copied == 0
@@ -205,7 +205,7 @@ def test_shards_are_cut_between_units(
 
 def test_tensors_of_odd_size_move_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of 34 numbers makes biases of 68 bytes, which is no multiple of 16."""
-    monkeypatch.setattr("mlx_flash.checkpoint.order.kernel_alignment", lambda: 16)
+    monkeypatch.setattr("mlx_flash.convert.order.kernel_alignment", lambda: 16)
     odd = {**LLAMA, "attention_bias": True, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 34}
     report = pack(save(tmp_path / "source", odd, mx.float16), tmp_path / "packed")
     assert any(record.nbytes % 16 for record in read_checkpoint(tmp_path / "packed").tensors.values())
@@ -471,7 +471,7 @@ def test_a_full_disk_and_then_room(
         return pwrite(fd, data, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_flash.checkpoint.writer.os.pwrite", short)
+        patch.setattr("mlx_flash.convert.writer.os.pwrite", short)
         with pytest.raises(WriteError, match=r"No space left on device. Hint: make room on the disk"):
             pack(source, tmp_path / "packed", shard_bytes=3_000_000)
     assert not (tmp_path / "packed").exists()
@@ -522,10 +522,10 @@ def test_a_packed_checkpoint_packs_to_itself(scattered: Callable[[str], Path], t
 MEASURE = """
 import sys
 from pathlib import Path
-from mlx_flash.checkpoint.layout import load_lazily
-from mlx_flash.checkpoint.pack import pack
-from mlx_flash.checkpoint.safetensors import read_checkpoint
-from mlx_flash.residency.memory import peak_footprint
+from mlx_flash.layout.load import load_lazily
+from mlx_flash.convert.pack import pack
+from mlx_flash.storage.safetensors import read_checkpoint
+from mlx_flash.memory.footprint import peak_footprint
 load_lazily(Path(sys.argv[1]), read_checkpoint(Path(sys.argv[1])))
 before = peak_footprint()
 pack(Path(sys.argv[1]), Path(sys.argv[2]), verify=True)

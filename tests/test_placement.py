@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_flash.checkpoint.safetensors import DTYPE_SIZES, Extent, TensorRecord
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import MERGE_GAP, Placement, RowPlacement, Segment, padded_bytes, place, place_rows
+from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, TensorRecord
 
 ALIGNMENTS = (1, 8, 16, 256, DIRECT_ALIGNMENT)
 BY_SIZE = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}

@@ -21,6 +21,7 @@ from mlx_lm.generate import generate_step
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.assemble import TILE_ROW_MULTIPLE, TILE_SLACK_BYTES, simulate, tile_rows
 from mlx_flash.residency.kv import KV_SHARE
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, PREFILL_STEPS, Machine, ResidencyPlan
@@ -43,7 +44,6 @@ from mlx_flash.residency.sizes import (
     expecting,
 )
 from mlx_flash.residency.spread import spread
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.probe import DiskProfile
 

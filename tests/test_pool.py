@@ -24,14 +24,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mlx_flash.checkpoint.safetensors import Extent, TensorRecord
 from mlx_flash.errors import ClosedError, FileChangedError, ReadError, TruncatedFileError
+from mlx_flash.experts.pool import ABSENT, Bytes, ExpertPool, PoolLayer
+from mlx_flash.memory.arena import SlotArena
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage import reader as reader_module
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import place_rows
 from mlx_flash.storage.reader import RETRIES, Reader
-from mlx_flash.streaming.pool import ABSENT, Bytes, ExpertPool, PoolLayer
-from mlx_flash.streaming.slots import SlotArena
+from mlx_flash.storage.safetensors import Extent, TensorRecord
 from mlx_flash.streaming.stream import POISON
 
 Experts = list[tuple[int, int]]

@@ -20,10 +20,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_flash import cli
-from mlx_flash.checkpoint.fingerprint import state_of
-from mlx_flash.checkpoint.safetensors import read_checkpoint
 from mlx_flash.errors import WriteError
-from mlx_flash.residency.popularity import (
+from mlx_flash.experts.popularity import (
     HALF_LIFE_USES,
     Popularity,
     PopularityFile,
@@ -35,6 +33,8 @@ from mlx_flash.residency.popularity import (
     remove_popularity,
     save_popularity,
 )
+from mlx_flash.layout.fingerprint import state_of
+from mlx_flash.storage.safetensors import read_checkpoint
 
 SIZES = (8, 4, 8)
 rng = np.random.default_rng(1)
@@ -357,7 +357,7 @@ PRELUDE = """
 import sys
 import numpy as np
 from pathlib import Path
-from mlx_flash.residency.popularity import *
+from mlx_flash.experts.popularity import *
 path = Path(sys.argv[1])
 popularity = Popularity([8, 4, 8])
 for layer, counts in enumerate(popularity.counts):

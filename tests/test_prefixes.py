@@ -23,15 +23,15 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import mlx_flash
 from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.errors import FlashError
+from mlx_flash.files import cache_directory
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.prefixes import prefix_directory
-from mlx_flash.kv.store_access import clear_prefixes, list_prefixes
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
 from mlx_flash.monitor import app as monitor
 from mlx_flash.monitor.glyphs import size
-from mlx_flash.storage.probe import cache_directory
+from mlx_flash.prefixes.access import clear_prefixes, list_prefixes
+from mlx_flash.prefixes.cache import prefix_directory
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
 
 PROMPT = [(37 * i + 11) % 1000 for i in range(700)]

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from mlx_flash.errors import CheckpointNotFoundError, ReadError
+from mlx_flash.files import cache_directory
 from mlx_flash.storage import probe
-from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, cache_directory, disk_profile, probe_disk
+from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, disk_profile, probe_disk
 from mlx_flash.storage.reader import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, Reader
 from test_reader import descriptors, num_cached_pages, reader_threads, write_file
 

@@ -22,7 +22,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_flash.checkpoint.safetensors import Extent, TensorRecord
 from mlx_flash.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -31,10 +30,11 @@ from mlx_flash.errors import (
     ReadError,
     TruncatedFileError,
 )
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, open_direct
 from mlx_flash.storage import reader as reader_module
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT, open_direct
 from mlx_flash.storage.placement import Placement, place
 from mlx_flash.storage.reader import RETRIES, Reader, Ticket
+from mlx_flash.storage.safetensors import Extent, TensorRecord
 
 # --- helpers ---------------------------------------------------------------------------
 

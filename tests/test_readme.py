@@ -15,7 +15,7 @@ import mlx_lm
 import pytest
 
 from mlx_flash import FlashConfig
-from mlx_flash.integration.modelfile import read_modelfile
+from mlx_flash.modelfile.parse import read_modelfile
 from test_examples import ENV, free_port, served
 from test_patch import save_adapter
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.commands.run import loaded, opening, server_flags
 from mlx_flash.config import GB
-from mlx_flash.conversation import Conversation, cut_at, first_messages, sampling
-from mlx_flash.integration.modelfile import Modelfile, parse_modelfile
-from mlx_flash.residency.memory import footprint
+from mlx_flash.memory.footprint import footprint
+from mlx_flash.modelfile.conversation import Conversation, cut_at, first_messages, sampling
+from mlx_flash.modelfile.parse import Modelfile, parse_modelfile
 from models import GEMMA3, MAMBA2, save
 
 ROOT = Path(__file__).parents[1]

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from mlx_flash.checkpoint.safetensors import (
+from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, HeaderError, IndexFileError
+from mlx_flash.storage.safetensors import (
     DTYPE_SIZES,
     MAX_HEADER_BYTES,
     Extent,
@@ -30,7 +31,6 @@ from mlx_flash.checkpoint.safetensors import (
     read_checkpoint,
     read_shard,
 )
-from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, HeaderError, IndexFileError
 
 # --- helpers ---------------------------------------------------------------------------
 

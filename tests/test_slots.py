@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.streaming.slots import SlotArena
+from mlx_flash.memory.arena import SlotArena
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
 DTYPES = [mx.uint8, mx.bfloat16, mx.float32, mx.uint32]
 

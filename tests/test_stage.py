@@ -19,12 +19,12 @@ from mlx_lm.models import switch_layers
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import FlashLLM, ReadError
-from mlx_flash.checkpoint.safetensors import Extent, TensorRecord
+from mlx_flash.experts.pool import ABSENT
+from mlx_flash.experts.stage import rows_in_place
 from mlx_flash.storage import reader as reader_module
 from mlx_flash.storage.placement import Segment, place_groups
 from mlx_flash.storage.reader import Reader
-from mlx_flash.streaming.pool import ABSENT
-from mlx_flash.streaming.stage import rows_in_place
+from mlx_flash.storage.safetensors import Extent, TensorRecord
 from models import QWEN3_MOE, same_bits, save, stock
 from test_experts import CALLS, PROMPT, check_slots, pool_of, with_pool
 from test_pool import Disk

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_flash.checkpoint.safetensors import Extent, TensorRecord
 from mlx_flash.errors import ReadError
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Placement, place
-from mlx_flash.streaming.slots import Arena
+from mlx_flash.storage.safetensors import Extent, TensorRecord
 from mlx_flash.streaming.stream import POISON, WeightStream, take_turns
 
 

@@ -15,9 +15,8 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_flash.checkpoint import writer
-from mlx_flash.checkpoint.safetensors import DTYPE_SIZES, Extent, read_shard
-from mlx_flash.checkpoint.writer import (
+from mlx_flash.convert import writer
+from mlx_flash.convert.writer import (
     COPY_BYTES,
     DATA_ALIGNMENT,
     ShardWriter,
@@ -27,6 +26,7 @@ from mlx_flash.checkpoint.writer import (
     make_head,
 )
 from mlx_flash.errors import ReadError, TruncatedFileError, WriteError
+from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, read_shard
 
 
 def spec(name: str, dtype: str, *shape: int) -> TensorSpec:

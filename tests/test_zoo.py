@@ -14,8 +14,8 @@ import mlx.core as mx
 import pytest
 
 import zoo
-from mlx_flash.streaming.experts import SORTED_SIZE
-from mlx_flash.streaming.pool import ExpertPool
+from mlx_flash.experts.layers import SORTED_SIZE
+from mlx_flash.experts.pool import ExpertPool
 from zoo.compare import GENERATIONS, LONGEST_CALL, PROMPT, Outcome, compare, find_difference, same
 from zoo.pool import Case, Worker
 from zoo.weights import VARIANTS, build, quantize

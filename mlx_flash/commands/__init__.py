@@ -1,1 +1,1 @@
-"""What ``mlx-flash`` can be told to do, one module each."""
+"""The subcommands of ``mlx-flash``, a module each."""

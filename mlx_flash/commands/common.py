@@ -11,10 +11,10 @@ from typing import Any, TextIO
 from mlx_lm import utils as mlx_lm_utils
 from rich.console import Console, RenderableType
 
-from mlx_flash.arguments import DIAL
-from mlx_flash.checkpoint.layout import load_config
+from mlx_flash.commands.arguments import DIAL
+from mlx_flash.commands.report import Json
 from mlx_flash.config import FlashConfig
-from mlx_flash.report import Json
+from mlx_flash.layout.load import load_config
 
 
 def dial(args: argparse.Namespace) -> dict[str, Any]:

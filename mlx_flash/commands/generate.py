@@ -19,11 +19,11 @@ from mlx_lm.sample_utils import make_sampler
 from rich.progress import DownloadColumn, MofNCompleteColumn
 
 from mlx_flash.commands.common import load_tokenizer, make_config, print_json, print_rich, shows_progress
+from mlx_flash.commands.report import GenerationReport, ProgressBar, Recorder, make_report, render_generation
 from mlx_flash.errors import ConfigError
+from mlx_flash.experts.trace import RoutingTrace
 from mlx_flash.model import FlashLLM, load_model, resolve
-from mlx_flash.report import GenerationReport, ProgressBar, Recorder, make_report, render_generation
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
-from mlx_flash.streaming.trace import RoutingTrace
 
 
 def generate(args: argparse.Namespace, out: TextIO) -> int:

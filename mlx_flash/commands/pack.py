@@ -9,10 +9,10 @@ from typing import TextIO
 
 from rich.progress import DownloadColumn
 
-from mlx_flash.checkpoint.pack import pack as pack_checkpoint
 from mlx_flash.commands.common import print_json, shows_progress
+from mlx_flash.commands.report import ProgressBar
+from mlx_flash.convert.pack import pack as pack_checkpoint
 from mlx_flash.model import resolve
-from mlx_flash.report import ProgressBar
 
 
 def pack(args: argparse.Namespace, out: TextIO) -> int:

@@ -7,8 +7,8 @@ import contextlib
 from typing import TextIO
 
 from mlx_flash.commands.common import load_tokenizer, make_config, print_json, print_rich
+from mlx_flash.commands.report import planning_to_json, render_plan
 from mlx_flash.model import prepare, resolve
-from mlx_flash.report import planning_to_json, render_plan
 
 
 def plan(args: argparse.Namespace, out: TextIO) -> int:

@@ -16,9 +16,9 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_flash.commands.common import dial
 from mlx_flash.commands.mlx_lm import serve_with
 from mlx_flash.config import FlashConfig
-from mlx_flash.conversation import Conversation, first_messages
-from mlx_flash.integration.modelfile import Modelfile, read_modelfile
 from mlx_flash.model import FlashLLM, load, resolve
+from mlx_flash.modelfile.conversation import Conversation, first_messages
+from mlx_flash.modelfile.parse import Modelfile, read_modelfile
 
 BYE = ("/bye", "/exit", "/quit")
 

@@ -1,1 +1,1 @@
-"""Where mlx-flash meets other programs: mlx-lm's own functions, and files that were written for others."""
+"""mlx-lm's own functions and server on streamed models."""

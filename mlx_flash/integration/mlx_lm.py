@@ -18,9 +18,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
-from mlx_flash.checkpoint.layout import model_name
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import StreamedWeightsError
+from mlx_flash.layout.load import model_name
 from mlx_flash.model import FlashLLM, prepare
 
 LoadModel = Callable[..., tuple[nn.Module, dict[str, Any]]]

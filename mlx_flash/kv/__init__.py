@@ -1,1 +1,1 @@
-"""The KV cache behind the same dial: paged, on disk, shared between sequences, remembered between runs."""
+"""KV caches, in memory and on disk."""

@@ -8,14 +8,13 @@ from itertools import count
 import mlx.core as mx
 
 from mlx_flash.errors import WriteError
-from mlx_flash.kv.folder import PrivateFolder, free_bytes
+from mlx_flash.files import PrivateFolder, cache_directory, free_bytes
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import SPILL_TOKENS, KVOptions
 from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.slots import row_bytes
-from mlx_flash.storage.probe import cache_directory
-from mlx_flash.streaming.slots import reads_beside
+from mlx_flash.memory.arena import reads_beside
 
 
 class PageFiles:

@@ -22,8 +22,8 @@ import numpy as np
 
 from mlx_flash.kv.options import KVOptions, round_up
 from mlx_flash.kv.shared import Part, Parts, SharedRows, cut, num_tokens, slices
-from mlx_flash.residency.memory import footprint
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.footprint import footprint
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
 _PROBE_BYTES = 8 << 20
 _GROWTH = 4

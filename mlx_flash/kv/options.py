@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from mlx_flash.errors import ConfigError
-from mlx_flash.residency.memory import HUGE_PAGE
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.footprint import HUGE_PAGE
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
 DEFAULT_STEP = 256
 """mlx-lm's own: tokens by which a cache grows, and tokens of one page on disk."""

@@ -20,7 +20,7 @@ import numpy as np
 from mlx_flash.errors import WriteError
 from mlx_flash.kv.layout import RowBytes, RowLayout, Run
 from mlx_flash.kv.options import WRITE_BEHIND_BYTES
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.reader import Reader
 from mlx_flash.storage.source import SourceFile, identity_of

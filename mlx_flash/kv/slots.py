@@ -18,10 +18,10 @@ import numpy as np
 from mlx_flash.kv.layout import RowBytes, RowLayout
 from mlx_flash.kv.memory import commits_lazily, give_back, give_back_freed, reserve
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, slot_memory
-from mlx_flash.residency.memory import use_huge_pages
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.footprint import use_huge_pages
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.reader import Ticket
-from mlx_flash.streaming.slots import Arena
 
 if TYPE_CHECKING:
     from mlx_flash.kv.pages import DiskRows

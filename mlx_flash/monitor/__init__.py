@@ -1,1 +1,1 @@
-"""``flash-monitor``: what running engines do, in another terminal."""
+"""``flash-monitor``: running engines, live, in another terminal."""

@@ -1,1 +1,1 @@
-"""What stays in memory, and how much memory there is."""
+"""The planner: what stays in memory, what is streamed, and how fast that will be."""

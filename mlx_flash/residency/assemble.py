@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from mlx_flash.config import FlashConfig
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.kv import KVShare, in_memory, on_disk, prefix_bytes
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, TensorSize, UnitSize
 from mlx_flash.residency.spread import Streamed, add_up, spread
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.streaming.stream import take_turns
 
 DISK_UNEVENNESS = 0.3

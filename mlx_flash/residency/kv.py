@@ -9,8 +9,8 @@ from pathlib import Path
 from mlx_flash.config import GB, FlashConfig, KVMode
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.options import PAGE_TOKENS, PAGES_ON_THEIR_WAY, Form, KVOptions, round_up
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
 
 KV_SHARE = 0.25
 """Share of the budget that the KV cache may take in memory when the plan chooses."""

@@ -11,15 +11,15 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_flash.checkpoint.layout import ModelLayout
 from mlx_flash.config import FlashConfig
-from mlx_flash.kv.folder import free_bytes
-from mlx_flash.residency.memory import available_memory, footprint, total_memory
+from mlx_flash.files import cache_directory, free_bytes
+from mlx_flash.layout.load import ModelLayout
+from mlx_flash.layout.swap import clone_with
+from mlx_flash.memory.arena import Arena, reads_beside
+from mlx_flash.memory.footprint import available_memory, footprint, total_memory
 from mlx_flash.residency.plan import Machine
 from mlx_flash.storage.placement import padded_bytes
-from mlx_flash.storage.probe import DiskProfile, cache_directory, disk_profile
-from mlx_flash.streaming.slots import Arena, reads_beside
-from mlx_flash.streaming.swap import clone_with
+from mlx_flash.storage.probe import DiskProfile, disk_profile
 
 _PROBE_BYTES = {mx.cpu: 4 << 20, mx.gpu: 32 << 20}
 _QUANTIZED_SHARE = 16

@@ -10,9 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_flash.checkpoint.experts import matrices_of, place_experts, place_matrix, trunk_of
-from mlx_flash.checkpoint.layout import ExpertStack, ModelLayout, Parameter, Unit
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, trunk_of
+from mlx_flash.layout.load import ExpertStack, ModelLayout, Parameter, Unit
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import padded_bytes, place_groups
 
 CACHE_STEP = 256

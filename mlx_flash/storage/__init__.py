@@ -1,1 +1,1 @@
-"""Bytes from disk into memory that the caller owns."""
+"""Safetensors files: headers, placement in buffers, parallel reads."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from mlx_flash.checkpoint.safetensors import Extent, TensorRecord
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.safetensors import Extent, TensorRecord
 
 MERGE_GAP = DIRECT_ALIGNMENT
 """Neighbours at most this many bytes apart are read as one: the page between them is read anyway."""

@@ -7,7 +7,6 @@ import math
 import mmap
 import os
 import platform
-import sys
 import tempfile
 import time
 from collections import deque
@@ -15,8 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.residency.memory import use_huge_pages
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT, drop_cached, open_buffered
+from mlx_flash.files import cache_directory
+from mlx_flash.memory.footprint import use_huge_pages
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, open_buffered
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.reader import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, Reader, Ticket
 
@@ -50,14 +50,6 @@ class DiskProfile:
     read_size: int
     queue_depth: int
     direct: bool
-
-
-def cache_directory() -> Path:
-    """Where mlx-flash keeps what it can always find out again."""
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "mlx-flash"
-    home = Path.home()
-    return (home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache") / "mlx-flash"
 
 
 def disk_profile(path: Path, direct: bool) -> DiskProfile:

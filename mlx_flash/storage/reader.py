@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from mlx_flash.errors import ClosedError, ReadError, TruncatedFileError
-from mlx_flash.storage.pagecache import DIRECT_ALIGNMENT, drop_cached
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.source import FileIdentity, SourceFile
 

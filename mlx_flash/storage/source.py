@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, FileChangedError, TruncatedFileError
-from mlx_flash.storage.pagecache import open_buffered, open_direct
+from mlx_flash.memory.pagecache import open_buffered, open_direct
 
 SAMPLES = 32
 SAMPLE_BYTES = 4096

@@ -1,1 +1,1 @@
-"""Weights that flow through a few reusable buffers while the model runs."""
+"""Weights that pass through a few reusable slots while the model runs."""

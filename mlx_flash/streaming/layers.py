@@ -16,13 +16,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_flash.checkpoint.layout import Parameter, Unit
+from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.load import Parameter, Unit
+from mlx_flash.layout.swap import SwappedClass, clone_with, own_class, state_of
+from mlx_flash.memory.arena import Arena
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.reader import Reader
-from mlx_flash.streaming.arrays import arrays_in
-from mlx_flash.streaming.slots import Arena
 from mlx_flash.streaming.stream import GuessEndedError, WeightStream
-from mlx_flash.streaming.swap import SwappedClass, clone_with, own_class, state_of
 
 
 @dataclass(frozen=True, slots=True)

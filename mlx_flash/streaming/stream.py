@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mlx_flash.memory.arena import Arena
 from mlx_flash.storage.placement import Placement
 from mlx_flash.storage.reader import Reader, Ticket
-from mlx_flash.streaming.slots import Arena
 
 POISON = 0xFF
 """NaN in every floating-point dtype."""

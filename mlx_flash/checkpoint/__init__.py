@@ -1,1 +1,0 @@
-"""Where a model's bytes lie on disk, and which parameters they are."""

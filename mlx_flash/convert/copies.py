@@ -1,0 +1,280 @@
+"""The packed copies of derived parameters on disk: which there are, who uses them, and room for another one.
+
+A copy is a folder ``derived/<fingerprint>`` in the cache folder. While it is being written it is called
+``<fingerprint>.partial``. Whoever writes or uses a copy holds a shared lock on its folder; only a copy that nobody
+holds is removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_flash.errors import WriteError
+from mlx_flash.files import cache_directory
+
+MANIFEST_NAME = "copy.json"
+PARTIAL_SUFFIX = ".partial"
+
+FREE_SHARE = 1 / 10
+"""Of the disk; so much is left free when no limit is set."""
+
+_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
+"""What file systems answer that have no locks."""
+
+_log = logging.getLogger("mlx_flash")
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A packed copy on disk.
+
+    Attributes:
+        folder: where it is.
+        source: the model directory that it was made from; empty when that cannot be read any more.
+        model: the model's name.
+        versions: of the programs that computed it.
+        nbytes: what its files take, in bytes.
+        created: when it was begun, in seconds since 1970.
+        last_used: when it was last used, likewise.
+        is_complete: False while it is written, and after that was interrupted.
+    """
+
+    folder: Path
+    source: str
+    model: str
+    versions: Mapping[str, str]
+    nbytes: int
+    created: float
+    last_used: float
+    is_complete: bool
+
+
+def derived_directory() -> Path:
+    """The folder of all copies; it need not exist."""
+    return cache_directory() / "derived"
+
+
+def list_copies() -> list[Copy]:
+    """Every copy there is, interrupted ones too, the one used last first."""
+    try:
+        folders = [path for path in derived_directory().iterdir() if path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(map(_look_at, folders), key=lambda copy: copy.last_used, reverse=True)
+
+
+def _look_at(folder: Path) -> Copy:
+    manifest = read_manifest(folder)
+    match manifest:
+        case {"source": str(source), "model": str(model), "versions": dict(versions), "created": int() | float()}:
+            created = float(manifest["created"])
+        case _:
+            source, model, versions, created = "", "", {}, 0.0
+    last_used = created
+    with suppress(OSError):  # it is being removed
+        last_used = (folder / MANIFEST_NAME).stat().st_mtime
+    is_complete = "files" in manifest and not folder.name.endswith(PARTIAL_SUFFIX)
+    return Copy(folder, source, model, versions, _size(folder), created, last_used, is_complete)
+
+
+def _size(folder: Path) -> int:
+    nbytes = 0
+    with suppress(OSError):  # it is being removed
+        for path in folder.iterdir():
+            nbytes += path.stat().st_size
+    return nbytes
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a copy says of itself; empty when there is nothing to be read."""
+    try:
+        manifest = json.loads((folder / MANIFEST_NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}  # interrupted, damaged, or no copy: whoever needs it writes it again
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Replaces what a copy says of itself.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
+    path = folder / f"{MANIFEST_NAME}{PARTIAL_SUFFIX}"
+    with write_errors(folder):
+        with path.open("w") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        path.replace(folder / MANIFEST_NAME)
+
+
+def note_use(folder: Path) -> None:
+    """Makes a copy the one used last."""
+    with suppress(OSError):  # another user's, or a disk that cannot be written: it only goes earlier
+        os.utime(folder / MANIFEST_NAME)
+
+
+def remove(copy: Copy) -> bool:
+    """Removes a copy, unless somebody holds it. Returns whether it is gone.
+
+    Raises:
+        WriteError: it cannot be removed.
+    """
+    fd = _lock(copy.folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if fd is None:
+        return not copy.folder.exists()
+    try:
+        discard(copy.folder)
+    finally:
+        os.close(fd)
+    return True
+
+
+def discard(folder: Path) -> None:
+    """Removes a copy, whoever uses it.
+
+    Raises:
+        WriteError: it cannot be removed.
+    """
+    with write_errors(folder):
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)  # from here on it is not complete
+        shutil.rmtree(folder)
+
+
+def hold(folder: Path) -> int | None:
+    """Keeps a copy from being removed by others.
+
+    Returns:
+        A descriptor; the copy is held until it is closed. None when there is no such folder.
+    """
+    return _lock(folder, fcntl.LOCK_SH)
+
+
+def is_held(copy: Copy) -> bool:
+    """Whether somebody writes or uses a copy."""
+    fd = _lock(copy.folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if fd is not None:
+        os.close(fd)
+    return fd is None and copy.folder.exists()
+
+
+def _lock(path: Path, kind: int) -> int | None:
+    """Locks what is at a path; None when nothing is there, or somebody else has it and ``kind`` does not wait."""
+    while True:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            fcntl.flock(fd, kind)
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
+        except (FileNotFoundError, BlockingIOError):
+            os.close(fd)
+            return None
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return fd
+            os.close(fd)
+            raise
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # removed while it was waited for, and made again
+
+
+@contextmanager
+def only_one(fingerprint: str) -> Iterator[None]:
+    """Lets one process after another into the block; makes the folder of all copies.
+
+    Raises:
+        WriteError: the folder cannot be written.
+    """
+    path = derived_directory() / f"{fingerprint}.lock"
+    fd = None
+    while fd is None:
+        with write_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            fd = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if fd is None and path.exists():
+                _log.warning("another process computes the same parameters: waiting for it (%s)", path)
+                fd = _lock(path, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(fd)
+
+
+class Room:
+    """Room for more bytes of a copy.
+
+    Args:
+        needed: bytes that are still to be written.
+        fingerprint: of the copy; neither it nor its beginning is removed for itself.
+        limit: bytes of all copies together; None leaves a tenth of the disk free.
+    """
+
+    def __init__(self, needed: int, fingerprint: str, limit: int | None) -> None:
+        copies = list_copies()
+        usage = shutil.disk_usage(_nearest(derived_directory()))
+        if limit is None:
+            room = usage.free - int(usage.total * FREE_SHARE)
+        else:
+            room = min(usage.free, limit - sum(copy.nbytes for copy in copies))
+        others = [copy for copy in copies if copy.folder.name.removesuffix(PARTIAL_SUFFIX) != fingerprint]
+        self._removable = [copy for copy in others if not is_held(copy)]
+        self._excess = needed - room
+
+    def is_enough(self) -> bool:
+        """Whether there is room, or would be if others were removed."""
+        return self._excess <= sum(copy.nbytes for copy in self._removable)
+
+    def make(self, source: str) -> bool:
+        """Removes other copies until there is room; none when that would not be enough. Returns whether there is.
+
+        Those of the same source, which are of no use any more, go first, then those used longest ago.
+        """
+        if not self.is_enough():
+            return False
+        for copy in sorted(self._removable, key=lambda copy: (copy.source != source, copy.last_used)):
+            if self._excess > 0 and remove(copy):
+                _log.info("removed %s, the packed copy of %s, to make room", copy.folder, copy.source)
+                self._excess -= copy.nbytes
+        return self._excess <= 0
+
+
+def _nearest(path: Path) -> Path:
+    """The innermost folder on the way to a path that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def remove_older(source: str, fingerprint: str) -> None:
+    """Removes the copies of what a source was before, unless somebody still uses them."""
+    for copy in list_copies():
+        if copy.source == source and copy.folder.name.removesuffix(PARTIAL_SUFFIX) != fingerprint:
+            remove(copy)
+
+
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Turns the system's errors into ours."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(
+            f"cannot write {path}: {error.strerror or error}. Hint: make room, or check who may write there; "
+            "derived_cache_gb=0 does without."
+        ) from error

@@ -1,0 +1,265 @@
+"""Carries a plan out on a model, and undoes it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_flash.experts.eviction import Expert
+from mlx_flash.experts.layers import Experts
+from mlx_flash.experts.pool import ExpertPool, pool_layer
+from mlx_flash.experts.stage import Stage
+from mlx_flash.layout.experts import trunk_of
+from mlx_flash.layout.load import ExpertStack, ModelLayout, Parameter, Unit
+from mlx_flash.layout.swap import SwappedClass, clone_with, remember, restore_class, swap_class
+from mlx_flash.memory.arena import Arena, SlotArena
+from mlx_flash.residency.plan import Pool, ResidencyPlan
+from mlx_flash.storage.placement import Placement, place, place_groups
+from mlx_flash.storage.reader import Reader, Ticket
+from mlx_flash.streaming.layers import (
+    EmbeddingRows,
+    HeadState,
+    LayerState,
+    StreamedLayer,
+    TableState,
+    Tile,
+    TiledLinear,
+    tile_module,
+)
+from mlx_flash.streaming.stream import WeightStream
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read so far, bytes to read) while pinned weights are loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertOptions:
+    """How experts are streamed.
+
+    Attributes:
+        exact_rows: as in :class:`~mlx_flash.experts.layers.Experts`.
+        lookahead: as there.
+        popular: experts to read first, the most popular first, and which share of the tokens used each.
+    """
+
+    exact_rows: bool = True
+    lookahead: bool = True
+    popular: Sequence[tuple[Expert, float]] = ()
+
+
+@dataclass(slots=True)
+class _Pinning:
+    """Parameters on their way into memory."""
+
+    parameters: list[Parameter]
+    placement: Placement
+    arena: Arena
+    ticket: Ticket
+
+
+class Engine:
+    """The weights of one model, on their way.
+
+    Args:
+        layout: the model's units.
+        plan: what to do with them.
+        reader: reads the checkpoint; closed by :meth:`close`.
+        alignment: what kernels want addresses to be multiples of.
+        poison: fill released slots with NaN bytes.
+        progress: is told how far loading is.
+        experts: how experts are streamed.
+
+    Attributes:
+        stream: the ring of streamed units.
+        experts: what computes experts that are read one by one; None when there are none, and after :meth:`close`.
+        reader: the reader.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        plan: ResidencyPlan,
+        reader: Reader,
+        alignment: int,
+        poison: bool,
+        progress: Progress | None = None,
+        experts: ExpertOptions | None = None,
+    ) -> None:
+        self.reader = reader
+        self.stream = WeightStream([], reader, poison, 0)
+        self.experts: Experts | None = None
+        self._alignment = alignment
+        self._heads: list[HeadState] = []
+        units = [*layout.units, *(unit for cut in layout.finer for unit in cut)]
+        modules = {id(module): module for unit in units for module in unit.module.modules()}
+        self._put_back = remember(modules.values())
+        self._changed: list[nn.Module] = []
+        self._bound: list[Parameter] = []
+        self._streamed: set[tuple[int, object]] = set()
+        trunk = layout if plan.pool is None else trunk_of(layout)
+        try:
+            for parameter in [p for unit in trunk.units for p in unit.small] + trunk.resident:
+                mx.eval(parameter.array)
+            self._pin(_pinned_parts(trunk, plan), progress or (lambda done, total: None))
+            slots = [Arena(plan.streaming.slot_bytes) for _ in range(plan.streaming.num_slots)]
+            self.stream = WeightStream(slots, reader, poison, plan.streaming.num_units)
+            self._start_streaming(trunk, plan)
+            if plan.pool is not None:
+                self._start_experts(layout.experts, plan.pool, poison, experts or ExpertOptions())
+        except BaseException:
+            self.close()
+            raise
+
+    def _pin(self, parts: list[list[Parameter]], progress: Progress) -> None:
+        """Reads what is pinned, part by part, always one part ahead."""
+        done, total = 0, sum(parameter.nbytes for part in parts for parameter in part)
+        progress(done, total)
+        under_way: deque[_Pinning] = deque()
+        try:
+            for part in parts:
+                under_way.append(self._begin_pinning(part))
+                if len(under_way) > 1:
+                    done += self._finish_pinning(under_way.popleft())
+                    progress(done, total)
+            while under_way:
+                done += self._finish_pinning(under_way.popleft())
+                progress(done, total)
+        finally:
+            for pinning in under_way:
+                pinning.ticket.cancel()
+
+    def _begin_pinning(self, parameters: list[Parameter]) -> _Pinning:
+        placement = place_groups([parameter.records for parameter in parameters], self._alignment)
+        arena = Arena(placement.nbytes)
+        return _Pinning(parameters, placement, arena, self.reader.submit(placement.segments, arena.memory))
+
+    def _finish_pinning(self, pinning: _Pinning) -> int:
+        pinning.ticket.wait()
+        self._bound += pinning.parameters
+        _bind(pinning.parameters, pinning.placement, pinning.arena)
+        return sum(parameter.nbytes for parameter in pinning.parameters)
+
+    def _start_streaming(self, layout: ModelLayout, plan: ResidencyPlan) -> None:
+        layers, heads, tables = dict(plan.streaming.layers), dict(plan.streaming.heads), set(plan.streaming.tables)
+        for unit in [*_in_calling_order(layout, {*layers, *heads}), *layout.heads]:
+            if unit.name in layers:
+                self._stream_layer(unit, set(layers[unit.name]))
+            elif unit.name in heads:
+                tiles = self._tile(unit, heads[unit.name])
+                self._swap(unit, TiledLinear, tiles, unit.large)
+                if unit in layout.heads:
+                    self._heads.append(tiles)
+        for unit in layout.embeddings:
+            if unit.name in tables:
+                head = self._tile(unit, heads[unit.name]) if unit.name in heads else None
+                self._swap(unit, EmbeddingRows, TableState(unit.large, self.reader, head), unit.large)
+                self._heads += [head] if head is not None else []
+        self.stream.start()
+
+    def _stream_layer(self, unit: Unit, names: set[str]) -> None:
+        parameters = [parameter for parameter in unit.large if parameter.name in names]
+        placement = place_groups([parameter.records for parameter in parameters], self._alignment)
+        index, arena = self.stream.add(unit.name, placement)
+        self._bound += parameters
+        _bind(parameters, placement, arena)
+        self._swap(unit, StreamedLayer, LayerState(index, self.stream), parameters)
+
+    def _tile(self, unit: Unit, rows: int) -> HeadState:
+        num_rows = unit.module["weight"].shape[0]
+        ranges = [(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
+        tiles = [self._stream_tile(unit, start, stop) for start, stop in ranges]
+        whole = clone_with(unit.module, {parameter.key: parameter.array for parameter in unit.large})
+        return HeadState(tiles, self.stream, whole)
+
+    def _stream_tile(self, unit: Unit, start: int, stop: int) -> Tile:
+        records = [parameter.record for parameter in unit.large if parameter.record is not None]
+        placement = place([record.rows(start, stop) for record in records], self._alignment)
+        index, arena = self.stream.add(f"{unit.name}[{start}:{stop}]", placement)
+        views = {
+            parameter.key: arena.view(offset, (stop - start, *parameter.array.shape[1:]), parameter.array.dtype)
+            for parameter, offset in zip(unit.large, placement.offsets, strict=True)
+        }
+        return Tile(index, tile_module(unit, start, stop, views))
+
+    def _start_experts(self, stacks: Sequence[ExpertStack], plan: Pool, poison: bool, options: ExpertOptions) -> None:
+        layers = [pool_layer(stack, self._alignment) for stack in stacks]
+        pool = ExpertPool(SlotArena(plan.num_slots, plan.slot_bytes), layers, self.reader, poison)
+        self.experts = Experts(
+            stacks,
+            pool,
+            Stage(pool, stacks, self.reader, self._alignment, poison),
+            self.stream,
+            exact_rows=options.exact_rows,
+            lookahead=options.lookahead,
+        )
+        self._changed += self.experts.changed
+        self._streamed.update((id(p.container), p.key) for stack in stacks for p in stack.unit.large)
+        pool.warm(options.popular)
+
+    def _swap(self, unit: Unit, mixin: type[SwappedClass], state: object, streamed: list[Parameter]) -> None:
+        swap_class(unit.module, mixin, state)
+        self._changed.append(unit.module)
+        self._streamed.update((id(parameter.container), parameter.key) for parameter in streamed)
+
+    def drop_logits(self, is_dropped: bool) -> None:
+        """Whether nobody looks at what the next calls return: then streamed heads are not read."""
+        for head in self._heads:
+            head.is_dropped = is_dropped
+
+    def is_streamed(self, container: object, key: object) -> bool:
+        """Whether the array that a module holds under a key is not (or not all the time) in memory."""
+        return (id(container), key) in self._streamed
+
+    def close(self) -> None:
+        """Stops reading, gives every module its own class and its lazily loaded arrays back. Harmless when repeated."""
+        self.stream.close()
+        if self.experts is not None:
+            self.experts.pool.close()
+        for module in self._changed:
+            restore_class(module)
+        if self._changed or self._bound:
+            self._put_back()
+        for parameter in self._bound:
+            parameter.bind(parameter.array)
+        self._heads.clear()
+        self._changed.clear()
+        self._bound.clear()
+        self._streamed.clear()
+        stats, self.stream = (
+            self.stream.stats,
+            WeightStream([], self.reader, poison=False, num_units=0),
+        )  # lets go of the slots
+        self.stream.stats = stats
+        self.experts = None
+        self.reader.close()
+
+
+def _in_calling_order(layout: ModelLayout, names: set[str]) -> list[Unit]:
+    """The layers, or the units they are cut into, that have these names. A plan streams units of one cut only."""
+    cuts = [[unit for unit in cut if unit.name in names] for cut in (layout.layers, *layout.finer)]
+    return max(cuts, key=len)
+
+
+def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Parameter]]:
+    """The large parameters that stay in memory, unit by unit."""
+    streamed = {name for _, names in plan.streaming.layers for name in names}
+    elsewhere = {*dict(plan.streaming.heads), *plan.streaming.tables}
+    cuts = (layout.heads, layout.embeddings, *layout.finer)
+    streamed |= {p.name for cut in cuts for unit in cut if unit.name in elsewhere for p in unit.large}
+    return [kept for unit in layout.units if (kept := [p for p in unit.large if p.name not in streamed])]
+
+
+def _bind(parameters: Sequence[Parameter], placement: Placement, arena: Arena) -> None:
+    """Make modules hold views of an arena.
+
+    Args:
+        parameters: what to bind, in the order in which ``placement`` was made.
+        placement: where each one lies.
+        arena: the memory.
+    """
+    for parameter, offset in zip(parameters, placement.offsets, strict=True):
+        parameter.bind(arena.view(offset, parameter.array.shape, parameter.array.dtype))

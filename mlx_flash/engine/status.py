@@ -1,0 +1,248 @@
+"""The state of a running model in JSON, for whoever watches it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_flash.engine.engine import Engine
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.stats import KVUsage
+from mlx_flash.layout.experts import trunk_of
+from mlx_flash.layout.load import ModelLayout, Unit
+from mlx_flash.memory.footprint import footprint, peak_footprint
+from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.streaming.stream import UnitState
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class PassCounters:
+    """What the forward calls of a model did so far. Written by the thread that calls, read by any.
+
+    Attributes:
+        num_passes: calls that ended well.
+        num_failed: calls that raised.
+        num_tokens_in: tokens that they were given, over all sequences.
+        num_tokens_out: tokens that they generated: one for each sequence in a call with one new token a sequence.
+        pass_seconds: time spent in calls.
+        decode_seconds: the part of it in which ``num_tokens_out`` were generated.
+        began: when the call under way began (``time.perf_counter()``), or None.
+        last_began: when it or, between calls, the last one began.
+        last_ended: when the last one ended.
+        num_tokens, batch_size: of that call: new tokens over all sequences, and sequences.
+    """
+
+    num_passes: int = 0
+    num_failed: int = 0
+    num_tokens_in: int = 0
+    num_tokens_out: int = 0
+    pass_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    began: float | None = None
+    last_began: float = 0.0
+    last_ended: float = 0.0
+    num_tokens: int = 0
+    batch_size: int = 0
+
+    def begin(self, num_tokens: int, batch_size: int) -> None:
+        """Notes that a call begins.
+
+        Args:
+            num_tokens: new tokens, over all sequences.
+            batch_size: sequences.
+        """
+        self.num_tokens, self.batch_size = num_tokens, batch_size
+        self.began = self.last_began = time.perf_counter()
+
+    def end(self, *, failed: bool = False) -> None:
+        """Notes that the call ended; when it ``failed``, no tokens are counted. Harmless when none has begun."""
+        if self.began is None:
+            return
+        now = time.perf_counter()
+        seconds = now - self.began
+        self.pass_seconds += seconds
+        self.began = None
+        if failed:
+            self.num_failed += 1
+            return
+        self.num_passes += 1
+        self.num_tokens_in += self.num_tokens
+        if self.num_tokens == self.batch_size:
+            self.decode_seconds += seconds
+            self.num_tokens_out += self.batch_size
+        self.last_ended = now
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A layer or head, and its numbers in the stream: none when it is pinned whole, several for the tiles of a head."""
+
+    name: str
+    kind: str
+    nbytes: int
+    streamed_bytes: int
+    numbers: range
+
+
+class Status:
+    """Collects the state of one model. No lock is taken that a forward pass waits for longer than for a few additions.
+
+    Args:
+        name: of the model, for people.
+        plan: the plan that the engine carries out.
+        layout: the model's units; only numbers are taken from it.
+        engine: the engine.
+        counters: of the model's calls.
+        kv: what its KV caches share; None where they are mlx-lm's own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plan: ResidencyPlan,
+        layout: ModelLayout,
+        engine: Engine,
+        counters: PassCounters,
+        kv: KVPool | None = None,
+    ) -> None:
+        self._kv = kv
+        self._engine = engine
+        self._counters = counters
+        self._plan = plan
+        self._num_units = len(engine.stream.units)
+        trunk = layout if plan.pool is None else trunk_of(layout)
+        self._parts = _parts(trunk, plan, [unit.name for unit in engine.stream.units])
+        self._model = {"name": name, "bytes": plan.model_bytes}
+        self._told_plan = _plan_to_json(plan)
+        self._others: dict[str, Callable[[], Json]] = {}
+
+    def tell(self, section: str, collect: Callable[[], Json]) -> None:
+        """Has something else collected too: numbers of any thread's, under a name of their own."""
+        self._others[section] = collect
+
+    def collect(self) -> Json:
+        """The state now. Touches no MLX array, so any thread may call it.
+
+        Returns:
+            Sizes in bytes, times in seconds; moments are of ``time.perf_counter()``.
+        """
+        stream = self._engine.stream
+        return {
+            "model": self._model,
+            "plan": self._told_plan,
+            "units": self._units(),
+            "passes": asdict(self._counters),
+            "stream": asdict(stream.stats),
+            "read": asdict(self._engine.reader.stats),
+            "memory": self._memory(),
+            "experts": self._experts(),
+            "kv": None if self._kv is None else asdict(self._kv.usage),
+            **{section: collect() for section, collect in self._others.items()},
+        }
+
+    def _experts(self) -> Json | None:
+        plan, experts = self._plan.pool, self._engine.experts
+        if plan is None or experts is None:
+            return None
+        return {
+            **asdict(experts.pool.stats),
+            "num_slots": plan.num_slots,
+            "slot_bytes": plan.slot_bytes,
+            "num_resident": experts.pool.num_resident,
+            "num_experts": plan.num_experts,
+            "expert_bytes": max(layer.expert_bytes for layer in experts.pool.layers),
+            "warm": experts.pool.num_warm,
+        }
+
+    def _units(self) -> list[Json]:
+        # A closed engine has a stream without units.
+        states = self._engine.stream.states(self._counters.last_began) or ["waiting"] * self._num_units
+        return [
+            {
+                "name": part.name,
+                "kind": part.kind,
+                "bytes": part.nbytes,
+                "streamed_bytes": part.streamed_bytes,
+                "state": _joint_state([states[i] for i in part.numbers]) if part.numbers else "pinned",
+            }
+            for part in self._parts
+        ]
+
+    def _memory(self) -> Json:
+        plan = self._plan
+        active = int(mx.get_active_memory())
+        weights = plan.resident_bytes + plan.pinned_bytes + plan.slots_bytes + plan.pool_bytes
+        kv = KVUsage() if self._kv is None else self._kv.usage
+        return {
+            "footprint": footprint(),
+            "peak_footprint": peak_footprint(),
+            "active": active,
+            "cache": int(mx.get_cache_memory()),
+            "peak": int(mx.get_peak_memory()),
+            # What is left of the arrays; a cache may take less than it reserves.
+            "kv_and_activations": max(0, active - weights - plan.active_bytes - kv.reserved_bytes) + kv.memory_bytes,
+        }
+
+
+def _joint_state(states: Sequence[UnitState]) -> UnitState:
+    """The state of a head from those of its tiles: it is being computed from its first tile to its last."""
+    if len(set(states)) == 1:
+        return states[0]
+    if "computing" in states or "done" in states:
+        return "computing" if "waiting" in states or "computing" in states else "done"
+    return "reading" if "reading" in states else "resident" if "resident" in states else "waiting"
+
+
+def _parts(layout: ModelLayout, plan: ResidencyPlan, names: Sequence[str]) -> list[_Part]:
+    """Layers in calling order, then heads, an embedding table that serves as one included."""
+    streamed = {name for _, names in plan.streaming.layers for name in names}
+    tied = [unit for unit in layout.embeddings if unit.name in layout.tied]
+    return [_layer(unit, names, streamed) for unit in layout.layers] + [
+        _head(unit, names) for unit in [*layout.heads, *tied]
+    ]
+
+
+def _layer(unit: Unit, names: Sequence[str], streamed: set[str]) -> _Part:
+    """A layer that is streamed whole, as several units, or, these being linear layers, as their tiles."""
+    numbers = [i for i, name in enumerate(names) if name == unit.name or name.startswith(f"{unit.name}.")]
+    if not numbers:
+        return _Part(unit.name, "layer", unit.nbytes, 0, range(0))
+    tiled = {names[i].partition("[")[0] for i in numbers if "[" in names[i]}
+    nbytes = sum(p.nbytes for p in unit.large if p.name in streamed or p.name.rpartition(".")[0] in tiled)
+    return _Part(unit.name, "layer", unit.nbytes, nbytes, range(numbers[0], numbers[-1] + 1))
+
+
+def _head(unit: Unit, names: Sequence[str]) -> _Part:
+    tiles = [i for i, name in enumerate(names) if name.startswith(f"{unit.name}[")]
+    if not tiles:
+        return _Part(unit.name, "head", unit.nbytes, 0, range(0))
+    return _Part(unit.name, "head", unit.nbytes, unit.nbytes, range(tiles[0], tiles[-1] + 1))
+
+
+def _plan_to_json(plan: ResidencyPlan) -> Json:
+    streaming = plan.streaming
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "base_bytes": plan.base_bytes,
+        "resident_bytes": plan.resident_bytes,
+        "pinned_bytes": plan.pinned_bytes,
+        "slots_bytes": plan.slots_bytes,
+        "pool_bytes": plan.pool_bytes,
+        "num_slots": streaming.num_slots,
+        "kv_bytes": plan.kv_bytes,
+        "kv_disk_bytes": plan.kv.disk_bytes,
+        "activation_bytes": plan.activation_bytes,
+        "bounce_bytes": plan.bounce_bytes,
+        "cache_limit": plan.cache_limit,
+        "context_length": plan.context_length,
+        "prefill_step_size": plan.prefill_step_size,
+        "read_bytes_per_pass": plan.read_bytes,
+        "predicted_seconds_per_pass": plan.seconds,
+        "disk_bytes_per_second": plan.disk_bytes_per_second,
+    }

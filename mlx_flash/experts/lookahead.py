@@ -1,0 +1,270 @@
+"""Which experts the next stacks will probably need: their own routers are asked, with a residual from before them.
+
+Each stack is guessed twice: early, from the residual before the experts of the stack before, and late, from the
+residual after them, while its own layer's attention computes. Guesses only start reads. A router's first choices are
+nearly always right and its last ones often not: a choice is read if those of its rank were right often enough so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_flash.experts.eviction import Numbers
+from mlx_flash.experts.pool import ABSENT, ExpertPool
+from mlx_flash.layout.load import ExpertStack
+from mlx_flash.layout.swap import SwappedClass, own_class, state_of, swap_class
+from mlx_flash.layout.trace import scores_of
+from mlx_flash.streaming.stream import GuessEndedError, WeightStream
+
+SORTED_SIZE = 64
+"""From so many indices on mlx-lm sorts them, and kernels on GPUs choose by the number of experts. Calls with fewer are
+guessed; a prompt's read all they need at once."""
+
+POOL_SHARE = 1 / 8
+"""Share of the pool that experts may take which a router is only expected to choose."""
+
+GOOD_ODDS = 0.86
+"""A choice is read if those of its rank were right so often."""
+
+_MEMORY = 1024
+"""Over how many choices of a rank that is averaged."""
+
+_PRIOR = 4
+"""For how many an open verdict counts at first."""
+
+
+class GuessedError(GuessEndedError):
+    """A router has chosen.
+
+    Attributes:
+        indices: the experts it has chosen, ``(..., top_k)``.
+    """
+
+    def __init__(self, indices: mx.array) -> None:
+        self.indices = indices
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a router would choose now, not evaluated.
+
+    Attributes:
+        indices: ``(..., top_k)``.
+        scores: what it thinks of them, ``(tokens, top_k)``; None when that is not to be seen.
+    """
+
+    indices: mx.array
+    scores: mx.array | None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What there is to evaluate."""
+        return [self.indices] if self.scores is None else [self.indices, self.scores]
+
+    @cached_property
+    def chosen(self) -> list[list[int]]:
+        """The experts of each token. Evaluates the guess."""
+        return np.array(self.indices).reshape(-1, self.indices.shape[-1]).tolist()
+
+    def ranks(self) -> dict[int, int]:
+        """Of each expert the best rank that a token gave it, 0 where ranks are unknown; best first."""
+        if self.scores is None:
+            return {expert: 0 for chosen in self.chosen for expert in chosen}
+        ranks: dict[int, int] = {}  # in plain Python: what calls of numpy cost shows here
+        for chosen, scores in zip(self.chosen, np.array(self.scores).tolist(), strict=True):
+            for rank, (_, expert) in enumerate(sorted(zip(scores, chosen, strict=True), reverse=True)):
+                ranks[expert] = min(rank, ranks.get(expert, rank))
+        return dict(sorted(ranks.items(), key=itemgetter(1)))
+
+
+class Odds:
+    """How often choices were right, by rank. A choice is never worse than one of a later rank."""
+
+    def __init__(self) -> None:
+        self._right: list[float] = []
+        self._seen: list[int] = []
+
+    @property
+    def num_good(self) -> int:
+        """How many ranks are worth reading: none that little is known of."""
+        good = [rank for rank, right in enumerate(self._right) if right >= GOOD_ODDS]
+        return good[-1] + 1 if good else 0
+
+    def note(self, rank: int, is_right: bool) -> None:
+        """Learns from a choice."""
+        more = rank + 1 - len(self._seen)
+        self._seen += [_PRIOR] * more
+        self._right += [0.5] * more
+        self._seen[rank] = min(self._seen[rank] + 1, _MEMORY)
+        self._right[rank] += (is_right - self._right[rank]) / self._seen[rank]
+
+
+@dataclass(slots=True)
+class _Residual:
+    """The residual before a stack of experts and after it, when it is that of few tokens."""
+
+    before: mx.array | None = None
+    after: mx.array | None = None
+
+
+class _Norm(SwappedClass):
+    """The norm before the router: what it is given is the residual."""
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        residual = cast(_Residual, state_of(self))
+        is_simple = not args and not kwargs and x.size <= SORTED_SIZE * x.shape[-1]
+        residual.before, residual.after = x if is_simple else None, None
+        return cast(mx.array, own_class(self).__call__(self, x, *args, **kwargs))
+
+
+class _Block(SwappedClass):
+    """Router and experts: what they make is added to the residual."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        residual = cast(_Residual, state_of(self))
+        before = residual.before  # the next guess takes it
+        result = own_class(self).__call__(self, x)
+        if before is not None and isinstance(result, mx.array) and result.shape == before.shape:
+            residual.after = before + result
+        return cast(mx.array, result)
+
+
+@dataclass(slots=True)
+class _Said:
+    """What a router's module returned while its stack was guessed."""
+
+    is_asked: bool = False
+    result: Any = None
+
+
+class _Gate(SwappedClass):
+    """The module that scores the experts."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = own_class(self).__call__(self, *args, **kwargs)
+        said = cast(_Said, state_of(self))
+        if said.is_asked:
+            said.result = result
+        return result
+
+
+@dataclass(slots=True)
+class _Stack:
+    """What is known of a stack now.
+
+    Attributes:
+        residual: of its last call.
+        said: by its router.
+        unsettled: guesses that its next call will settle: what they count for, and the ranks of missing experts.
+    """
+
+    residual: _Residual = field(default_factory=_Residual)
+    said: _Said = field(default_factory=_Said)
+    unsettled: list[tuple[Odds, dict[int, int]]] = field(default_factory=list)
+
+
+class Lookahead:
+    """Guesses what stacks will need, and begins to read it.
+
+    Args:
+        stacks: in the order of calls.
+        pool: reads experts.
+        stream: told that what is called now is a guess.
+        enabled: or nothing is guessed.
+
+    Attributes:
+        changed: the modules whose class was changed.
+    """
+
+    def __init__(self, stacks: Sequence[ExpertStack], pool: ExpertPool, stream: WeightStream, *, enabled: bool) -> None:
+        self.changed: list[nn.Module] = []
+        self._stacks = stacks
+        self._pool = pool
+        self._stream = stream
+        self._states = [_Stack() for _ in stacks]
+        self._early, self._late = Odds(), Odds()
+        if enabled:
+            for layer in range(len(stacks) - 1):
+                self._remember(layer)
+
+    def _remember(self, layer: int) -> None:
+        """Makes the modules around a stack remember the residual, if it helps to guess what the next stack needs."""
+        stack, after, state = self._stacks[layer], self._stacks[layer + 1], self._states[layer]
+        if stack.norm is None or stack.block is None or not self._can_be_guessed(layer + 1):
+            return
+        if not isinstance(stack.norm, SwappedClass) and not isinstance(stack.block, SwappedClass):
+            self._swap(stack.norm, _Norm, state.residual)
+            self._swap(stack.block, _Block, state.residual)
+            if after.gate is not None and not isinstance(after.gate, SwappedClass):
+                self._swap(after.gate, _Gate, self._states[layer + 1].said)
+
+    def _swap(self, module: nn.Module, mixin: type[SwappedClass], state: object) -> None:
+        swap_class(module, mixin, state)
+        self.changed.append(module)
+
+    def _can_be_guessed(self, layer: int) -> bool:
+        return layer < len(self._stacks) and self._stacks[layer].block is not None and bool(self._stacks[layer].norm)
+
+    def early(self, layer: int) -> Guess | None:
+        """Guesses a stack, from the residual before the experts of the one before."""
+        return self._guess(layer, self._states[layer - 1].residual.before)
+
+    def late(self, layer: int) -> Guess | None:
+        """Guesses a stack, from the residual after the experts of the one before."""
+        residual = self._states[layer - 1].residual
+        after, residual.after = residual.after, None
+        return self._guess(layer, after)
+
+    def _guess(self, layer: int, residual: mx.array | None) -> Guess | None:
+        """What a stack's router would choose if the layers in between changed nothing."""
+        if residual is None or not self._can_be_guessed(layer):
+            return None
+        stack, said = self._stacks[layer], self._states[layer].said
+        norm, block = cast(nn.Module, stack.norm), cast(nn.Module, stack.block)
+        self._stream.is_guessing = said.is_asked = True
+        try:
+            own_class(block).__call__(block, own_class(norm).__call__(norm, residual))
+        except GuessedError as guessed:
+            return Guess(guessed.indices, scores_of(said.result, guessed.indices, stack.num_experts))
+        except GuessEndedError:
+            return None
+        finally:
+            self._stream.is_guessing = said.is_asked = False
+            said.result = None
+        return None
+
+    def read(self, layer: int, guess: Guess, *, is_early: bool) -> None:
+        """Begins to read what a stack will probably need. Evaluates the guess."""
+        table, odds = self._pool.slot_of[layer], self._early if is_early else self._late
+        missing = {expert: rank for expert, rank in guess.ranks().items() if table[expert] == ABSENT}
+        self._states[layer].unsettled.append((odds, missing))
+        num_good = odds.num_good
+        likely = [expert for expert, rank in missing.items() if rank < num_good]
+        self._pool.read_ahead(layer, likely, int(self._pool.slots.num_slots * POOL_SHARE), urgent=not is_early)
+
+    def settle(self, layer: int, counts: Numbers) -> None:
+        """Learns from what a call needs how good the guesses were.
+
+        Args:
+            layer: of the call.
+            counts: of each expert, how many tokens it computes.
+        """
+        unsettled = self._states[layer].unsettled
+        for odds, missing in unsettled:
+            for expert, rank in missing.items():
+                odds.note(rank, bool(counts[expert]))
+        unsettled.clear()
+
+    def let_go(self) -> None:
+        """Forgets the residuals and guesses of a pass that has failed."""
+        for state in self._states:
+            state.residual.before = state.residual.after = None
+            state.unsettled.clear()

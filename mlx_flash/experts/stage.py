@@ -1,0 +1,297 @@
+"""Stacks of experts at their full shape: where kernels choose by the number of experts, nothing less is exact.
+
+The matrices of a stack pass one after another through a stage, which is the memory of the pool's last slots. A matrix
+lies there as in its file, and of it only the experts that are needed: those in the pool are copied, the others read,
+each once, in the order of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_flash.experts.pool import ABSENT, Bytes, ExpertPool
+from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.experts import expert_records, matrices_of, place_matrix
+from mlx_flash.layout.load import ExpertStack, Parameter
+from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, state_of, swap_class
+from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.placement import Piece, Placement, Segment
+from mlx_flash.storage.reader import Reader, Ticket
+from mlx_flash.storage.safetensors import TensorRecord
+from mlx_flash.streaming.stream import POISON
+
+
+@dataclass(slots=True, eq=False)
+class _Matrix:
+    """One module of a stack that holds weights of all experts.
+
+    Attributes:
+        module: of the full-shape copy of the stack.
+        parameters: what is read of it.
+        columns: which tensors of an expert these are.
+        rows: of each parameter, where each expert's row lies.
+        placement: of the whole parameters.
+        views: the parameters in each region of the stage.
+    """
+
+    module: nn.Module
+    parameters: list[Parameter]
+    columns: list[int]
+    rows: list[tuple[TensorRecord, ...]]
+    placement: Placement
+    views: dict[int, list[mx.array]]
+
+
+@dataclass(slots=True)
+class _Call:
+    """A stack that is being computed.
+
+    Attributes:
+        layer: its number.
+        waiting: matrices that are not in the stage yet.
+        experts: those that are needed, ascending.
+        present: those of them that are in the pool.
+        adopted: slots of those that will be, once their matrices came by.
+    """
+
+    layer: int
+    waiting: list[_Matrix]
+    experts: list[int]
+    present: set[int]
+    adopted: dict[int, int] = field(default_factory=dict)
+
+
+class _Staged(SwappedClass):
+    """A matrix that waits for its weights and lets them go when it is computed."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stage, matrix = cast("tuple[Stage, _Matrix]", state_of(self))
+        stage.enter(matrix)
+        result = own_class(self).__call__(self, *args, **kwargs)
+        mx.eval(arrays_in(result, args, kwargs))
+        stage.leave(matrix)
+        return result
+
+
+class Stage:
+    """Computes stacks of experts at their full shape.
+
+    Args:
+        pool: whose last slots are used, while a stack is computed.
+        stacks: the stacks, in the pool's order.
+        reader: reads them.
+        alignment: what kernels want addresses to be multiples of.
+        poison: fill the stage with NaN bytes when a matrix leaves.
+    """
+
+    def __init__(
+        self, pool: ExpertPool, stacks: Sequence[ExpertStack], reader: Reader, alignment: int, poison: bool
+    ) -> None:
+        self._pool = pool
+        self._reader = reader
+        self._poison = poison
+        self._matrices = [[_matrix(stack, columns, alignment) for columns in matrices_of(stack)] for stack in stacks]
+        self._copies = [
+            self._full_copy(stack, matrices) for stack, matrices in zip(stacks, self._matrices, strict=True)
+        ]
+        sizes = [matrix.placement.nbytes for matrices in self._matrices for matrix in matrices]
+        self._region_bytes = max(sizes)
+        pitch = pool.slots.pitch
+        two, one = (-(-(count * self._region_bytes + DIRECT_ALIGNMENT) // pitch) for count in (2, 1))
+        self._num_regions, self.num_slots = (2, two) if 2 * two <= pool.slots.num_slots else (1, one)
+        self._arena: Arena | None = None
+        self._call: _Call | None = None
+        self._regions: dict[int, tuple[_Matrix, Ticket]] = {}
+
+    def _full_copy(self, stack: ExpertStack, matrices: Sequence[_Matrix]) -> nn.Module:
+        arrays = {(id(p.container), p.key): p.array for p in [*stack.unit.large, *stack.unit.small]}
+        copy = clone_tree(stack.unit.module, arrays)
+        by_name = dict(copy.named_modules())
+        for name, module in stack.unit.module.named_modules():
+            for matrix in matrices:
+                if matrix.module is module:
+                    matrix.module = by_name[name]
+                    swap_class(matrix.module, _Staged, (self, matrix))
+        return copy
+
+    def run(self, layer: int, x: mx.array, indices: mx.array, hottest: Sequence[int], quota: int) -> mx.array:
+        """What the stack makes of tokens. Everything is evaluated.
+
+        Args:
+            layer: number of the stack.
+            x: the tokens.
+            indices: of their experts.
+            hottest: the experts that are needed, those of most tokens first.
+            quota: how many of them should be in the pool afterwards.
+
+        Raises:
+            ReadError: weights could not be read.
+        """
+        pool = self._pool
+        pool.drop_unread(layer, hottest)  # they may be behind much else, and are read with the others now
+        pool.clear_tail(self.num_slots)
+        if self._arena is None:
+            self._arena = pool.slots.tail(self.num_slots)
+        pool.count(layer, hottest)
+        present = {expert for expert in hottest if pool.slot_of[layer][expert] != ABSENT}
+        call = self._call = _Call(layer, list(self._matrices[layer]), sorted(hottest), present)
+        try:
+            for region in range(self._num_regions):
+                self._load_next(region)
+            absent = [expert for expert in hottest[:quota] if expert not in present]
+            call.adopted.update(pool.adopt(layer, absent, hottest))
+            module = self._copies[layer]
+            result = cast(mx.array, own_class(module).__call__(module, x, indices))
+            mx.eval(result)
+        except BaseException:
+            pool.forget(layer, call.adopted)
+            raise
+        finally:
+            self._end()
+        return result
+
+    def _end(self) -> None:
+        for _, ticket in self._regions.values():
+            ticket.cancel()
+        self._regions.clear()
+        self._call = None
+        self._pool.restore_tail()
+
+    def enter(self, matrix: _Matrix) -> None:
+        """Returns when a matrix is in the stage."""
+        region = next((region for region, (loaded, _) in self._regions.items() if loaded is matrix), None)
+        if region is None:  # called in another order than the one they were found in
+            region = 0
+            if region in self._regions:
+                other, ticket = self._regions.pop(region)
+                ticket.cancel()
+                self._running.waiting.append(other)
+            if matrix in self._running.waiting:
+                self._running.waiting.remove(matrix)
+            self._load(matrix, region)
+        self._pool.wait_for(self._regions[region][1])
+
+    def leave(self, matrix: _Matrix) -> None:
+        """Gives a matrix's place to the next one; what computes with it was evaluated."""
+        region = next(region for region, (loaded, _) in self._regions.items() if loaded is matrix)
+        del self._regions[region]
+        memory = self._memory(region)
+        for expert, slot in self._running.adopted.items():
+            for of_slot, of_stage in self._rows(matrix, slot, memory, expert):
+                of_slot[:] = of_stage
+        if self._poison:
+            np.frombuffer(memory, np.uint8)[:] = POISON
+        self._load_next(region)
+
+    def _load_next(self, region: int) -> None:
+        if self._running.waiting:
+            self._load(self._running.waiting.pop(0), region)
+
+    def _load(self, matrix: _Matrix, region: int) -> None:
+        call, memory = self._running, self._memory(region)
+        for parameter, view in zip(matrix.parameters, self._views(matrix, region), strict=True):
+            dict.__setitem__(matrix.module, parameter.key, view)
+        missing = [expert for expert in call.experts if expert not in call.present]
+        segments = rows_in_place(matrix.placement, matrix.rows, missing)
+        ticket = self._reader.submit(segments, memory, urgent=True)
+        self._regions[region] = matrix, ticket
+        self._pool.stats.read_bytes += sum(piece.nbytes for segment in segments for piece in segment.pieces)
+        for expert in call.present:
+            slot = int(self._pool.slot_of[call.layer][expert])
+            for of_slot, of_stage in self._rows(matrix, slot, memory, expert):
+                of_stage[:] = of_slot
+
+    def _rows(self, matrix: _Matrix, slot: int, memory: memoryview, expert: int) -> Iterator[tuple[Bytes, Bytes]]:
+        """The bytes of an expert's part of a matrix: in its slot, and in the stage."""
+        in_slot = np.frombuffer(self._pool.slots.memory(slot), np.uint8)
+        in_stage = np.frombuffer(memory, np.uint8)
+        offsets = self._pool.layers[self._running.layer].placement.offsets
+        for column, start, rows in zip(matrix.columns, matrix.placement.offsets, matrix.rows, strict=True):
+            nbytes = rows[expert].nbytes
+            first = start + expert * nbytes
+            yield in_slot[offsets[column] :][:nbytes], in_stage[first : first + nbytes]
+
+    def _views(self, matrix: _Matrix, region: int) -> list[mx.array]:
+        if region not in matrix.views:
+            start = region * self._region_bytes
+            matrix.views[region] = [
+                self._stage.view(start + offset, parameter.array.shape, parameter.array.dtype)
+                for parameter, offset in zip(matrix.parameters, matrix.placement.offsets, strict=True)
+            ]
+        return matrix.views[region]
+
+    def _memory(self, region: int) -> memoryview:
+        return self._stage.memory[region * self._region_bytes :][: self._region_bytes]
+
+    @property
+    def _running(self) -> _Call:
+        assert self._call is not None
+        return self._call
+
+    @property
+    def _stage(self) -> Arena:
+        assert self._arena is not None
+        return self._arena
+
+
+def _matrix(stack: ExpertStack, columns: list[int], alignment: int) -> _Matrix:
+    parameters = [stack.unit.large[i] for i in columns]
+    rows = [expert_records(parameter) for parameter in parameters]
+    module = cast(nn.Module, parameters[0].container)
+    return _Matrix(module, parameters, columns, rows, place_matrix(stack, columns, alignment), {})
+
+
+def rows_in_place(
+    placement: Placement, rows: Sequence[Sequence[TensorRecord]], wanted: Collection[int]
+) -> list[Segment]:
+    """The reads that put some rows of stacks where the whole stacks would have them.
+
+    Args:
+        placement: of the whole stacks.
+        rows: of each stack, where each row lies in its file.
+        wanted: numbers of rows, ascending.
+    """
+    in_place = [
+        range(s.buffer_offset, s.buffer_offset + s.nbytes) for s in placement.segments if s.buffer_offset is not None
+    ]
+    segments = []
+    for offset, records in zip(placement.offsets, rows, strict=True):
+        lies_in_place = any(offset in places for places in in_place)
+        placed = [(records[i], offset + i * records[i].nbytes) for i in wanted]
+        placed.sort(key=lambda entry: (str(entry[0].extent.path), entry[0].extent.offset))
+        segments += [_segment(run, lies_in_place) for run in _runs(placed)]
+    return sorted(segments, key=lambda segment: (str(segment.path), segment.offset))
+
+
+_Placed = tuple[TensorRecord, int]
+"""A row, and where it goes in the buffer."""
+
+
+def _runs(placed: Sequence[_Placed]) -> Iterator[list[_Placed]]:
+    """Rows that follow each other in a file."""
+    run: list[_Placed] = []
+    for record, at in placed:
+        if run and (run[-1][0].extent.path, run[-1][0].extent.end) != (record.extent.path, record.extent.offset):
+            yield run
+            run = []
+        run.append((record, at))
+    if run:
+        yield run
+
+
+def _segment(run: Sequence[_Placed], lies_in_place: bool) -> Segment:
+    """One read. In place, the rest of its first and last page are bytes that lie in the buffer as in the file."""
+    first, at = run[0]
+    within = first.extent.offset % DIRECT_ALIGNMENT
+    nbytes = -(-(run[-1][0].extent.end - first.extent.offset + within) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+    pieces = tuple(Piece(record.name, record.extent.offset, record.nbytes, start) for record, start in run)
+    return Segment(
+        first.extent.path, first.extent.offset - within, nbytes, at - within if lies_in_place else None, pieces
+    )

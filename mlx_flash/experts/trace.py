@@ -1,0 +1,53 @@
+"""Which experts were routed to, call by call, in a file: what eviction policies are compared with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from mlx_flash.experts.layers import Routing
+from mlx_flash.layout.load import ExpertStack
+
+FORMAT = 1
+
+
+class RoutingTrace:
+    """Writes JSON lines: the model, then ``[pass, tokens, layer, [[expert, tokens of it], ...]]`` for each call.
+
+    Args:
+        path: the file; replaced if it exists.
+        model: what to call the model.
+        stacks: its experts.
+    """
+
+    def __init__(self, path: Path, model: str, stacks: Sequence[ExpertStack]) -> None:
+        layers = [
+            {"name": stack.unit.name, "num_experts": stack.num_experts, "expert_bytes": stack.expert_bytes}
+            for stack in stacks
+        ]
+        self._num_pass, self._last = 0, -1
+        self._file = path.open("w")
+        self._write({"format": FORMAT, "model": model, "top_k": stacks[0].top_k, "layers": layers})
+
+    def __call__(self, layer: int, routing: Routing) -> None:
+        """Adds a call of a layer with the experts of each token, ``(..., top_k)``."""
+        self._num_pass += layer <= self._last
+        self._last = layer
+        experts, counts = np.unique(routing, return_counts=True)
+        pairs = [[int(expert), int(count)] for expert, count in zip(experts, counts, strict=True)]
+        self._write([self._num_pass, routing.size // routing.shape[-1], layer, pairs])
+
+    def _write(self, value: object) -> None:
+        self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
+
+    def __enter__(self) -> RoutingTrace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

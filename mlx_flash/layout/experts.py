@@ -1,0 +1,177 @@
+"""Stacks of experts, of which each token needs a few, and what is left of a model without them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+from mlx_flash.layout.load import ExpertStack, ModelLayout, Parameter, Unit
+from mlx_flash.layout.trace import CallTrace
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.placement import COPY_ALIGNMENT, Placement, RowPlacement, place_groups, place_rows
+from mlx_flash.storage.safetensors import TensorRecord
+
+_MAX_CACHED = 4096
+"""Of what takes seconds for a model with many experts; asked for when a plan is made, and when it is carried out."""
+
+
+def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace: CallTrace) -> list[ExpertStack]:
+    """The stacks of experts that can be read expert by expert.
+
+    A stack is mlx-lm's ``SwitchGLU`` or ``SwitchMLP`` whose arrays, those of adapters included, all have one row an
+    expert. Anything else stays part of its layer, which is read whole.
+
+    Args:
+        layers: the model's layers.
+        parameters: every array of the model.
+        trace: of a rehearsal.
+    """
+    places = {(id(parameter.container), parameter.key): parameter for parameter in parameters}
+    names = {id(module): f"{unit.name}.{name}" for unit in layers for name, module in unit.module.named_modules()}
+    large = {id(parameter) for unit in layers for parameter in unit.large}
+    order = {key: i for i, key in enumerate(trace.called)}
+    stacks = []
+    for key, route in trace.routes.items():
+        module = trace.called.get(key)
+        if module is None or key not in names or not _is_stack(module):
+            continue
+        below = [places[place] for place in _places(module) if place in places]
+        below.sort(key=lambda parameter: order.get(id(parameter.container), -1))
+        unit = Unit(names[key], module, [p for p in below if id(p) in large], [p for p in below if id(p) not in large])
+        num_experts = _num_experts(unit)
+        if num_experts and trace.covers(module, [(id(p.container), p.key) for p in unit.large]):
+            router = [places[place] for place in sorted(route.router, key=str) if place in places]
+            stack = ExpertStack(unit, num_experts, route.top_k, route.block, route.norm, router, route.gate)
+            stacks.append(stack)
+    return stacks
+
+
+def _is_stack(module: nn.Module) -> bool:
+    return isinstance(module, SwitchGLU | SwitchMLP) and type(module).__call__ in (
+        SwitchGLU.__call__,
+        SwitchMLP.__call__,
+    )
+
+
+def _places(module: nn.Module) -> list[tuple[int, str]]:
+    return [(id(child), key) for _, child in module.named_modules() for key in child]
+
+
+def _num_experts(unit: Unit) -> int:
+    """How many rows all arrays of a unit have; 0 when they differ, or when rows cannot be read one by one."""
+    counts = {parameter.array.shape[0] if parameter.array.ndim else 0 for parameter in [*unit.large, *unit.small]}
+    if len(counts) != 1 or not unit.large or not all(expert_records(parameter) for parameter in unit.large):
+        return 0
+    return counts.pop()
+
+
+def expert_records(parameter: Parameter) -> tuple[TensorRecord, ...]:
+    """Where each row of a stack lies; empty when a row is not one run of bytes."""
+    return _rows(parameter.records, parameter.array.shape[0], parameter.nbytes)
+
+
+@lru_cache(maxsize=_MAX_CACHED)
+def _rows(records: tuple[TensorRecord, ...], num_rows: int, nbytes: int) -> tuple[TensorRecord, ...]:
+    found: list[TensorRecord] = []
+    row_bytes = nbytes // num_rows
+    for record in records:
+        if record.nbytes == row_bytes:
+            found.append(record)
+        elif record.shape and record.nbytes == record.shape[0] * row_bytes:
+            found += (record.rows(i, i + 1) for i in range(record.shape[0]))
+        else:
+            return ()
+    return tuple(found) if len(found) == num_rows else ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """Where the arrays of an expert lie in a slot; the same for all experts of a stack.
+
+    Attributes:
+        read: the tensors that are read, and the reads.
+        kept: where the rows go of arrays that are in memory always.
+        nbytes: size of the slot; one page of it is room for alignment.
+    """
+
+    read: RowPlacement
+    kept: tuple[int, ...]
+    nbytes: int
+
+
+def place_experts(stack: ExpertStack, alignment: int) -> ExpertPlacement:
+    """Lays the arrays of an expert out in a slot.
+
+    Args:
+        stack: whose experts.
+        alignment: what kernels want addresses to be multiples of.
+    """
+    read = _place(_Columns(tuple(expert_records(parameter) for parameter in stack.unit.large)), alignment)
+    kept, cursor = [], read.nbytes + DIRECT_ALIGNMENT
+    for parameter in stack.unit.small:
+        kept.append(cursor - DIRECT_ALIGNMENT)
+        cursor += -(-parameter.nbytes // stack.num_experts // COPY_ALIGNMENT) * COPY_ALIGNMENT
+    return ExpertPlacement(read, tuple(kept), -(-cursor // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT)
+
+
+class _Columns:
+    """The rows of stacks as a key: what :func:`_rows` gives is the same object for the same stack."""
+
+    def __init__(self, columns: tuple[tuple[TensorRecord, ...], ...]) -> None:
+        self.columns = columns
+        self._ids = tuple(map(id, columns))
+
+    def __hash__(self) -> int:
+        return hash(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Columns) and self._ids == other._ids
+
+
+@lru_cache(maxsize=_MAX_CACHED)
+def _place(key: _Columns, alignment: int) -> RowPlacement:
+    return place_rows(list(zip(*key.columns, strict=True)), alignment)
+
+
+def matrices_of(stack: ExpertStack) -> list[list[int]]:
+    """The modules of a stack that hold weights to read, in calling order: which of its large parameters are whose."""
+    columns: dict[int, list[int]] = {}
+    for i, parameter in enumerate(stack.unit.large):
+        columns.setdefault(id(parameter.container), []).append(i)
+    return list(columns.values())
+
+
+def place_matrix(stack: ExpertStack, columns: Iterable[int], alignment: int) -> Placement:
+    """Lays one of :func:`matrices_of` out in a buffer, with all experts."""
+    return place_groups([stack.unit.large[i].records for i in columns], alignment)
+
+
+def trunk_of(layout: ModelLayout) -> ModelLayout:
+    """The model without its experts. Routers count as small parameters: choosing experts never waits for a disk."""
+    experts = {id(p) for stack in layout.experts for p in [*stack.unit.large, *stack.unit.small]}
+    routers = {id(p) for stack in layout.experts for p in stack.router if p.nbytes <= stack.expert_bytes} - experts
+    layers = [_without(unit, experts, routers) for unit in layout.layers]
+    dropped = [parameter for unit in layers if not unit.large for parameter in unit.small]
+    small = [parameter for stack in layout.experts for parameter in stack.unit.small]
+    cuts = [[_without(unit, experts, routers) for unit in cut] for cut in layout.finer]
+    return replace(
+        layout,
+        layers=[unit for unit in layers if unit.large],
+        resident=[*layout.resident, *dropped, *small],
+        finer=[[unit for unit in cut if unit.large] for cut in cuts],
+    )
+
+
+def _without(unit: Unit, experts: Collection[int], routers: Collection[int]) -> Unit:
+    kept = [parameter for parameter in unit.large if id(parameter) not in experts]
+    small = [parameter for parameter in unit.small if id(parameter) not in experts]
+    return Unit(
+        unit.name,
+        unit.module,
+        [parameter for parameter in kept if id(parameter) not in routers],
+        small + [parameter for parameter in kept if id(parameter) in routers],
+    )

@@ -1,0 +1,99 @@
+"""Which tensors of a checkpoint an array is made of, when its bytes are theirs.
+
+mlx-lm's ``sanitize`` puts the tensors of experts, one by one in original checkpoints, into stacks. Along the first axis
+a stack's bytes are those of its parts, one after another, and the rows of a tensor are a run of its bytes. So while
+``sanitize`` runs, the functions of MLX that stack, concatenate, split and reshape are watched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
+
+_watching = threading.RLock()
+
+_FUNCTIONS: tuple[tuple[Any, str], ...] = (
+    *((mx, name) for name in ("stack", "concatenate", "split")),
+    *((mx.array, name) for name in ("view", "reshape", "flatten")),
+)
+
+
+class Sources:
+    """The tensors that arrays are made of.
+
+    Args:
+        checkpoint: where the tensors lie.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._found: dict[int, tuple[mx.array, tuple[TensorRecord, ...]]] = {}
+
+    def of(self, array: mx.array) -> tuple[TensorRecord, ...]:
+        """The tensors, or rows of them, whose bytes one after another are the array's. Empty when it was computed."""
+        return self._found.get(id(array), (array, ()))[1]
+
+    @contextmanager
+    def watching(self, weights: Mapping[str, mx.array]) -> Iterator[None]:
+        """Notes what happens to arrays that were read from the checkpoint, by the names of their tensors."""
+        for name, array in weights.items():
+            record = self._checkpoint.tensors.get(name)
+            if record is not None:
+                self._note(array, (record,))
+        with _watching:  # the functions belong to the process
+            originals = [(owner, name, getattr(owner, name)) for owner, name in _FUNCTIONS]
+            for owner, name, original in originals:
+                setattr(owner, name, self._watched(name)(original))
+            try:
+                yield
+            finally:
+                for owner, name, original in originals:
+                    setattr(owner, name, original)
+
+    def _watched(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        if name == "split":
+            return self._splitting
+        return self._joining if name in ("stack", "concatenate") else self._reshaping
+
+    def _note(self, array: mx.array, records: tuple[TensorRecord, ...]) -> None:
+        if sum(record.nbytes for record in records) == array.nbytes:  # mlx reads some dtypes as others
+            self._found[id(array)] = array, records
+
+    def _joining(self, join: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def watched(arrays: Sequence[mx.array], axis: int = 0, **options: Any) -> mx.array:
+            result = join(arrays, axis, **options)
+            parts = [self.of(array) for array in arrays]
+            if axis == 0 and all(parts) and all(array.dtype == result.dtype for array in arrays):
+                self._note(result, tuple(record for part in parts for record in part))
+            return result
+
+        return watched
+
+    def _splitting(self, split: Callable[..., Sequence[mx.array]]) -> Callable[..., Sequence[mx.array]]:
+        def watched(array: mx.array, indices: Any, axis: int = 0, **options: Any) -> Sequence[mx.array]:
+            results = split(array, indices, axis, **options)
+            records = self.of(array)
+            if axis == 0 and len(records) == 1 and records[0].shape == tuple(array.shape):
+                start = 0
+                for result in results:
+                    self._note(result, (records[0].rows(start, start + result.shape[0]),))
+                    start += result.shape[0]
+            return results
+
+        return watched
+
+    def _reshaping(self, reshape: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def watched(array: mx.array, *args: Any, **options: Any) -> mx.array:
+            result = reshape(array, *args, **options)
+            records = self.of(array)
+            if len(records) > 1 or (records and records[0].shape[:1] == tuple(result.shape[:1])):
+                self._note(result, records)  # rows have to stay rows
+            return result
+
+        return watched

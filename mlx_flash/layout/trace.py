@@ -1,0 +1,247 @@
+"""A rehearsal: which modules a model calls, in what order, and what that leaves in its cache.
+
+The model is called with zeros for weights, and since MLX is lazy nothing is computed; an architecture that looks at
+numbers while it runs computes a token or two with zeros. No weights are read. A module whose arrays are used by others
+without calling it (an attention that takes a projection's ``weight``) cannot be made resident by its own calls; that
+shows too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.load import Parameter
+from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, state_of, swap_class
+
+Place = tuple[int, Any]
+"""An array in a module tree: ``id`` of the module that holds it, and the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a call of experts came about.
+
+    Attributes:
+        top_k: experts of each token.
+        block: the module that calls them, given one array, and whose router chooses; None when it is not so.
+        norm: the module that makes the block's input, if there is one.
+        router: the arrays that the block uses before it calls the experts.
+        gate: the module that the block calls before them and that returns their scores, if there is one.
+    """
+
+    top_k: int
+    block: nn.Module | None = None
+    norm: nn.Module | None = None
+    router: frozenset[Place] = frozenset()
+    gate: nn.Module | None = None
+
+
+@dataclass(slots=True)
+class CallTrace:
+    """What a model's calls did to its modules.
+
+    Attributes:
+        called: the modules that were called, each once, in the order of their first calls.
+        users: of each array that was used, the ``id`` of every module that was being called at all of its uses.
+        cache_bytes: what the model's cache takes however long the context is: recurrent states.
+        cache_bytes_per_token: what each token adds to it. Sliding windows count as if they grew for good.
+        kv_rows: of each plain ``KVCache`` in it, what a token adds; part of ``cache_bytes_per_token``.
+        kv_heads: heads of keys and of values in all of those.
+        routes: of each module that was called with tokens and the experts for them, what came before.
+    """
+
+    called: dict[int, nn.Module]
+    users: dict[Place, frozenset[int]]
+    cache_bytes: int = 0
+    cache_bytes_per_token: int = 0
+    kv_rows: list[int] = field(default_factory=list)
+    kv_heads: int = 0
+    routes: dict[int, Route] = field(default_factory=dict)
+
+    def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
+        """Whether a module is called, and arrays are used during its calls only."""
+        inside = all(id(module) in self.users.get(place, (id(module),)) for place in places)
+        return id(module) in self.called and inside
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What a watched module notes, and where: all of them share it."""
+
+    trace: CallTrace
+    under_way: list[_Call] = field(default_factory=list)
+    outputs: dict[int, tuple[mx.array, nn.Module]] = field(default_factory=dict)  # holds them, so that ids are unique
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call under way: of which module, with what, the arrays used in it so far, and what modules returned to it."""
+
+    module: nn.Module
+    arguments: tuple[Any, ...]
+    used: set[Place] = field(default_factory=set)
+    returned: list[tuple[nn.Module, Any]] = field(default_factory=list)
+
+
+class _Watched(SwappedClass):
+    """A module that notes its calls, and uses of its arrays."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        watch: _Watch = state_of(self)
+        module = cast(nn.Module, self)
+        watch.trace.called.setdefault(id(self), module)
+        if isinstance(self, SwitchGLU | SwitchMLP):
+            _note_route(watch, module, *args, **kwargs)
+        watch.under_way.append(_Call(module, (*args, *kwargs.values())))
+        try:
+            result = own_class(module).__call__(self, *args, **kwargs)
+        finally:
+            watch.under_way.pop()
+        if isinstance(result, mx.array):
+            watch.outputs[id(result)] = result, module
+        if watch.under_way:
+            watch.under_way[-1].returned.append((module, result))
+        return result
+
+    def __getattr__(self, key: str) -> Any:
+        return _used(self, key, own_class(self).__getattr__(self, key))
+
+    def __getitem__(self, key: Any) -> Any:
+        return _used(self, key, dict.__getitem__(cast(dict[Any, Any], self), key))
+
+
+def _used(module: object, key: Any, value: Any) -> Any:
+    if isinstance(value, mx.array):
+        watch: _Watch = state_of(module)
+        users = watch.trace.users
+        now = frozenset(id(call.module) for call in watch.under_way)
+        users[id(module), key] = users.get((id(module), key), now) & now
+        for call in watch.under_way:
+            call.used.add((id(module), key))
+    return value
+
+
+def _note_route(watch: _Watch, experts: nn.Module, x: mx.array, indices: mx.array) -> None:
+    call = watch.under_way[-1] if watch.under_way else None
+    route = Route(indices.shape[-1])
+    if call is not None and len(call.arguments) == 1 and call.used:
+        _, norm = watch.outputs.get(id(call.arguments[0]), (None, None))
+        modules = [child for _, child in experts.named_modules()]
+        arrays = [value for child in modules for value in dict.values(child) if isinstance(value, mx.array)]
+        num_experts = max(array.shape[0] for array in arrays if array.ndim)
+        gates = [module for module, said in call.returned if scores_of(said, indices, num_experts) is not None]
+        gate = gates[0] if gates else None
+        route = replace(route, block=call.module, norm=norm, router=frozenset(call.used), gate=gate)
+    watch.trace.routes[id(experts)] = route
+
+
+def scores_of(returned: object, indices: mx.array, num_experts: int) -> mx.array | None:
+    """What a router thinks of the experts it has chosen, as far as a module returned it; not evaluated.
+
+    Args:
+        returned: scores of all experts, or the chosen ones and theirs.
+        indices: the chosen ones, ``(..., top_k)``.
+        num_experts: there are.
+
+    Returns:
+        fp32, ``(tokens, top_k)``; None when these are no scores.
+    """
+    top_k = indices.shape[-1]
+    for array in returned if isinstance(returned, tuple) else (returned,):
+        if not isinstance(array, mx.array) or not mx.issubdtype(array.dtype, mx.floating):
+            continue
+        if array.size * top_k == indices.size * num_experts and array.shape[-1] == num_experts:
+            chosen = indices.reshape(-1, top_k)
+            return mx.take_along_axis(array.reshape(-1, num_experts), chosen, axis=-1).astype(mx.float32)
+        if array.size == indices.size and array.shape[-1] == top_k:
+            return array.reshape(-1, top_k).astype(mx.float32)
+    return None
+
+
+def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
+    """Calls a model with one token, again with one, then with two, and leaves it as it was.
+
+    A module that is not called again for the same kind of input is called from a compiled function: there it cannot
+    wait for its weights, and does not count as called.
+
+    Args:
+        model: mlx-lm's, lazily loaded.
+        parameters: every array in it.
+    """
+    watch = _Watch(CallTrace({}, {}))
+    modules = list({id(module): module for _, module in model.named_modules()}.values())
+    called = watch.trace.called
+    with _as_it_was(modules), _zeros(parameters), _watched(modules, watch):
+        model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
+        once = set(called)
+        called.clear()
+        watch.outputs.clear()
+        cache = make_prompt_cache(model)
+        model(mx.zeros((1, 1), mx.int32), cache=cache)
+        compiled = once - set(called)
+        first = [_nbytes(entry) for entry in cache]
+        rows = [_bytes_of_a_row(entry) for entry in cache]
+        model(mx.zeros((1, 2), mx.int32), cache=cache)
+        third = [_nbytes(entry) for entry in cache]
+    for key in compiled:
+        called.pop(key, None)
+    for entry, before, row, after in zip(cache, first, rows, third, strict=True):
+        grows_in_steps = isinstance(getattr(entry, "step", None), int)
+        per_token = row if grows_in_steps else max(0, after - before) // 2
+        watch.trace.cache_bytes_per_token += per_token
+        if type(entry) is KVCache:
+            watch.trace.kv_rows.append(per_token)
+            watch.trace.kv_heads += sum(array.shape[1] for array in arrays_in(entry))
+        watch.trace.cache_bytes += 0 if grows_in_steps else max(0, before - per_token)
+    return watch.trace
+
+
+def _nbytes(entry: Any) -> int:
+    return sum({id(array): int(array.nbytes) for array in arrays_in(entry)}.values())
+
+
+def _bytes_of_a_row(entry: Any) -> int:
+    """Bytes of one token in arrays of shape (batch, heads, tokens, width)."""
+    arrays = {id(array): array for array in arrays_in(entry) if array.ndim > 1 and array.size}
+    return sum(array.nbytes // array.shape[-2] for array in arrays.values())
+
+
+@contextmanager
+def _as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
+    put_back = remember(modules)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+@contextmanager
+def _zeros(parameters: Sequence[Parameter]) -> Iterator[None]:
+    """Puts zeros, which take no memory, in the place of all arrays."""
+    try:
+        for parameter in parameters:
+            parameter.bind(mx.broadcast_to(mx.zeros((), parameter.array.dtype), parameter.array.shape))
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.bind(parameter.array)
+
+
+@contextmanager
+def _watched(modules: Sequence[nn.Module], watch: _Watch) -> Iterator[None]:
+    for module in modules:
+        swap_class(module, _Watched, watch)
+    try:
+        yield
+    finally:
+        for module in modules:
+            restore_class(module)

@@ -1,0 +1,170 @@
+"""What of a model is made resident together: its layers, and finer cuts of them.
+
+A module can be a unit when its arrays are used during its own calls only. That is seen in a traced call, so no
+architecture has to be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.nn as nn
+
+from mlx_flash.errors import CheckpointError
+from mlx_flash.layout.experts import find_experts
+from mlx_flash.layout.load import (
+    LoadedModel,
+    ModelLayout,
+    Parameter,
+    Unit,
+    is_embedding,
+    is_linear,
+    iter_parameters,
+)
+from mlx_flash.layout.trace import rehearse
+
+SMALL_BYTES = 64 * 1024
+"""A tensor at most this large, and a small part of its unit, is kept in memory always: reading it costs a disk access
+and saves nothing. One-dimensional ones (norms, biases) are kept whatever their size; some models use those of the next
+layer."""
+
+SMALL_SHARE = 1 / 1024
+
+REST_SHARE = 1 / 20
+"""A unit is not cut when more than this share of it would be left over, to stay in memory."""
+
+
+def make_layout(loaded: LoadedModel) -> ModelLayout:
+    """Finds the units of a model and the source of each of its parameters. Reads no weights.
+
+    Raises:
+        CheckpointError: the model has no list of layers.
+    """
+    layers_of_model = _layers(loaded.model)
+    tree = _Tree(loaded)
+    roots = tree.names_of(layers_of_model)
+    layers = [unit for root in roots for unit in tree.cover(root)]
+    outside = [name for name in tree.modules if not any(_is_inside(name, root) for root in roots)]
+    heads = [unit for unit in map(tree.whole, outside) if is_linear(unit.module) and tree.is_covered(unit)]
+    embeddings = [unit for unit in map(tree.whole, outside) if is_embedding(unit.module)]
+    units = [unit for unit in [*layers, *heads, *embeddings] if unit.large]
+    taken = {id(parameter) for unit in units for parameter in [*unit.large, *unit.small]}
+    return ModelLayout(
+        layers=[unit for unit in layers if unit.large],
+        heads=[unit for unit in heads if unit.large],
+        embeddings=[unit for unit in embeddings if unit.large],
+        resident=[parameter for parameter in tree.parameters if id(parameter) not in taken],
+        tied={unit.name for unit in embeddings if not tree.is_covered(unit)},
+        finer=list(tree.finer([unit for unit in layers if unit.large])),
+        cache_bytes=tree.trace.cache_bytes,
+        cache_bytes_per_token=tree.trace.cache_bytes_per_token,
+        kv_rows=tuple(tree.trace.kv_rows),
+        kv_heads=tree.trace.kv_heads,
+        experts=find_experts(layers, tree.parameters, tree.trace),
+    )
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The model's layers, each once."""
+    layers = getattr(model, "layers", None)
+    if layers is None:
+        raise CheckpointError(
+            f"{type(model).__module__}.{type(model).__name__} has no 'layers': nothing can be streamed"
+        )
+    return list({id(layer): layer for layer in layers if isinstance(layer, nn.Module)}.values())
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return name == other or name.startswith(f"{other}.")
+
+
+class _Tree:
+    """A model's modules by name, with the parameters below each of them."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._names = {id(module): name for name, module in reversed(loaded.model.named_modules())}
+        named = loaded.model.named_modules()
+        self.modules = {name: module for name, module in named if self._names[id(module)] == name}
+        self.parameters = list(_parameters(loaded))
+        self._below: dict[str, list[Parameter]] = {name: [] for name in self.modules}
+        self._children: dict[str, list[str]] = {name: [] for name in self.modules}
+        for parameter in self.parameters:
+            for ancestor in self._ancestors(parameter.name):
+                self._below[ancestor].append(parameter)
+        for name in self.modules:
+            if name:
+                self._children[next(self._ancestors(name))].append(name)
+        self.trace = rehearse(loaded.model, self.parameters)
+        self._order = {key: i for i, key in enumerate(self.trace.called)}
+
+    def _ancestors(self, name: str) -> Iterator[str]:
+        """The modules that something is in, the innermost first."""
+        while name:
+            name = name.rpartition(".")[0]
+            if name in self.modules:
+                yield name
+
+    def names_of(self, modules: list[nn.Module]) -> list[str]:
+        """Names of those modules that can be found in the tree."""
+        return [self._names[id(module)] for module in modules if id(module) in self._names]
+
+    def whole(self, name: str) -> Unit:
+        """A module with everything below it as a unit."""
+        unit = Unit(name, self.modules[name])
+        below = self._below[name]
+        limit = min(SMALL_BYTES, SMALL_SHARE * sum(parameter.nbytes for parameter in below))
+        for parameter in below:
+            large = bool(parameter.records) and parameter.array.ndim > 1 and parameter.nbytes > limit
+            (unit.large if large else unit.small).append(parameter)
+        return unit
+
+    def is_covered(self, unit: Unit) -> bool:
+        """Whether the unit's large parameters are needed during its module's calls only.
+
+        A module that nothing was seen of may have its time with other inputs.
+        """
+        places = [(id(parameter.container), parameter.key) for parameter in unit.large]
+        if self.trace.covers(unit.module, places):
+            return True
+        below = (name for name in self.modules if _is_inside(name, unit.name))
+        is_unseen = not any(id(self.modules[name]) in self.trace.called for name in below)
+        is_unseen = is_unseen and not any(place in self.trace.users for place in places)
+        return is_unseen and callable(unit.module)
+
+    def cover(self, name: str) -> list[Unit]:
+        """The module as a unit or, where it cannot be one, those below it that can."""
+        unit = self.whole(name)
+        if not unit.large:
+            return [unit]
+        if self.is_covered(unit):
+            return [unit]
+        return [unit for child in self._children[name] for unit in self.cover(child)]
+
+    def finer(self, units: list[Unit]) -> Iterator[list[Unit]]:
+        """Finer and finer cuts of some units."""
+        large = {id(parameter) for unit in units for parameter in unit.large}
+        while True:
+            cut = [part for unit in units for part in self._cut(unit, large)]
+            if len(cut) == len(units) and all(a.name == b.name for a, b in zip(cut, units, strict=True)):
+                return
+            cut.sort(key=lambda unit: self._order.get(id(unit.module), -1))
+            units = cut
+            yield cut
+
+    def _cut(self, unit: Unit, large: set[int]) -> list[Unit]:
+        """The next smaller units of one; itself, when there are none or too much would be left over."""
+        parts = []
+        for child in self._children[unit.name]:
+            for part in self.cover(child):
+                below = [*part.large, *part.small]
+                kept = [parameter for parameter in below if id(parameter) in large]
+                if kept:
+                    small = [parameter for parameter in below if id(parameter) not in large]
+                    parts.append(Unit(part.name, part.module, kept, small))
+        rest = unit.nbytes - sum(part.nbytes for part in parts)
+        return parts if parts and rest <= REST_SHARE * unit.nbytes else [unit]
+
+
+def _parameters(loaded: LoadedModel) -> Iterator[Parameter]:
+    for name, container, key, array in iter_parameters(loaded.model, ""):
+        yield Parameter(name, container, key, array, loaded.sources.get(id(array), ()))

@@ -1,0 +1,162 @@
+"""Memory that MLX computes from and threads read files into.
+
+An arena is one evaluated ``mx.array`` of bytes. Its memory, seen as a writable ``memoryview``, is what the reader
+fills; typed arrays that are views of it are what a model's modules hold. Nothing is copied between the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_flash.memory.footprint import use_huge_pages
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+
+_MARK = 0xA5
+
+
+class Arena:
+    """A page-aligned buffer of bytes and typed views of it.
+
+    Args:
+        nbytes: the size that can be used.
+        pages: evaluated rows of one page to use, instead of new memory.
+
+    Attributes:
+        memory: the writable bytes; their address is a multiple of ``DIRECT_ALIGNMENT``.
+    """
+
+    def __init__(self, nbytes: int, pages: mx.array | None = None) -> None:
+        # Rows of one page: MLX's dimensions are 32-bit, a flat array would end at 2 GiB.
+        self._array = _zeros(-(-nbytes // DIRECT_ALIGNMENT) + 1, DIRECT_ALIGNMENT) if pages is None else pages
+        everything = _memory(self._array).cast("B")
+        self._start = _first_page(everything)
+        self.nbytes = nbytes
+        self.memory = everything[self._start : self._start + nbytes]
+        if pages is None:
+            use_huge_pages(self.memory)
+
+    def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+        """An evaluated array whose memory begins ``offset`` bytes into the arena.
+
+        Args:
+            offset: a multiple of the item size.
+            shape: of the array.
+            dtype: of the array.
+        """
+        size = math.prod(shape)
+        first = self._start + offset
+        page, within = divmod(first, DIRECT_ALIGNMENT)
+        last_page = -(-(first + size * dtype.size) // DIRECT_ALIGNMENT)
+        flat = self._array[page:last_page].view(dtype).reshape(-1)
+        index = within // dtype.size
+        array = flat[index : index + size].reshape(*shape)
+        mx.eval(array)
+        if size and _address(_memory(array)) != _address(self.memory) + offset:
+            raise AssertionError(f"MLX copied a view of {array.nbytes} bytes at {offset}: it does not share the arena")
+        return array
+
+    def fill(self, byte: int) -> None:
+        """Writes one value to every byte; 255 makes NaN in every floating-point dtype."""
+        np.frombuffer(self.memory, np.uint8)[:] = byte
+
+
+class SlotArena:
+    """Slots of one size, one after another, and arrays that have one row in each of them.
+
+    Args:
+        num_slots: how many.
+        pitch: bytes from one slot to the next, a multiple of ``DIRECT_ALIGNMENT``. One page of it cannot be used: MLX's
+            CPU allocator aligns to 16 bytes only.
+    """
+
+    def __init__(self, num_slots: int, pitch: int) -> None:
+        self.num_slots = num_slots
+        self.pitch = pitch
+        self._array = _zeros(num_slots, self.pitch)
+        self._everything = _memory(self._array).cast("B")
+        self._start = _first_page(self._everything)
+        use_huge_pages(self._everything)
+
+    def memory(self, slot: int) -> memoryview:
+        """The bytes of a slot; their address is a multiple of ``DIRECT_ALIGNMENT``."""
+        first = slot * self.pitch + self._start
+        return self._everything[first : first + self.pitch - DIRECT_ALIGNMENT]
+
+    def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+        """An evaluated array ``(slots, *shape)`` whose row of each slot begins ``offset`` bytes into it.
+
+        For empty slots: bytes of the first and the last are overwritten.
+
+        Args:
+            offset: a multiple of the item size.
+            shape: of a row.
+            dtype: of the array.
+        """
+        first, size = (self._start + offset) // dtype.size, math.prod(shape)
+        rows = self._array.view(dtype)[:, first : first + size]
+        # Not reshape(), which copies what is not contiguous.
+        array = mx.unflatten(rows, 1, tuple(shape)) if shape else rows.squeeze(1)
+        mx.eval(array)
+        for slot in {0, self.num_slots - 1}:
+            if not self._shares(array, slot, offset):
+                raise AssertionError(f"MLX copied a view of {shape} at {offset}: it does not share the slots")
+        return array
+
+    def _shares(self, array: mx.array, slot: int, offset: int) -> bool:
+        """Whether what is written to a slot shows in an array's row."""
+        row = np.frombuffer(self.memory(slot), np.uint8)[offset:][: array[slot].nbytes]
+        for byte in (_MARK, 0):
+            row[:] = byte
+            if not bool((array[slot].flatten().view(mx.uint8) == byte).all()):
+                return False
+        return True
+
+    def tail(self, num_slots: int) -> Arena:
+        """The memory of the last slots as one buffer."""
+        pages = self._array[self.num_slots - num_slots :].reshape(-1, DIRECT_ALIGNMENT)
+        mx.eval(pages)
+        return Arena(num_slots * self.pitch - DIRECT_ALIGNMENT, pages)
+
+    def fill(self, slot: int, byte: int) -> None:
+        """Writes one value to every byte of a slot."""
+        np.frombuffer(self.memory(slot), np.uint8)[:] = byte
+
+
+def kernel_alignment() -> int:
+    """The address alignment MLX's kernels may count on, in bytes.
+
+    GPU kernels and the libraries behind them choose by alignment, and so might give other bits; the CPU's do not.
+    """
+    return 16 if mx.default_device() == mx.gpu else 1
+
+
+def reads_beside() -> bool:
+    """Whether a disk may write to MLX's memory while MLX computes from other arrays.
+
+    Not on CUDA: managed memory moves between the processors in blocks of up to 2 MiB, which small arrays share, and a
+    direct read that is under way then ends where the block has been. Reads go through bounce buffers there.
+    """
+    return not mx.cuda.is_available() or mx.default_device() == mx.cpu
+
+
+def _zeros(rows: int, columns: int) -> mx.array:
+    array = mx.zeros((rows, columns), dtype=mx.uint8)
+    mx.eval(array)
+    return array
+
+
+def _first_page(memory: memoryview) -> int:
+    return -_address(memory) % DIRECT_ALIGNMENT
+
+
+def _memory(array: mx.array) -> memoryview:
+    return memoryview(cast(Any, array))  # MLX's stubs do not say that arrays have the buffer protocol
+
+
+def _address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer.cast("B"), np.uint8).ctypes.data)

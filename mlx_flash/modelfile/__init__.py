@@ -1,0 +1,1 @@
+"""Modelfiles: model, prompts, sampling and streaming in one text."""

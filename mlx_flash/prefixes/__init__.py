@@ -1,0 +1,1 @@
+"""The prefix cache: the beginnings of prompts, kept on disk for later sessions and processes."""

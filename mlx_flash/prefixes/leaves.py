@@ -1,0 +1,246 @@
+"""What a prompt cache is made of, seen alike: rows of tokens that are appended, and states that are replaced.
+
+A list of mlx-lm's caches, one entry a layer, some of them lists themselves. What is not known here has no leaves, and
+is not remembered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
+from mlx_flash.kv.history import ATTRIBUTE, History, is_anchored
+from mlx_flash.kv.lone import LoneKVCache
+from mlx_flash.kv.options import round_up
+from mlx_flash.prefixes.files import Blob
+
+_SKELETON = "state"
+
+_ROWS = (KVCache, QuantizedKVCache, BatchKVCache, LoneKVCache, DiskKVCache, DiskQuantizedKVCache)
+_STATES = (RotatingKVCache, ChunkedKVCache, ArraysCache, BatchRotatingKVCache)
+
+
+def leaves_of(cache: Sequence[Any]) -> list[Leaf] | None:
+    """The leaves of a prompt cache of one sequence; None when there is something that is not known, or forgets."""
+    leaves: list[Leaf] = []
+    for entry in _entries(cache):
+        leaf = RowLeaf(entry) if type(entry) in _ROWS else StateLeaf(entry) if type(entry) in _STATES else None
+        if leaf is None or not leaf.is_plain:
+            return None
+        leaves.append(leaf)
+    return leaves or None
+
+
+def _entries(cache: Sequence[Any]) -> Iterator[Any]:
+    for entry in cache:
+        if type(entry) is CacheList:
+            yield from _entries(entry.caches)
+        else:
+            yield entry
+
+
+def forget(cache: Sequence[Any]) -> None:
+    """Notes that it is not known what a prompt cache holds."""
+    for entry in _entries(cache):
+        getattr(entry, "__dict__", {}).pop(ATTRIBUTE, None)
+
+
+class Leaf:
+    """An entry of a prompt cache.
+
+    Args:
+        entry: mlx-lm's, or one of ours.
+    """
+
+    def __init__(self, entry: Any) -> None:
+        self.entry = entry
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds one sequence from its beginning on, without padding."""
+        entry = self.entry
+        if isinstance(entry, ArraysCache):
+            return entry.lengths is None and entry.batch_size == 1 and _is_zero(entry.left_padding)
+        if isinstance(entry, BatchKVCache | BatchRotatingKVCache):
+            return getattr(entry, "_right_padding", None) is None and _is_zero(entry.left_padding)
+        if isinstance(entry, DiskKVCache | DiskQuantizedKVCache):
+            return entry.pool.options.max_tokens is None
+        return True
+
+    @property
+    def length(self) -> int | None:
+        """Tokens it was given; None when it does not say."""
+        entry = self.entry
+        if isinstance(entry, ArraysCache):
+            return None
+        if isinstance(entry, BatchRotatingKVCache):
+            return int(entry._offset)
+        return int(entry._idx if isinstance(entry, BatchKVCache) else entry.offset)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing that is in it matters."""
+        return bool(self.entry.empty())
+
+    @property
+    def form(self) -> list[object]:
+        """What of its class and settings decides the bytes that it holds."""
+        entry = self.entry
+        names = ("bits", "group_size", "max_size", "keep", "chunk_size")
+        return [type(entry).__name__, *(getattr(entry, name, None) for name in names)]
+
+    @property
+    def history(self) -> History | None:
+        """What was noted by :meth:`note`, if it still holds: not when sequences were added or taken out since."""
+        return vars(self.entry)[ATTRIBUTE][0] if is_anchored(self.entry, self._anchor()) else None
+
+    def note(self, history: History) -> None:
+        """Notes what is in it, until :func:`forget`."""
+        vars(self.entry)[ATTRIBUTE] = (history, self._anchor())
+
+    def _anchor(self) -> object:
+        """An object that the entry replaces when sequences are added to it or taken out."""
+        entry = self.entry
+        if isinstance(entry, ArraysCache):
+            return entry.cache
+        return entry.left_padding if isinstance(entry, BatchKVCache | BatchRotatingKVCache) else None
+
+
+class RowLeaf(Leaf):
+    """Keys and values, a row each for every token."""
+
+    @property
+    def is_empty(self) -> bool:
+        return self.length == 0
+
+    @property
+    def form(self) -> list[object]:
+        kind, *settings = super().form
+        return [kind, *settings[:2]]
+
+    def read(self, start: int, stop: int) -> list[Blob]:
+        """The rows of some tokens, ``(1, heads, tokens, width)`` for each array."""
+        if isinstance(self.entry, DiskKVCache | DiskQuantizedKVCache):
+            arrays = self.entry.read_rows(start, stop)
+        else:
+            arrays = [array[..., start:stop, :] for array in self._arrays()]
+        return [to_blob(array) for array in arrays]
+
+    def append(self, arrays: Sequence[mx.array]) -> None:
+        """Adds rows as :meth:`read` returned them, and evaluates them."""
+        if isinstance(self.entry, DiskKVCache | DiskQuantizedKVCache):
+            self.entry.append_rows(arrays)
+            mx.eval(self.entry.rows.memory.arrays)
+            return
+        entry, count, length = self.entry, arrays[0].shape[2], self.length or 0
+        # room behind them as mlx-lm's caches have it when they grow
+        room = round_up(count, entry.step) - count
+        old = self._arrays()
+        longer = []
+        for i, array in enumerate(arrays):
+            parts = [old[i][..., :length, :]] if old else []
+            parts += [array, mx.zeros((*array.shape[:2], room, array.shape[3]), array.dtype)]
+            longer.append(mx.concatenate(parts, axis=2))
+        half = len(longer) // 2
+        is_quantized = isinstance(entry, QuantizedKVCache)
+        entry.keys, entry.values = (tuple(longer[:half]), tuple(longer[half:])) if is_quantized else longer
+        entry.offset = entry.offset + count
+        if isinstance(entry, BatchKVCache):
+            entry._idx += count
+        mx.eval(longer, entry.offset)
+
+    def trim(self, length: int) -> None:
+        """Takes the newest tokens back."""
+        self.entry.trim((self.length or 0) - length)
+
+    def _arrays(self) -> list[mx.array]:
+        entry = self.entry
+        if entry.keys is None:
+            return []
+        return [*entry.keys, *entry.values] if isinstance(entry, QuantizedKVCache) else [entry.keys, entry.values]
+
+
+class StateLeaf(Leaf):
+    """A window of tokens, or a recurrent state: what it holds at the end of a call says all."""
+
+    def read_state(self) -> dict[str, Blob]:
+        """Its state, as :meth:`set_state` takes it."""
+        blobs: dict[str, Blob] = {}
+        skeleton = json.dumps(_skeleton(self.entry.state, blobs)).encode()
+        return {_SKELETON: Blob(skeleton, "uint8", (len(skeleton),)), **blobs}
+
+    def set_state(self, found: dict[str, Blob]) -> None:
+        """Puts a state in the place of the one there is."""
+        skeleton = json.loads(bytes(found[_SKELETON].data))
+        self.entry.state = _filled(skeleton, found)
+
+
+def _is_zero(padding: mx.array | None) -> bool:
+    return padding is None or padding.tolist() == [0]
+
+
+def _skeleton(value: Any, blobs: dict[str, Blob]) -> Any:
+    """A state in JSON; its arrays are among the blobs."""
+    if isinstance(value, mx.array):
+        name = str(len(blobs))
+        blobs[name] = to_blob(value)
+        return {"array": name}
+    if isinstance(value, tuple | list):
+        return [_skeleton(item, blobs) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"the state of a cache holds a {type(value).__name__}")
+
+
+def _filled(value: Any, found: dict[str, Blob]) -> Any:
+    if isinstance(value, dict):
+        return to_array(found[value["array"]])
+    return [_filled(item, found) for item in value] if isinstance(value, list) else value
+
+
+def to_blob(array: mx.array) -> Blob:
+    """An array's bytes; evaluates it."""
+    flat = mx.contiguous(array).reshape(-1)
+    mx.eval(flat)
+    data = memoryview(cast(Any, flat)).cast("B") if flat.size else b""
+    return Blob(data, str(array.dtype).removeprefix("mlx.core."), tuple(array.shape))
+
+
+def new_array(dtype: str, shape: Sequence[int]) -> tuple[mx.array, memoryview]:
+    """An array to be filled, and its memory."""
+    kind: mx.Dtype = getattr(mx, dtype)
+    array = mx.zeros(tuple(shape), kind)
+    mx.eval(array)
+    return array, memoryview(cast(Any, array)).cast("B") if array.size else memoryview(bytearray())
+
+
+def to_array(blob: Blob) -> mx.array:
+    """The array that a blob was made of."""
+    array, memory = new_array(blob.dtype, blob.shape)
+    memory[:] = memoryview(blob.data).cast("B") if memory.nbytes else b""
+    return array
+
+
+def form_of(leaves: Sequence[Leaf], *, of_batches: bool) -> int:
+    """A number for what of a cache decides the bytes that it holds; with ``of_batches``, also whether it is one for
+    several sequences, whose masks are others."""
+    forms = [leaf.form for leaf in leaves]
+    if not of_batches:
+        forms = [[str(kind).removeprefix("Batch"), *settings] for kind, *settings in forms]
+    text = json.dumps(forms).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)

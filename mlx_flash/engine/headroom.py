@@ -11,6 +11,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_flash.errors import BudgetError
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.sizes import update_growth
 from mlx_flash.residency.plan import MB, ResidencyPlan
 
 
@@ -116,9 +117,4 @@ def _kv_growth(plan: ResidencyPlan, num_tokens: int, cache: Sequence[Any] | None
     if not entries:
         return 0
     per_layer = plan.kv_bytes_per_token // len(entries)
-    grown = 0
-    for entry in entries:
-        allocated = 0 if entry.keys is None else entry.keys.shape[2]
-        if entry.offset + num_tokens > allocated:
-            grown += per_layer * (-(-num_tokens // entry.step) * entry.step)
-    return grown
+    return update_growth(entries, num_tokens, [per_layer] * len(entries)).added

@@ -1,0 +1,135 @@
+"""Memory of mlx-lm's cache objects, found through their arrays: what they hold, and what an update adds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
+from mlx_flash.layout.arrays import arrays_in
+
+_EXAMPLE_WIDTH = 512
+"""Numbers in a head's row that any group size of quantization divides."""
+
+
+class Growth(NamedTuple):
+    """Memory that an update of caches takes, in bytes.
+
+    Attributes:
+        added: what the caches hold afterwards, minus what they hold now. Negative when a window is cut.
+        peak: the most that they hold during the update, minus what they hold now, when entries are updated one after
+            another. An entry whose arrays grow holds the old ones, the room for new tokens, and the new ones.
+    """
+
+    added: int
+    peak: int
+
+
+def cache_nbytes(cache: Any) -> int:
+    """Return the bytes of all arrays reachable from a cache.
+
+    An array that several entries hold counts once. A slice counts with its own size, though it keeps the memory of the
+    array that it was cut from.
+
+    Args:
+        cache: an entry of a prompt cache, a whole prompt cache, or any object that holds some.
+    """
+    return sum({id(array): array.nbytes for array in arrays_in(cache)}.values())
+
+
+def update_growth(cache: Sequence[Any], num_tokens: int, row_bytes: Sequence[int] = ()) -> Growth:
+    """Return the memory that an update of every entry takes. Evaluates nothing and changes no entry.
+
+    The entries' own code runs, on lazy zeros with the shapes of their arrays, so the answer holds for any class with
+    ``keys``, ``values``, and ``update_and_fetch``. An entry without that method has recurrent states: the new ones take
+    as much as the old ones. Entries of a :class:`KVPool` add nothing here; :meth:`KVPool.admit` accounts for them.
+
+    Args:
+        cache: a prompt cache, one entry for each layer.
+        num_tokens: new tokens of each sequence.
+        row_bytes: for each entry the bytes that one token of all its sequences takes; read only for entries that are
+            empty. Without it, what an empty entry will take does not count.
+    """
+    known: dict[Any, Growth] = {}
+    sizes = row_bytes or [0] * len(cache)
+    return _one_after_another(_growth(entry, num_tokens, size, known) for entry, size in zip(cache, sizes, strict=True))
+
+
+def _one_after_another(growths: Iterable[Growth]) -> Growth:
+    added = peak = 0
+    for growth in growths:
+        peak = max(peak, added + growth.peak)
+        added += growth.added
+    return Growth(added, peak)
+
+
+def _growth(entry: Any, num_tokens: int, row_bytes: int, known: dict[Any, Growth]) -> Growth:
+    if isinstance(entry, DiskKVCache | DiskQuantizedKVCache):
+        return Growth(0, 0)
+    parts = list(_growing(entry))
+    if not parts:
+        return Growth(0, cache_nbytes(entry))
+    found = []
+    for part in parts:
+        key = _key(part, row_bytes)
+        if key not in known:
+            known[key] = _traced(part, num_tokens, row_bytes // len(parts))
+        found.append(known[key])
+    return _one_after_another(found)
+
+
+def _growing(entry: Any) -> Iterator[Any]:
+    """Yield the caches of tokens in an entry, which may be a list of caches."""
+    if hasattr(entry, "update_and_fetch"):
+        yield entry
+    elif isinstance(entry, list | tuple):
+        for child in entry:
+            yield from _growing(child)
+    elif hasattr(entry, "caches"):
+        yield from _growing(entry.caches)
+
+
+def _key(entry: Any, row_bytes: int) -> Any:
+    """Return a key that is equal for entries that grow alike."""
+    arrays = tuple((tuple(array.shape), array.dtype) for array in arrays_in(entry))
+    numbers = tuple((name, value) for name, value in vars(entry).items() if isinstance(value, int | float | None))
+    return type(entry), arrays, numbers, 0 if arrays else row_bytes
+
+
+def _traced(entry: Any, num_tokens: int, row_bytes: int) -> Growth:
+    memo: dict[int, Any] = {id(array): mx.zeros(array.shape, array.dtype) for array in arrays_in(entry)}
+    clone = copy.deepcopy(entry, memo)
+    before = {id(array): array for array in arrays_in(clone)}
+    is_empty = entry.keys is None
+    clone.update_and_fetch(*_example(entry, num_tokens))
+    after = {id(array): array for array in arrays_in(clone)}
+    if is_empty:
+        added = _arrays_of(clone.keys)[0].shape[2] * row_bytes
+        return Growth(added, added)
+    added = sum(array.nbytes for array in after.values()) - sum(array.nbytes for array in before.values())
+    old = sum(before[i].nbytes for i in before.keys() - after.keys())
+    new = sum(after[i].nbytes for i in after.keys() - before.keys())
+    is_window = _arrays_of(clone.keys)[0].shape[2] < _arrays_of(entry.keys)[0].shape[2] + num_tokens
+    return Growth(added, new + (old if is_window else new - old))  # a window is put in order before it is cut
+
+
+def _example(entry: Any, num_tokens: int) -> list[mx.array]:
+    """Return keys and values that the entry can be updated with."""
+    if entry.keys is None:
+        return [mx.zeros((1, 1, num_tokens, _EXAMPLE_WIDTH), mx.float16)] * 2
+    found = []
+    for kept in (entry.keys, entry.values):
+        arrays = _arrays_of(kept)
+        batch, heads, _, width = arrays[-1].shape
+        is_quantized = len(arrays) > 1  # numbers, scales, and biases
+        found.append(
+            mx.zeros((batch, heads, num_tokens, width * (entry.group_size if is_quantized else 1)), arrays[-1].dtype)
+        )
+    return found
+
+
+def _arrays_of(kept: Any) -> Sequence[mx.array]:
+    return [kept] if isinstance(kept, mx.array) else list(kept)

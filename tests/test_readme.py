@@ -1,4 +1,4 @@
-"""What README.md and the guide for LM Studio show runs as it is written: a tiny model stands for the reader's own."""
+"""Every code block of the documentation runs as it is written, on a tiny model in place of the reader's own."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from test_examples import ENV, free_port, served
 from test_patch import save_adapter
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/lmstudio_integration.md")
+DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
 QUESTION = "Why is the sky blue?"
 
 NOT_RUN = {
-    "README.md": [
-        *("installs", "installs", "needs a mixture larger than the budget", "needs a model and minutes"),
-        *("needs root, gigabytes and minutes", "runs the tests"),
-    ],
+    "README.md": ["installs"],
+    "docs/benchmarks.md": ["needs root, gigabytes and minutes"],
+    "docs/experts.md": ["needs a mixture larger than the budget"],
     "docs/lmstudio_integration.md": ["installs"],
+    "docs/long-contexts.md": ["needs a model and minutes"],
 }
-"""Why blocks are not run: what their comments say, in order. A new one has to be added here."""
+"""Reasons why blocks are not run, in the order of their comments. A new one has to be added here."""
 
 
 @dataclass(frozen=True)
@@ -128,15 +128,15 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {key: value for key, value in ENV.items() if not key.startswith("MLX_FLASH_")}
     desk = Desk(folder, names, environment | own | {"PATH": path, "PYTHONPATH": str(ROOT)})
-    (modelfile,) = [block for block in BLOCKS if block.language == "dockerfile"]
-    (folder / "Modelfile").write_text(desk.own(modelfile.text))
+    (modelfile,) = {block.text for block in BLOCKS if block.language == "dockerfile"}
+    (folder / "Modelfile").write_text(desk.own(modelfile))
     return desk
 
 
 @contextmanager
 def server(desk: Desk) -> Iterator[None]:
-    """What the README's block that starts a server starts, while it answers."""
-    command = desk.own(the_block("README.md", "mlx-flash serve").text).split()
+    """Run the documented server command while the block is open."""
+    command = desk.own(the_block("docs/server.md", "mlx-flash serve").text).split()
     command = [sys.executable, "-m", "mlx_flash", *command[1:]]
     with served(command, int(desk.names["8080"]), desk.folder / "log"):
         yield
@@ -158,11 +158,11 @@ def test_every_block_says_what_it_is() -> None:
     for document in DOCUMENTS:
         fences = re.findall(r"^```", (ROOT / document).read_text(encoding="utf-8"), re.M)
         assert len(fences) == 2 * len(blocks_of(document))
-        assert [block.not_run for block in blocks_of(document) if block.not_run] == NOT_RUN[document]
+        assert [block.not_run for block in blocks_of(document) if block.not_run] == NOT_RUN.get(document, [])
 
 
-def test_one_block_serves() -> None:
-    assert [block.document for block in BLOCKS if block.serves] == ["README.md"]
+def test_one_command_starts_the_server() -> None:
+    assert {block.text for block in BLOCKS if block.serves} == {the_block("docs/server.md", "mlx-flash serve").text}
 
 
 @runnable("python", without="openai")
@@ -187,7 +187,7 @@ def test_the_first_command_gives_mlx_lms_text(desk: Desk) -> None:
 def test_the_client_gets_mlx_lms_text(desk: Desk) -> None:
     pytest.importorskip("openai")
     with server(desk):
-        assert desk.run(the_block("README.md", "import openai")) == f"{stock_answer(desk, 50)}\n"
+        assert desk.run(the_block("docs/server.md", "import openai")) == f"{stock_answer(desk, 50)}\n"
 
 
 def test_the_modelfile_means_what_it_seems_to(desk: Desk) -> None:
@@ -213,18 +213,31 @@ def test_the_hook_is_in_force_between_its_making_and_its_end(desk: Desk) -> None
 
 
 def test_the_table_of_settings_is_flash_config() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (`[^`]*`|open) \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    rows = re.findall(
+        r"^\| `(\w+)` \| (`[^`]*`|unset) \|", (ROOT / "docs/settings.md").read_text(encoding="utf-8"), re.M
+    )
     shown = {name: default.strip("`").strip('"') for name, default in rows}
     assert list(shown) == [field.name for field in fields(FlashConfig)]
     for field in fields(FlashConfig):
-        word = "balanced" if field.name == "ram_budget_gb" else "open"
+        word = "balanced" if field.name == "ram_budget_gb" else "unset"
         assert shown[field.name] == (word if field.default is None else str(field.default))
 
 
 def test_the_tree_names_every_package() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    tree = text[text.index("## The tree") :]
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tree = text[: text.index("## Checks")]
     packages = {path.parent.name for path in (ROOT / "mlx_flash").glob("*/__init__.py")}
     modules = {path.name for path in (ROOT / "mlx_flash").glob("*.py") if not path.name.startswith("__")}
     for name in {f"{package}/" for package in packages} | modules:
-        assert name in tree, f"{name} is not in README.md's tree"
+        assert name in tree, f"{name} is not in CONTRIBUTING.md's tree"
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
+
+
+def test_links_lead_somewhere() -> None:
+    for document in (*DOCUMENTS, "CONTRIBUTING.md", "ROADMAP.md", "CHANGELOG.md"):
+        path = ROOT / document
+        for target in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+            assert target.startswith("https://") or (path.parent / target).exists(), f"{document}: {target}"

@@ -28,6 +28,8 @@ from typing import Any
 
 import psutil
 
+from mlx_flash.files import write_atomically
+
 SCHEMA = 1
 """Raised when a value changes its meaning or goes away; new ones may come without."""
 
@@ -41,7 +43,7 @@ and with them the time at which a process seems to have begun."""
 
 Json = dict[str, Any]
 
-_FILE_NAME = re.compile(r"([1-9][0-9]{0,9})-([0-9]{1,9})\.json(\.tmp)?")
+_FILE_NAME = re.compile(r"([1-9][0-9]{0,9})-([0-9]{1,9})\.json(\.partial)?")
 _LARGEST_FILE = 16 << 20
 _SAME_START_SECONDS = 2.0
 _JOIN_SECONDS = 1.0
@@ -165,20 +167,15 @@ class Publisher:
         path = self.path
         if path is None:
             return
-        unfinished = path.with_suffix(".json.tmp")
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        with self._lock:
-            if not self._closed:
-                unfinished.replace(path)
+        write_atomically(path, text)
+        if self._closed:  # meanwhile: closing may have looked for the file before it was there
+            path.unlink(missing_ok=True)
 
     def _remove(self) -> None:
         with self._lock:
             path, self.path = self.path, None
             if path is not None:
                 path.unlink(missing_ok=True)
-                path.with_suffix(".json.tmp").unlink(missing_ok=True)
 
 
 def find() -> list[Published]:

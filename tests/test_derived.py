@@ -22,10 +22,11 @@ from mlx_lm.models import llama
 from fused import SMALL, sanitize, save_fused
 from mlx_flash import cli
 from mlx_flash.convert import copies, derived
-from mlx_flash.convert.copies import PARTIAL_SUFFIX, Room, derived_directory, list_copies
+from mlx_flash.convert.copies import Room, derived_directory, list_copies
 from mlx_flash.convert.derived import adopt_derived, derived_parameters
 from mlx_flash.convert.writer import ShardWriter
 from mlx_flash.errors import FileChangedError, FlashError, WriteError
+from mlx_flash.files import PARTIAL_SUFFIX
 from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.layout.units import make_layout
 from mlx_flash.storage.safetensors import read_checkpoint

@@ -12,8 +12,8 @@ PACKAGE = ROOT / "mlx_flash"
 
 FLOORS = [
     ["errors"],
-    ["config", "files", "telemetry"],
-    ["compat", "memory"],
+    ["config", "files"],
+    ["compat", "memory", "telemetry"],
     ["storage"],
     ["layout"],
     ["convert", "kv"],

@@ -267,7 +267,15 @@ def test_what_is_not_ours_is_left_alone(text: str) -> None:
 
 
 def test_other_names_and_kinds_of_files_are_left_alone() -> None:
-    names = ["README", "-0.json", "0-0.json", "1.json", f"{os.getpid()}-0.json.tmp", "99999999999-0.json", "x1-0.json"]
+    names = [
+        "README",
+        "-0.json",
+        "0-0.json",
+        "1.json",
+        f"{os.getpid()}-0.json.partial",
+        "99999999999-0.json",
+        "x1-0.json",
+    ]
     paths = [write(name, envelope()) for name in names]
     folder = paths[0].parent
     os.mkfifo(folder / f"{os.getpid()}-1.json")
@@ -317,7 +325,7 @@ def test_a_process_that_ends_removes_its_file(ending: str) -> None:
 def test_a_killed_process_leaves_a_file_that_the_next_look_removes() -> None:
     process, path = start("time.sleep(60)")
     assert [published.pid for published in find()] == [process.pid]
-    (path.parent / f"{path.name}.tmp").write_text("half")
+    (path.parent / f"{path.name}.partial").write_text("half")
     process.send_signal(signal.SIGKILL)
     eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
     assert path.exists()

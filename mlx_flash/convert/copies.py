@@ -7,8 +7,6 @@ holds is removed.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -20,16 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_flash.errors import WriteError
-from mlx_flash.files import cache_directory
+from mlx_flash.files import PARTIAL_SUFFIX, cache_directory, open_locked, write_atomically
 
 MANIFEST_NAME = "copy.json"
-PARTIAL_SUFFIX = ".partial"
 
 FREE_SHARE = 1 / 10
 """Of the disk; so much is left free when no limit is set."""
-
-_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
-"""What file systems answer that have no locks."""
 
 _log = logging.getLogger("mlx_flash")
 
@@ -110,13 +104,8 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     Raises:
         WriteError: it cannot be written.
     """
-    path = folder / f"{MANIFEST_NAME}{PARTIAL_SUFFIX}"
     with write_errors(folder):
-        with path.open("w") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        path.replace(folder / MANIFEST_NAME)
+        write_atomically(folder / MANIFEST_NAME, json.dumps(manifest, indent=1), mode=0o666, durable=True)
 
 
 def note_use(folder: Path) -> None:
@@ -131,7 +120,7 @@ def remove(copy: Copy) -> bool:
     Raises:
         WriteError: it cannot be removed.
     """
-    fd = _lock(copy.folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fd = _lock(copy.folder)
     if fd is None:
         return not copy.folder.exists()
     try:
@@ -158,40 +147,23 @@ def hold(folder: Path) -> int | None:
     Returns:
         A descriptor; the copy is held until it is closed. None when there is no such folder.
     """
-    return _lock(folder, fcntl.LOCK_SH)
+    return _lock(folder, shared=True, wait=True)
 
 
 def is_held(copy: Copy) -> bool:
     """Whether somebody writes or uses a copy."""
-    fd = _lock(copy.folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fd = _lock(copy.folder)
     if fd is not None:
         os.close(fd)
     return fd is None and copy.folder.exists()
 
 
-def _lock(path: Path, kind: int) -> int | None:
-    """Locks what is at a path; None when nothing is there, or somebody else has it and ``kind`` does not wait."""
-    while True:
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        try:
-            fcntl.flock(fd, kind)
-            if os.path.samestat(os.fstat(fd), path.stat()):
-                return fd
-        except (FileNotFoundError, BlockingIOError):
-            os.close(fd)
-            return None
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return fd
-            os.close(fd)
-            raise
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)  # removed while it was waited for, and made again
+def _lock(folder: Path, *, shared: bool = False, wait: bool = False) -> int | None:
+    """Lock a folder. Return None when it does not exist, or when another process has it and ``wait`` is False."""
+    try:
+        return open_locked(folder, shared=shared, wait=wait, required=False)
+    except (FileNotFoundError, NotADirectoryError, BlockingIOError):
+        return None
 
 
 @contextmanager
@@ -202,15 +174,13 @@ def only_one(fingerprint: str) -> Iterator[None]:
         WriteError: the folder cannot be written.
     """
     path = derived_directory() / f"{fingerprint}.lock"
-    fd = None
-    while fd is None:
-        with write_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-            fd = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if fd is None and path.exists():
-                _log.warning("another process computes the same parameters: waiting for it (%s)", path)
-                fd = _lock(path, fcntl.LOCK_EX)
+    with write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = open_locked(path, create=0o666, wait=False, required=False)
+        except BlockingIOError:
+            _log.warning("another process computes the same parameters: waiting for it (%s)", path)
+            fd = open_locked(path, create=0o666, required=False)
     try:
         yield
     finally:

@@ -26,7 +26,6 @@ from mlx.utils import tree_flatten
 
 from mlx_flash.config import GB
 from mlx_flash.convert.copies import (
-    PARTIAL_SUFFIX,
     Room,
     derived_directory,
     discard,
@@ -41,6 +40,7 @@ from mlx_flash.convert.copies import (
 from mlx_flash.convert.renewal import bind, renew
 from mlx_flash.convert.writer import ShardWriter, TensorSpec, aligned_order, is_complete, make_head
 from mlx_flash.errors import FileChangedError
+from mlx_flash.files import PARTIAL_SUFFIX, rename_durably
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of, versions
 from mlx_flash.layout.load import LoadedModel, iter_parameters, model_name
 from mlx_flash.storage.safetensors import Checkpoint, Extent, TensorRecord
@@ -299,7 +299,7 @@ class _Copying:
             self._write(progress)
             write_manifest(self._partial, {**manifest, "files": self._stamps(self._partial)})
             with write_errors(self.folder):
-                self._partial.replace(self.folder)
+                rename_durably(self._partial, self.folder)
             remove_older(self._source, self._fingerprint)
         except BaseException:
             os.close(held)

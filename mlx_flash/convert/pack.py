@@ -12,7 +12,6 @@ the first shard that is not complete.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -35,6 +34,7 @@ from mlx_flash.convert.writer import (
     read_pieces,
 )
 from mlx_flash.errors import CheckpointNotFoundError, ConfigError, FileChangedError, WriteError
+from mlx_flash.files import PARTIAL_SUFFIX, open_locked, rename_durably
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.units import make_layout
 from mlx_flash.storage.safetensors import INDEX_NAME, Checkpoint, read_checkpoint, read_shard
@@ -134,13 +134,13 @@ def pack(
     checkpoint = read_checkpoint(source)
     state = _state(checkpoint)
     units = streaming_order(make_layout(load_lazily(source, checkpoint)), checkpoint)
-    folder = target.with_name(f"{target.name}.partial")
+    folder = target.with_name(f"{target.name}{PARTIAL_SUFFIX}")
     with _locked(folder):
         shards = _plan_shards(units, checkpoint, folder, shard_bytes)
         _clear_unless(folder, state, {shard.path.name for shard in shards})
         resumed = _write(checkpoint, state, folder, shards, verify, progress)
         with _system_errors(f"cannot rename {folder} to {target}"):
-            folder.replace(target)
+            rename_durably(folder, target)
             (target / STATE_NAME).unlink()
     return PackReport(
         target=target,
@@ -329,22 +329,14 @@ def _locked(folder: Path) -> Iterator[None]:
     """Makes the folder, and keeps a second run out of it."""
     with _system_errors(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(folder, os.O_RDONLY)
+        try:
+            fd = open_locked(folder, wait=False, required=False)
+        except BlockingIOError:
+            raise ConfigError(f"another run is writing {folder}. Hint: wait for it, or name another target.") from None
     try:
-        _lock(fd, folder)
         yield
     finally:
         os.close(fd)
-
-
-def _lock(fd: int, folder: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"another run is writing {folder}. Hint: wait for it, or name another target.") from None
-    except OSError as error:
-        if error.errno not in (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK):
-            raise  # those file systems have no locks
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from mlx_flash.errors import ReadError, TruncatedFileError, WriteError
+from mlx_flash.files import PARTIAL_SUFFIX, AtomicFile
 from mlx_flash.memory.pagecache import drop_cached, open_buffered
 from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent
 
@@ -138,15 +139,13 @@ class ShardWriter:
         progress: Callable[[int], object] | None = None,
     ) -> None:
         self.path = path
-        self._partial = path.with_name(f"{path.name}.partial")
+        self._partial = path.with_name(f"{path.name}{PARTIAL_SUFFIX}")
         self._left = deque((name, nbytes) for name, _, _, nbytes in tensors)
         self._progress = progress or (lambda nbytes: None)
-        self._offset = 0
-        self._finished = False
         self._buffer: memoryview | None = None
         head = make_head(tensors, metadata, alignment=alignment)
         with _write_errors(self._partial):
-            self._fd: int | None = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            self._file = AtomicFile(path, mode=0o666, durable=True)
         try:
             self._append(memoryview(head))
         except BaseException:
@@ -199,13 +198,10 @@ class ShardWriter:
         self._left.popleft()
 
     def _append(self, piece: memoryview) -> None:
-        if self._fd is None:
+        if not self._file.is_open:
             raise ValueError(f"{self.path}: this writer is finished")
         with _write_errors(self._partial):
-            while piece:
-                count = os.pwrite(self._fd, piece, self._offset)
-                self._offset += count
-                piece = piece[count:]
+            self._file.write(piece)
 
     def finish(self) -> None:
         """Gives the file its name once all of its bytes are on the disk.
@@ -214,25 +210,16 @@ class ShardWriter:
             ValueError: not every tensor was written.
             WriteError: the system could not do it.
         """
-        if self._fd is None or self._left:
+        if not self._file.is_open or self._left:
             raise ValueError(f"{self.path}: finished with {len(self._left)} tensors left to write")
         with _write_errors(self._partial):
-            os.fsync(self._fd)
-            drop_cached(self._fd, 0, self._offset)  # whoever reads it next reads what the disk holds
-            self._close()
-            self._partial.replace(self.path)
-            self._finished = True
+            os.fsync(self._file.fd)
+            drop_cached(self._file.fd, 0, self._file.nbytes)  # whoever reads it next reads what the disk holds
+            self._file.commit()
 
     def abort(self) -> None:
         """Removes what was written. Harmless when repeated, or after :meth:`finish`."""
-        self._close()
-        if not self._finished:
-            self._partial.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        if self._fd is not None:
-            fd, self._fd = self._fd, None
-            os.close(fd)
+        self._file.abort()
 
     def __enter__(self) -> ShardWriter:
         return self

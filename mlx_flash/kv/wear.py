@@ -6,7 +6,6 @@ length in one write, so that a process that is killed leaves the old record or t
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -19,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_flash.errors import ConfigError
+from mlx_flash.files import locked, open_locked
 
 GB = 10**9
 
@@ -143,7 +143,7 @@ class WriteGovernor:
                 return self._change_unsaved(nbytes, only_if_it_fits)
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fd = open_locked(self._path, create=0o600)
             except OSError as error:
                 self._warn(error.strerror or str(error))
                 self._begin_day()
@@ -156,7 +156,6 @@ class WriteGovernor:
     def _change_saved(self, fd: int, nbytes: int, only_if_it_fits: bool) -> bool:
         is_counted = False
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
             self._parse(os.pread(fd, _RECORD_BYTES, 0))
             is_counted = self._change_known(nbytes, only_if_it_fits)
             if is_counted:
@@ -187,21 +186,13 @@ class WriteGovernor:
     def _look(self) -> None:
         """Learns what other processes counted; writes nothing."""
         try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            with locked(self._path, shared=True) as fd:
+                self._parse(os.pread(fd, _RECORD_BYTES, 0))
         except FileNotFoundError:
             self._parse(b"")
         except OSError as error:
             self._warn(error.strerror or str(error))
             self._begin_day()
-        else:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH)
-                self._parse(os.pread(fd, _RECORD_BYTES, 0))
-            except OSError as error:
-                self._warn(error.strerror or str(error))
-                self._begin_day()
-            finally:
-                os.close(fd)
 
     def _parse(self, data: bytes) -> None:
         """Takes over what the file says. One that is damaged or gone says less than this process knows."""

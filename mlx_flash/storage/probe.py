@@ -7,14 +7,13 @@ import math
 import mmap
 import os
 import platform
-import tempfile
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.files import cache_directory
+from mlx_flash.files import cache_directory, write_atomically
 from mlx_flash.memory.footprint import use_huge_pages
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, open_buffered
 from mlx_flash.storage.placement import Piece, Segment
@@ -163,17 +162,6 @@ def _remember(key: str, profile: DiskProfile) -> None:
     file = _profiles_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _replace(file, json.dumps(profiles, indent=1))
+        write_atomically(file, json.dumps(profiles, indent=1))
     except OSError:
         return  # no place to remember it, such as a read-only home: it is measured again next time
-
-
-def _replace(file: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as out:
-        try:
-            out.write(text)
-            out.flush()
-            Path(out.name).replace(file)
-        except BaseException:
-            Path(out.name).unlink()
-            raise

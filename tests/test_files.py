@@ -1,0 +1,150 @@
+"""Atomic replacement of files, and locks between processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from mlx_flash.files import PARTIAL_SUFFIX, AtomicFile, locked, open_locked, rename_durably, write_atomically
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("data", ["naïve", b"\x00bytes", ""])
+def test_write_replaces_the_file(tmp_path: Path, data: bytes | str, durable: bool) -> None:
+    path = tmp_path / "data"
+    path.write_text("old and longer")
+    write_atomically(path, data, durable=durable)
+    assert path.read_bytes() == (data.encode() if isinstance(data, str) else data)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert names(tmp_path) == ["data"]
+
+
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "data"
+    path.write_text("old")
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mlx_flash.files.os.pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["data"]
+
+
+def test_exception_in_the_block_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_text("old")
+    with pytest.raises(KeyError), AtomicFile(path) as file:
+        file.write(b"half")
+        raise KeyError
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["data"]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from mlx_flash.files import AtomicFile
+file = AtomicFile(Path(sys.argv[1]))
+file.write(b"half of a long text")
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_killed_writer_leaves_one_partial_file_that_the_next_write_uses(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_text("old")
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", KILLED, path], check=False)
+        assert path.read_text() == "old"
+        assert names(tmp_path) == ["data", f"data{PARTIAL_SUFFIX}"]
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["data"]
+
+
+def test_parallel_writers_never_mix(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    texts = [letter * size for letter, size in zip("abcd", (1, 10**5, 10**3, 10**6), strict=True)]
+    threads = [
+        threading.Thread(target=lambda text=text: [write_atomically(path, text) for _ in range(20)]) for text in texts
+    ]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert not path.exists() or path.read_text() in texts
+    assert path.read_text() in texts
+    assert names(tmp_path) == ["data"]
+
+
+def test_link_in_place_of_the_partial_file_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / f"data{PARTIAL_SUFFIX}").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        write_atomically(tmp_path / "data", "new")
+    assert victim.read_text() == "precious"
+
+
+def test_rename_replaces_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "file").touch()
+    (tmp_path / "target").mkdir()
+    rename_durably(tmp_path / "source", tmp_path / "target")
+    assert names(tmp_path / "target") == ["file"]
+
+
+def test_exclusive_lock_keeps_others_out(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with locked(path, create=0o600), pytest.raises(BlockingIOError):
+        open_locked(path, shared=True, wait=False)
+    os.close(open_locked(path, wait=False))
+
+
+def test_shared_locks_exclude_only_exclusive_ones(tmp_path: Path) -> None:
+    with locked(tmp_path, shared=True), locked(tmp_path, shared=True, wait=False), pytest.raises(BlockingIOError):
+        open_locked(tmp_path, wait=False)
+
+
+def test_missing_file_is_made_only_on_request(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        open_locked(tmp_path / "lock")
+    with locked(tmp_path / "lock", create=0o640) as fd:
+        assert os.fstat(fd).st_mode & 0o777 == 0o640
+
+
+def test_file_removed_during_the_wait_is_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    held = open_locked(path, create=0o600)
+    waiting = threading.Thread(target=lambda: os.close(open_locked(path, create=0o600)))
+    waiting.start()
+    path.unlink()
+    with locked(path, create=0o600) as fd:  # a new file: the old one is locked still
+        assert os.fstat(fd).st_ino == path.stat().st_ino
+    os.close(held)
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(fd: int, kind: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(OSError, match="not supported"):
+        open_locked(tmp_path)
+    os.close(open_locked(tmp_path, required=False))
+    write_atomically(tmp_path / "data", "new")
+    assert (tmp_path / "data").read_text() == "new"

@@ -93,10 +93,16 @@ def _growing(entry: Any) -> Iterator[Any]:
 
 
 def _key(entry: Any, row_bytes: int) -> Any:
-    """Return a key that is equal for entries that grow alike."""
-    arrays = tuple((tuple(array.shape), array.dtype) for array in arrays_in(entry))
-    numbers = tuple((name, value) for name, value in vars(entry).items() if isinstance(value, int | float | None))
-    return type(entry), arrays, numbers, 0 if arrays else row_bytes
+    """Return a key that is equal for entries that grow alike; asked for every layer and token."""
+    return type(entry), *map(_shape_of, vars(entry).values()), row_bytes if entry.keys is None else 0
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, mx.array):
+        return value.shape, value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_shape_of, value))
+    return value if isinstance(value, int) else None
 
 
 def _traced(entry: Any, num_tokens: int, row_bytes: int) -> Growth:

@@ -105,7 +105,7 @@ def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
         budget = None
         if args.form != "stock":
             options = KVOptions(
-                form="paged", max_context_length=args.length + 256, directory=Path(folder), step=args.step
+                form="lazy", max_context_length=args.length + 256, directory=Path(folder), step=args.step
             )
             least = options.least_bytes([kv_bytes // args.length // args.layers] * args.layers, args.length + 256)
             budget = max(least, int(kv_bytes * args.share))
@@ -243,7 +243,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def forms(args: argparse.Namespace) -> list[dict[str, Any]]:
-    results = [in_own_process(args, form=form) for form in ("stock", "step", "flat", "paged")]
+    results = [in_own_process(args, form=form) for form in ("stock", "step", "preallocated", "lazy")]
     for result in results:
         memory = result["memory_mb"]
         result["at_quarter_mb"], result["at_end_mb"] = memory[len(memory) // 4 - 1], memory[-1]
@@ -259,7 +259,7 @@ def disk(args: argparse.Namespace) -> list[dict[str, Any]]:
     for length in args.lengths:
         results.append(in_own_process(args, form="stock", length=length, share=None))
         for share in args.shares:
-            results.append(in_own_process(args, form="paged", length=length, share=share))
+            results.append(in_own_process(args, form="lazy", length=length, share=share))
     columns = [
         "length",
         "form",

@@ -25,7 +25,7 @@ GB = 1_000_000_000
 Profile = Literal["safe", "balanced", "performance"]
 Budget = float | Literal["min", "safe", "balanced", "performance"] | None
 IOMode = Literal["auto", "direct", "buffered"]
-KVMode = Literal["stock", "flat", "paged", "disk"]
+KVMode = Literal["stock", "preallocated", "lazy", "disk"]
 PrefixMode = Literal["off", "exact", "shared"]
 
 _BUDGET_WORDS = ("min", *get_args(Profile))
@@ -54,8 +54,8 @@ class FlashConfig:
             the budget has left is refused.
         prefill_step_size: the most new tokens in one forward call the plan sets memory aside for. None plans for
             mlx-lm's default, or for less where that would take more than a fifth of the budget.
-        kv_cache: how the KV cache is kept. ``"stock"`` leaves it to mlx-lm. ``"flat"`` takes the memory of
-            ``context_length`` tokens at once, ``"paged"`` takes it as tokens come; neither copies old tokens.
+        kv_cache: how the KV cache is kept. ``"stock"`` leaves it to mlx-lm. ``"preallocated"`` takes the memory of
+            ``context_length`` tokens at once, ``"lazy"`` takes it as tokens come; neither copies old tokens.
             ``"disk"`` keeps in memory what ``kv_ram_gb`` has room for, the rest in files: the disk limits the context.
             None keeps it in memory as mlx-lm does, and has it on disk where the plan, or a call, has no room for it.
         kv_ram_gb: memory for keys and values, beyond which they are on disk, in decimal GB. None lets the plan choose.

@@ -163,7 +163,7 @@ def lengths(served: Served) -> list[int]:
     return sorted(cache[0].offset for cache in served.kept)
 
 
-@pytest.mark.parametrize("form", [None, "paged"])
+@pytest.mark.parametrize("form", [None, "lazy"])
 def test_conversations_hold_the_prompt_that_they_have_in_common_once(
     model: str, expected: list[Answer], form: str | None
 ) -> None:

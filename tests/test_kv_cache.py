@@ -87,13 +87,13 @@ class Against(RuleBasedStateMachine):
     FORMS: tuple[dict[str, Any], ...] = (
         {"step": 256},
         {"step": 16},
-        {"form": "flat", "max_context_length": 700, "step": 16},
-        {"form": "paged", "max_context_length": 4096, "step": 16},
-        {"form": "paged", "max_context_length": 300, "step": 32},
+        {"form": "preallocated", "max_context_length": 700, "step": 16},
+        {"form": "lazy", "max_context_length": 4096, "step": 16},
+        {"form": "lazy", "max_context_length": 300, "step": 32},
         {"step": 16, "disk": (0, 1, 2)},
         {"step": 256, "disk": (0, 1, 2)},
         {"step": 64, "disk": (1,)},
-        {"step": 32, "disk": (0, 2), "form": "paged", "max_context_length": 4096, "direct": False},
+        {"step": 32, "disk": (0, 2), "form": "lazy", "max_context_length": 4096, "direct": False},
     )
     """``disk``: the layers that are on disk."""
 
@@ -241,7 +241,7 @@ class Against(RuleBasedStateMachine):
         arrays = {id(array): array.nbytes for array in (*buffers, *parts)}
         held = sum(arrays.values())
         assert self.pool.reserved_bytes == held + self.pool.ring.nbytes
-        if self.pool.options.form != "paged" and not self.pool.on_disk:
+        if self.pool.options.form != "lazy" and not self.pool.on_disk:
             assert self.pool.memory_bytes == held + self.pool.ring.held
         assert not any(memory.arrays and memory.parts for memory in memories)
 
@@ -268,7 +268,7 @@ def llama() -> nn.Module:
 PROMPT = mx.array([i * 7 % 1000 for i in range(1, 300)])
 
 
-@pytest.mark.parametrize("form", ["step", "flat", "paged"])
+@pytest.mark.parametrize("form", ["step", "preallocated", "lazy"])
 @settings(deadline=None, max_examples=30)
 @given(news=st.lists(st.sampled_from([1, 1, 1, 3, 70, 300]), min_size=1, max_size=12))
 def test_new_tokens_take_more_memory_when_that_is_said(form: str, news: list[int]) -> None:
@@ -281,10 +281,10 @@ def test_new_tokens_take_more_memory_when_that_is_said(form: str, news: list[int
 
 FORMS: dict[str, dict[str, Any]] = {
     "step": {},
-    "flat": {"form": "flat", "max_context_length": 350},
-    "paged": {"form": "paged", "max_context_length": 20_000},
+    "preallocated": {"form": "preallocated", "max_context_length": 350},
+    "lazy": {"form": "lazy", "max_context_length": 20_000},
     "disk": {"step": 16},
-    "disk, paged": {"step": 32, "form": "paged", "max_context_length": 512},
+    "disk, lazy": {"step": 32, "form": "lazy", "max_context_length": 512},
 }
 """``disk``: all layers go there while tokens are generated."""
 
@@ -667,8 +667,8 @@ def test_what_has_forgotten_is_not_taken_for_complete(tmp_path: Path, options: C
             refused()
 
 
-def test_flat_writes_in_place(options: Callable[..., KVOptions]) -> None:
-    mine, theirs = filled(options(form="flat", max_context_length=1000), (10,), 2)
+def test_preallocated_writes_in_place(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(form="preallocated", max_context_length=1000), (10,), 2)
     assert mine[0].keys.shape[2] == 1024
     addresses = [address(entry.keys) for entry in mine]
     for seed in range(1, 20):
@@ -683,8 +683,8 @@ def address(array: mx.array) -> int:
 
 
 @pytest.mark.skipif(not commits_lazily(), reason="memory is not given page by page here")
-def test_paged_takes_memory_as_tokens_come(options: Callable[..., KVOptions]) -> None:
-    (cache,) = make_caches([KVCache()], options(form="paged", max_context_length=100_000))
+def test_lazy_takes_memory_as_tokens_come(options: Callable[..., KVOptions]) -> None:
+    (cache,) = make_caches([KVCache()], options(form="lazy", max_context_length=100_000))
     before = footprint()
     for seed in range(40):
         rows = rows_of(seed, 100, mx.float16, 4, 128)
@@ -696,18 +696,18 @@ def test_paged_takes_memory_as_tokens_come(options: Callable[..., KVOptions]) ->
     assert footprint() - before < 2 * expected + 8_000_000
 
 
-def test_paged_grows_in_steps_where_pages_cannot_be_had(
+def test_lazy_grows_in_steps_where_pages_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch, options: Callable[..., KVOptions]
 ) -> None:
     monkeypatch.setattr("mlx_flash.kv.memory.commits_lazily", lambda: False)
-    mine, theirs = filled(options(form="paged", max_context_length=100_000), (10, 300, 1), 2)
+    mine, theirs = filled(options(form="lazy", max_context_length=100_000), (10, 300, 1), 2)
     assert mine[0].keys.shape == theirs[0].keys.shape
     assert mine[0].nbytes == theirs[0].nbytes
 
 
 def test_a_copy_does_not_hold_the_original(options: Callable[..., KVOptions]) -> None:
     """Or each token of either would copy the whole reserve."""
-    mine, theirs = filled(options(form="flat", max_context_length=2000), (10,), 1)
+    mine, theirs = filled(options(form="preallocated", max_context_length=2000), (10,), 1)
     at = address(mine[0].keys)
     other = copy.deepcopy(mine)
     assert other[0].nbytes < mine[0].nbytes / 50
@@ -750,8 +750,8 @@ def test_a_closed_pool_says_so(options: Callable[..., KVOptions]) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"form": "folded"}, "must be one of step, flat, paged"),
-        ({"form": "flat"}, "needs max_context_length"),
+        ({"form": "folded"}, "must be one of step, preallocated, lazy"),
+        ({"form": "preallocated"}, "needs max_context_length"),
         ({"step": 0}, "at least 1"),
         ({"max_tokens": 300}, "its newer half"),
         ({"max_tokens": 64, "step": 16, "keep": 20}, "first 32 tokens"),

@@ -310,7 +310,7 @@ def test_a_slot_takes_the_memory_that_is_counted(heap: str, tmp_path: Path) -> N
         pytest.skip("arrays take all of their memory here")
     tokens = 18432
     caches = make_caches(
-        [KVCache() for _ in range(3)], KVOptions(form="paged", max_context_length=4 * tokens, directory=tmp_path)
+        [KVCache() for _ in range(3)], KVOptions(form="lazy", max_context_length=4 * tokens, directory=tmp_path)
     )
     pool = caches[0].pool
     rows = mx.random.normal((1, 4, tokens, 64))

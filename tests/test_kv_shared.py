@@ -24,8 +24,8 @@ TOKEN_BYTES = 2 * 2 * 32 * 2
 
 FORMS: dict[str, dict[str, Any]] = {
     "step": {"step": 16},
-    "flat": {"step": 16, "form": "flat", "max_context_length": 1536},
-    "paged": {"step": 16, "form": "paged", "max_context_length": 100_000},
+    "preallocated": {"step": 16, "form": "preallocated", "max_context_length": 1536},
+    "lazy": {"step": 16, "form": "lazy", "max_context_length": 100_000},
 }
 
 
@@ -114,7 +114,7 @@ def test_mlx_has_as_much_in_memory_as_is_counted(form: str, options: Callable[..
 
 
 def test_who_shares_nothing_is_never_touched(options: Callable[..., KVOptions]) -> None:
-    pool = KVPool(options(form="flat", max_context_length=1000))
+    pool = KVPool(options(form="preallocated", max_context_length=1000))
     conversations = [Conversation(pool) for _ in range(3)]
     for seed, conversation in enumerate(conversations):
         conversation.feed(seed, 300)
@@ -129,7 +129,7 @@ def test_who_shares_nothing_is_never_touched(options: Callable[..., KVOptions]) 
 
 def test_a_conversation_that_goes_on_alone_is_written_in_place(options: Callable[..., KVOptions]) -> None:
     """Copies are kept of it; that does not slow it down."""
-    first = Conversation(KVPool(options(form="flat", max_context_length=1000)))
+    first = Conversation(KVPool(options(form="preallocated", max_context_length=1000)))
     first.feed(0, 500)
     addresses = [address(entry.keys) for entry in first.mine]
     copies = [first.copy() for _ in range(3)]
@@ -277,7 +277,7 @@ def test_what_a_call_takes_is_known_before(form: str, is_shared: bool, options: 
     rest = (16 + 1) * TOKEN_BYTES * LAYERS
     assert pool.memory_bytes == buffers + (held + rest) * is_shared
     reserve = layers[0].memory.arrays[0].nbytes * 2 - buffers // LAYERS  # takes its memory for a moment
-    assert needed == pool.memory_bytes + (0 if is_shared else held // LAYERS) + (reserve if form == "paged" else 0)
+    assert needed == pool.memory_bytes + (0 if is_shared else held // LAYERS) + (reserve if form == "lazy" else 0)
 
 
 @pytest.mark.parametrize("entry", [KVCache, lambda: QuantizedKVCache(32, 4)])

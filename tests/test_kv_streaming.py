@@ -61,8 +61,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 FORMS: dict[str, dict[str, Any]] = {
     "open": {},
-    "flat": {"kv_cache": "flat"},
-    "paged": {"kv_cache": "paged"},
+    "preallocated": {"kv_cache": "preallocated"},
+    "lazy": {"kv_cache": "lazy"},
     "disk": {"kv_cache": "disk", "kv_step": 16},
     "disk, wide pages": {"kv_cache": "disk", "kv_step": 64},
 }
@@ -125,11 +125,11 @@ def test_output_is_stock(directories: Callable[[str], Path], name: str, form: st
         assert went_to_disk(model) == ("disk" in form)
 
 
-@pytest.mark.parametrize("form", ["paged", "disk"])
+@pytest.mark.parametrize("form", ["lazy", "disk"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_output_is_stock(directories: Callable[[str], Path], bits: int, form: str) -> None:
     directory, quantized = directories("llama"), {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 100}
-    with load_model(directory, settings(directory, form, kv_cache="disk" if form == "disk" else "paged"))[0] as model:
+    with load_model(directory, settings(directory, form, kv_cache="disk" if form == "disk" else "lazy"))[0] as model:
         cache = make_prompt_cache(model)
         mine = generated(model, prompt_cache=cache, **quantized)
         assert same(mine, generated(stock(directory), **quantized))
@@ -275,7 +275,7 @@ def test_forgetting_is_refused_to_drafts_and_batches(directories: Callable[[str]
 
 
 def test_what_forgets_says_what_contradicts_it(directories: Callable[[str], Path]) -> None:
-    for changes in ({"kv_cache": "stock", "kv_max_tokens": 1000}, {"kv_cache": "paged", "kv_ram_gb": 1.0}):
+    for changes in ({"kv_cache": "stock", "kv_max_tokens": 1000}, {"kv_cache": "lazy", "kv_ram_gb": 1.0}):
         with pytest.raises(ConfigError, match="Hint: kv_cache='disk'"):
             prepare(directories("llama"), FlashConfig(ram_budget_gb=4, **changes))
 

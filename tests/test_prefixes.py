@@ -137,7 +137,7 @@ def test_a_second_process_computes_nothing_of_a_known_prompt(llama: Path, mode: 
     assert first == again
 
 
-@pytest.mark.parametrize("settings", [{}, {"kv_cache": "stock"}, {"kv_cache": "paged"}])
+@pytest.mark.parametrize("settings", [{}, {"kv_cache": "stock"}, {"kv_cache": "lazy"}])
 @pytest.mark.parametrize("name", ["llama", "hybrid", "mamba2", "moe"])
 def test_what_is_restored_is_what_mlx_lm_computes(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     config = {"llama": SMALL, "hybrid": HYBRID, "mamba2": MAMBA2, "moe": QWEN3_MOE}[name]

@@ -74,7 +74,7 @@ def test_caches_stay_within_their_share(
     pool.close()
 
 
-@pytest.mark.parametrize("form", ["stock", "flat", "paged", None])
+@pytest.mark.parametrize("form", ["stock", "preallocated", "lazy", None])
 def test_what_is_in_memory_is_set_aside(sizes: ModelSizes, form: Any) -> None:
     share = in_memory(sizes, FlashConfig(kv_cache=form), CONTEXT, STEP)
     caches: list[Any] = [KVCache() for _ in sizes.kv_rows]
@@ -106,7 +106,7 @@ def test_a_share_below_the_least_is_refused(sizes: ModelSizes) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kv_cache": "flat", "kv_ram_gb": 1}, "nothing goes to disk"),
+        ({"kv_cache": "preallocated", "kv_ram_gb": 1}, "nothing goes to disk"),
         ({"kv_cache": "disk", "ssd_write_gb_per_day": 0}, "no keys and values can go to disk"),
         ({"kv_cache": "stock", "kv_max_tokens": 1000}, "forget nothing"),
     ],

@@ -91,8 +91,8 @@ class MemoryRows:
         self.length = 0
         self._options = options
         # Where pages cannot be had one by one, a reserve would take all of its memory at once: then grow in steps.
-        self._grows = options.form == "step" or (options.form == "paged" and not commits_lazily())
-        self._is_lazy = options.form == "paged" and not self._grows
+        self._grows = options.form == "step" or (options.form == "lazy" and not commits_lazily())
+        self._is_lazy = options.form == "lazy" and not self._grows
 
     @property
     def capacity(self) -> int:
@@ -132,7 +132,7 @@ class MemoryRows:
         capacity, length = self.capacity_after(num_new), self.length + num_new
         if self.examples:
             return sum(self._held(array, length, capacity) for array in self.examples)
-        return token_bytes * (capacity if self._grows or self._options.form == "flat" else min(length, capacity))
+        return token_bytes * (min(length, capacity) if self._is_lazy else capacity)
 
     def moved_for(self, num_new: int, token_bytes: int) -> int:
         """Bytes that are held besides for a moment, when new tokens make the buffers grow: the old ones, and room that
@@ -190,7 +190,7 @@ class MemoryRows:
     def _longer(self, pieces: Sequence[mx.array], capacity: int, like: mx.array) -> mx.array:
         batch, heads, _, width = like.shape
         length = sum(piece.shape[2] for piece in pieces)
-        if self._grows or self._options.form == "flat":
+        if not self._is_lazy:
             room = mx.zeros((batch, heads, capacity - length, width), like.dtype)
             return mx.concatenate([*pieces, room], axis=2) if length else room
         longer, at = reserve((batch, heads, capacity, width), like.dtype), 0

@@ -51,11 +51,11 @@ QUEUED_PAGES = 2
 PAGES_ON_THEIR_WAY = QUEUED_PAGES + 1
 """All of them that are in memory: one more is being copied, or read."""
 
-Form = Literal["step", "flat", "paged"]
+Form = Literal["step", "preallocated", "lazy"]
 """Where keys and values are while they are in memory.
 
-``step`` grows by some tokens at a time, copying what is there, as mlx-lm does. ``flat`` takes the memory of
-``max_context_length`` tokens at once and writes in place. ``paged`` takes the addresses at once, and memory as tokens
+``step`` grows by some tokens at a time, copying what is there, as mlx-lm does. ``preallocated`` takes the memory of
+``max_context_length`` tokens at once and writes in place. ``lazy`` takes the addresses at once, and memory as tokens
 come.
 """
 
@@ -68,7 +68,7 @@ class KVOptions:
         form: where keys and values are while they are in memory.
         step: tokens of a page; caches of the form ``step`` grow by as many.
         max_context_length: tokens to reserve room for, rounded up to a multiple of 256; longer contexts go on growing.
-            ``flat`` and ``paged`` need it.
+            ``preallocated`` and ``lazy`` need it.
         budget_bytes: the most that all caches together may take in memory, before layers go to disk; None for no limit.
         max_tokens: when a cache would hold more, the older half is forgotten; None for perfect recall.
         keep: so many tokens at the beginning are never forgotten, rounded up to whole pages.

@@ -15,7 +15,7 @@ from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes
 KV_SHARE = 0.25
 """Share of the budget that the KV cache may take in memory when the plan chooses."""
 
-_FORMS: dict[KVMode | None, Form] = {None: "step", "stock": "step", "flat": "flat", "paged": "paged", "disk": "step"}
+_FORMS: dict[KVMode | None, Form] = {"preallocated": "preallocated", "lazy": "lazy"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class KVShare:
 
 def check_kv(config: FlashConfig) -> None:
     """Refuses settings of which one leaves no use for the other. Raises: ConfigError."""
-    if config.kv_ram_gb is not None and config.kv_cache in ("stock", "flat", "paged"):
+    if config.kv_ram_gb is not None and config.kv_cache in ("stock", "preallocated", "lazy"):
         raise ConfigError(
             f"kv_ram_gb is {config.kv_ram_gb:g}, but nothing goes to disk with kv_cache={config.kv_cache!r}. "
             "Hint: kv_cache='disk'."
@@ -57,7 +57,7 @@ def check_kv(config: FlashConfig) -> None:
     if config.kv_max_tokens is not None and config.kv_cache == "stock":
         raise ConfigError(
             f"kv_max_tokens is {config.kv_max_tokens}, but mlx-lm's own caches, kv_cache='stock', forget nothing. "
-            "Hint: kv_cache='disk' or 'paged'."
+            "Hint: kv_cache='disk' or 'lazy'."
         )
 
 
@@ -76,7 +76,7 @@ def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefi
         return KVShare(None, sizes.kv_rows, _with_a_copy(held, num_layers))
     options = _options(config, 0, context_length)
     tokens = _rounded(options, options.held_tokens(context_length, prefill_step_size))
-    pages = 2 * DIRECT_ALIGNMENT * sizes.kv_heads if options.form == "paged" else 0
+    pages = 2 * DIRECT_ALIGNMENT * sizes.kv_heads if options.form == "lazy" else 0
     return KVShare(options, sizes.kv_rows, _with_a_copy(sizes.kv_bytes(tokens), num_layers) + pages)
 
 
@@ -157,7 +157,7 @@ def most_on_disk(sizes: ModelSizes, config: FlashConfig, context_length: int) ->
 
 def _options(config: FlashConfig, budget: int, context_length: int) -> KVOptions:
     return KVOptions(
-        form=_FORMS[config.kv_cache],
+        form=_FORMS.get(config.kv_cache, "step"),
         step=config.kv_step,
         max_context_length=context_length if config.kv_cache is not None else None,
         budget_bytes=budget if config.kv_cache in (None, "disk") and not config.writes_nothing else None,

@@ -103,7 +103,7 @@ def _places_of_kv(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> t
         ConfigError: it shall be on disk, where there is no room for it; or settings contradict each other.
     """
     check_kv(config)
-    if not sizes.kv_rows or config.kv_cache in ("stock", "flat", "paged") or config.writes_nothing:
+    if not sizes.kv_rows or config.kv_cache in ("stock", "preallocated", "lazy") or config.writes_nothing:
         return (False,)
     needed = most_on_disk(sizes, config, config.context_length or 0)
     if config.kv_cache is None and config.kv_ram_gb is None:

@@ -1,13 +1,13 @@
-"""What remembered prompts save: the same long prompt in one process after another.
+"""Benchmark of the prefix cache: the same long prompt in one process after another.
 
     python scripts/make_random_model.py models/prefix --architecture qwen3_moe --hidden-size 512 \
         --intermediate-size 512 --layers 5 --heads 8 --kv-heads 4 --experts 64 --experts-per-token 2 \
         --vocab-size 8000 --dtype float32
     python benchmarks/prefixes.py --model models/prefix --ram-budget-gb 0.5 --prefill-step-size 256 --json out.json
 
-Runs follow one another, each in a process of its own, beginning with an empty store: without remembered prompts; the
-first that remembers; then those that find the prompt. Before each of them the checkpoint and the store are dropped from
-the page cache. Every run has to generate the same tokens as the first.
+Each run has a process of its own: one without the prefix cache, one that fills an empty store, then runs that restore
+the prompt. Before each run the checkpoint and the store are dropped from the page cache. Every run has to generate the
+same tokens as the first.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--ram-budget-gb", type=float, required=True)
-    parser.add_argument("--mode", choices=("off", "exact", "shared"), default="exact")
+    parser.add_argument("--mode", choices=("off", "exact", "longest"), default="exact")
     parser.add_argument("--prompt-tokens", type=int, default=8000)
     parser.add_argument("--prefill-step-size", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=4)

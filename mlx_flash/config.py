@@ -26,7 +26,7 @@ Profile = Literal["safe", "balanced", "performance"]
 Budget = float | Literal["min", "safe", "balanced", "performance"] | None
 IOMode = Literal["auto", "direct", "buffered"]
 KVMode = Literal["stock", "preallocated", "lazy", "disk"]
-PrefixMode = Literal["off", "exact", "shared"]
+PrefixMode = Literal["off", "exact", "longest"]
 
 _BUDGET_WORDS = ("min", *get_args(Profile))
 _IO_MODES = get_args(IOMode)
@@ -64,14 +64,14 @@ class FlashConfig:
         kv_keep: so many tokens at the beginning are not forgotten with ``kv_max_tokens``.
         kv_step: tokens by which a cache grows, and tokens of a page on disk.
         kv_directory: where the files of a KV cache are, while its model is there. None is mlx-flash's cache folder.
-        kv_prefixes: whether prompts are remembered on disk, so that later runs need not compute them again. ``"exact"``
-            uses what was computed in calls of the same length, and the output is what it would have been; ``"shared"``
-            uses the longest beginning that is known, as mlx-lm's server does with the caches that it keeps.
-        kv_prefix_tenant: those with another one share nothing, and find nothing of each other.
-        kv_prefix_gb: what remembered prompts of all models may take on disk, in decimal GB; the ones used longest ago
-            are removed to keep it. None: as much as leaves a tenth of the disk free.
-        ssd_write_gb_per_day: what all processes together may write on a day of remembered prompts, in decimal GB. A KV
-            cache on disk counts too, but goes on beyond it. 0 writes neither. None is 20.
+        kv_prefixes: mode of the prefix cache, which keeps prompts on disk so that later runs need not compute them
+            again. ``"exact"`` restores only calls of the same length, and the output is bit for bit the same;
+            ``"longest"`` restores the longest cached prefix, as mlx-lm's server does with the caches that it keeps.
+        kv_prefix_tenant: name of a private part of the prefix cache; tenants find nothing of each other.
+        kv_prefix_gb: limit of the prefix cache of all models on disk, in decimal GB; the least recently used pages are
+            evicted to keep it. None leaves a tenth of the disk free.
+        ssd_write_gb_per_day: limit of what all processes together write to the prefix cache in a day, in decimal GB. A
+            KV cache on disk counts too, but goes on beyond it. 0 writes neither. None is 20.
         num_slots: buffers that the streamed units take turns in. None lets the plan choose.
         expert_pool_gb: memory for experts of mixture-of-experts models that are kept between tokens, in decimal GB.
             None: what the rest of the plan leaves of the budget. 0 keeps none; layers are read whole then, with all of

@@ -73,7 +73,7 @@ class Prepared:
         plan: what will be in memory.
         popularity: which experts earlier runs used most; None without experts, or when that is not wanted.
         popularity_path: where that is remembered.
-        identity: what decides the model's output; None where no prompts are to be remembered.
+        identity: what decides the model's output; None where there is no prefix cache.
     """
 
     loaded: LoadedModel
@@ -107,7 +107,7 @@ class FlashLLM(ModelFacade):
         kv: what its KV caches share; None where they are mlx-lm's own.
         name: what to call it.
         counters: what its calls did so far.
-        prefixes: the prompts that are remembered; None before :meth:`start`, and where none are.
+        prefixes: the prefix cache; None before :meth:`start`, and where the settings want none.
     """
 
     def __init__(self, prepared: Prepared, config: FlashConfig, name: str) -> None:
@@ -248,7 +248,7 @@ class FlashLLM(ModelFacade):
         return stock if self.kv is None else make_caches(stock, self.kv.options, self.kv)
 
     def _pass(self, is_dropped: bool, *args: Any, **kwargs: Any) -> Any:
-        """A forward call, or as much of one as is not remembered."""
+        """Run the part of a forward call that the prefix cache does not answer."""
         cache = kwargs.get("cache", args[1] if len(args) > 1 else None)
         if self.prefixes is None or not isinstance(cache, list | tuple):
             return self._counted(*args, **kwargs)

@@ -232,7 +232,7 @@ def _nothing_remembered() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_nothing_remembered")
-@pytest.mark.parametrize("mode", ["shared", "exact"])
+@pytest.mark.parametrize("mode", ["longest", "exact"])
 def test_the_next_turn_is_known_to_another_process(model: str, expected: list[Answer], mode: str) -> None:
     messages = turn(LONG, *turn(QUESTIONS[0]), said(expected[0]))
     with serving(model, context_length=4096, kv_prefixes=mode) as mine:
@@ -241,7 +241,7 @@ def test_the_next_turn_is_known_to_another_process(model: str, expected: list[An
     with serving(model, context_length=4096, kv_prefixes=mode) as later:
         answer = later.ask(*messages)
         restored = later.generator.model_provider.model.prefixes.counters.num_restored
-    if mode == "shared":  # all pages; those in which the system prompt ends and the rest begins, in part
+    if mode == "longest":  # all pages; those in which the system prompt ends and the rest begins, in part
         assert restored > (length // 256 - 1) * 256 and said(answer) == said(expected[5])
     else:  # the calls that are the same, those of the system prompt
         with serving(model, context_length=4096) as plain:

@@ -122,7 +122,7 @@ model.close()
 """
 
 
-@pytest.mark.parametrize("mode", ["exact", "shared"])
+@pytest.mark.parametrize("mode", ["exact", "longest"])
 def test_a_second_process_computes_nothing_of_a_known_prompt(llama: Path, mode: str) -> None:
     runs = []
     for _ in range(2):
@@ -183,10 +183,10 @@ def test_in_the_exact_mode_calls_of_another_length_are_others(llama: Path) -> No
         assert restored(model) == 2 * STEP
 
 
-def test_in_the_shared_mode_the_longest_beginning_is_used(llama: Path) -> None:
-    first_run(llama, "shared")
+def test_longest_mode_uses_the_longest_prefix(llama: Path) -> None:
+    first_run(llama, "longest")
     other = [*PROMPT[:600], *range(100)]
-    with loaded(llama, "shared") as model:
+    with loaded(llama, "longest") as model:
         generated(model, other, prefill_step_size=300)
         assert restored(model) == 2 * STEP - 44, "of the second call, which begins in a page, what the page holds"
         cache = make_prompt_cache(stock(llama))
@@ -197,18 +197,18 @@ def test_in_the_shared_mode_the_longest_beginning_is_used(llama: Path) -> None:
         assert same(generated(model, other), expected), "as when mlx-lm continues a cache that was cut there"
 
 
-def test_the_shared_mode_remembers_answers_too(llama: Path) -> None:
-    with loaded(llama, "shared") as model:
+def test_longest_mode_caches_generated_tokens(llama: Path) -> None:
+    with loaded(llama, "longest") as model:
         answer = [token for token, _ in generated(model, num=80)]
-    with loaded(llama, "shared") as model:
+    with loaded(llama, "longest") as model:
         generated(model, [*PROMPT, *answer, 1, 2])
         assert restored(model) == 3 * STEP
 
 
 def test_windows_and_states_are_restored_at_the_end_of_a_call(tmp_path: Path) -> None:
     directory = save(tmp_path / "hybrid", HYBRID)
-    expected = first_run(directory, "shared")
-    with loaded(directory, "shared") as model:
+    expected = first_run(directory, "longest")
+    with loaded(directory, "longest") as model:
         assert same(generated(model), expected) and restored(model) == 2 * STEP
         assert same(generated(model, PROMPT[:400]), generated(stock(directory), PROMPT[:400]))
 
@@ -222,7 +222,7 @@ def test_sessions_with_one_beginning_store_it_once(llama: Path) -> None:
         assert pages == 3 and list_prefixes(prefix_directory())[0].pages == pages + 1
 
 
-@pytest.mark.parametrize("mode", ["exact", "shared"])
+@pytest.mark.parametrize("mode", ["exact", "longest"])
 def test_caches_that_are_copied_and_trimmed(llama: Path, mode: str) -> None:
     """As mlx-lm's server does with the prompts of earlier requests."""
     with loaded(llama, mode) as model, loaded(llama, "off") as plain:
@@ -250,13 +250,13 @@ def test_speculative_decoding(llama: Path, tmp_path: Path) -> None:
         return [int(token) for token, _, _ in steps]
 
     expected = run(stock(llama))
-    for mode in ("exact", "shared"):
+    for mode in ("exact", "longest"):
         for again in (False, True):
             with loaded(llama, mode) as model:
                 assert run(model) == expected and bool(restored(model)) == again
 
 
-@pytest.mark.parametrize("mode", ["exact", "shared"])
+@pytest.mark.parametrize("mode", ["exact", "longest"])
 def test_batches_of_one_are_remembered_and_others_are_right(llama: Path, mode: str) -> None:
     """mlx-lm's server makes a batch of every request."""
 
@@ -315,7 +315,7 @@ def test_logits_that_were_not_computed_are_an_error(llama: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"kv_prefix_tenant": "bob"}, {"mode": "shared"}, {"model_config": {"rms_norm_eps": 1e-3}}]
+    "other", [{"kv_prefix_tenant": "bob"}, {"mode": "longest"}, {"model_config": {"rms_norm_eps": 1e-3}}]
 )
 def test_others_find_nothing(llama: Path, other: dict[str, Any]) -> None:
     first_run(llama, kv_prefix_tenant="alice")
@@ -386,7 +386,7 @@ def test_adapters_find_their_own_only(llama: Path) -> None:
 # --- damage, and disks that may not be written ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["exact", "shared"])
+@pytest.mark.parametrize("mode", ["exact", "longest"])
 def test_a_damaged_page_is_computed_again(llama: Path, mode: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = first_run(llama, mode)
     paths = sorted((prefix_directory() / "pages").iterdir())
@@ -482,5 +482,5 @@ def test_the_monitor_and_the_cache_command_show_them(llama: Path, capsys: pytest
     (entry,) = json.loads(capsys.readouterr().out)["prefixes"]
     assert (entry["tokens"], entry["pages"], entry["title"]) == (2 * 699, 6, llama.name)
     assert cli.main(["cache", "clear"]) == 0
-    assert "1398 remembered tokens" in capsys.readouterr().out
+    assert "1398 tokens in the prefix cache" in capsys.readouterr().out
     assert list_prefixes(prefix_directory()) == []

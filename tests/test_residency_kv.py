@@ -91,7 +91,7 @@ def test_what_is_in_memory_is_set_aside(sizes: ModelSizes, form: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"), [({}, False), ({"kv_cache": "stock"}, False), ({"kv_prefixes": "exact"}, True)]
 )
-def test_remembered_prompts_take_memory_only_if_they_are_wanted(
+def test_prefix_cache_takes_memory_only_when_it_is_on(
     sizes: ModelSizes, change: dict[str, Any], expected: bool
 ) -> None:
     assert bool(prefix_bytes(sizes, FlashConfig(**change), CONTEXT)) == expected

@@ -136,9 +136,9 @@ def _add_dial_flags(parser: argparse.ArgumentParser, note: str | None = None) ->
     add("--kv-keep", type=int, metavar="N", help="tokens at the beginning that are not forgotten then")
     add("--kv-step", type=int, metavar="N", help="tokens by which the KV cache grows")
     add("--kv-directory", metavar="DIR", help="where a KV cache on disk is put")
-    add("--kv-prefixes", choices=get_args(PrefixMode), help="whether prompts are remembered on disk; default: off")
-    add("--kv-prefix-tenant", metavar="NAME", help="remembered prompts are shared within this name only")
-    add("--kv-prefix-gb", type=float, metavar="GB", help="what remembered prompts may take on disk")
+    add("--kv-prefixes", choices=get_args(PrefixMode), help="mode of the prefix cache on disk; default: off")
+    add("--kv-prefix-tenant", metavar="NAME", help="name of a private part of the prefix cache")
+    add("--kv-prefix-gb", type=float, metavar="GB", help="limit of the prefix cache on disk")
     add(
         "--ssd-write-gb-per-day", type=float, metavar="GB", help="what may be written on a day; 0: nothing; default: 20"
     )

@@ -75,7 +75,7 @@ def _clear(args: argparse.Namespace, out: TextIO) -> int:
     for file in files:
         print(f"removed {_size(file.nbytes)} of popular experts of {_model(file)}: {file.path}", file=out)
     for model in in_use:
-        print(f"kept {model.nbytes / GB:.2f} GB of prompts of {model.title}: in use", file=out)
+        print(f"kept {model.nbytes / GB:.2f} GB of the prefix cache of {model.title}: in use", file=out)
     everything = (_in_words(removed), _files_in_words(files), _prefixes_in_words(prefixes))
     print(f"removed {', '.join(everything)}, and {len(disks)} remembered disk profiles", file=out)
     if files:
@@ -84,7 +84,7 @@ def _clear(args: argparse.Namespace, out: TextIO) -> int:
 
 
 def _clear_prefixes() -> tuple[list[StoredModel], list[StoredModel]]:
-    """Removes remembered prompts. Returns what was removed of each model, and what is left."""
+    """Clear the prefix cache. Return what was removed of each model, and what is left."""
     before = list_prefixes(prefix_directory())
     left = clear_prefixes(prefix_directory())
     rest = {model.model: model for model in left}
@@ -150,14 +150,14 @@ def _render_files(files: list[PopularityFile]) -> Table:
 def _render_prefixes(prefixes: list[StoredModel]) -> Table:
     table = Table.grid(padding=(0, 2))
     for model in prefixes:
-        tokens = f"{model.tokens} tokens of prompts"
+        tokens = f"{model.tokens} tokens in the prefix cache"
         table.add_row(model.title, f"{model.nbytes / GB:.3f} GB", tokens, _days_ago(model.last_used))
     return table
 
 
 def _prefixes_in_words(prefixes: list[StoredModel]) -> str:
     tokens = sum(model.tokens for model in prefixes)
-    return f"{tokens} remembered tokens of prompts of {_total(prefixes) / GB:.3f} GB"
+    return f"{tokens} tokens in the prefix cache of {_total(prefixes) / GB:.3f} GB"
 
 
 def _model(kept: Copy | PopularityFile) -> str:

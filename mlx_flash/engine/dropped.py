@@ -67,6 +67,6 @@ class DroppedResult:
 
     def _refuse(self) -> NoReturn:
         raise FlashError(
-            "the logits of this call were not computed: the cache was filled from a remembered prompt, and the calling "
+            "the logits of this call were not computed: the cache was filled from the prefix cache, and the calling "
             "code seemed to drop the result. Hint: FlashConfig(kv_prefixes='off')."
         )

@@ -43,10 +43,10 @@ NUM_COPIES = 3
 """Rows on their way to disk: contiguous, with those that waited to fill a page, and cut by head."""
 
 PAGE_TOKENS = 256
-"""Tokens of a page of a remembered prompt."""
+"""Tokens of a page of the prefix cache."""
 
 QUEUED_PAGES = 2
-"""Pages of remembered prompts that wait to be written; who adds more waits."""
+"""Pages of the prefix cache that may wait to be written; a call that adds more waits."""
 
 PAGES_ON_THEIR_WAY = QUEUED_PAGES + 1
 """All of them that are in memory: one more is being copied, or read."""

@@ -239,7 +239,7 @@ def _kv(history: History) -> Iterator[Text]:
 
 
 def _prompts(history: History) -> Iterator[Text]:
-    """Remembered prompts, when the engine has some."""
+    """Yield the line of the prefix cache, when the engine has one."""
     restored, computed, nbytes, stored = (
         count(history.latest.state, "prefixes", name)
         for name in ("num_restored", "num_computed", "restored_bytes", "stored")

@@ -2,8 +2,8 @@
 
 Two modes, which differ in what names a page. A row's last bits depend on how many tokens were computed in one call, so
 in the mode ``exact`` a page is named by its tokens and by the bounds of the calls they were computed in, and a call is
-answered wholly or not at all: what follows is what would have followed. In the mode ``shared`` tokens alone name a page
-and the longest stored beginning is used, as mlx-lm's server does with the caches that it keeps.
+answered wholly or not at all: what follows is what would have followed. In the mode ``longest`` tokens alone name a
+page and the longest cached prefix is used, as mlx-lm's server does with the caches that it keeps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mlx_flash.prefixes.files import Blob, full_pages
 from mlx_flash.prefixes.leaves import Leaf, RowLeaf, StateLeaf, forget, form_of, leaves_of, new_array, to_array
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
-Mode = Literal["exact", "shared"]
+Mode = Literal["exact", "longest"]
 
 STATE = "state"
 """The kind of snapshot that holds what is no row of a token."""

@@ -133,7 +133,7 @@ def on_disk(
 
 
 def prefix_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:
-    """What remembered prompts take in memory on their way to disk and back."""
+    """Return the bytes of pages of the prefix cache on their way to disk and back."""
     if config.kv_prefixes == "off":
         return 0
     rows = sum(sizes.kv_rows)

@@ -118,7 +118,7 @@ class ResidencyPlan:
         streaming: the rest.
         pool: the experts that are kept, if experts are read one by one.
         kv: the KV cache.
-        prefix_bytes: set aside for remembered prompts on their way to disk and back.
+        prefix_bytes: set aside for pages of the prefix cache on their way to disk and back.
         activation_bytes: set aside for a forward call's intermediate results.
         bounce_bytes: the reader's own buffers.
         read_size: bytes of one read.
@@ -197,7 +197,7 @@ class ResidencyPlan:
         if self.kv.disk_bytes:
             tokens += f", {self.kv.disk_bytes / GB:.3f} GB on disk"
         experts = [(f"experts ({pool.num_slots} of {pool.num_experts})", pool.nbytes)] if pool else []
-        prefixes = [("remembered prompts", self.prefix_bytes)] if self.prefix_bytes else []
+        prefixes = [("prefix cache", self.prefix_bytes)] if self.prefix_bytes else []
         return [
             ("process (interpreter, libraries)", self.base_bytes),
             ("small and derived parameters", self.resident_bytes),

@@ -12,7 +12,8 @@
     │   └── FileChangedError                  the file is not the one the model was loaded from
     ├── WriteError (OSError)                  a checkpoint could not be written
     ├── StreamedWeightsError (RuntimeError)   an operation that would see slot contents as weights
-    └── ClosedError (RuntimeError)            the model was closed
+    ├── ClosedError (RuntimeError)            the model was closed
+    └── CompatibilityError (ImportError)      the installed MLX or mlx-lm lacks what mlx-flash relies on
 
 An error says what was asked, what was found, where, and, when the user can act, a hint.
 """
@@ -81,3 +82,7 @@ class StreamedWeightsError(FlashError, RuntimeError):
 
 class ClosedError(FlashError, RuntimeError):
     """The model was closed."""
+
+
+class CompatibilityError(FlashError, ImportError):
+    """The installed MLX or mlx-lm lacks something that mlx-flash relies on."""

@@ -17,8 +17,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.models import cache as stock_cache
+from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_flash.compat import loading
+from mlx_flash.compat.callers import requested_kv_size
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
@@ -242,9 +244,7 @@ class FlashLLM(ModelFacade):
 
         What mlx-lm was asked for with ``max_kv_size`` stays mlx-lm's.
         """
-        caller = sys._getframe(1)
-        is_asked = caller.f_code is stock_cache.make_prompt_cache.__code__
-        stock = stock_cache.make_prompt_cache(self._model, caller.f_locals["max_kv_size"] if is_asked else None)
+        stock = make_prompt_cache(self._model, requested_kv_size(sys._getframe(1)))
         return stock if self.kv is None else make_caches(stock, self.kv.options, self.kv)
 
     def _pass(self, is_dropped: bool, *args: Any, **kwargs: Any) -> Any:
@@ -444,7 +444,7 @@ def resolve(path_or_hf_repo: str, revision: str | None = None) -> Path:
         CheckpointNotFoundError: there is neither.
     """
     try:
-        return Path(mlx_lm_utils._download(path_or_hf_repo, revision=revision))
+        return loading.download(path_or_hf_repo, revision)
     except (OSError, ValueError) as error:
         raise CheckpointNotFoundError(
             f"there is no directory {path_or_hf_repo!r}, and it cannot be had from Hugging Face: {error}"

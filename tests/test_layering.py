@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -12,8 +13,8 @@ PACKAGE = ROOT / "mlx_flash"
 
 FLOORS = [
     ["errors"],
-    ["config", "files"],
-    ["compat", "memory", "telemetry"],
+    ["compat", "config", "files"],
+    ["memory", "telemetry"],
     ["storage"],
     ["layout"],
     ["convert", "kv"],
@@ -60,7 +61,7 @@ def floor_of(name: str) -> str:
 
 
 def test_every_folder_has_a_floor() -> None:
-    assert {floor_of(name) for name in modules()} | {"compat"} == {name for floor in FLOORS for name in floor}
+    assert {floor_of(name) for name in modules()} == {name for floor in FLOORS for name in floor}
 
 
 def test_folders_import_only_from_lower_floors() -> None:
@@ -88,6 +89,49 @@ def test_the_design_document_shows_the_floors() -> None:
     text = (ROOT / "docs" / "design.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", text, re.M)
     assert [re.findall(r"`(\w+)", names) for _, names in rows] == FLOORS
+
+
+def test_private_parts_of_mlx_are_used_in_compat_only() -> None:
+    """No other module imports a private name of MLX or mlx-lm, reads one as an attribute, or looks at function code."""
+    wrong = [
+        (name, found)
+        for name, path in modules().items()
+        if floor_of(name) != "compat"
+        for found in foreign_privates(ast.parse(path.read_text()))
+        if (name, found) != ("engine.dropped", "__code__")  # of any caller's function
+    ]
+    assert not wrong
+
+
+def foreign_privates(tree: ast.Module) -> list[str]:
+    """Private names in a module that nothing in the package defines."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in {"mlx", "mlx_lm"}:
+            found += [alias.name for alias in node.names if alias.name.startswith("_")]
+        elif isinstance(node, ast.Attribute) and node.attr == "__code__":
+            found.append(node.attr)
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            if ast.unparse(node) != "sys._getframe" and node.attr not in own_privates():
+                found.append(node.attr)
+        elif isinstance(node, ast.Constant) and node.value == "__code__":
+            found.append(node.value)
+    return found
+
+
+@cache
+def own_privates() -> set[str]:
+    """Private names that the package itself defines: functions, and attributes that are assigned or annotated."""
+    names = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and path.parent.name != "compat":
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names |= {node.attr} if ast.unparse(node.value) == "self" else set()
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+    return {name for name in names if name.startswith("_")}
 
 
 def test_nothing_catches_everything() -> None:

@@ -1,1 +1,1 @@
-"""Everything private or undocumented of MLX and mlx-lm that mlx-flash relies on."""
+"""Every private or undocumented part of MLX and mlx-lm that mlx-flash relies on; checked when it is imported."""

@@ -24,6 +24,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlx_flash.compat.arrays import memory_of
 from mlx_flash.config import GB
 from mlx_flash.convert.copies import (
     Room,
@@ -358,6 +359,6 @@ def write_parameter(writer: ShardWriter, parameter: DerivedParameter) -> None:
     """Evaluates a parameter, writes it, and lets it go."""
     array = mx.contiguous(parameter.let_go())
     mx.eval(array)
-    writer.write(parameter.name, memoryview(cast(Any, array)))
+    writer.write(parameter.name, memory_of(array))
     del array
     mx.clear_cache()  # the next one may be of another size

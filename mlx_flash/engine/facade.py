@@ -7,14 +7,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import mlx.nn as nn
-from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.tuner import utils as mlx_lm_tuner_utils
 
+from mlx_flash.compat.callers import is_load_adapters, is_save_model
 from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import StreamedWeightsError
 from mlx_flash.layout.load import ModelLayout
-
-_LOAD_ADAPTERS = mlx_lm_tuner_utils.load_adapters.__code__
 
 
 class ModelFacade(nn.Module):
@@ -51,10 +48,10 @@ class ModelFacade(nn.Module):
         Raises:
             StreamedWeightsError: mlx-lm asks in order to save them.
         """
-        caller = sys._getframe(1).f_code
-        if caller is mlx_lm_utils.save_model.__code__:
+        caller = sys._getframe(1)
+        if is_save_model(caller):
             raise _refusal("mlx_lm.utils.save_model()")
-        if caller is _LOAD_ADAPTERS and self.engine is None:
+        if is_load_adapters(caller) and self.engine is None:
             return cast(dict[str, Any], self._model.parameters())
         elsewhere = {(id(p.container), p.key) for unit in self.layout.units for p in unit.large}
         engine = self.engine

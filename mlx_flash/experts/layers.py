@@ -17,8 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_flash.compat.experts import SORTED_SIZE
 from mlx_flash.experts.eviction import Mask, Numbers
-from mlx_flash.experts.lookahead import SORTED_SIZE, Guess, GuessedError, Lookahead
+from mlx_flash.experts.lookahead import Guess, GuessedError, Lookahead
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.load import ExpertStack

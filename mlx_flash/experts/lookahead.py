@@ -17,16 +17,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_flash.compat.experts import SORTED_SIZE
 from mlx_flash.experts.eviction import Numbers
 from mlx_flash.experts.pool import ABSENT, ExpertPool
 from mlx_flash.layout.load import ExpertStack
 from mlx_flash.layout.swap import SwappedClass, own_class, state_of, swap_class
 from mlx_flash.layout.trace import scores_of
 from mlx_flash.streaming.stream import GuessEndedError, WeightStream
-
-SORTED_SIZE = 64
-"""From so many indices on mlx-lm sorts them, and kernels on GPUs choose by the number of experts. Calls with fewer are
-guessed; a prompt's read all they need at once."""
 
 POOL_SHARE = 1 / 8
 """Share of the pool that experts may take which a router is only expected to choose."""

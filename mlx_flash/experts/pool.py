@@ -10,10 +10,11 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
+from mlx_flash.compat.arrays import memory_of
 from mlx_flash.errors import ReadError
 from mlx_flash.experts.eviction import Expert, Mask, Numbers, Uses
 from mlx_flash.layout.experts import place_experts
@@ -77,10 +78,7 @@ class PoolLayer:
 def pool_layer(stack: ExpertStack, alignment: int) -> PoolLayer:
     """What the pool needs of a stack, whose small parameters have been evaluated."""
     placed = place_experts(stack, alignment)
-    rows = [
-        np.frombuffer(memoryview(cast(Any, p.array)).cast("B"), np.uint8).reshape(stack.num_experts, -1)
-        for p in stack.unit.small
-    ]
+    rows = [np.frombuffer(memory_of(p.array), np.uint8).reshape(stack.num_experts, -1) for p in stack.unit.small]
     return PoolLayer(placed.read, list(zip(placed.kept, rows, strict=True)), stack.expert_bytes)
 
 

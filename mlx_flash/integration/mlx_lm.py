@@ -8,36 +8,19 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm import utils as mlx_lm_utils
 
+from mlx_flash.compat.callers import calling_modules, is_sharded_load
+from mlx_flash.compat.loading import WRITERS, LoadModel, current_load_model, replace_load_model
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import StreamedWeightsError
 from mlx_flash.layout.load import model_name
 from mlx_flash.model import FlashLLM, prepare
-
-LoadModel = Callable[..., tuple[nn.Module, dict[str, Any]]]
-
-WRITERS = frozenset(
-    {
-        "mlx_lm.convert",
-        "mlx_lm.fuse",
-        "mlx_lm.gguf",
-        "mlx_lm.lora",
-        "mlx_lm.quant.awq",
-        "mlx_lm.quant.dwq",
-        "mlx_lm.quant.dynamic_quant",
-        "mlx_lm.quant.gptq",
-    }
-)
-"""Modules of mlx-lm that load a model in order to change its weights."""
 
 _log = logging.getLogger("mlx_flash")
 _lock = threading.RLock()
@@ -100,16 +83,16 @@ def _put_in_force(config: FlashConfig | None) -> None:
         if config is None:
             _restore()
         elif _State.replacement is None:
-            _State.original = mlx_lm_utils.load_model
-            _State.replacement = _make_replacement(mlx_lm_utils.load_model)
-            mlx_lm_utils.load_model = _State.replacement
+            _State.original = current_load_model()
+            _State.replacement = _make_replacement(_State.original)
+            replace_load_model(_State.replacement)
 
 
 def _restore() -> None:
-    if _State.replacement is None:
+    if _State.replacement is None or _State.original is None:
         return
-    if mlx_lm_utils.load_model is _State.replacement:
-        mlx_lm_utils.load_model = _State.original
+    if current_load_model() is _State.replacement:
+        replace_load_model(_State.original)
         _State.original = _State.replacement = None
     else:  # ours is inside another one now, where it hands everything on
         _log.warning(
@@ -118,7 +101,7 @@ def _restore() -> None:
 
 
 def _found() -> str:
-    found = mlx_lm_utils.load_model
+    found = current_load_model()
     return f"{getattr(found, '__module__', '?')}.{getattr(found, '__qualname__', found)}"
 
 
@@ -147,22 +130,13 @@ def _refuse_writers() -> None:
     Raises:
         StreamedWeightsError: one of them is on the stack.
     """
-    for module, code in _callers():
+    for module in calling_modules():
         if module in WRITERS:
             raise StreamedWeightsError(
                 f"{module} needs the model's weights to change or write them; a streamed model has them for moments. "
                 "Hint: run it without the patch (remove_flash_patch(), or FlashConfig(enabled=False))."
             )
-        if code is mlx_lm_utils.sharded_load.__code__:
-            raise StreamedWeightsError(
-                "a model that is spread over several machines cannot be streamed. Hint: run it without the patch."
-            )
-
-
-def _callers() -> Iterator[tuple[str, CodeType]]:
-    """(module, code) of the functions that led here. A module that is run as a program has its name in its spec."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        spec = frame.f_globals.get("__spec__")
-        yield getattr(spec, "name", None) or frame.f_globals.get("__name__", ""), frame.f_code
-        frame = frame.f_back  # type: ignore[assignment]
+    if is_sharded_load():
+        raise StreamedWeightsError(
+            "a model that is spread over several machines cannot be streamed. Hint: run it without the patch."
+        )

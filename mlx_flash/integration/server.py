@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,12 +12,13 @@ from typing import Any
 
 from mlx_lm import server
 
+from mlx_flash.compat.server import APIHandler, LRUPromptCache, ResponseGenerator, send_error
 from mlx_flash.errors import FlashError
 from mlx_flash.kv.kept import KeptCaches
 from mlx_flash.model import FlashLLM
 
 
-class SharingPromptCache(server.LRUPromptCache):  # type: ignore[misc]
+class SharingPromptCache(LRUPromptCache):  # type: ignore[misc]
     """mlx-lm's, of which conversations that begin alike hold that once, also when they were computed in batches.
 
     Attributes:
@@ -49,7 +49,7 @@ class SharingPromptCache(server.LRUPromptCache):  # type: ignore[misc]
             super().trim_to(n_sequences=len(self) - 1)
 
 
-class SurvivingGenerator(server.ResponseGenerator):  # type: ignore[misc]
+class SurvivingGenerator(ResponseGenerator):
     """mlx-lm's, whose thread would end with the first forward call that fails in a batch.
 
     A streamed model can be called again after a read that failed or a prompt that the budget has no room for. The
@@ -62,21 +62,18 @@ class SurvivingGenerator(server.ResponseGenerator):  # type: ignore[misc]
             prompt_cache.model_provider = model_provider
         super().__init__(model_provider, prompt_cache)
 
-    def _next_request(self, *args: Any, **kwargs: Any) -> Any:
-        request = super()._next_request(*args, **kwargs)
-        if request is not None:
-            self._under_way.add(request[0])
-        return request
+    def next_queue(self, queue: Queue[Any]) -> None:
+        self._under_way.add(queue)
 
-    def _is_batchable(self, args: Any) -> bool:
-        """Not where batches, whose caches are in memory, would keep what the settings send to disk, or forget."""
+    def may_batch(self, args: Any) -> bool:
+        """Return False where batches, whose caches are in memory, would keep what the settings send to disk."""
         model = self.model_provider.model
-        return bool(super()._is_batchable(args)) and not (isinstance(model, FlashLLM) and not model.is_batchable)
+        return model.is_batchable if isinstance(model, FlashLLM) else True
 
-    def _generate(self) -> None:
+    def generate(self) -> None:
         while True:
             try:
-                super()._generate()
+                super().generate()
                 return
             except FlashError as failure:
                 if self.model_provider.model is None:
@@ -95,14 +92,7 @@ def _telling(handle: Callable[..., None]) -> Callable[..., None]:
         try:
             handle(self, *args, **kwargs)
         except FlashError as error:
-            told = json.dumps({"error": {"message": str(error), "type": type(error).__name__}}).encode()
-            if self.stream:  # the answer has begun
-                self.wfile.write(b"data: " + told + b"\n\n")
-            else:
-                self._headers_buffer = []  # those of success were made, but not sent
-                self._set_completion_headers(500)
-                self.end_headers()
-                self.wfile.write(told)
+            send_error(self, error)
 
     return handle_completion
 
@@ -111,12 +101,12 @@ def _telling(handle: Callable[..., None]) -> Callable[..., None]:
 def surviving_server() -> Iterator[None]:
     """While it lasts, requests to ``mlx_lm.server`` fail one by one, their clients learn why, and what it keeps of
     conversations is shared."""
-    generator, handle = server.ResponseGenerator, server.APIHandler.handle_completion
+    generator, handle = server.ResponseGenerator, APIHandler.handle_completion
     kept = server.LRUPromptCache
     server.ResponseGenerator, server.LRUPromptCache = SurvivingGenerator, SharingPromptCache
-    server.APIHandler.handle_completion = _telling(handle)
+    APIHandler.handle_completion = _telling(handle)
     try:
         yield
     finally:
-        server.ResponseGenerator, server.APIHandler.handle_completion = generator, handle
+        server.ResponseGenerator, APIHandler.handle_completion = generator, handle
         server.LRUPromptCache = kept

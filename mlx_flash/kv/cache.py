@@ -8,8 +8,8 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, create_attention_mask
 
+from mlx_flash.compat.callers import evaluates_only, is_for_a_draft
 from mlx_flash.errors import ConfigError, StreamedWeightsError
-from mlx_flash.kv.callers import evaluates_only, is_for_a_draft
 from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.lone import merged
 from mlx_flash.kv.options import KVOptions

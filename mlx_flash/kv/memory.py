@@ -15,11 +15,11 @@ import mmap
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_flash.compat.arrays import memory_of
 from mlx_flash.kv.options import KVOptions, round_up
 from mlx_flash.kv.shared import Part, Parts, SharedRows, cut, num_tokens, slices
 from mlx_flash.memory.footprint import footprint
@@ -58,7 +58,7 @@ def reserve(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
 
 def give_back(array: mx.array) -> None:
     """Makes zeros of the whole pages inside an evaluated array, which take no memory until they are written to."""
-    memory = np.frombuffer(memoryview(cast(Any, array)).cast("B"), np.uint8)
+    memory = np.frombuffer(memory_of(array), np.uint8)
     start = round_up(memory.ctypes.data, mmap.PAGESIZE)
     nbytes = (memory.ctypes.data + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
     if nbytes > 0:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_flash.compat.arrays import memory_of
 from mlx_flash.kv.layout import RowBytes, RowLayout
 from mlx_flash.kv.memory import commits_lazily, give_back, give_back_freed, reserve
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, slot_memory
@@ -169,6 +170,6 @@ def row_bytes(arrays: Sequence[mx.array]) -> RowBytes:
     found = []
     for array in arrays:
         batch, heads, length, width = array.shape
-        memory = memoryview(cast(Any, array)).cast("B")
+        memory = memory_of(array)
         found.append(np.frombuffer(memory, np.uint8).reshape(batch * heads, length, width * array.itemsize))
     return found

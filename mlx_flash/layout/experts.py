@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
+from mlx_flash.compat.experts import computes_as_expert_stack
 from mlx_flash.layout.load import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.layout.trace import CallTrace
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
@@ -37,7 +37,7 @@ def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace:
     stacks = []
     for key, route in trace.routes.items():
         module = trace.called.get(key)
-        if module is None or key not in names or not _is_stack(module):
+        if module is None or key not in names or not computes_as_expert_stack(module):
             continue
         below = [places[place] for place in _places(module) if place in places]
         below.sort(key=lambda parameter: order.get(id(parameter.container), -1))
@@ -48,13 +48,6 @@ def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace:
             stack = ExpertStack(unit, num_experts, route.top_k, route.block, route.norm, router, route.gate)
             stacks.append(stack)
     return stacks
-
-
-def _is_stack(module: nn.Module) -> bool:
-    return isinstance(module, SwitchGLU | SwitchMLP) and type(module).__call__ in (
-        SwitchGLU.__call__,
-        SwitchMLP.__call__,
-    )
 
 
 def _places(module: nn.Module) -> list[tuple[int, str]]:

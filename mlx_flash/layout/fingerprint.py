@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import os
 import platform
@@ -63,6 +64,6 @@ def fingerprint_of(loaded: LoadedModel, state: State) -> str:
 
 def _code_digest(model: nn.Module) -> str:
     """Of the file that defines the model's ``sanitize``, which need not be that of a release."""
-    code = getattr(getattr(type(model), "sanitize", None), "__code__", None)
-    path = Path(code.co_filename) if code is not None else None
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path is not None and path.is_file() else ""
+    sanitize = getattr(type(model), "sanitize", None)
+    path = Path(inspect.getsourcefile(sanitize) or "") if sanitize is not None else Path()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

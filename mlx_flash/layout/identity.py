@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+
+from mlx_flash.compat.arrays import TRAINING_FLAG, memory_of
 
 MOST_BYTES = 1 << 30
 """Of arrays that are not the checkpoint's. More are not looked at, and the model counts as unknown."""
@@ -53,7 +54,7 @@ class ModelIdentity:
             flat = mx.contiguous(foreign[name]).reshape(-1)
             mx.eval(flat)
             digest.update(repr((name, foreign[name].dtype, foreign[name].shape)).encode())
-            digest.update(memoryview(cast(Any, flat)).cast("B") if flat.size else b"")
+            digest.update(memory_of(flat))
         return digest.hexdigest()[:32]
 
 
@@ -67,5 +68,5 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, str, list[tuple[str, str]]
         plain = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
         plain |= {key: value for key, value in module.items() if isinstance(value, bool | int | float | str)}
         kind = type(module)
-        settings = sorted((key, repr(value)) for key, value in plain.items() if key != "_training")
+        settings = sorted((key, repr(value)) for key, value in plain.items() if key != TRAINING_FLAG)
         yield path, f"{kind.__module__}.{kind.__qualname__}", settings

@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
+from mlx_flash.compat.loading import LoadModel, ModelClasses, model_classes
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError
 from mlx_flash.layout.sources import Sources
 from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
@@ -218,8 +219,8 @@ def load_lazily(
     checkpoint: Checkpoint,
     model_config: dict[str, Any] | None = None,
     *,
-    load_model: Callable[..., tuple[nn.Module, dict[str, Any]]] = mlx_lm_utils.load_model,
-    get_model_classes: Callable[..., tuple[type[nn.Module], type]] = mlx_lm_utils._get_classes,
+    load_model: LoadModel = mlx_lm_utils.load_model,
+    get_model_classes: ModelClasses = model_classes,
     **loading: Any,
 ) -> LoadedModel:
     """Builds mlx-lm's model without reading its weights, and remembers which array came from which tensors.

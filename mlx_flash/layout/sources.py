@@ -14,14 +14,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_flash.compat.arrays import wrapped_functions
 from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
 
 _watching = threading.RLock()
-
-_FUNCTIONS: tuple[tuple[Any, str], ...] = (
-    *((mx, name) for name in ("stack", "concatenate", "split")),
-    *((mx.array, name) for name in ("view", "reshape", "flatten")),
-)
 
 
 class Sources:
@@ -46,20 +42,13 @@ class Sources:
             record = self._checkpoint.tensors.get(name)
             if record is not None:
                 self._note(array, (record,))
-        with _watching:  # the functions belong to the process
-            originals = [(owner, name, getattr(owner, name)) for owner, name in _FUNCTIONS]
-            for owner, name, original in originals:
-                setattr(owner, name, self._watched(name)(original))
-            try:
-                yield
-            finally:
-                for owner, name, original in originals:
-                    setattr(owner, name, original)
+        with _watching, wrapped_functions(self._watched):  # the functions belong to the process
+            yield
 
-    def _watched(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def _watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if name == "split":
-            return self._splitting
-        return self._joining if name in ("stack", "concatenate") else self._reshaping
+            return self._splitting(function)
+        return self._joining(function) if name in ("stack", "concatenate") else self._reshaping(function)
 
     def _note(self, array: mx.array, records: tuple[TensorRecord, ...]) -> None:
         if sum(record.nbytes for record in records) == array.nbytes:  # mlx reads some dtypes as others

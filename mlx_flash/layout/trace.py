@@ -16,8 +16,8 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
+from mlx_flash.compat.experts import is_expert_stack
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.load import Parameter
 from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, state_of, swap_class
@@ -99,7 +99,7 @@ class _Watched(SwappedClass):
         watch: _Watch = state_of(self)
         module = cast(nn.Module, self)
         watch.trace.called.setdefault(id(self), module)
-        if isinstance(self, SwitchGLU | SwitchMLP):
+        if is_expert_stack(module):
             _note_route(watch, module, *args, **kwargs)
         watch.under_way.append(_Call(module, (*args, *kwargs.values())))
         try:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_flash.compat.arrays import memory_of
 from mlx_flash.memory.footprint import use_huge_pages
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
@@ -33,7 +33,7 @@ class Arena:
     def __init__(self, nbytes: int, pages: mx.array | None = None) -> None:
         # Rows of one page: MLX's dimensions are 32-bit, a flat array would end at 2 GiB.
         self._array = _zeros(-(-nbytes // DIRECT_ALIGNMENT) + 1, DIRECT_ALIGNMENT) if pages is None else pages
-        everything = _memory(self._array).cast("B")
+        everything = memory_of(self._array)
         self._start = _first_page(everything)
         self.nbytes = nbytes
         self.memory = everything[self._start : self._start + nbytes]
@@ -56,7 +56,7 @@ class Arena:
         index = within // dtype.size
         array = flat[index : index + size].reshape(*shape)
         mx.eval(array)
-        if size and _address(_memory(array)) != _address(self.memory) + offset:
+        if size and _address(memory_of(array)) != _address(self.memory) + offset:
             raise AssertionError(f"MLX copied a view of {array.nbytes} bytes at {offset}: it does not share the arena")
         return array
 
@@ -78,7 +78,7 @@ class SlotArena:
         self.num_slots = num_slots
         self.pitch = pitch
         self._array = _zeros(num_slots, self.pitch)
-        self._everything = _memory(self._array).cast("B")
+        self._everything = memory_of(self._array)
         self._start = _first_page(self._everything)
         use_huge_pages(self._everything)
 
@@ -154,9 +154,5 @@ def _first_page(memory: memoryview) -> int:
     return -_address(memory) % DIRECT_ALIGNMENT
 
 
-def _memory(array: mx.array) -> memoryview:
-    return memoryview(cast(Any, array))  # MLX's stubs do not say that arrays have the buffer protocol
-
-
 def _address(buffer: memoryview) -> int:
-    return int(np.frombuffer(buffer.cast("B"), np.uint8).ctypes.data)
+    return int(np.frombuffer(buffer, np.uint8).ctypes.data)

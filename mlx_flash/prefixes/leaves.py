@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -23,6 +23,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from mlx_flash.compat.arrays import memory_of
+from mlx_flash.compat.caches import count_tokens, is_right_padded, num_tokens
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.history import ATTRIBUTE, History, is_anchored
 from mlx_flash.kv.lone import LoneKVCache
@@ -77,7 +79,7 @@ class Leaf:
         if isinstance(entry, ArraysCache):
             return entry.lengths is None and entry.batch_size == 1 and _is_zero(entry.left_padding)
         if isinstance(entry, BatchKVCache | BatchRotatingKVCache):
-            return getattr(entry, "_right_padding", None) is None and _is_zero(entry.left_padding)
+            return not is_right_padded(entry) and _is_zero(entry.left_padding)
         if isinstance(entry, DiskKVCache | DiskQuantizedKVCache):
             return entry.pool.options.max_tokens is None
         return True
@@ -86,11 +88,7 @@ class Leaf:
     def length(self) -> int | None:
         """Tokens it was given; None when it does not say."""
         entry = self.entry
-        if isinstance(entry, ArraysCache):
-            return None
-        if isinstance(entry, BatchRotatingKVCache):
-            return int(entry._offset)
-        return int(entry._idx if isinstance(entry, BatchKVCache) else entry.offset)
+        return None if isinstance(entry, ArraysCache) else num_tokens(entry)
 
     @property
     def is_empty(self) -> bool:
@@ -159,9 +157,7 @@ class RowLeaf(Leaf):
         half = len(longer) // 2
         is_quantized = isinstance(entry, QuantizedKVCache)
         entry.keys, entry.values = (tuple(longer[:half]), tuple(longer[half:])) if is_quantized else longer
-        entry.offset = entry.offset + count
-        if isinstance(entry, BatchKVCache):
-            entry._idx += count
+        count_tokens(entry, count)
         mx.eval(longer, entry.offset)
 
     def trim(self, length: int) -> None:
@@ -217,8 +213,7 @@ def to_blob(array: mx.array) -> Blob:
     """An array's bytes; evaluates it."""
     flat = mx.contiguous(array).reshape(-1)
     mx.eval(flat)
-    data = memoryview(cast(Any, flat)).cast("B") if flat.size else b""
-    return Blob(data, str(array.dtype).removeprefix("mlx.core."), tuple(array.shape))
+    return Blob(memory_of(flat), str(array.dtype).removeprefix("mlx.core."), tuple(array.shape))
 
 
 def new_array(dtype: str, shape: Sequence[int]) -> tuple[mx.array, memoryview]:
@@ -226,7 +221,7 @@ def new_array(dtype: str, shape: Sequence[int]) -> tuple[mx.array, memoryview]:
     kind: mx.Dtype = getattr(mx, dtype)
     array = mx.zeros(tuple(shape), kind)
     mx.eval(array)
-    return array, memoryview(cast(Any, array)).cast("B") if array.size else memoryview(bytearray())
+    return array, memory_of(array)
 
 
 def to_array(blob: Blob) -> mx.array:

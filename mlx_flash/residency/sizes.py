@@ -10,13 +10,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_flash.compat.caches import CACHE_STEP as CACHE_STEP
 from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, trunk_of
 from mlx_flash.layout.load import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import padded_bytes, place_groups
-
-CACHE_STEP = 256
-"""mlx-lm's KV cache grows by this many tokens."""
 
 _DEFAULT_EXPERTS = 8
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")

@@ -1,0 +1,57 @@
+"""Parts of MLX that its documentation does not promise: array memory, module internals, functions that are wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_flash.compat.require import require, require_that
+
+TRAINING_FLAG = "_training"
+"""Attribute of a module that ``train()`` and ``eval()`` set; no part of a model's identity."""
+
+require_that(issubclass(nn.Module, dict), "mlx.nn.Module is no dict")  # arrays are exchanged without its __setattr__
+require(nn.Module(), TRAINING_FLAG)
+require(nn.Module, "valid_parameter_filter", "module", "key", "value")  # tells parameters from private constants
+
+_WRAPPED = {
+    **dict.fromkeys(("stack", "concatenate", "split"), mx),
+    **dict.fromkeys(("view", "reshape", "flatten"), mx.array),
+}
+"""Functions with which mlx-lm's ``sanitize`` rearranges tensors, and what they are attributes of."""
+
+for _name, _owner in _WRAPPED.items():
+    require(_owner, _name)
+
+
+@contextmanager
+def wrapped_functions(wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replace the functions of MLX that rearrange arrays while a block runs.
+
+    Args:
+        wrap: given the name of a function and the function, returns what takes its place.
+    """
+    originals = [(owner, name, getattr(owner, name)) for name, owner in _WRAPPED.items()]
+    for owner, name, original in originals:
+        setattr(owner, name, wrap(name, original))
+    try:
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def memory_of(array: mx.array) -> memoryview:
+    """Return the bytes of an array, writable and shared with it.
+
+    MLX's stubs lack the buffer protocol, and nothing promises that the memory is the array's own:
+    :mod:`mlx_flash.memory.arena` checks that for its views.
+
+    Args:
+        array: evaluated and contiguous.
+    """
+    return memoryview(cast(Any, array)).cast("B") if array.size else memoryview(bytearray())

@@ -1,0 +1,44 @@
+"""Attributes of mlx-lm's caches that are private to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, KVCache
+
+from mlx_flash.compat.require import require, require_that
+
+CACHE_STEP = 256
+"""Tokens by which a ``KVCache`` grows; plans count with it."""
+
+require_that(KVCache.step == CACHE_STEP, f"KVCache.step is not {CACHE_STEP}")
+require(KVCache, "update_and_fetch", "keys", "values")
+for _method in ("state", "from_state", "make_mask", "to_quantized", "merge", "size", "empty", "trim"):
+    require(KVCache, _method)  # the contract that DiskKVCache keeps
+for _method in ("filter", "extract", "merge"):
+    require(BatchKVCache, _method)  # sequences go into and out of a batch with these
+for _entry, _names in (
+    (BatchKVCache([0]), {"_idx", "left_padding", "offset"}),
+    (BatchRotatingKVCache(1, [0]), {"_offset", "left_padding"}),
+    (ArraysCache(1), {"cache", "left_padding", "lengths"}),
+):
+    require_that(_names <= vars(_entry).keys(), f"{type(_entry).__name__} lacks one of {', '.join(sorted(_names))}")
+
+
+def num_tokens(entry: Any) -> int:
+    """Return how many tokens a cache was given, padding included; batches count in private attributes."""
+    if isinstance(entry, BatchRotatingKVCache):
+        return int(entry._offset)
+    return int(entry._idx if isinstance(entry, BatchKVCache) else entry.offset)
+
+
+def is_right_padded(entry: BatchKVCache | BatchRotatingKVCache) -> bool:
+    """Return whether a batch waits for ``finalize()`` to move padding from the right to the left."""
+    return getattr(entry, "_right_padding", None) is not None
+
+
+def count_tokens(entry: Any, count: int) -> None:
+    """Add to the number of tokens of a cache whose arrays were replaced by longer ones."""
+    entry.offset = entry.offset + count
+    if isinstance(entry, BatchKVCache):
+        entry._idx += count

@@ -1,0 +1,86 @@
+"""Functions of mlx-lm that are known by their code when they call a streamed model or one of its caches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+from mlx_lm import generate, utils
+from mlx_lm.models import cache
+from mlx_lm.tuner import utils as tuner_utils
+
+from mlx_flash.compat.require import require, require_that
+
+_SAVE_MODEL: CodeType = require(utils.save_model, "__code__")
+"""Asks for ``parameters()`` in order to write them: refused."""
+
+_SHARDED_LOAD: CodeType = require(utils.sharded_load, "__code__")
+"""Loads a model to spread it over several machines: refused."""
+
+_LOAD_ADAPTERS: CodeType = require(tuner_utils.load_adapters, "__code__")
+"""Asks for ``parameters()`` to compare their names with an adapter's: gets all of them."""
+
+_MAKE_PROMPT_CACHE: CodeType = require(cache.make_prompt_cache, "__code__")
+"""Calls ``make_cache()`` without what it was asked for: that is read from its frame."""
+
+_SPECULATIVE: CodeType = require(generate.speculative_generate_step, "__code__")
+"""Asks caches whether they can be trimmed before it begins."""
+
+_EVALUATES_STATE = "mlx_lm.generate"
+"""The module in which ``state`` is asked for in order to evaluate it, and for nothing else."""
+
+require_that("max_kv_size" in _MAKE_PROMPT_CACHE.co_varnames, "make_prompt_cache() has no max_kv_size")
+require_that(generate.__name__ == _EVALUATES_STATE, f"there is no module {_EVALUATES_STATE}")
+
+
+def is_save_model(frame: FrameType) -> bool:
+    """Return whether a frame is ``mlx_lm.utils.save_model``'s."""
+    return frame.f_code is _SAVE_MODEL
+
+
+def is_load_adapters(frame: FrameType) -> bool:
+    """Return whether a frame is ``load_adapters``'s."""
+    return frame.f_code is _LOAD_ADAPTERS
+
+
+def requested_kv_size(frame: FrameType) -> int | None:
+    """Return the ``max_kv_size`` that ``make_prompt_cache`` was called with; None if the frame is another's."""
+    requested: Any = frame.f_locals["max_kv_size"] if frame.f_code is _MAKE_PROMPT_CACHE else None
+    return None if requested is None else int(requested)
+
+
+def evaluates_only() -> bool:
+    """Return whether the caller's caller is one of mlx-lm's loops, which evaluate ``state`` and let it go."""
+    return sys._getframe(2).f_globals.get("__name__") == _EVALUATES_STATE
+
+
+def is_for_a_draft() -> bool:
+    """Return whether mlx-lm's speculative decoding asks, at most four calls up."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(3):  # over a list of caches, in a function of its own
+        frame = frame.f_back if frame is not None else None
+        if frame is not None and frame.f_code is _SPECULATIVE:
+            return True
+    return False
+
+
+def is_sharded_load() -> bool:
+    """Return whether ``sharded_load`` is on the stack."""
+    return any(frame.f_code is _SHARDED_LOAD for frame in frames())
+
+
+def calling_modules() -> Iterator[str]:
+    """Yield the modules of the functions on the stack. A module that runs as a program has its name in its spec."""
+    for frame in frames():
+        spec = frame.f_globals.get("__spec__")
+        yield getattr(spec, "name", None) or frame.f_globals.get("__name__", "")
+
+
+def frames() -> Iterator[FrameType]:
+    """Yield the frames of the stack, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

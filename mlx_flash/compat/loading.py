@@ -1,0 +1,52 @@
+"""How mlx-lm finds, builds and loads models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm import utils
+
+from mlx_flash.compat.require import require
+
+LoadModel = Callable[..., tuple[nn.Module, dict[str, Any]]]
+ModelClasses = Callable[..., tuple[type[nn.Module], type]]
+
+WRITERS = frozenset(
+    {
+        "mlx_lm.convert",
+        "mlx_lm.fuse",
+        "mlx_lm.gguf",
+        "mlx_lm.lora",
+        "mlx_lm.quant.awq",
+        "mlx_lm.quant.dwq",
+        "mlx_lm.quant.dynamic_quant",
+        "mlx_lm.quant.gptq",
+    }
+)
+"""Modules of mlx-lm that load a model in order to change its weights: the patch refuses them."""
+
+_download = require(utils, "_download", "path_or_hf_repo", "revision")
+
+model_classes: ModelClasses = require(utils, "_get_classes", "config")
+"""The default of ``load_model(get_model_classes=...)``; a subclass of what it returns shows ``sanitize`` at work."""
+
+require(utils, "load_model", "model_path", "lazy", "strict", "model_config", "get_model_classes")
+
+
+def download(path_or_hf_repo: str, revision: str | None = None) -> Path:
+    """Return a model's folder; download it if the argument names no folder. ``mlx_lm.load`` begins with it."""
+    return Path(_download(path_or_hf_repo, revision=revision))
+
+
+def current_load_model() -> LoadModel:
+    """Return ``mlx_lm.utils.load_model``, in which every way to load a model ends; the patch replaces it."""
+    function: LoadModel = utils.load_model
+    return function
+
+
+def replace_load_model(function: LoadModel) -> None:
+    """Make mlx-lm load models with another function."""
+    utils.load_model = function

@@ -1,0 +1,70 @@
+"""The check that MLX and mlx-lm have what this package relies on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from typing import Any
+
+from mlx_flash.errors import CompatibilityError
+
+TESTED = {"mlx-lm": ("0.32.0", "0.32.2"), "mlx": ("0.32.2", "0.32.4")}
+"""The oldest and the newest release of each that the tests ran with; ``pyproject.toml`` has the same bounds."""
+
+
+def require(owner: Any, name: str, *parameters: str) -> Any:
+    """Return an attribute of a module, class or object.
+
+    Args:
+        owner: what has the attribute.
+        name: of the attribute.
+        parameters: names of parameters that it must take, if it is a function.
+
+    Raises:
+        CompatibilityError: it is missing, or does not take one of the parameters.
+    """
+    place = f"{_place(owner)}.{name}"
+    found = getattr(owner, name, None)
+    if found is None:
+        raise incompatible(f"{place} is missing")
+    if parameters:
+        known = inspect.signature(found).parameters
+        missing = [parameter for parameter in parameters if parameter not in known]
+        if missing:
+            raise incompatible(f"{place}() takes no parameter {missing[0]!r}")
+    return found
+
+
+def require_that(condition: bool, otherwise: str) -> None:
+    """Check a property that :func:`require` cannot express.
+
+    Args:
+        condition: True where the installed version is as expected.
+        otherwise: what the message says is wrong.
+
+    Raises:
+        CompatibilityError: the condition is False.
+    """
+    if not condition:
+        raise incompatible(otherwise)
+
+
+def incompatible(what: str) -> CompatibilityError:
+    """Return the error that says what is missing and which versions work."""
+    installed = " and ".join(f"{name} {_installed(name)}" for name in TESTED)
+    works = " and ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
+    return CompatibilityError(f"{what} in the installed {installed}: mlx-flash works with {works}.")
+
+
+def _place(owner: Any) -> str:
+    if inspect.ismodule(owner):
+        return owner.__name__
+    kind = owner if isinstance(owner, type) else type(owner)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(unknown version)"

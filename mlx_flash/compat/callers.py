@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import CodeType, FrameType
+from importlib import import_module
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from mlx_lm import generate, utils
+from mlx_lm import utils
 from mlx_lm.models import cache
 from mlx_lm.tuner import utils as tuner_utils
 
-from mlx_flash.compat.require import require, require_that
-
-_SAVE_MODEL: CodeType = require(utils.save_model, "__code__")
-"""Asks for ``parameters()`` in order to write them: refused."""
-
-_SHARDED_LOAD: CodeType = require(utils.sharded_load, "__code__")
-"""Loads a model to spread it over several machines: refused."""
-
-_LOAD_ADAPTERS: CodeType = require(tuner_utils.load_adapters, "__code__")
-"""Asks for ``parameters()`` to compare their names with an adapter's: gets all of them."""
-
-_MAKE_PROMPT_CACHE: CodeType = require(cache.make_prompt_cache, "__code__")
-"""Calls ``make_cache()`` without what it was asked for: that is read from its frame."""
-
-_SPECULATIVE: CodeType = require(generate.speculative_generate_step, "__code__")
-"""Asks caches whether they can be trimmed before it begins."""
+from mlx_flash.compat.require import require
 
 _EVALUATES_STATE = "mlx_lm.generate"
 """The module in which ``state`` is asked for in order to evaluate it, and for nothing else."""
 
-require_that("max_kv_size" in _MAKE_PROMPT_CACHE.co_varnames, "make_prompt_cache() has no max_kv_size")
-require_that(generate.__name__ == _EVALUATES_STATE, f"there is no module {_EVALUATES_STATE}")
+_generate = import_module(_EVALUATES_STATE)  # mlx_lm.generate is also the name of a function
+
+
+def _code_of(module: ModuleType, name: str, *parameters: str) -> CodeType:
+    code: CodeType = require(require(module, name, *parameters), "__code__")
+    return code
+
+
+_SAVE_MODEL = _code_of(utils, "save_model")
+"""Asks for ``parameters()`` in order to write them: refused."""
+
+_SHARDED_LOAD = _code_of(utils, "sharded_load")
+"""Loads a model to spread it over several machines: refused."""
+
+_LOAD_ADAPTERS = _code_of(tuner_utils, "load_adapters", "model", "adapter_path")
+"""Asks for ``parameters()`` to compare their names with an adapter's: gets all of them."""
+
+_MAKE_PROMPT_CACHE = _code_of(cache, "make_prompt_cache", "model", "max_kv_size")
+"""Calls ``make_cache()`` without what it was asked for: that is read from its frame."""
+
+_SPECULATIVE = _code_of(_generate, "speculative_generate_step")
+"""Asks caches whether they can be trimmed before it begins."""
 
 
 def is_save_model(frame: FrameType) -> bool:

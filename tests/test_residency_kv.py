@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.model import prepare
+from mlx_flash.kv.options import KVOptions
 from mlx_flash.residency.kv import check_kv, in_memory, least_bytes, most_on_disk, on_disk, prefix_bytes
 from mlx_flash.residency.sizes import ModelSizes, measure
 from models import LLAMA, save
@@ -22,6 +24,7 @@ from models import LLAMA, save
 HEADS, WIDTH = 2, 32
 ROW = 2 * HEADS * WIDTH * 2
 CONTEXT, STEP = 300, 16
+UNDER_WAY_BYTES = KVOptions.under_way_bytes
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +117,36 @@ def test_a_share_below_the_least_is_refused(sizes: ModelSizes) -> None:
 def test_settings_that_leave_no_use_for_each_other(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_kv(FlashConfig(**change))
+
+
+@pytest.mark.parametrize("chunk", [40, 64, 100])
+@pytest.mark.parametrize("keep", [0, 20])
+@pytest.mark.parametrize("times", [1.0, 1.3])
+@pytest.mark.parametrize("under_way_bytes", [UNDER_WAY_BYTES, lambda *_: 4096], ids=["in memory", "on disk"])
+def test_a_cache_with_a_window_runs_in_the_share_that_the_plan_accepts(
+    sizes: ModelSizes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    under_way_bytes: Any,
+    times: float,
+    keep: int,
+    chunk: int,
+) -> None:
+    monkeypatch.setattr(KVOptions, "under_way_bytes", under_way_bytes)
+    context, window = 2000, 1024
+    config = FlashConfig(kv_cache="disk", kv_max_tokens=window, kv_keep=keep, kv_directory=str(tmp_path))
+    least = least_bytes(sizes, config, context, 100)
+    share = on_disk(sizes, replace(config, kv_ram_gb=(times * least + 1) / 1e9), context, 100, 0)
+    assert share.options is not None and share.limit is not None
+    caches = make_caches([KVCache() for _ in sizes.kv_rows], share.options)
+    pool = caches[0].pool
+    for start in range(0, context, chunk):
+        num_new = min(chunk, context - start)
+        missing = pool.admit([cache.rows for cache in caches], num_new, num_new, share.rows, share.limit)
+        assert missing == 0, f"{missing} bytes missing at {start} of {context} tokens"
+        rows = mx.ones((1, HEADS, num_new, WIDTH), mx.float16)
+        for cache in caches:
+            mx.eval(cache.update_and_fetch(rows, rows))
+            assert pool.memory_bytes <= share.limit
+    assert caches[0].size() <= window
+    pool.close()

@@ -112,7 +112,8 @@ class KVOptions:
     @property
     def reserved_tokens(self) -> int:
         """Tokens to reserve room for; 0 when that is open."""
-        return round_up(self.max_context_length or 0, CONTEXT_ALIGNMENT)
+        tokens = self.max_context_length or 0
+        return round_up(tokens if self.max_tokens is None else min(tokens, self.max_tokens), CONTEXT_ALIGNMENT)
 
     @property
     def kept_tokens(self) -> int:

@@ -337,17 +337,21 @@ class KVPool:
         if layers:
             self._begin(layers[0].group)
         sizes = {r: token_bytes(r) or nbytes for r, nbytes in zip(layers, row_bytes, strict=True)}
-        needed = self._sums.needed_for(sizes, num_new)
+        length = max((rows.length for rows in layers), default=0)
+        tokens = self.options.held_tokens(length + num_new, step)
+        more = max(0, tokens - length)  # of the others as many old tokens are forgotten
+        needed = self._sums.needed_for(sizes, more)
+        if tokens < length + num_new:
+            needed = max(needed, self.memory_bytes + max(rows.memory.held for rows in layers))  # a layer is copied
         if self.options.budget_bytes is None:
             return max(0, needed - limit)
         self.budget_bytes = limit
-        tokens = max((rows.length for rows in layers), default=0) + num_new
         self.under_way_bytes = self.options.under_way_bytes(list(sizes.values()), tokens, step)
         fresh = num_new * sum(nbytes for rows, nbytes in sizes.items() if rows in self.on_disk)
         if self.on_disk:
             needed += self.under_way_bytes
         if needed > limit:
-            least = self._sums.least(sizes, num_new) + self.under_way_bytes
+            least = self._sums.least(sizes, more) + self.under_way_bytes
             if least > limit:
                 return min(least, needed) - limit
             fresh += needed - limit

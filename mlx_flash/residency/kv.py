@@ -75,7 +75,8 @@ def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefi
         held = sizes.kv_bytes(round_up(context_length, CACHE_STEP))
         return KVShare(None, sizes.kv_rows, _with_a_copy(held, num_layers))
     options = _options(config, 0, context_length)
-    tokens = _rounded(options, options.held_tokens(context_length, prefill_step_size))
+    tokens = options.held_tokens(context_length, prefill_step_size)
+    tokens = round_up(tokens, _growth(options)) if tokens == context_length else tokens + _growth(options)
     pages = 2 * DIRECT_ALIGNMENT * sizes.kv_heads if options.form == "lazy" else 0
     return KVShare(options, sizes.kv_rows, _with_a_copy(sizes.kv_bytes(tokens), num_layers) + pages)
 
@@ -85,8 +86,14 @@ def _with_a_copy(nbytes: int, num_layers: int) -> int:
     return nbytes * (num_layers + 1) // num_layers
 
 
-def _rounded(options: KVOptions, tokens: int) -> int:
-    return round_up(tokens, max(CACHE_STEP, options.step))
+def _growth(options: KVOptions) -> int:
+    """Return by how many tokens a cache grows."""
+    return max(CACHE_STEP, options.step)
+
+
+def _whole(sizes: ModelSizes, options: KVOptions, tokens: int) -> int:
+    """Return the most that caches of so many tokens take in memory. They grow by a step at any length."""
+    return _with_a_copy(sum(sizes.kv_rows) * (tokens + _growth(options)), len(sizes.kv_rows))
 
 
 def on_disk(
@@ -110,7 +117,7 @@ def on_disk(
     """
     options = _options(config, 0, context_length)
     tokens = options.held_tokens(context_length, prefill_step_size)
-    whole = _with_a_copy(sum(sizes.kv_rows) * _rounded(options, tokens), len(sizes.kv_rows))
+    whole = _whole(sizes, options, tokens)
     least = least_bytes(sizes, config, context_length, prefill_step_size)
     limit = max(least, min(room_bytes, whole)) if config.kv_ram_gb is None else round(config.kv_ram_gb * GB)
     if limit < least:
@@ -146,7 +153,7 @@ def least_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int, pre
     options = _options(config, 0, context_length)
     tokens = options.held_tokens(context_length, prefill_step_size)
     under_way = options.under_way_bytes(sizes.kv_rows, tokens, prefill_step_size)
-    whole = _with_a_copy(sum(sizes.kv_rows) * _rounded(options, tokens), len(sizes.kv_rows))
+    whole = _whole(sizes, options, tokens)
     return min(whole, options.least_bytes(sizes.kv_rows, tokens) + under_way)
 
 

@@ -30,6 +30,7 @@ from mlx_lm.models.cache import (
 import zoo
 from mlx_flash import BudgetError, ConfigError, DiskKVCache, FlashConfig, FlashLLM, ReadError, WriteError, load_model
 from mlx_flash.kv.cache import DiskQuantizedKVCache
+from mlx_flash.kv.options import KVOptions
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.model import prepare
 from mlx_flash.residency.kv import least_bytes
@@ -289,6 +290,39 @@ def test_a_share_that_is_too_small_says_what_would_do(directories: Callable[[str
     enough = float(str(caught.value).split("at least ")[1].split(":")[0])
     with load_model(directory, replace(config, kv_ram_gb=enough))[0] as model:
         assert same(generated(model), generated(stock(directory)))
+
+
+UNDER_WAY_BYTES = KVOptions.under_way_bytes
+LONG_PROMPT = mx.array([i * 7 % 300 for i in range(1150)])
+
+
+def test_a_window_runs_in_the_memory_that_the_plan_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real sizes of buffers the caches of a small model stay in memory, where they have to fit."""
+    monkeypatch.setattr(KVOptions, "under_way_bytes", UNDER_WAY_BYTES)
+    directory = save(tmp_path, SMALL | {"num_hidden_layers": 2})
+    config = FlashConfig(
+        ram_budget_gb=4, prefill_step_size=100, context_length=4096, kv_max_tokens=1024, kv_ram_gb=1e-6
+    )
+    with pytest.raises(ConfigError, match=r"needs at least ([\d.]+)") as caught:
+        prepare(directory, config)
+    enough = float(str(caught.value).split("at least ")[1].split(":")[0])
+    with load_model(directory, replace(config, kv_ram_gb=enough))[0] as model:
+        cache = make_prompt_cache(model)
+        steps = generate_step(LONG_PROMPT, model, max_tokens=20, prefill_step_size=100, prompt_cache=cache)
+        assert len(list(steps)) == 20
+        assert cache[0].size() <= 1024 < cache[0].offset
+
+
+def test_a_call_beyond_kv_ram_gb_names_it_with_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVOptions, "under_way_bytes", UNDER_WAY_BYTES)
+    directory = save(tmp_path, SMALL | {"num_hidden_layers": 2})
+    config = FlashConfig(ram_budget_gb=4, prefill_step_size=100, context_length=256, kv_ram_gb=0.001)
+    with load_model(directory, config)[0] as model:
+        cache = make_prompt_cache(model)
+        with pytest.raises(BudgetError, match=r"keys and values of \d+ tokens; kv_ram_gb allows 1.0 MB") as caught:
+            list(generate_step(LONG_PROMPT, model, max_tokens=1, prefill_step_size=100, prompt_cache=cache))
+        assert "would take the process to" not in str(caught.value)
+        assert caught.value.minimum_bytes > 4e9
 
 
 def test_more_context_than_planned_goes_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

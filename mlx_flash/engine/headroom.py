@@ -51,6 +51,8 @@ def check_headroom(
             wanted = _admit(plan, own, num_tokens, step or num_tokens, room)
             if not wanted:
                 break
+        if wanted and plan.kv.is_fixed and room == plan.kv.limit:
+            raise _no_room_for_kv(plan, num_tokens, context, room + wanted)
         growth += wanted + room - kept if wanted else 0
         missing = wanted  # what is in memory now may go to disk
     if missing > 0:
@@ -64,11 +66,21 @@ def check_headroom(
         )
 
 
+def _no_room_for_kv(plan: ResidencyPlan, num_tokens: int, context: int, needed: int) -> BudgetError:
+    """Return the error for a call that fits the budget, but not the share of it that the user gave the KV cache."""
+    limit = plan.kv.limit or 0
+    held = context if plan.kv.options is None else plan.kv.options.held_tokens(context, num_tokens)
+    return BudgetError(
+        f"a forward call with {num_tokens} new token{'s' * (num_tokens != 1)} in a context of {context} needs "
+        f"{needed / MB:.1f} MB for the keys and values of {held} tokens; kv_ram_gb allows {limit / MB:.1f} MB. "
+        f"Hint: raise kv_ram_gb to {-(-needed // 1000) / 1e6:.6f}, or set a smaller kv_max_tokens.",
+        plan.budget_bytes + needed - limit,
+    )
+
+
 def _hint(plan: ResidencyPlan, num_tokens: int, context: int, all_logits: bool) -> str:
     if num_tokens > plan.prefill_step_size:
         return f"Hint: pass prefill_step_size={plan.prefill_step_size} to mlx_lm, or raise ram_budget_gb."
-    if plan.kv.is_fixed and context > plan.context_length:
-        return f"Hint: raise kv_ram_gb, or load the model with FlashConfig(context_length={2 * context})."
     if context > plan.context_length:
         return f"Hint: load the model with FlashConfig(context_length={2 * context}), or raise ram_budget_gb."
     if all_logits and num_tokens > 1:

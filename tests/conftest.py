@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,24 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
-sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS))
+
+# Child processes import this checkout, start faster (`startup/sitecustomize.py`), and keep their compiled modules.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), str(TESTS.parent)])
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interruptible() -> None:
+    """Let SIGINT reach the tests and the processes that they start: a shell has its background jobs ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def _own_directories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps tests from reading or writing what the user's runs remember, and from the user's settings."""
+    """Keep tests away from the user's settings and from files that the user's runs wrote."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "config"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.getbasetemp()))
@@ -31,7 +44,7 @@ def _own_directories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
 
 @pytest.fixture(autouse=True, scope="module")
 def _gives_memory_back() -> Iterator[None]:
-    """Budgets count the whole process: what the tests of one file let go of is not left to those of the next."""
+    """Return free memory to the system after each module, because a budget counts the memory of the whole process."""
     yield
     gc.collect()
     if sys.platform == "linux":

@@ -1,10 +1,16 @@
-"""Tiny random models on disk, and what stock mlx-lm makes of them."""
+"""Tiny random models on disk, and the output of stock mlx-lm for them."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
+import io
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +19,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 
+MAKE_RANDOM_MODEL = Path(__file__).resolve().parents[1] / "scripts" / "make_random_model.py"
 VOCAB_SIZE = 1000
 
 LLAMA: dict[str, Any] = {
@@ -101,8 +108,28 @@ MIXTRAL: dict[str, Any] = {
 }
 
 
+@functools.cache
+def random_model_script() -> ModuleType:
+    """Return ``scripts/make_random_model.py`` as a module."""
+    spec = importlib.util.spec_from_file_location("make_random_model", MAKE_RANDOM_MODEL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_random_model(directory: Path, *arguments: str) -> Path:
+    """Write a model with ``scripts/make_random_model.py``, in this process, which has imported mlx-lm already."""
+    stderr = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(stderr):
+        status = random_model_script().main([str(directory), *arguments])
+    assert status == 0, stderr.getvalue()
+    return directory
+
+
 def build(config: dict[str, Any], dtype: mx.Dtype = mx.float32, bits: int | None = None) -> nn.Module:
-    """A random model of mlx-lm; with ``bits`` set, quantized."""
+    """Return a random model of mlx-lm; with ``bits`` set, quantized."""
     mx.random.seed(7)
     model_class, args_class = mlx_lm_utils._get_classes(config)
     model = model_class(args_class.from_dict(config))
@@ -123,7 +150,7 @@ def save(
     num_shards: int = 1,
     header_shift: int = 0,
 ) -> Path:
-    """Writes a random model. ``header_shift`` moves every tensor by so many bytes, as mlx's own writer happens to."""
+    """Write a random model. Every tensor starts ``header_shift`` bytes past a multiple of 64, as in files by mlx."""
     config = dict(config)
     model = build(config, dtype, bits)
     weights = dict(tree_flatten(model.parameters()))
@@ -139,7 +166,7 @@ def save(
 
 
 def pad_header(path: Path, shift: int) -> None:
-    """Rewrites a safetensors file so that its data begins ``shift`` bytes past a multiple of 64."""
+    """Rewrite a safetensors file so that its data begins ``shift`` bytes past a multiple of 64."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     padding = (shift - 8 - length) % 64
@@ -148,12 +175,12 @@ def pad_header(path: Path, shift: int) -> None:
 
 
 def stock(directory: Path) -> nn.Module:
-    """The model as mlx-lm loads it, in memory."""
+    """Load a model with mlx-lm, in memory."""
     return mlx_lm_utils.load_model(directory)[0]
 
 
 def run(model: Any, chunks: Sequence[Sequence[int]]) -> list[mx.array]:
-    """Logits of successive forward calls on one prompt cache."""
+    """Return the logits of successive forward calls on one prompt cache."""
     cache = make_prompt_cache(model)
     outputs = []
     for chunk in chunks:
@@ -166,7 +193,7 @@ PREFILL_AND_DECODE = ([5, 17, 900, 3, 3, 42, 64, 99, 128, 7, 21], [12], [999], [
 
 
 def same_bits(left: Sequence[mx.array], right: Sequence[mx.array]) -> bool:
-    """Whether all arrays are equal bit for bit, and finite."""
+    """Return True when all arrays are equal bit for bit, and finite."""
     return all(
         a.dtype == b.dtype and a.shape == b.shape and bool(mx.array_equal(a, b)) and bool(mx.isfinite(a).all())
         for a, b in zip(left, right, strict=True)

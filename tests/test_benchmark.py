@@ -25,7 +25,7 @@ TOKENS = 3
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / "streaming.py"), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    environment = {**os.environ, "COLUMNS": "80"}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
@@ -264,7 +264,7 @@ HEADER = json.dumps(
 
 def replay_files(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / "eviction.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_a_trace_becomes_a_table_and_json(tmp_path: Path) -> None:

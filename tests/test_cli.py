@@ -17,9 +17,10 @@ import pytest
 
 from mlx_flash import __version__, cli
 from mlx_flash.config import GB
+from models import make_random_model
 
 ROOT = Path(__file__).parents[1]
-ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
 SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 300"
 MIXTURE = (
     "--architecture qwen3_moe --layers 4 --hidden-size 128 --intermediate-size 128 --heads 4 --kv-heads 2 "
@@ -53,8 +54,7 @@ def error_of(*arguments: object, status: int = 1) -> str:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny llama"
-    subprocess.run([sys.executable, ROOT / "scripts/make_random_model.py", path, *SHAPE.split()], check=True)
-    return path
+    return make_random_model(path, *SHAPE.split())
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,7 @@ def report(model: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "mixture"
-    subprocess.run([sys.executable, ROOT / "scripts/make_random_model.py", path, *MIXTURE.split()], check=True)
-    return path
+    return make_random_model(path, *MIXTURE.split())
 
 
 POOL = ("--ram-budget-gb", "min", "--expert-pool-gb", 0.003)

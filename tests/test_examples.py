@@ -22,6 +22,7 @@ import pytest
 
 import mlx_flash
 from mlx_flash import FlashLLM
+from models import make_random_model
 from test_patch import save_adapter
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "PYTHONUNBUFFERED":
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "llama"
-    subprocess.run([sys.executable, ROOT / "scripts/make_random_model.py", path, *SHAPE.split()], check=True)
+    make_random_model(path, *SHAPE.split())
     return path
 
 

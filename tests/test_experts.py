@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +40,7 @@ from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import measure
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.reader import Reader
-from models import MIXTRAL, QWEN3_MOE, run, same_bits, stock
+from models import MIXTRAL, QWEN3_MOE, make_random_model, run, same_bits, stock
 from models import save as save_tiny
 from test_huggingface import DIRECT
 from test_model import config, streamed_whole
@@ -345,9 +343,7 @@ def test_batch_generation_gives_stock_texts(tmp_path: Path, planned: Callable[[i
     directory = tmp_path / "model"
     shape = "--architecture qwen3_moe --dtype float32 --hidden-size 64 --layers 2 --heads 4 --kv-heads 2"
     sizes = "--vocab-size 600 --experts 8 --experts-per-token 2 --intermediate-size 128"
-    script = Path(__file__).parents[1] / "scripts/make_random_model.py"
-    command = [sys.executable, str(script), str(directory), *shape.split(), *sizes.split()]
-    subprocess.run(command, check=True, capture_output=True)
+    make_random_model(directory, *shape.split(), *sizes.split())
     model, tokenizer, *_ = mlx_lm.load(str(directory))
     prompts = [tokenizer.encode(text) for text in ("Tell me about the sea.", "Hello", "One two three")]
     expected = mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=8).texts

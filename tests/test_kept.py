@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +25,7 @@ from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.prefixes.cache import prefix_directory
 from mlx_flash.prefixes.leaves import RowLeaf
+from models import make_random_model
 from test_kv_cache import equal, rows_of, spill_all
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +57,7 @@ FLAGS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("models") / "llama"
-    subprocess.run([sys.executable, ROOT / "scripts/make_random_model.py", folder, *SHAPE.split()], check=True)
+    make_random_model(folder, *SHAPE.split())
     return str(folder)
 
 

@@ -30,10 +30,9 @@ from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigErr
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.units import make_layout
 from mlx_flash.storage.safetensors import Checkpoint, read_checkpoint
-from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, run, same_bits, save, stock
+from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, make_random_model, run, same_bits, save, stock
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "scripts" / "make_random_model.py"
 BENCHMARK = ROOT / "benchmarks" / "packing.py"
 TINY = ["--layers=3", "--hidden-size=64", "--intermediate-size=128", "--heads=4", "--kv-heads=2", "--vocab-size=300"]
 EXPERTS = ["--architecture=qwen3_moe", "--experts=12", "--experts-per-token=2", "--dtype=float32"]
@@ -61,9 +60,7 @@ def scattered(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def make_script_model(out: Path, *arguments: str) -> Path:
-    done = subprocess.run([sys.executable, str(SCRIPT), str(out), *TINY, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return out
+    return make_random_model(out, *TINY, *arguments)
 
 
 def contents(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

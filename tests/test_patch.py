@@ -26,7 +26,7 @@ from mlx_flash import (
     apply_flash_patch,
     remove_flash_patch,
 )
-from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
+from models import LLAMA, PREFILL_AND_DECODE, make_random_model, run, same_bits, save, stock
 
 ROOT = Path(__file__).parents[1]
 ORIGINAL = mlx_lm.utils.load_model
@@ -49,7 +49,7 @@ def _undone() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "llama"
-    subprocess.run([sys.executable, ROOT / "scripts/make_random_model.py", path, *SHAPE.split()], check=True)
+    make_random_model(path, *SHAPE.split())
     return path
 
 
@@ -273,7 +273,7 @@ def test_adapters_come_before_the_first_call(tmp_path: Path) -> None:
 def test_a_model_and_its_draft_share_the_budget(model_dir: Path, tmp_path: Path) -> None:
     draft_dir = tmp_path / "draft"
     shape = SHAPE.replace("--layers 4", "--layers 1")
-    subprocess.run([sys.executable, ROOT / "scripts/make_random_model.py", draft_dir, *shape.split()], check=True)
+    make_random_model(draft_dir, *shape.split())
 
     def speculate(**options: Any) -> list[int]:
         model, tokenizer, *_ = mlx_lm.load(str(model_dir))

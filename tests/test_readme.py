@@ -16,6 +16,7 @@ import pytest
 
 from mlx_flash import FlashConfig
 from mlx_flash.modelfile.parse import read_modelfile
+from models import make_random_model
 from test_examples import ENV, free_port, served
 from test_patch import save_adapter
 
@@ -110,7 +111,7 @@ class Desk:
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     folder = tmp_path_factory.mktemp("desk")
     model = folder / "model"
-    subprocess.run([sys.executable, ROOT / "scripts/make_random_model.py", model, *SHAPE.split()], check=True)
+    make_random_model(model, *SHAPE.split())
     for name in ("examples", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     site_packages = folder / "site-packages"
@@ -127,7 +128,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     own = {"XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "XDG_RUNTIME_DIR": str(folder)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {key: value for key, value in ENV.items() if not key.startswith("MLX_FLASH_")}
-    desk = Desk(folder, names, environment | own | {"PATH": path, "PYTHONPATH": str(ROOT)})
+    desk = Desk(folder, names, environment | own | {"PATH": path})
     (modelfile,) = {block.text for block in BLOCKS if block.language == "dockerfile"}
     (folder / "Modelfile").write_text(desk.own(modelfile))
     return desk

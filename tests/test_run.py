@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from mlx_flash.config import GB
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.modelfile.conversation import Conversation, cut_at, first_messages, sampling
 from mlx_flash.modelfile.parse import Modelfile, parse_modelfile
-from models import GEMMA3, MAMBA2, save
+from models import GEMMA3, MAMBA2, make_random_model, save
 
 ROOT = Path(__file__).parents[1]
 SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
@@ -32,10 +31,7 @@ SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-hea
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "llama"
-    subprocess.run(
-        [sys.executable, ROOT / "scripts/make_random_model.py", path, "--dtype", "float32", *SHAPE.split()], check=True
-    )
-    return path
+    return make_random_model(path, "--dtype", "float32", *SHAPE.split())
 
 
 def modelfile(model_dir: Path, text: str = "") -> Modelfile:

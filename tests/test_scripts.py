@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import io
 import json
 import re
@@ -19,12 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models import MAKE_RANDOM_MODEL as MAKE
+from models import random_model_script
 from zoo import configuration
 
 Array = np.ndarray[Any, Any]
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-MAKE = SCRIPTS / "make_random_model.py"
 MACHINE = SCRIPTS / "small_machine"
 TINY = ["--layers=2", "--hidden-size=64", "--intermediate-size=128", "--heads=4", "--kv-heads=2", "--vocab-size=300"]
 EXPERTS = ["--experts=4", "--experts-per-token=2", "--dtype=float32"]
@@ -34,19 +34,8 @@ def run_make(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the script in this process, which has loaded what takes the script a second."""
     stdout, stderr = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-        status = load_script().main([str(out), *arguments])
+        status = random_model_script().main([str(out), *arguments])
     return subprocess.CompletedProcess([str(out), *arguments], status, stdout.getvalue(), stderr.getvalue())
-
-
-@functools.cache
-def load_script() -> Any:
-    spec = importlib.util.spec_from_file_location("make_random_model", MAKE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look
-    spec.loader.exec_module(module)
-    return module
 
 
 def make(out: Path, *arguments: str) -> Path:
@@ -311,7 +300,7 @@ def test_skewed_values_depend_on_seed_and_name_only(made: Callable[..., Path], t
 
 
 def test_a_pattern_is_the_same_in_any_pieces() -> None:
-    script = load_script()
+    script = random_model_script()
     pattern = script.Rows(1.0, 2, 7, lambda rows: (rows[:, None] * 100 + np.arange(7)).astype(np.float32))
     whole = pattern(np.ones(70, np.float32), 0)
     assert whole.reshape(10, 7)[3].tolist() == [300, 301, 303, 304, 305, 306, 307]

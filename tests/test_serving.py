@@ -19,10 +19,12 @@ from typing import Any
 
 import pytest
 
+from models import make_random_model
+
 openai = pytest.importorskip("openai")
 
 ROOT = Path(__file__).parents[1]
-ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
+ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
 SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
 
 
@@ -30,15 +32,7 @@ SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-hea
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("models")
     for i in range(2):
-        command = [
-            sys.executable,
-            ROOT / "scripts/make_random_model.py",
-            folder / str(i),
-            *SHAPE.split(),
-            "--seed",
-            str(i),
-        ]
-        subprocess.run(command, check=True)
+        make_random_model(folder / str(i), *SHAPE.split(), "--seed", str(i))
     return [str(folder / str(i)) for i in range(2)]
 
 

@@ -1,16 +1,14 @@
-"""A long context whose keys and values are larger than the memory they may take, decoded by a streamed model.
+"""Decoding with a KV cache that is larger than its share of the budget, by a streamed model.
 
     python scripts/make_random_model.py models/deep --architecture llama --layers 32 --hidden-size 256 \
         --intermediate-size 512 --heads 2 --kv-heads 2 --vocab-size 4000 --dtype float32
     python benchmarks/context.py --model models/deep --tokens 32768 --generate 8 --ram-budget-gb 0.45 --json out.json
 
-The context is not a prompt, whose attention takes a CPU an hour at this length: each layer's cache is given random keys
-and values, in the steps and under the checks of a prompt's calls, the same ones in every run. Then tokens are decoded,
-first by mlx-lm's own caches, then with the cache on disk, each in a process of its own; tokens and a digest of all
-logits are compared. ``--only`` makes one run in this process, which a memory limit may hold then, and compares it with
-those of a JSON file.
-
-With ``--prompt`` the context is a prompt of random tokens, for models with less attention, such as
+Attention over a prompt of this length would take an hour of a CPU. So each layer's cache gets random keys and values
+instead, the same ones in every run, in the steps and under the checks of a prompt's calls. Then tokens are decoded,
+first with mlx-lm's own caches, then with the cache on disk, each in a process of its own. Tokens and a digest of all
+logits are compared. ``--only`` makes one run in this process, so that a memory limit can hold it, and compares it with
+the runs of a JSON file. With ``--prompt`` the context is a prompt of random tokens, for models with less attention:
 
     python scripts/make_random_model.py models/thin --architecture llama --layers 32 --hidden-size 64 \
         --intermediate-size 128 --heads 1 --kv-heads 1 --vocab-size 1000 --dtype float32
@@ -21,21 +19,19 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import subprocess
 import sys
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from harness import describe, describe_cold, describe_model, make_cold, may_drop_caches, run_worker, write_json
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from streaming import describe_machine, describe_model, describe_versions
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.headroom import check_headroom
@@ -50,7 +46,7 @@ SEED = 11
 
 
 def run(options: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """One run, in this process. Mode ``stock`` streams the weights too, so that only the caches differ."""
+    """Run once, in this process. Mode ``stock`` streams the weights too, so that only the caches differ."""
     config = FlashConfig(
         ram_budget_gb=options.ram_budget_gb if mode == "disk" else options.stock_budget_gb,
         context_length=options.tokens + options.generate + 1,
@@ -102,7 +98,7 @@ def run(options: argparse.Namespace, mode: str) -> dict[str, Any]:
 
 
 def fill(model: FlashLLM, cache: list[Any], options: argparse.Namespace) -> None:
-    """Gives every layer keys and values of so many tokens, as a prompt's calls would."""
+    """Give every layer keys and values of ``options.tokens`` tokens, as a prompt's calls would."""
     args = model.args
     width = getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads
     dtype = model.layout.embeddings[0].large[0].array.dtype
@@ -123,34 +119,26 @@ def main() -> int:
         return 0
     done = json.loads(options.json.read_text())["runs"] if options.only and options.json.exists() else []
     for mode in [] if options.only else MODES:
-        command = [sys.executable, __file__, *sys.argv[1:], "--worker", mode]
-        worker = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if worker.returncode:
-            return worker.returncode
-        done.append(json.loads(worker.stdout.splitlines()[-1]))
+        make_cold([*options.model.glob("*.safetensors")], may_drop_caches())
+        done.append(run_worker(__file__, [*sys.argv[1:], "--worker", mode], label=f"the run with {mode} caches"))
     if options.only:
+        make_cold([*options.model.glob("*.safetensors")], may_drop_caches())
         done.append(run(options, options.only))
     Console(stderr=True).print(table(done))
-    if options.json is not None:
-        entry = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": " ".join(sys.argv),
-            "machine": describe_machine(options.model),
-            "versions": describe_versions(),
-            "model": describe_model(
-                options.model, sum(path.stat().st_size for path in options.model.glob("*.safetensors"))
-            ),
-            "tokens": options.tokens,
-            "runs": done,
-        }
-        options.json.write_text(json.dumps(entry, indent=1) + "\n")
+    entry = {
+        **describe(options.model, describe_cold(drop_caches=may_drop_caches())),
+        "model": describe_model(options.model),
+        "tokens": options.tokens,
+        "runs": done,
+    }
+    write_json(options.json, entry)
     identical = len({(entry["digest"], *entry["token_ids"]) for entry in done}) == 1
     print("identical" if identical else "DIFFERENT", file=sys.stderr)
     return int(not identical or any(entry["peak_bytes"] > entry["budget_bytes"] for entry in done))
 
 
 def table(runs: list[dict[str, Any]]) -> Table:
-    """What people look at."""
+    """Return a table of the runs."""
     shown = Table(box=SIMPLE_HEAD)
     for title in ("KV cache", "size, GB", "share", "on disk", "peak", "budget", "tokens/s", "GB/s read"):
         shown.add_column(title, justify="right")
@@ -166,7 +154,7 @@ def table(runs: list[dict[str, Any]]) -> Table:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Decode with a long context on disk, and compare with mlx-lm's own.")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=32768, metavar="N", help="of context; default: %(default)s")

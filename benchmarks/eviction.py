@@ -1,4 +1,4 @@
-"""Which experts a pool should keep: recorded routing, replayed under several policies of eviction.
+"""Comparison of eviction policies for an expert pool, on recorded routing.
 
     python benchmarks/eviction.py trace.jsonl --pools 0.1 0.25 0.5 0.75 --json out.json
 
@@ -11,44 +11,33 @@ Each other line is a call of a layer of experts, in the order of calls, with the
     [pass, tokens, layer, [[expert, count], ...]]
 
 All layers share one pool, whose slots are a share of all experts. A call of few tokens needs all its experts at once:
-those in the pool are hits, the others are inserted, and none gives way to another of the same call. Hit rates are of
-these calls. A call of a prompt, or of more experts than the pool has slots, reads what it needs elsewhere: after it the
-experts that most tokens chose are inserted, as many as are one layer's part of the pool, and nothing is counted.
+those in the pool are hits, the others are inserted, and none evicts another of the same call. Hit rates are of these
+calls. A call of a prompt, or of more experts than the pool has slots, reads its experts elsewhere. After it the experts
+that most tokens chose are inserted, as many as one layer's part of the pool holds, and nothing is counted.
 
-*optimum* knows the future: it evicts what is needed last, which no policy can better. The time is that of the whole
-replay, its own bookkeeping included, for each hit, insertion and eviction.
+*optimum* knows the future: it evicts the expert that is needed last, and no policy does better. The time is that of the
+whole replay, with its own bookkeeping, for each hit, insertion and eviction.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
-import math
-import shlex
 import sys
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness import describe, describe_cold, write_json
+from policies import OPTIMUM, POLICIES, Key, Optimum, Policy, Step
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from streaming import describe_machine, describe_versions
-
-Key = tuple[int, int]
-"""Number of the layer, number of the expert in it."""
-
-Rank = tuple[float, ...]
-"""What has the smallest goes first."""
 
 PROMPT_TOKENS = 16
-"""A call of so many tokens is one of a prompt."""
+"""A call of this many tokens or more is one of a prompt."""
 
 
 class TraceError(Exception):
@@ -80,10 +69,10 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a trace.
+    """Read a trace.
 
     Raises:
-        TraceError: it is not one; says in which line.
+        TraceError: the file is not a trace; names the line.
     """
     calls: list[Call] = []
     header: dict[str, Any] = {}
@@ -138,23 +127,8 @@ def _is_choice(pair: Any) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and _is_count(pair[0], 0) and _is_count(pair[1], 1)
 
 
-@dataclass(frozen=True)
-class Step:
-    """What a call asks of the pool.
-
-    Attributes:
-        layer: that is called.
-        keys: experts that are in the pool after it.
-        is_counted: whether the call computes with the pool.
-    """
-
-    layer: int
-    keys: list[Key]
-    is_counted: bool
-
-
 def make_steps(trace: Trace, slots: int) -> list[Step]:
-    """What each call asks of a pool of so many slots."""
+    """Return the experts that each call needs in a pool of this many slots."""
     quota = max(1, slots // len(trace.layers))
     steps = []
     for call in trace.calls:
@@ -165,293 +139,12 @@ def make_steps(trace: Trace, slots: int) -> list[Step]:
     return steps
 
 
-# --- policies --------------------------------------------------------------------------------------------------------
-
-
-class Policy:
-    """Chooses what leaves a full pool. It is told of every use of what is in the pool.
-
-    Args:
-        slots: of the pool.
-        num_layers: that share it.
-    """
-
-    def __init__(self, slots: int, num_layers: int) -> None:
-        self.slots = slots
-        self.num_layers = num_layers
-
-    def begin(self, layer: int) -> None:
-        """A call of a layer begins."""
-
-    def hit(self, key: Key) -> None:
-        """An expert in the pool is used."""
-        raise NotImplementedError
-
-    def insert(self, key: Key) -> None:
-        """An expert enters the pool and is used."""
-        raise NotImplementedError
-
-    def victim(self, pinned: Collection[Key]) -> Key:
-        """Takes an expert out of the pool that is not pinned; there is one."""
-        raise NotImplementedError
-
-
-class LRU(Policy):
-    """Evicts what was not used for longest. O(1)."""
-
-    def __init__(self, slots: int, num_layers: int) -> None:
-        super().__init__(slots, num_layers)
-        self._order: OrderedDict[Key, None] = OrderedDict()
-
-    def hit(self, key: Key) -> None:
-        self._order.move_to_end(key)
-
-    def insert(self, key: Key) -> None:
-        self._order[key] = None
-
-    def victim(self, pinned: Collection[Key]) -> Key:
-        key = next(key for key in self._order if key not in pinned)
-        del self._order[key]
-        return key
-
-
-class Ranked(Policy):
-    """Evicts what has the smallest rank. O(log n) an eviction, O(1) a hit that raises the rank."""
-
-    def __init__(self, slots: int, num_layers: int) -> None:
-        super().__init__(slots, num_layers)
-        self._ranks: dict[Key, Rank] = {}
-        self._heap: list[tuple[Rank, Key]] = []
-        self.clock = 0
-
-    def rank(self, key: Key) -> Rank:
-        """Rank of an expert that is used now."""
-        raise NotImplementedError
-
-    def hit(self, key: Key) -> None:
-        self.clock += 1
-        before, self._ranks[key] = self._ranks[key], self.rank(key)
-        if self._ranks[key] < before:  # a rank that rose is put right when it comes up
-            heapq.heappush(self._heap, (self._ranks[key], key))
-
-    def insert(self, key: Key) -> None:
-        self.clock += 1
-        self._ranks[key] = self.rank(key)
-        heapq.heappush(self._heap, (self._ranks[key], key))
-        if len(self._heap) > 2 * len(self._ranks) + 64:
-            self._heap = [(rank, key) for key, rank in self._ranks.items()]
-            heapq.heapify(self._heap)
-
-    def victim(self, pinned: Collection[Key]) -> Key:
-        skipped = []
-        while True:
-            noted, key = heapq.heappop(self._heap)
-            rank = self._ranks.get(key)
-            if rank is None or rank < noted:  # it left, or is noted again further up
-                continue
-            if rank == noted and key not in pinned:
-                break
-            if rank == noted:
-                skipped.append(key)
-            else:
-                heapq.heappush(self._heap, (rank, key))
-        for other in skipped:
-            heapq.heappush(self._heap, (self._ranks[other], other))
-        self.left(key, self._ranks.pop(key))
-        return key
-
-    def left(self, key: Key, rank: Rank) -> None:
-        """An expert of this rank was evicted."""
-
-
-class LFU(Ranked):
-    """Evicts what was used least often since the start, in the pool or not."""
-
-    def __init__(self, slots: int, num_layers: int) -> None:
-        super().__init__(slots, num_layers)
-        self._counts: defaultdict[Key, int] = defaultdict(int)
-
-    def rank(self, key: Key) -> Rank:
-        self._counts[key] += 1
-        return self._counts[key], self.clock
-
-
-class AgingLFU(LFU):
-    """LFU with dynamic aging: uses since it entered, on top of the rank of what left last."""
-
-    def __init__(self, slots: int, num_layers: int) -> None:
-        super().__init__(slots, num_layers)
-        self._age = 0.0
-
-    def rank(self, key: Key) -> Rank:
-        count, clock = super().rank(key)
-        return self._age + count, clock
-
-    def left(self, key: Key, rank: Rank) -> None:
-        self._age = rank[0]
-        del self._counts[key]
-
-
-class RecentPass(LFU):
-    """LRU in calls of an expert's layer, so that all that a pass used is equally recent; then LFU."""
-
-    def __init__(self, slots: int, num_layers: int) -> None:
-        super().__init__(slots, num_layers)
-        self._calls = [0] * num_layers
-
-    def begin(self, layer: int) -> None:
-        self._calls[layer] += 1
-
-    def rank(self, key: Key) -> Rank:
-        return self._calls[key[0]], *super().rank(key)
-
-
-class Decayed(Ranked):
-    """LRFU: a use counts half as much after so many calls of the expert's layer; what left keeps its sum.
-
-    Sums are kept as logarithms of what they would be worth at the start, so that they need no upkeep.
-    """
-
-    def __init__(self, slots: int, num_layers: int, half_life: float) -> None:
-        super().__init__(slots, num_layers)
-        self._half_life = half_life
-        self._calls = [0] * num_layers
-        self._sums: dict[Key, float] = {}
-
-    def begin(self, layer: int) -> None:
-        self._calls[layer] += 1
-
-    def rank(self, key: Key) -> Rank:
-        now = self._calls[key[0]] / self._half_life
-        before = self._sums.get(key)
-        self._sums[key] = now if before is None else now + math.log2(1 + 2 ** (before - now))
-        return self._sums[key], self.clock
-
-
-class S3FIFO(Policy):
-    """A short queue that most leave soon, a long one for what is used again, and a memory. O(1)."""
-
-    def __init__(self, slots: int, num_layers: int) -> None:
-        super().__init__(slots, num_layers)
-        self._short: OrderedDict[Key, int] = OrderedDict()
-        self._long: OrderedDict[Key, int] = OrderedDict()
-        self._left: OrderedDict[Key, None] = OrderedDict()
-
-    def hit(self, key: Key) -> None:
-        queue = self._short if key in self._short else self._long
-        queue[key] = min(3, queue[key] + 1)
-
-    def insert(self, key: Key) -> None:
-        if key in self._left:
-            del self._left[key]
-            self._long[key] = 0
-        else:
-            self._short[key] = 0
-
-    def victim(self, pinned: Collection[Key]) -> Key:
-        while True:
-            short, long = (any(key not in pinned for key in queue) for queue in (self._short, self._long))
-            if short and (10 * len(self._short) >= self.slots or not long):
-                key = self._leave_short(pinned)
-            else:
-                key = self._leave_long(pinned)
-            if key is not None:
-                return key
-
-    def _leave_short(self, pinned: Collection[Key]) -> Key | None:
-        key, uses = self._short.popitem(last=False)
-        if key in pinned:
-            self._short[key] = uses
-        elif uses > 1:
-            self._long[key] = 0
-        else:
-            self._left[key] = None
-            if 10 * len(self._left) > 9 * self.slots:
-                self._left.popitem(last=False)
-            return key
-        return None
-
-    def _leave_long(self, pinned: Collection[Key]) -> Key | None:
-        key, uses = self._long.popitem(last=False)
-        if key not in pinned and uses == 0:
-            return key
-        self._long[key] = uses if key in pinned else uses - 1
-        return None
-
-
-class PerLayer(Policy):
-    """Another policy in each layer, which has a fixed part of the pool once this is full. O(layers) an eviction."""
-
-    def __init__(self, slots: int, num_layers: int, inner: Callable[[int, int], Policy]) -> None:
-        super().__init__(slots, num_layers)
-        self._parts = [slots // num_layers + (layer < slots % num_layers) for layer in range(num_layers)]
-        self._held: list[set[Key]] = [set() for _ in range(num_layers)]
-        self._inner = [inner(part, num_layers) for part in self._parts]
-
-    def begin(self, layer: int) -> None:
-        self._inner[layer].begin(layer)
-
-    def hit(self, key: Key) -> None:
-        self._inner[key[0]].hit(key)
-
-    def insert(self, key: Key) -> None:
-        self._held[key[0]].add(key)
-        self._inner[key[0]].insert(key)
-
-    def victim(self, pinned: Collection[Key]) -> Key:
-        own = next(iter(pinned))[0]  # all are of the layer that is called
-        held = self._held[own]
-        others = {i: len(keys) - self._parts[i] for i, keys in enumerate(self._held) if keys and i != own}
-        can_give = len(held) > sum(key in held for key in pinned)
-        is_full = len(held) >= self._parts[own] or not others
-        layer = own if can_give and is_full else max(others, key=lambda i: others[i])
-        key = self._inner[layer].victim(pinned)
-        self._held[layer].remove(key)
-        return key
-
-
-class Optimum(Ranked):
-    """Knows the future. What is next used in a call that is not counted may go: it would be inserted anyhow."""
-
-    def __init__(self, slots: int, num_layers: int, steps: Sequence[Step]) -> None:
-        super().__init__(slots, num_layers)
-        self._now = -1
-        self._next: list[dict[Key, float]] = []
-        following: dict[Key, float] = {}
-        for number in range(len(steps) - 1, -1, -1):
-            step = steps[number]
-            self._next.append({key: following.get(key, math.inf) for key in step.keys})
-            following.update(dict.fromkeys(step.keys, number if step.is_counted else math.inf))
-        self._next.reverse()
-
-    def begin(self, layer: int) -> None:
-        self._now += 1
-
-    def rank(self, key: Key) -> Rank:
-        return (-self._next[self._now][key],)
-
-
-POLICIES: dict[str, Callable[[int, int], Policy]] = {
-    "LRU": LRU,
-    "LRU by passes, then LFU": RecentPass,
-    "LFU": LFU,
-    "LFU, aging": AgingLFU,
-    "LFU, half-life 8": partial(Decayed, half_life=8),
-    "LFU, half-life 32": partial(Decayed, half_life=32),
-    "LFU, half-life 128": partial(Decayed, half_life=128),
-    "S3-FIFO": S3FIFO,
-    "LRU, parts by layer": partial(PerLayer, inner=LRU),
-    "LFU, half-life 32, parts": partial(PerLayer, inner=partial(Decayed, half_life=32)),
-}
-OPTIMUM = "optimum"
-
-
 # --- replay ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Outcome:
-    """What one policy made of one trace.
+    """The counts of one policy on one trace.
 
     Attributes:
         num_routed: experts that counted calls needed.
@@ -473,7 +166,7 @@ class Outcome:
 
 
 def replay(steps: Sequence[Step], policy: Policy) -> Outcome:
-    """Replays calls with a policy and its number of slots."""
+    """Replay calls with a policy and its number of slots."""
     outcome, resident = Outcome(), set[Key]()
     began = time.perf_counter()
     for step in steps:
@@ -501,7 +194,7 @@ def replay(steps: Sequence[Step], policy: Policy) -> Outcome:
 
 
 def compare(trace: Trace, share: float) -> list[dict[str, Any]]:
-    """Replays a trace under all policies, with a share of its experts as slots."""
+    """Replay a trace under all policies, with a share of its experts as slots."""
     slots = max(1, round(share * trace.num_experts))
     steps = make_steps(trace, slots)
     num_layers = len(trace.layers)
@@ -522,7 +215,7 @@ def compare(trace: Trace, share: float) -> list[dict[str, Any]]:
     ]
 
 
-# --- what people see -------------------------------------------------------------------------------------------------
+# --- tables -------------------------------------------------------------------------------------------------
 
 
 def describe_trace(trace: Trace) -> dict[str, Any]:
@@ -581,10 +274,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def run_bench(options: argparse.Namespace) -> dict[str, Any]:
     traces = [read_trace(path) for path in options.traces]
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "machine": describe_machine(options.traces[0]),
-        "versions": describe_versions(),
+        **describe(options.traces[0], describe_cold(None)),
         "traces": [describe_trace(trace) for trace in traces],
         "results": [row for trace in traces for share in options.pools for row in compare(trace, share)],
     }
@@ -596,8 +286,7 @@ def main() -> None:
         result = run_bench(options)
     except (TraceError, OSError) as error:
         raise SystemExit(str(error)) from None
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json, result)
     print_tables(Console(width=max(110, Console().width)), result)
 
 

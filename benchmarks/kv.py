@@ -1,11 +1,11 @@
-"""What keeping a KV cache costs: memory and latency of its forms, and speed of layers on disk.
+"""Cost of the KV caches: memory and latency of their forms, and speed of layers on disk.
 
     python benchmarks/kv.py forms    # memory over the sequence, and the slowest tokens, against mlx-lm's cache
     python benchmarks/kv.py disk     # tokens/s, bytes on disk and peak memory at some lengths of the context
     python benchmarks/kv.py shared   # memory of conversations with one system prompt, in mlx-lm's prompt cache
 
-Only caches and attention are run, on random keys and values: what a model computes besides is the same for all. Every
-measurement is made in a process of its own, and what attention gives is compared with mlx-lm's cache, bit for bit.
+Only caches and attention run, on random keys and values, because the rest of a model is the same for all caches. Every
+measurement is a process of its own. The outputs of attention are compared with those of mlx-lm's cache, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import gc
 import hashlib
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from harness import describe, describe_cold, run_worker, write_json
 from mlx_lm.models.cache import KVCache, LRUPromptCache
 
 from mlx_flash.kv.cache import make_caches
@@ -40,7 +39,7 @@ def random_rows(seed: int, num_tokens: int, heads: int, width: int) -> mx.array:
 
 
 def pass_through(caches: list[Any], seed: int, num_tokens: int, args: argparse.Namespace) -> mx.array:
-    """New tokens through all layers, each computing from the one before, as in a model."""
+    """Run new tokens through all layers, each on the output of the one before, as in a model."""
     hidden = random_rows(seed, num_tokens, args.heads, args.width)
     mask = "causal" if num_tokens > 1 else None
     for cache in caches:
@@ -49,13 +48,13 @@ def pass_through(caches: list[Any], seed: int, num_tokens: int, args: argparse.N
 
 
 def attend(cache: Any, hidden: mx.array, mask: str | None, scale: float) -> mx.array:
-    """One layer. As in a model, nobody holds its keys and values when it returns."""
+    """Run one layer. As in a model, nothing refers to its keys and values when it returns."""
     keys, values = cache.update_and_fetch(hidden, hidden * 0.5)
     return hidden + mx.fast.scaled_dot_product_attention(hidden, keys, values, scale=scale, mask=mask)
 
 
 def fill(caches: list[Any], length: int, args: argparse.Namespace) -> None:
-    """A prompt: its keys and values only, since attention over it would take most of the time."""
+    """Add a prompt's keys and values, without attention, which would take most of the time."""
     for start in range(0, length, args.prefill_step_size):
         num_tokens = min(args.prefill_step_size, length - start)
         rows = random_rows(start, num_tokens, args.heads, args.width)
@@ -150,7 +149,7 @@ def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_shared(args: argparse.Namespace) -> dict[str, Any]:
-    """Conversations as mlx-lm's server keeps them: each begins with a copy of another one, cut."""
+    """Measure conversations as mlx-lm's server keeps them: each starts from a trimmed copy of another one."""
     mx.set_cache_limit(0)  # as a streamed model has it on the CPU back end
     pool = KVPool(KVOptions())
 
@@ -161,12 +160,12 @@ def measure_shared(args: argparse.Namespace) -> dict[str, Any]:
     warm = new()
     fill(warm, 512, args)
     del warm
-    kept, fetched, begun, digest = LRUPromptCache(), [], [], hashlib.sha256()
+    cache, fetched, begun, digest = LRUPromptCache(), [], [], hashlib.sha256()
     base = footprint()
     for number in range(args.conversations):
         prompt = [*range(args.length), *range(-args.own * (number + 1), -args.own * number)]
         began = time.perf_counter()
-        caches, rest = kept.fetch_nearest_cache("model", prompt)
+        caches, rest = cache.fetch_nearest_cache("model", prompt)
         fetched.append(time.perf_counter() - began)
         caches = caches or new()
         began = time.perf_counter()
@@ -175,11 +174,11 @@ def measure_shared(args: argparse.Namespace) -> dict[str, Any]:
         out = pass_through(caches, number, 1, args)
         mx.eval(out)
         digest.update(bytes(memoryview(out)))  # type: ignore[arg-type]
-        kept.insert_cache("model", [*prompt, 0], caches)
+        cache.insert_cache("model", [*prompt, 0], caches)
         del caches
     gc.collect()
     running = footprint() - base
-    fill(new(), 1, args)  # the turn of one that shares nothing, and is let go
+    fill(new(), 1, args)  # a conversation that shares nothing, and is dropped
     gc.collect()
     return {
         "form": args.form,
@@ -197,11 +196,7 @@ def in_own_process(args: argparse.Namespace, **settings: Any) -> dict[str, Any]:
     not_passed_on = {"command", "one", "plot", "json", "lengths", "shares"}
     values = {name: value for name, value in (vars(args) | settings).items() if name not in not_passed_on}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
-    done = subprocess.run(
-        [sys.executable, __file__, args.command, "--one", *words], check=True, capture_output=True, text=True
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return run_worker(__file__, [args.command, "--one", *words], label=f"{args.command} {settings}")
 
 
 def table(columns: list[str], results: list[dict[str, Any]]) -> str:
@@ -298,8 +293,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="tokens that are timed")
     parser.add_argument("--prefill-step-size", type=int, default=2048)
     parser.add_argument("--conversations", type=int, default=4)
-    parser.add_argument("--own", type=int, default=200, help="tokens of a conversation after what all begin with")
-    parser.add_argument("--directory", type=Path, help="where files are put")
+    parser.add_argument("--own", type=int, default=200, help="tokens of a conversation after the shared prefix")
+    parser.add_argument("--directory", type=Path, help="folder for the files")
     parser.add_argument("--plot", type=Path, help="a picture of memory and latency over tokens")
     parser.add_argument("--json", type=Path, help="a file for all numbers")
     args = parser.parse_args()
@@ -308,12 +303,13 @@ def main() -> None:
         return
     results = COMMANDS[args.command][1](args)
     check_equal(results)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    folder = args.directory or Path(tempfile.gettempdir())
+    cold = describe_cold(None, is_direct=True if args.command == "disk" else None)  # each run writes its own files
+    write_json(args.json, {**describe(folder, cold), "results": results})
 
 
 COMMANDS = {"forms": (measure_form, forms), "disk": (measure_disk, disk), "shared": (measure_shared, shared)}
-"""What measures one case in this process, and what measures all and prints them."""
+"""For each command: the function that measures one case in this process, and the one that measures and prints all."""
 
 if __name__ == "__main__":
     main()

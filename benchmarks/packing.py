@@ -1,26 +1,24 @@
-"""What ``mlx-flash pack`` gains: a scattered checkpoint and the same one packed, read and run by turns.
+"""Speed of a scattered checkpoint and of the same one packed by ``mlx-flash pack``, read and run by turns.
 
     python scripts/make_random_model.py models/llama --size-gb 8
     python -m mlx_lm convert --hf-path models/llama --mlx-path models/llama-4bit -q
     python benchmarks/packing.py --model models/llama-4bit --rounds 5 --json out.json
 
-mlx's writer makes what is scattered: tensors in the order of a hash table, after a header of any length. What there is
-to gain depends on both: where the header's length happens to suit and tensors are larger than a read, nearly nothing.
+mlx's writer scatters tensors: it writes them in the order of a hash table, after a header of any length. The gain
+depends on both. It is nearly nothing where the header's length happens to suit and tensors are larger than a read.
 
-One round does everything once on both checkpoints; which one is first changes from round to round:
+One round does everything once on both checkpoints. Which one is first alternates by round:
 
-* *reads*: all units that a pass reads whole, cold, past the page cache, into a ring of slots like the engine's, with
-  nothing computed between them;
-* *passes*: decoding with the smallest budget that works, each run in a process of its own. Its tokens must be the same.
+* *Reads*: all units that a pass reads whole, cold, past the page cache, into a ring of slots like the engine's, without
+  computing.
+* *Passes*: decoding with the smallest budget that works, each run in a process of its own. The tokens must be equal.
 
-All numbers of all rounds are in the JSON; the tables show medians over the rounds.
+The JSON has all numbers of all rounds; the tables show medians over the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import shutil
 import sys
 import tempfile
@@ -28,25 +26,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from harness import Run, describe, describe_cold, describe_model, make_cold, may_drop_caches, write_json
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from streaming import (
-    PREFILL_STEP,
-    Job,
-    describe_machine,
-    describe_model,
-    describe_versions,
-    make_cold,
-    may_drop_caches,
-    run_worker,
-)
+from runs import PREFILL_STEP, Job, run_job
 
 from mlx_flash.config import GB, parse_budget
 from mlx_flash.convert.order import streaming_order
@@ -63,8 +52,6 @@ from mlx_flash.storage.safetensors import read_checkpoint
 NUM_SLOTS = 3
 
 NAMES = ("scattered", "packed")
-
-Run = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -91,7 +78,7 @@ def open_contestant(directory: Path, alignment: int) -> Contestant:
 
 @dataclass(frozen=True)
 class Bench:
-    """Everything that a round needs."""
+    """The runs of a round, and the conditions that they share."""
 
     contestants: dict[str, Contestant]
     slots: list[Arena]
@@ -103,7 +90,7 @@ class Bench:
     say: Callable[[str], None]
 
     def run_round(self, number: int) -> dict[str, dict[str, Run]]:
-        """Runs everything once on both."""
+        """Run everything once on both checkpoints."""
         order = NAMES if number % 2 == 0 else NAMES[::-1]
         reads = {name: self._read(name) for name in order}
         passes = {name: self._decode(name) for name in order} if self.with_passes else {}
@@ -132,24 +119,24 @@ class Bench:
     def _decode(self, name: str) -> Run:
         contestant = self.contestants[name]
         make_cold(contestant.paths, self.drop_caches)
-        run = run_worker(Job(**{**asdict(self.job), "model": str(contestant.directory)}))
+        run = run_job(replace(self.job, model=str(contestant.directory)))
         self.say(f"  {name}: {run['tokens_per_second']:.3f} tokens/s")
         return run
 
 
 def read_units(reader: Reader, placements: Sequence[Placement], slots: Sequence[Arena]) -> None:
-    """Reads every unit once; a slot is filled again as soon as it is full, while the others are being filled."""
-    under_way: deque[Ticket] = deque()
+    """Read every unit once. Each slot is read into again as soon as its read has ended."""
+    in_flight: deque[Ticket] = deque()
     for i, placement in enumerate(placements):
-        if len(under_way) == len(slots):
-            under_way.popleft().wait()
-        under_way.append(reader.submit(placement.segments, slots[i % len(slots)].memory))
-    for ticket in under_way:
+        if len(in_flight) == len(slots):
+            in_flight.popleft().wait()
+        in_flight.append(reader.submit(placement.segments, slots[i % len(slots)].memory))
+    for ticket in in_flight:
         ticket.wait()
 
 
 def summarize(rounds: Sequence[dict[str, dict[str, Run]]]) -> dict[str, Any]:
-    """Medians over the rounds, and packed over scattered: above 1 is a gain."""
+    """Return medians over the rounds, and the ratio of packed to scattered: above 1 is a gain."""
     summary: dict[str, Any] = {"reads": _compare(rounds, "reads", "bytes_per_second")}
     if rounds[0]["passes"]:
         summary["passes"] = _compare(rounds, "passes", "tokens_per_second")
@@ -158,8 +145,8 @@ def summarize(rounds: Sequence[dict[str, dict[str, Run]]]) -> dict[str, Any]:
     return summary
 
 
-def _compare(rounds: Sequence[dict[str, dict[str, Run]]], what: str, rate: str) -> dict[str, Any]:
-    rates = {name: [round_[what][name][rate] for round_ in rounds] for name in NAMES}
+def _compare(rounds: Sequence[dict[str, dict[str, Run]]], kind: str, rate: str) -> dict[str, Any]:
+    rates = {name: [round_[kind][name][rate] for round_ in rounds] for name in NAMES}
     ratios = [packed / scattered for scattered, packed in zip(*(rates[name] for name in NAMES), strict=True)]
     return {
         **{name: median(rates[name]) for name in NAMES},
@@ -194,9 +181,9 @@ def _pattern_table(report: dict[str, Any]) -> Table:
 def _rate_table(summary: dict[str, Any]) -> Table:
     table = Table("", *NAMES, "ratio", "min", "max", title="medians over the rounds", box=SIMPLE_HEAD)
     labels = {"reads": ("cold reads, GB/s", GB), "passes": ("decoding, tokens/s", 1)}
-    for what, (label, unit) in labels.items():
-        if what in summary:
-            found = summary[what]
+    for kind, (label, unit) in labels.items():
+        if kind in summary:
+            found = summary[kind]
             rates = (f"{found[name] / unit:.3f}" for name in NAMES)
             table.add_row(label, *rates, *(f"{found[key]:.2f}" for key in ("ratio", "ratio_min", "ratio_max")))
     if "passes" in summary:
@@ -249,7 +236,7 @@ def make_bench(options: argparse.Namespace, packed: Path, say: Callable[[str], N
 
 
 def run_bench(options: argparse.Namespace, packed: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Packs, runs all rounds, and gathers what there is to know about them."""
+    """Pack, run all rounds and describe them."""
     report: PackReport = pack(options.model, packed)
     say(f"packed {report.nbytes / GB:.2f} GB in {report.seconds:.1f} s")
     bench = make_bench(options, packed, say)
@@ -257,17 +244,14 @@ def run_bench(options: argparse.Namespace, packed: Path, say: Callable[[str], No
     for number in range(options.rounds):
         say(f"round {number + 1} of {options.rounds}")
         rounds.append(bench.run_round(number))
+    is_direct = all(run["is_direct"] for round_ in rounds for run in round_["reads"].values())
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "machine": describe_machine(options.model),
-        "versions": describe_versions(),
+        **describe(options.model, describe_cold(drop_caches=bench.drop_caches, is_direct=is_direct)),
         "model": describe_model(options.model, report.nbytes),
         "pack": {**asdict(report), "target": packed.name},
         "read_size": bench.read_size,
         "queue_depth": bench.queue_depth,
         "num_slots": NUM_SLOTS,
-        "drop_caches": bench.drop_caches,
         "summary": summarize(rounds),
         "rounds": rounds,
     }
@@ -286,8 +270,7 @@ def main() -> None:
             result = run_bench(options, packed, lambda line: console.print(line, highlight=False))
         except FlashError as error:
             raise SystemExit(str(error)) from None
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json, result)
     print_tables(console, result)
 
 

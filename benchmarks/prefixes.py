@@ -14,22 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from harness import describe, describe_cold, describe_model, make_cold, may_drop_caches, run_worker, write_json
 from mlx_lm.generate import generate_step
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from streaming import describe_machine, describe_model, describe_versions, make_cold, may_drop_caches
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.memory.footprint import peak_footprint
@@ -39,7 +36,7 @@ SEED = 5
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """One run, in this process."""
+    """Run once, in this process."""
     config = FlashConfig(
         ram_budget_gb=options.ram_budget_gb,
         context_length=options.prompt_tokens + 256,
@@ -53,11 +50,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         loaded = time.perf_counter()
         before = model.engine.reader.stats.nbytes if model.engine else 0
         prompt = np.random.default_rng(SEED).integers(0, settings["vocab_size"], options.prompt_tokens)
-        moments: list[tuple[float, int]] = []
+        progress_marks: list[tuple[float, int]] = []
 
         def progress(done: int, total: int) -> None:
-            """Called at the end of prefill, before the last token of the prompt, and again when that is computed."""
-            moments.append((time.perf_counter(), model.engine.reader.stats.nbytes - before if model.engine else 0))
+            """Note time and bytes read at the end of prefill, and again after the last token of the prompt."""
+            progress_marks.append(
+                (time.perf_counter(), model.engine.reader.stats.nbytes - before if model.engine else 0)
+            )
 
         tokens = []
         steps = generate_step(
@@ -71,18 +70,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             tokens.append(int(token))
             if len(tokens) == 1:
                 first = time.perf_counter()
-        prefill = moments[-2]
-        told = model.prefixes.telemetry() if model.prefixes is not None else {}
+        prefill = progress_marks[-2]
+        counts = model.prefixes.telemetry() if model.prefixes is not None else {}
         writes = model._governor.telemetry() if model.prefixes is not None else {}
         result = {
             "load_seconds": loaded - began,
             "prefill_seconds": prefill[0] - loaded,
             "prefill_weight_bytes": prefill[1],
             "first_token_seconds": first - loaded,
-            "weight_bytes_to_first_token": moments[-1][1],
+            "weight_bytes_to_first_token": progress_marks[-1][1],
             "tokens": tokens,
             "peak_bytes": peak_footprint(),
-            "prompts": told,
+            "prompts": counts,
             "plan": {
                 "budget_bytes": model.plan.budget_bytes,
                 "streamed_bytes_per_pass": model.plan.read_bytes,
@@ -94,42 +93,34 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_apart(options: argparse.Namespace, cache: Path, mode: str) -> dict[str, Any]:
-    """One run, cold, in a process of its own."""
+    """Run once, cold, in a process of its own."""
     paths = [*options.model.glob("*.safetensors"), *cache.rglob("*.page")]
     make_cold(paths, may_drop_caches())
     arguments = ["--model", options.model, "--ram-budget-gb", options.ram_budget_gb, "--mode", mode, "--worker"]
     arguments += ["--prompt-tokens", options.prompt_tokens, "--tokens", options.tokens]
     arguments += ["--prefill-step-size", options.prefill_step_size]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    command = [sys.executable, __file__, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found = run_worker(__file__, arguments, label=f"the run with {mode}", environment={"XDG_CACHE_HOME": str(cache)})
     return {"mode": mode, **found, "store_bytes": sum(path.stat().st_size for path in cache.rglob("*.page"))}
 
 
 def bench(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All runs."""
+    """Run all modes and describe the runs."""
     runs = []
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         for mode in ["off"] + [options.mode] * (1 + options.repeats):
             runs.append(run_apart(options, Path(folder), mode))
             runs[-1]["equal_tokens"] = runs[-1]["tokens"] == runs[0]["tokens"]
             console.print(f"{len(runs)}: {mode}, prefill {runs[-1]['prefill_seconds']:.2f} s")
-    model = sum(path.stat().st_size for path in options.model.glob("*.safetensors"))
     return {
         "benchmark": "prefixes",
-        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
-        "machine": describe_machine(options.model),
-        "versions": describe_versions(),
-        "model": describe_model(options.model, model),
-        "cold": "all caches dropped before each run" if may_drop_caches() else "files dropped from the page cache",
+        **describe(options.model, describe_cold("checkpoint and the store", drop_caches=may_drop_caches())),
+        "model": describe_model(options.model),
         "runs": runs,
     }
 
 
 def table(result: dict[str, Any]) -> Table:
-    """The runs, for people."""
+    """Return a table of the runs."""
     columns = ("run", "prefill s", "first token s", "weights read GB", "restored", "store GB", "peak GB", "equal")
     found = Table(*columns, box=SIMPLE_HEAD)
     for i, each in enumerate(result["runs"]):
@@ -147,7 +138,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--ram-budget-gb", type=float, required=True)
@@ -166,8 +157,7 @@ def main() -> None:
     console = Console()
     result = bench(options, console)
     console.print(table(result))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json, result)
     if not all(each["equal_tokens"] for each in result["runs"]):
         sys.exit("tokens differ")
 

@@ -1,0 +1,249 @@
+"""Parts that all benchmarks share: worker processes, cold caches, and the description of a measurement.
+
+Every measurement runs in a process of its own, because a peak of memory is that of a whole process. The process prints
+its result as one line of JSON, the last on its standard output. With a limit, ``scripts/small_machine`` starts it in a
+memory cgroup of that size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import psutil
+
+import mlx_flash
+from mlx_flash.memory.footprint import total_memory
+from mlx_flash.memory.pagecache import drop_cached, open_buffered
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL_MACHINE = ROOT / "scripts" / "small_machine"
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+
+NOT_AVAILABLE = 77
+"""Exit status of ``small_machine`` where no memory cgroup can be made."""
+
+Run = dict[str, Any]
+
+
+# --- worker processes ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A worker process that ended.
+
+    Attributes:
+        stdout: its standard output.
+        machine: the numbers that ``small_machine`` reported; empty without a limit.
+    """
+
+    stdout: str
+    machine: dict[str, float]
+
+
+class KilledError(Exception):
+    """A worker process that the kernel killed, because it needed more memory than its limit."""
+
+
+def run_worker(
+    script: str | Path, arguments: Sequence[object], *, label: str, environment: Mapping[str, str] | None = None
+) -> Run:
+    """Run a Python script in a process of its own and return the JSON value that it printed last.
+
+    Raises:
+        SystemExit: it failed; with the last line that it wrote.
+    """
+    return last_json(run_command([sys.executable, script, *arguments], label=label, environment=environment))
+
+
+def last_json(finished: Finished) -> Run:
+    """Return the JSON value in the last line of a worker's output."""
+    run: Run = json.loads(finished.stdout.splitlines()[-1])
+    return run
+
+
+def run_command(
+    command: Sequence[object],
+    *,
+    label: str,
+    environment: Mapping[str, str] | None = None,
+    limit_bytes: int | None = None,
+) -> Finished:
+    """Run a command, in a memory cgroup if a limit is given.
+
+    Args:
+        command: program and arguments.
+        label: name of the run in error messages.
+        environment: variables set besides those of this process.
+        limit_bytes: size of the cgroup, page cache included.
+
+    Raises:
+        KilledError: the kernel killed it for the limit.
+        SystemExit: it failed for another reason; with the last line that it wrote.
+    """
+    words = [str(word) for word in command]
+    if limit_bytes is not None:
+        words = [str(SMALL_MACHINE), str(limit_bytes), *words]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **(environment or {})})
+    said = done.stderr.strip().splitlines()
+    machine = _machine_report(said.pop()) if limit_bytes is not None and done.returncode != NOT_AVAILABLE else {}
+    if machine.get("kills"):
+        raise KilledError(f"{label} was killed: it needs more than the limit of {limit_bytes} bytes")
+    if done.returncode:
+        raise SystemExit(f"{label} failed: {said[-1] if said else f'exit status {done.returncode}'}")
+    return Finished(done.stdout, machine)
+
+
+def _machine_report(line: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"(\w+)=([\d.]+)\b", line)}
+
+
+# --- cold caches -----------------------------------------------------------------------------------------------------
+
+
+def may_drop_caches() -> bool:
+    """Return True when this process may drop all caches of the system."""
+    return sys.platform == "linux" and os.access(DROP_CACHES, os.W_OK)
+
+
+def make_cold(paths: Sequence[Path], drop_caches: bool) -> None:
+    """Drop the cached pages of files, and with ``drop_caches`` all caches of the system."""
+    for path in paths:
+        fd = open_buffered(path)
+        try:
+            drop_cached(fd, 0, path.stat().st_size)
+        finally:
+            os.close(fd)
+    if drop_caches:
+        os.sync()
+        DROP_CACHES.write_text("3\n")
+
+
+def describe_cold(
+    files: str | None = "checkpoint", *, drop_caches: bool = False, is_direct: bool | None = None, limited: bool = False
+) -> list[str]:
+    """Return how a benchmark made sure that it read the disk, not a cache; for its JSON.
+
+    Args:
+        files: the files whose cached pages were dropped before every run; None if there were none.
+        drop_caches: all caches of the system were dropped before every run.
+        is_direct: reads went past the page cache; None if this is not known.
+        limited: runs were started by ``small_machine``.
+    """
+    ways = []
+    if is_direct is not None:
+        ways.append("reads past the page cache" if is_direct else "buffered reads: the file system has no direct ones")
+    if files is not None:
+        ways.append(f"the cached pages of the {files} dropped before every run (a hint to the system)")
+    if drop_caches:
+        ways.append("all caches dropped before every run (drop_caches)")
+    if limited:
+        ways.append("runs in a limit: all caches dropped before each (small_machine)")
+    return ways or ["nothing is read from the disk"]
+
+
+# --- the description of a measurement --------------------------------------------------------------------------------
+
+
+def describe(disk: Path, cold: Sequence[str]) -> dict[str, Any]:
+    """Return what the JSON of every benchmark says: date, command, machine, versions and how the cache was made cold.
+
+    Args:
+        disk: a file or folder on the disk that is measured.
+        cold: from `describe_cold`.
+    """
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "machine": describe_machine(disk),
+        "versions": describe_versions(),
+        "cold": list(cold),
+    }
+
+
+def describe_machine(disk: Path) -> dict[str, Any]:
+    """Return processor, memory, system, MLX device and the disk that holds a path."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": psutil.cpu_count(logical=False),
+        "threads": psutil.cpu_count(),
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "usable_memory_bytes": total_memory(),
+        "os": platform.platform(),
+        "device": str(mx.default_device()),
+        "device_info": mx.device_info(),
+        "disk": _disk(disk),
+    }
+
+
+def _cpu_model() -> str:
+    if sys.platform == "darwin":
+        found = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
+        return found.stdout.strip()
+    with suppress(FileNotFoundError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _disk(path: Path) -> dict[str, str | None]:
+    """Return device and file system that hold a path, and the disk's model where the system names it."""
+    mounts = [m for m in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(m.mountpoint)]
+    if not mounts:
+        return {"device": None, "file_system": None, "model": None}
+    mount = max(mounts, key=lambda m: len(m.mountpoint))
+    return {"device": mount.device, "file_system": mount.fstype, "model": _disk_model(mount.device)}
+
+
+def _disk_model(device: str) -> str | None:
+    block = Path("/sys/class/block", Path(device).name)
+    for folder in (block, block.resolve().parent):  # a partition's disk is the folder around it
+        with suppress(OSError):
+            return (folder / "device" / "model").read_text().strip()
+    return None
+
+
+def describe_model(path: Path, nbytes: int | None = None) -> dict[str, Any]:
+    """Return the name, size and shape of a model; the size is that of its safetensors files, unless given."""
+    if nbytes is None:
+        nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    config = json.loads((path / "config.json").read_text())
+    names = ("model_type", "num_hidden_layers", "hidden_size", "torch_dtype", "quantization")
+    return {"name": path.resolve().name, "nbytes": nbytes} | {name: config.get(name) for name in names}
+
+
+def describe_versions() -> dict[str, str | None]:
+    """Return the versions of Python, MLX, mlx-lm, numpy and mlx-flash, with its commit."""
+    names = ("mlx", "mlx-lm", "numpy")
+    return {"python": platform.python_version(), "mlx-flash": mlx_flash.__version__, "commit": _commit()} | {
+        name: version(name) for name in names
+    }
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    with suppress(FileNotFoundError):
+        found = subprocess.run(command, capture_output=True, text=True)
+        return found.stdout.strip() or None
+    return None
+
+
+def write_json(path: Path | None, result: Any) -> None:
+    """Write all numbers of a benchmark, if a file was named."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,182 @@
+"""One decoding run, resident or streamed. ``python benchmarks/runs.py JOB``, with a job in JSON, prints its result."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from harness import Run, last_json, run_command
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.generate import generate_step
+
+from mlx_flash.config import FlashConfig, parse_budget
+from mlx_flash.memory.footprint import peak_footprint
+from mlx_flash.model import FlashLLM, load_model
+from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
+
+PREFILL_STEP = PREFILL_STEPS[-1]
+"""The step that fits every budget. All runs use it, because another step may give other bits."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of one process; without a budget it runs the resident model."""
+
+    model: str
+    tokens: int
+    prompt_tokens: int
+    budget: float | str | None = None
+    read_size_mb: float | None = None
+    queue_depth: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The counts of a streamed model up to a moment."""
+
+    nbytes: int = 0
+    busy_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    num_routed: int = 0
+    num_hits: int = 0
+    num_predicted: int = 0
+    num_predicted_right: int = 0
+    missed_bytes: int = 0
+
+
+def work(job: Job) -> Run:
+    """Run a job in this process."""
+    return _resident_run(job) if job.budget is None else _streamed_run(job)
+
+
+def _resident_run(job: Job) -> Run:
+    began = time.perf_counter()
+    model, _ = mlx_lm_utils.load_model(Path(job.model))
+    loaded = time.perf_counter() - began
+    return {**_decode(model, job, Counters), "load_seconds": loaded, "peak_bytes": peak_footprint()}
+
+
+def _streamed_run(job: Job) -> Run:
+    config = FlashConfig(
+        ram_budget_gb=parse_budget(job.budget),
+        context_length=job.prompt_tokens + job.tokens,  # as the command line sets it
+        read_size_mb=job.read_size_mb,
+        queue_depth=job.queue_depth,
+        **{"expert_warm_start": False, **job.settings},  # no run knows what another one learned
+    )
+    began = time.perf_counter()
+    model, _ = load_model(job.model, config)
+    loaded = time.perf_counter() - began
+    with model:
+        run = _decode(model, job, lambda: _counters(model))
+        run |= {"load_seconds": loaded, "peak_bytes": peak_footprint(), "budget": job.budget, "settings": job.settings}
+        return run | {"budget_bytes": model.plan.budget_bytes, "plan": _plan_summary(model.plan)}
+
+
+def _decode(model: Any, job: Job, count: Callable[[], Counters]) -> Run:
+    """Decode a fixed prompt greedily. The clock runs from the first token to the last."""
+    prompt = mx.array([7 + 13 * i % 89 for i in range(job.prompt_tokens)])
+    ids: list[int] = []
+    start = first = last = time.perf_counter()
+    before = after = Counters()
+    for token, _ in generate_step(prompt, model, max_tokens=job.tokens, prefill_step_size=PREFILL_STEP):
+        last, after = time.perf_counter(), count()
+        if not ids:
+            first, before = last, after
+        ids.append(int(token))
+    passes, seconds = len(ids) - 1, last - first
+    busy = after.busy_seconds - before.busy_seconds
+    return {
+        "token_ids": ids,
+        "first_token_seconds": first - start,
+        "seconds_per_token": seconds / passes,
+        "tokens_per_second": passes / seconds,
+        "bytes_per_token": (after.nbytes - before.nbytes) / passes,
+        "read_bytes_per_second": (after.nbytes - before.nbytes) / busy if busy > 0 else None,
+        "wait_share": (after.wait_seconds - before.wait_seconds) / seconds,
+        **_experts(before, after, passes),
+    }
+
+
+def _experts(before: Counters, after: Counters, passes: int) -> Run:
+    """Return hit rates of the expert pool; empty without one.
+
+    An expert counts as missed when it was not in the pool, or only because look-ahead had read it.
+    """
+    routed = after.num_routed - before.num_routed
+    if not routed:
+        return {}
+    missed = after.missed_bytes - before.missed_bytes
+    predicted = after.num_predicted - before.num_predicted
+    right = after.num_predicted_right - before.num_predicted_right
+    return {
+        "hit_rate": (after.num_hits - before.num_hits - right) / routed,
+        "predicted_right": right / predicted if predicted else None,
+        "missed_bytes_per_token": missed / passes,
+        "read_per_missed": (after.nbytes - before.nbytes) / missed if missed else None,
+    }
+
+
+def _counters(model: FlashLLM) -> Counters:
+    engine = model.engine
+    assert engine is not None
+    read, wait_seconds = engine.reader.stats, engine.stream.stats.wait_seconds
+    if engine.experts is None:
+        return Counters(read.nbytes, read.busy_seconds, wait_seconds)
+    pool = engine.experts.pool
+    stats = pool.stats
+    missed = stats.num_routed - stats.num_hits + stats.num_predicted_right
+    return Counters(
+        read.nbytes,
+        read.busy_seconds,
+        wait_seconds + stats.wait_seconds,
+        stats.num_routed,
+        stats.num_hits,
+        stats.num_predicted,
+        stats.num_predicted_right,
+        missed * max(layer.expert_bytes for layer in pool.layers),
+    )
+
+
+def _plan_summary(plan: ResidencyPlan) -> dict[str, Any]:
+    streaming = plan.streaming
+    return {
+        "minimum_bytes": plan.minimum_bytes,
+        "predicted_peak_bytes": plan.peak_bytes,
+        "predicted_seconds_per_token": plan.seconds,
+        "read_bytes": plan.read_bytes,
+        "streamed_layers": len(streaming.layers),
+        "tiled_heads": dict(streaming.heads),
+        "num_slots": streaming.num_slots,
+        "slot_bytes": streaming.slot_bytes,
+        "read_size": plan.read_size,
+        "queue_depth": plan.queue_depth,
+        "disk_bytes_per_second": plan.disk_bytes_per_second,
+        "context_length": plan.context_length,
+        "prefill_step_size": plan.prefill_step_size,
+        "parts": dict(plan.parts()),
+        "pool": plan.pool and asdict(plan.pool),
+    }
+
+
+def run_job(job: Job, limit_bytes: int | None = None) -> Run:
+    """Run a job in a process of its own, in a memory cgroup if a limit is given.
+
+    Raises:
+        KilledError: the kernel killed it for the limit.
+        SystemExit: it failed; with the last line that it wrote.
+    """
+    label = "the resident run" if job.budget is None else f"the run with budget {job.budget}"
+    command = [sys.executable, __file__, json.dumps(asdict(job))]
+    return last_json(run_command(command, label=label, limit_bytes=limit_bytes))
+
+
+if __name__ == "__main__":
+    print(json.dumps(work(Job(**json.loads(sys.argv[1])))))

@@ -125,6 +125,7 @@ class FlashLLM(ModelFacade):
         self._lock = threading.RLock()
         self._closed = False
         self._told = False
+        self._told_kv_size = False
         self.counters = PassCounters()
         self._release: weakref.finalize[Any, Any] | None = None
         with _starting:
@@ -244,7 +245,16 @@ class FlashLLM(ModelFacade):
 
         What mlx-lm was asked for with ``max_kv_size`` stays mlx-lm's.
         """
-        stock = make_prompt_cache(self._model, requested_kv_size(sys._getframe(1)))
+        requested = requested_kv_size(sys._getframe(1))
+        if requested is not None and not self._told_kv_size and hasattr(self._model, "make_cache"):
+            self._told_kv_size = True
+            _log.warning(
+                "max_kv_size=%d has no effect: mlx-lm lets %s build its own caches, which keep every token of the "
+                "context. Hint: set kv_max_tokens to bound them.",
+                requested,
+                self.name,
+            )
+        stock = make_prompt_cache(self._model, requested)
         return stock if self.kv is None else make_caches(stock, self.kv.options, self.kv)
 
     def _pass(self, is_dropped: bool, *args: Any, **kwargs: Any) -> Any:

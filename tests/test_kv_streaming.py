@@ -7,8 +7,10 @@ import errno
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +31,10 @@ from mlx_lm.models.cache import (
 
 import zoo
 from mlx_flash import BudgetError, ConfigError, DiskKVCache, FlashConfig, FlashLLM, ReadError, WriteError, load_model
-from mlx_flash.kv.cache import DiskQuantizedKVCache
+from mlx_flash.commands.generate import needed_context
+from mlx_flash.kv.cache import DiskQuantizedKVCache, make_caches
 from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pool import KVPool
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.model import prepare
 from mlx_flash.residency.kv import least_bytes
@@ -150,6 +154,26 @@ def test_rotating_caches_are_asked_for_as_ever(directories: Callable[[str], Path
         assert all(type(entry) is RotatingKVCache for entry in cache)
         assert same(generated(model, prompt_cache=cache), generated(stock(directory), max_kv_size=64))
         assert not went_to_disk(model)
+
+
+def test_max_kv_size_without_effect_is_warned_about_once(
+    directories: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """mlx-lm ignores it for a model with a ``make_cache`` of its own, such as Llama's."""
+    for name in ("qwen3", "llama"):
+        with load_model(directories(name), settings(directories(name)))[0] as model:
+            make_prompt_cache(model)
+            assert not caplog.messages
+            caches = [make_prompt_cache(model, max_kv_size=64) for _ in range(2)]
+    assert not any(isinstance(entry, RotatingKVCache) for cache in caches for entry in cache)
+    (message,) = caplog.messages
+    assert message.startswith("max_kv_size=64 has no effect") and "kv_max_tokens" in message
+
+
+def test_max_kv_size_shortens_the_planned_context_where_caches_rotate(directories: Callable[[str], Path]) -> None:
+    args = Namespace(max_tokens=100, max_kv_size=64, prefill_step_size=32)
+    assert needed_context(args, 5000, directories("qwen3")) == 96
+    assert needed_context(args, 5000, directories("llama")) == 5100
 
 
 def test_a_draft_model_keeps_its_own(directories: Callable[[str], Path], tmp_path: Path) -> None:
@@ -352,6 +376,35 @@ def spilled(directories: Callable[[str], Path], tmp_path: Path) -> Iterator[tupl
         generated(model, 2, prompt_cache=cache)
         assert any(entry.is_on_disk for entry in cache)
         yield model, cache
+
+
+def test_a_missing_kv_directory_is_created(directories: Callable[[str], Path], tmp_path: Path) -> None:
+    directory, kv_directory = directories("llama"), tmp_path / "missing" / "kv"
+    with load_model(directory, settings(directory, kv_directory=kv_directory))[0] as model:
+        assert same(generated(model), generated(stock(directory)))
+        assert went_to_disk(model)
+        assert list(kv_directory.iterdir())
+    assert not list(kv_directory.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_a_kv_directory_that_is_no_directory_is_refused(directories: Any, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "kv"
+    path.write_text("") if kind == "file" else path.symlink_to(tmp_path / "missing")
+    with pytest.raises(ConfigError, match=r"kv_directory is .*kv, which is not a directory. Hint"):
+        load_model(directories("llama"), settings(directories("llama"), kv_directory=path))
+
+
+def test_a_kv_directory_that_goes_while_running_ends_the_call(tmp_path: Path) -> None:
+    pool = KVPool(KVOptions(step=16, directory=tmp_path / "kv"))
+    caches = make_caches([KVCache(), KVCache()], pool.options, pool)
+    rows = mx.ones((1, 2, 100, 32))
+    for cache in caches:
+        cache.update_and_fetch(rows, rows)
+    pool._spill(caches[0].rows, ())
+    shutil.rmtree(tmp_path / "kv")
+    with pytest.raises(WriteError, match=r"cannot make .*layer-1\.kv for the KV cache: No such file.*Hint"):
+        pool._spill(caches[1].rows, ())
 
 
 def test_a_disk_that_is_full_is_told_before_a_call(spilled: Any, monkeypatch: pytest.MonkeyPatch) -> None:

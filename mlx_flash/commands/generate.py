@@ -20,6 +20,7 @@ from rich.progress import DownloadColumn, MofNCompleteColumn
 
 from mlx_flash.commands.common import load_tokenizer, make_config, print_json, print_rich, shows_progress
 from mlx_flash.commands.report import GenerationReport, ProgressBar, Recorder, make_report, render_generation
+from mlx_flash.compat.loading import makes_own_cache
 from mlx_flash.errors import ConfigError
 from mlx_flash.experts.trace import RoutingTrace
 from mlx_flash.model import FlashLLM, load_model, resolve
@@ -118,17 +119,18 @@ def load(path: Path, args: argparse.Namespace, num_prompt_tokens: int) -> nn.Mod
         model = cast(nn.Module, mlx_lm_utils.load_model(path)[0])
         return mlx_lm_utils.load_adapters(model, args.adapter_path) if args.adapter_path else model
     if config.context_length is None:
-        config = replace(config, context_length=needed_context(args, num_prompt_tokens))
+        config = replace(config, context_length=needed_context(args, num_prompt_tokens, path))
     with ProgressBar("Loading", DownloadColumn(), shows_progress(args)) as progress:
         return load_model(path, config, adapter_path=args.adapter_path, progress=progress)[0]
 
 
-def needed_context(args: argparse.Namespace, num_prompt_tokens: int) -> int | None:
-    """The longest that the KV cache gets in a run; None when nothing limits it."""
+def needed_context(args: argparse.Namespace, num_prompt_tokens: int, path: Path) -> int | None:
+    """Return the greatest length of the KV cache in this run; None when nothing limits it."""
     lengths = []
     if args.max_tokens > 0:
         lengths.append(num_prompt_tokens + args.max_tokens)
-    if args.max_kv_size is not None:  # a rotating cache holds a whole call's tokens beside what it keeps
+    if args.max_kv_size is not None and not makes_own_cache(path):
+        # a rotating cache adds the tokens of a call to those it keeps
         lengths.append(args.max_kv_size + (args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE))
     return min(lengths, default=None)
 

@@ -33,7 +33,14 @@ _download = require(utils, "_download", "path_or_hf_repo", "revision")
 model_classes: ModelClasses = require(utils, "_get_classes", "config")
 """The default of ``load_model(get_model_classes=...)``; a subclass of what it returns shows ``sanitize`` at work."""
 
+_load_config = require(utils, "load_config", "model_path")
+
 require(utils, "load_model", "model_path", "lazy", "strict", "model_config", "get_model_classes")
+
+
+def makes_own_cache(path: Path) -> bool:
+    """Return whether a model builds its own prompt cache. mlx-lm ignores ``max_kv_size`` then."""
+    return hasattr(model_classes(_load_config(path))[0], "make_cache")
 
 
 def download(path_or_hf_repo: str, revision: str | None = None) -> Path:

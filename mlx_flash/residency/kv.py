@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,11 @@ class KVShare:
 
 def check_kv(config: FlashConfig) -> None:
     """Refuses settings of which one leaves no use for the other. Raises: ConfigError."""
+    directory = None if config.kv_directory is None else Path(config.kv_directory).expanduser()
+    if directory is not None and os.path.lexists(directory) and not directory.is_dir():
+        raise ConfigError(
+            f"kv_directory is {directory}, which is not a directory. Hint: name another one, or remove it."
+        )
     if config.kv_ram_gb is not None and config.kv_cache in ("stock", "preallocated", "lazy"):
         raise ConfigError(
             f"kv_ram_gb is {config.kv_ram_gb:g}, but nothing goes to disk with kv_cache={config.kv_cache!r}. "

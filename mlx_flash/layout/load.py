@@ -145,6 +145,7 @@ class ModelLayout:
             parts. What a cut leaves over stays in memory. In calling order; parameters are those of the layers.
         cache_bytes: what the cache takes however long the context is.
         cache_bytes_per_token: what each token adds to the cache of all layers.
+        cache_largest_row: the most that a token adds to the cache of one layer.
         kv_rows: of that, what it adds to each plain ``KVCache``.
         kv_heads: heads of keys and of values in all of those.
         experts: the stacks of experts in the layers, in calling order.
@@ -158,6 +159,7 @@ class ModelLayout:
     finer: list[list[Unit]] = field(default_factory=list)
     cache_bytes: int = 0
     cache_bytes_per_token: int = 0
+    cache_largest_row: int = 0
     kv_rows: tuple[int, ...] = ()
     kv_heads: int = 0
     experts: list[ExpertStack] = field(default_factory=list)

@@ -54,6 +54,7 @@ class CallTrace:
         users: of each array that was used, the ``id`` of every module that was being called at all of its uses.
         cache_bytes: what the model's cache takes however long the context is: recurrent states.
         cache_bytes_per_token: what each token adds to it. Sliding windows count as if they grew for good.
+        cache_largest_row: the most that a token adds to any one cache.
         kv_rows: of each plain ``KVCache`` in it, what a token adds; part of ``cache_bytes_per_token``.
         kv_heads: heads of keys and of values in all of those.
         routes: of each module that was called with tokens and the experts for them, what came before.
@@ -63,6 +64,7 @@ class CallTrace:
     users: dict[Place, frozenset[int]]
     cache_bytes: int = 0
     cache_bytes_per_token: int = 0
+    cache_largest_row: int = 0
     kv_rows: list[int] = field(default_factory=list)
     kv_heads: int = 0
     routes: dict[int, Route] = field(default_factory=dict)
@@ -198,6 +200,7 @@ def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
         grows_in_steps = isinstance(getattr(entry, "step", None), int)
         per_token = row if grows_in_steps else max(0, after - before) // 2
         watch.trace.cache_bytes_per_token += per_token
+        watch.trace.cache_largest_row = max(watch.trace.cache_largest_row, per_token)
         if type(entry) is KVCache:
             watch.trace.kv_rows.append(per_token)
             watch.trace.kv_heads += sum(array.shape[1] for array in arrays_in(entry))

@@ -76,20 +76,18 @@ def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefi
         context_length: tokens.
         prefill_step_size: the most of them that come in one call.
     """
-    num_layers = max(1, len(sizes.layers))
     if not sizes.kv_rows or config.kv_cache == "stock":
-        held = sizes.kv_bytes(round_up(context_length, CACHE_STEP))
-        return KVShare(None, sizes.kv_rows, _with_a_copy(held, num_layers))
+        return KVShare(None, sizes.kv_rows, _growing_bytes(sizes, round_up(context_length, CACHE_STEP)))
     options = _options(config, 0, context_length)
     tokens = options.held_tokens(context_length, prefill_step_size)
     tokens = round_up(tokens, _growth(options)) if tokens == context_length else tokens + _growth(options)
     pages = 2 * DIRECT_ALIGNMENT * sizes.kv_heads if options.form == "lazy" else 0
-    return KVShare(options, sizes.kv_rows, _with_a_copy(sizes.kv_bytes(tokens), num_layers) + pages)
+    return KVShare(options, sizes.kv_rows, _growing_bytes(sizes, tokens) + pages)
 
 
-def _with_a_copy(nbytes: int, num_layers: int) -> int:
-    """A cache that grows holds its old and its new arrays for a moment, one layer at a time."""
-    return nbytes * (num_layers + 1) // num_layers
+def _growing_bytes(sizes: ModelSizes, tokens: int) -> int:
+    """Return the bytes of all caches, and of a copy of the largest: it is there for a moment when that layer grows."""
+    return sizes.kv_bytes(tokens) + sizes.kv_largest_row * tokens
 
 
 def _growth(options: KVOptions) -> int:
@@ -99,7 +97,7 @@ def _growth(options: KVOptions) -> int:
 
 def _whole(sizes: ModelSizes, options: KVOptions, tokens: int) -> int:
     """Return the most that caches of so many tokens take in memory. They grow by a step at any length."""
-    return _with_a_copy(sum(sizes.kv_rows) * (tokens + _growth(options)), len(sizes.kv_rows))
+    return (sum(sizes.kv_rows) + max(sizes.kv_rows, default=0)) * (tokens + _growth(options))
 
 
 def on_disk(

@@ -162,6 +162,7 @@ class ModelSizes:
         resident_bytes: everything that is always in memory.
         kv_bytes_constant: what the caches of all layers take however long the context is: recurrent states.
         kv_bytes_per_token: what one more token adds to the caches of all layers.
+        kv_largest_row: the most that one more token adds to the cache of one layer.
         activations: what a forward call allocates.
         kv_rows: of ``kv_bytes_per_token``, what it adds to each cache that can be on disk.
         kv_heads: heads of keys and of values in all of those.
@@ -178,6 +179,7 @@ class ModelSizes:
     kv_bytes_constant: int
     kv_bytes_per_token: int
     activations: ActivationSizes
+    kv_largest_row: int = 0
     kv_rows: tuple[int, ...] = ()
     kv_heads: int = 0
     finer: tuple[tuple[UnitSize, ...], ...] = ()
@@ -277,6 +279,7 @@ def _measure(layout: ModelLayout, activations: ActivationSizes, alignment: int) 
         kv_bytes_constant=layout.cache_bytes,
         kv_bytes_per_token=layout.cache_bytes_per_token,
         activations=activations,
+        kv_largest_row=layout.cache_largest_row,
         kv_rows=layout.kv_rows,
         kv_heads=layout.kv_heads,
         finer=tuple(tuple(_unit_size(unit, alignment, idle) for unit in cut) for cut in layout.finer),

@@ -1,0 +1,68 @@
+"""The smallest budget holds the whole context that was planned for, however the layers are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_flash import FlashConfig, load_model
+from mlx_flash.residency.plan import Machine, ResidencyPlan
+from mlx_flash.residency.search import make_plan
+from mlx_flash.residency.sizes import ModelSizes
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA | {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
+    "gemma3": GEMMA3,
+    "mamba2": MAMBA2,
+    "qwen3_moe": QWEN3_MOE,
+}
+"""Plain caches, sliding windows, recurrent states, and experts."""
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = save(tmp_path_factory.mktemp(name), MODELS[name])
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(params=[0, 1, 2, None], ids=["whole layers", "parts", "linear layers", "row tiles"])
+def one_cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the planner no finer cut than one; the smallest budget takes the finest there is."""
+
+    def limited(sizes: ModelSizes) -> ModelSizes:
+        trunk = None if sizes.trunk is None else limited(sizes.trunk)
+        return replace(sizes, finer=sizes.finer[: request.param], trunk=trunk)
+
+    def plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
+        return make_plan(limited(sizes), config, replace(machine, exact_tiles=request.param is None))
+
+    monkeypatch.setattr("mlx_flash.model.make_plan", plan)
+
+
+@pytest.mark.parametrize("context", [270, 530, 1040])
+@pytest.mark.parametrize("name", MODELS)
+def test_smallest_budget_holds_the_planned_context(
+    directories: Callable[[str], Path], one_cut: None, name: str, context: int
+) -> None:
+    config = FlashConfig(ram_budget_gb="min", context_length=context, prefill_step_size=32, telemetry=False)
+    with load_model(directories(name), config)[0] as model:
+        step, cache = model.plan.prefill_step_size, make_prompt_cache(model)
+        for start in range(0, context - 4, step):
+            tokens = [7 * i % 300 for i in range(start, min(start + step, context - 4))]
+            model(mx.array([tokens]), cache=cache)
+            mx.eval([entry.state for entry in cache])
+        for i in range(4):
+            mx.eval(model(mx.array([[i]]), cache=cache))

@@ -18,7 +18,7 @@ from mlx_flash.residency.sizes import ModelSizes
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": LLAMA | {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
+    "llama": LLAMA | {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 512},
     "gemma3": GEMMA3,
     "mamba2": MAMBA2,
     "qwen3_moe": QWEN3_MOE,
@@ -52,7 +52,7 @@ def one_cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("mlx_flash.model.make_plan", plan)
 
 
-@pytest.mark.parametrize("context", [270, 530, 1040])
+@pytest.mark.parametrize("context", [260, 520, 1040])
 @pytest.mark.parametrize("name", MODELS)
 def test_smallest_budget_holds_the_planned_context(
     directories: Callable[[str], Path], one_cut: None, name: str, context: int

@@ -355,7 +355,7 @@ def test_a_sequence_is_not_taken_for_one_that_was_there_before(pool: KVPool) -> 
     """Its history is known as long as it was always alone."""
 
     def batch(seed: int, history: History | None) -> Any:
-        entry = DiskKVCache(pool.new_rows(pool.new_group(), 0))
+        entry = DiskKVCache(rows=pool.new_rows(pool.new_group(), 0))
         entry.append_rows([rows_of(seed + i, 20, mx.float16) for i in range(2)])
         if history is not None:
             RowLeaf(entry).note(history)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -152,17 +154,38 @@ def _forgetful(max_tokens: int, what: str) -> ConfigError:
 
 
 class DiskKVCache(_Cache, KVCache):  # type: ignore[misc]
-    """mlx-lm's ``KVCache`` whose tokens may be on disk.
+    """One layer's ``KVCache`` of mlx-lm whose tokens may be on disk.
 
-    Its class goes by mlx-lm's name, since that is what ``save_prompt_cache`` writes down and ``load_prompt_cache``
-    looks for: what is saved can be read without mlx-flash.
+    A streamed model makes its own. One that is constructed puts all full pages on disk, and is used in any loop that
+    takes mlx-lm's caches::
+
+        from mlx_flash import DiskKVCache
+        from mlx_lm import generate, load
+
+        model, tokenizer = load("mlx-community/Qwen3-4B-4bit")
+        cache = [DiskKVCache() for _ in model.layers]
+        generate(model, tokenizer, "A long prompt", prompt_cache=cache)
+
+    Memory holds the last tokens of each layer, and two slots that all layers constructed with the same arguments share.
+    Attention reads a layer's tokens from a slot while the other one is filled for the next layer. Forward calls of
+    models whose layers share slots must run one after another. The files are removed with the last of these caches.
+
+    The class has mlx-lm's name, because ``save_prompt_cache`` writes the name and ``load_prompt_cache`` looks it up:
+    mlx-lm loads a saved cache without mlx-flash.
 
     Args:
-        rows: where tokens are kept.
+        max_tokens: beyond it the older half is dropped, which changes the output; None keeps every token.
+        directory: the folder for files, which is created; None for the cache folder.
+        rows: storage that a pool has made. With it the other arguments are not used.
+
+    Raises:
+        ConfigError: ``max_tokens`` is less than two pages of 256 tokens.
     """
 
-    def __init__(self, rows: LayerRows) -> None:
-        self._start(rows)
+    def __init__(
+        self, max_tokens: int | None = None, directory: str | Path | None = None, *, rows: LayerRows | None = None
+    ) -> None:
+        self._start(rows or _rows_on_disk(max_tokens, None if directory is None else Path(directory).expanduser()))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Adds tokens, ``(batch, heads, new tokens, width)``. Returns all that are kept.
@@ -232,7 +255,7 @@ class DiskKVCache(_Cache, KVCache):  # type: ignore[misc]
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> DiskKVCache:
         """A cache with these contents, in memory, in a pool of its own."""
-        cache = cls(_own_rows())
+        cache = cls(rows=_own_rows())
         cache.state = state
         return cache
 
@@ -275,7 +298,7 @@ class DiskKVCache(_Cache, KVCache):  # type: ignore[misc]
         return merged([c.as_stock() if isinstance(c, DiskKVCache) else c for c in caches], caches)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> DiskKVCache:
-        other = DiskKVCache(self._fork(memo))
+        other = DiskKVCache(rows=self._fork(memo))
         other.offset, other.num_forgotten = self.offset, self.num_forgotten
         pass_on(self, other)
         return other
@@ -370,6 +393,19 @@ def _own_rows() -> LayerRows:
     return pool.new_rows(pool.new_group(), 0)
 
 
+_pools: weakref.WeakValueDictionary[tuple[int | None, Path | None], KVPool] = weakref.WeakValueDictionary()
+"""What caches share that were constructed with the same arguments."""
+
+
+def _rows_on_disk(max_tokens: int | None, directory: Path | None) -> LayerRows:
+    pool = _pools.get((max_tokens, directory))
+    if pool is None:
+        pool = KVPool(KVOptions(max_tokens=max_tokens, directory=directory, always_on_disk=True))
+        pool.close_at_end()
+        _pools[max_tokens, directory] = pool
+    return pool.new_rows(pool.new_group(), 0)
+
+
 def make_caches(model_caches: Sequence[Any], options: KVOptions, pool: KVPool | None = None) -> list[Any]:
     """A model's list of caches with the plain ones replaced.
 
@@ -389,7 +425,7 @@ def make_caches(model_caches: Sequence[Any], options: KVOptions, pool: KVPool | 
 
 def _replaced(entry: Any, pool: KVPool, group: int, index: int) -> Any:
     if type(entry) is KVCache:
-        cache: Any = DiskKVCache(pool.new_rows(group, index))
+        cache: Any = DiskKVCache(rows=pool.new_rows(group, index))
     elif type(entry) is QuantizedKVCache:
         cache = DiskQuantizedKVCache(pool.new_rows(group, index), entry.group_size, entry.bits)
     else:

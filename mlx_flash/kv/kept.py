@@ -110,7 +110,7 @@ class KeptCaches:
         rest = entry.offset - length
         behind = (Part(SharedRows([array[..., length:, :] for array in arrays]), rest),) if rest else ()
         rows.memory.park((*known, *behind))
-        cache = DiskKVCache(rows)
+        cache = DiskKVCache(rows=rows)
         cache.offset = entry.offset
         pass_on(entry, cache)
         return cache

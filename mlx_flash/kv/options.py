@@ -72,6 +72,7 @@ class KVOptions:
         budget_bytes: the most that all caches together may take in memory, before layers go to disk; None for no limit.
         max_tokens: when a cache would hold more, the older half is forgotten; None for perfect recall.
         keep: so many tokens at the beginning are never forgotten, rounded up to whole pages.
+        always_on_disk: whether layers go to disk with their first tokens, whatever the budget.
         directory: where files are kept, in a folder of their own; None for the cache folder.
         direct: whether files are read past the page cache.
         read_size: bytes of one read.
@@ -87,6 +88,7 @@ class KVOptions:
     budget_bytes: int | None = None
     max_tokens: int | None = None
     keep: int = 0
+    always_on_disk: bool = False
     directory: Path | None = None
     direct: bool = True
     read_size: int = 2 << 20

@@ -249,6 +249,8 @@ class KVPool:
             WriteError: the disk is full, or fails.
         """
         self._begin(rows.group)
+        if self.options.always_on_disk and rows not in self.on_disk and (new or rows.memory.length):
+            self._spill(rows, new)
         if self.budget_bytes is not None and not (new and not self._sums.grows(rows, new)):
             self._free_until_fits(lambda: self._sums.needed(rows, new), rows.group, rows, new)
 
@@ -385,6 +387,10 @@ class KVPool:
             self.on_disk.pop(rows, None)
             self._layers.discard(rows)
             rows.memory = MemoryRows(self.options)
+
+    def close_at_end(self) -> None:
+        """End the threads and remove the files when nothing refers to the pool any more."""
+        weakref.finalize(self, self._files.close)
 
     def close(self) -> None:
         """Ends the threads and removes the files; caches of the pool can be used no more. Harmless when repeated."""

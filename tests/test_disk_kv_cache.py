@@ -1,0 +1,139 @@
+"""``DiskKVCache`` as users construct it, compared with mlx-lm's ``KVCache``."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
+
+from mlx_flash import DiskKVCache
+from mlx_flash.errors import ConfigError, WriteError
+from models import LLAMA, build, same_bits
+
+LENGTHS = (300, 1, 1, 255, 700, 1, 40)
+PROMPT = mx.array([i * 37 % 1000 for i in range(600)])
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return build(LLAMA)
+
+
+def rows_of(seed: int, num_tokens: int) -> mx.array:
+    return mx.random.normal((2, 3, num_tokens, 32), key=mx.random.key(seed)).astype(mx.bfloat16)
+
+
+def feed(cache: KVCache, seed: int, num_tokens: int) -> list[mx.array]:
+    found = cache.update_and_fetch(rows_of(seed, num_tokens), rows_of(seed + 1, num_tokens))
+    return [mx.contiguous(array) for array in found]
+
+
+def generated(model: nn.Module, cache: list[Any], prompt: mx.array = PROMPT) -> tuple[list[int], list[mx.array]]:
+    found = list(generate_step(prompt, model, max_tokens=6, prefill_step_size=128, prompt_cache=cache))
+    return [token for token, _ in found], [logprobs for _, logprobs in found]
+
+
+def same_generation(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
+    return left[0] == right[0] and same_bits(left[1], right[1])
+
+
+def test_it_is_mlx_lms_cache_bit_for_bit(tmp_path: Path) -> None:
+    mine, theirs = DiskKVCache(directory=tmp_path), KVCache()
+    assert isinstance(mine, KVCache) and mine.empty() and mine.nbytes == 0
+    for seed, num_tokens in enumerate(LENGTHS):
+        assert same_bits(feed(mine, seed, num_tokens), feed(theirs, seed, num_tokens))
+        assert mine.offset == theirs.offset == mine.size()
+        if seed % 2:
+            assert mine.trim(3) == theirs.trim(3)
+            assert mine.offset == theirs.offset
+        for count in (1, 5):
+            mask, expected = (
+                mine.make_mask(count, return_array=True, window_size=None),
+                theirs.make_mask(count, return_array=True, window_size=None),
+            )
+            assert (mask is None) == (expected is None) and (mask is None or mx.array_equal(mask, expected))
+    keys, values, offset = mine.state
+    assert offset == theirs.offset
+    assert same_bits([keys, values], [array[..., :offset, :] for array in theirs.state[:2]])
+
+
+def test_its_tokens_are_on_disk(tmp_path: Path) -> None:
+    mine, theirs = DiskKVCache(directory=tmp_path), KVCache()
+    for seed, num_tokens in enumerate(LENGTHS):
+        mx.eval(feed(mine, seed, num_tokens), feed(theirs, seed, num_tokens))
+    assert mine.is_on_disk
+    assert mine.disk_nbytes == sum(LENGTHS) // 256 * 256 * 2 * 2 * 3 * 32 * 2
+    assert mine.nbytes == 256 * 2 * 2 * 3 * 32 * 2 < theirs.nbytes
+
+
+def test_generation_is_equal(llama: nn.Module, tmp_path: Path) -> None:
+    cache = [DiskKVCache(directory=str(tmp_path)) for _ in llama.layers]
+    assert same_generation(generated(llama, cache), generated(llama, make_prompt_cache(llama)))
+    assert cache[0].pool.stats.num_fetched > 0
+    assert len({id(entry.pool) for entry in cache}) == 1  # one pair of slots
+    assert cache[0].pool.ring.held < 3 * 1024 * LLAMA["hidden_size"] * 2 * 4
+
+
+def test_it_is_saved_and_loaded_by_mlx_lm(llama: nn.Module, tmp_path: Path) -> None:
+    mine, theirs = [DiskKVCache(directory=tmp_path) for _ in llama.layers], make_prompt_cache(llama)
+    generated(llama, mine), generated(llama, theirs)
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), mine)
+    loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    assert [type(entry) for entry in loaded] == [KVCache] * len(mine)
+    on_disk = [DiskKVCache(directory=tmp_path) for _ in llama.layers]
+    for entry, plain in zip(on_disk, loaded, strict=True):
+        entry.state = plain.state
+        assert entry.is_on_disk
+    more = mx.array([1, 2, 3])
+    expected = generated(llama, theirs, more)
+    assert all(same_generation(generated(llama, cache, more), expected) for cache in (loaded, on_disk, mine))
+
+
+def test_a_copy_goes_its_own_way(llama: nn.Module, tmp_path: Path) -> None:
+    cache, stock = [DiskKVCache(directory=tmp_path) for _ in llama.layers], make_prompt_cache(llama)
+    generated(llama, cache), generated(llama, stock)
+    other, other_stock = copy.deepcopy(cache), copy.deepcopy(stock)
+    assert trim_prompt_cache(other, 300) == trim_prompt_cache(other_stock, 300) == 300
+    for prompt in (mx.array([5, 6, 7]), mx.array([9] * 290)):
+        assert same_generation(generated(llama, other, prompt), generated(llama, other_stock, prompt))
+        assert same_generation(generated(llama, cache, prompt), generated(llama, stock, prompt))
+
+
+def test_files_are_removed_with_the_last_cache(tmp_path: Path) -> None:
+    first, second = DiskKVCache(directory=tmp_path / "new" / "kv"), DiskKVCache(directory=tmp_path / "new" / "kv")
+    mx.eval(feed(first, 0, 600), feed(second, 1, 600))
+    assert len(list((tmp_path / "new" / "kv").glob("*/*.kv"))) == 2
+    del first
+    gc.collect()
+    assert len(list((tmp_path / "new" / "kv").glob("*/*.kv"))) == 1
+    assert feed(second, 3, 1)[0].shape[2] == 601
+    del second
+    gc.collect()
+    assert not list((tmp_path / "new" / "kv").iterdir())
+
+
+def test_max_tokens_drops_the_older_half(tmp_path: Path) -> None:
+    cache = DiskKVCache(max_tokens=1024, directory=tmp_path)
+    for seed in range(12):
+        keys, _ = feed(cache, seed, 100)
+    assert cache.offset == 1200 and cache.size() <= 1024 and keys.shape[2] == cache.size()
+    assert cache.num_forgotten == 1200 - cache.size() > 0
+    assert same_bits([keys[..., -100:, :]], [rows_of(11, 100)])
+    assert cache.make_mask(4, return_array=True, window_size=None).shape == create_causal_mask(4, cache.size()).shape
+
+
+def test_arguments_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_tokens of the KV cache is 100"):
+        DiskKVCache(max_tokens=100)
+    (tmp_path / "file").write_text("")
+    cache = DiskKVCache(directory=tmp_path / "file")
+    with pytest.raises(WriteError, match="cannot make a folder for the KV cache"):
+        feed(cache, 0, 10)

@@ -69,7 +69,7 @@ def _streamed_run(job: Job) -> Run:
         context_length=job.prompt_tokens + job.tokens,  # as the command line sets it
         read_size_mb=job.read_size_mb,
         queue_depth=job.queue_depth,
-        **{"expert_warm_start": False, **job.settings},  # no run knows what another one learned
+        **job.settings,
     )
     began = time.perf_counter()
     model, _ = load_model(job.model, config)

@@ -78,7 +78,6 @@ class FlashConfig:
             their experts, as those of other models are.
         expert_lookahead: whether experts are read early that the router of the next layer is likely to choose. A wrong
             guess costs a read; the output is the same either way.
-        expert_warm_start: whether it is remembered which experts are used most, so that they are read first next time.
         io: ``"direct"`` reads past the operating system's page cache, ``"buffered"`` through it; ``"auto"`` is direct
             where the file system can.
         read_size_mb: size of one read in MB (10**6 bytes). None takes what a probe of the disk found best.
@@ -108,7 +107,6 @@ class FlashConfig:
     num_slots: int | None = None
     expert_pool_gb: float | None = None
     expert_lookahead: bool = True
-    expert_warm_start: bool = True
     io: IOMode = "auto"
     read_size_mb: float | None = None
     queue_depth: int | None = None
@@ -132,7 +130,7 @@ class FlashConfig:
             _check_number(name, getattr(self, name), may_be_zero=True)
         _check_word("io", self.io, _IO_MODES)
         self._check_kv()
-        for name in ("enabled", "expert_lookahead", "expert_warm_start", "telemetry", "poison_released_slots"):
+        for name in ("enabled", "expert_lookahead", "telemetry", "poison_released_slots"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} is {value!r}: it must be True or False")
 

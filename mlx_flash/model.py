@@ -6,16 +6,14 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -29,15 +27,6 @@ from mlx_flash.engine.facade import ModelFacade
 from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.engine.status import PassCounters, Status
 from mlx_flash.errors import CheckpointNotFoundError, ClosedError, ConfigError, FlashError
-from mlx_flash.experts.eviction import Expert
-from mlx_flash.experts.layers import Routing
-from mlx_flash.experts.popularity import (
-    Popularity,
-    load_popularity,
-    popularity_file,
-    popularity_fingerprint,
-    save_popularity,
-)
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.layout.arrays import arrays_in
@@ -51,7 +40,7 @@ from mlx_flash.prefixes.leaves import forget
 from mlx_flash.residency.machine import look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan
 from mlx_flash.residency.search import make_plan
-from mlx_flash.residency.sizes import ModelSizes, expecting, measure
+from mlx_flash.residency.sizes import measure
 from mlx_flash.storage.reader import Reader
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.telemetry import Publisher
@@ -73,8 +62,6 @@ class Prepared:
         layout: the model's units.
         machine: the machine in numbers.
         plan: what will be in memory.
-        popularity: which experts earlier runs used most; None without experts, or when that is not wanted.
-        popularity_path: where that is remembered.
         identity: what decides the model's output; None where there is no prefix cache.
     """
 
@@ -82,8 +69,6 @@ class Prepared:
     layout: ModelLayout
     machine: Machine
     plan: ResidencyPlan
-    popularity: Popularity | None = None
-    popularity_path: Path | None = None
     identity: ModelIdentity | None = None
 
 
@@ -161,18 +146,14 @@ class FlashLLM(ModelFacade):
         before = self._prepared
         layout = make_layout(before.loaded)  # modules may have changed since
         machine = look_at_memory(before.machine, _promised(self))
-        popularity = before.popularity
-        if popularity is not None and not _are_of(layout, popularity):
-            popularity = None
-        plan = make_plan(_measure(layout, before.loaded, popularity), self._config, machine)
-        self._carry_out(layout, plan, progress, popularity)
+        plan = make_plan(measure(layout, before.loaded.config, kernel_alignment()), self._config, machine)
+        self._carry_out(layout, plan, progress)
 
     def _carry_out(
         self,
         layout: ModelLayout,
         plan: ResidencyPlan,
         progress: Progress | None,
-        popularity: Popularity | None = None,
     ) -> None:
         config = self._config
         fingerprint = self._fingerprint()  # while modules have the classes that they were loaded with
@@ -183,8 +164,7 @@ class FlashLLM(ModelFacade):
             queue_depth=plan.queue_depth,
             in_place=self._prepared.machine.reads_beside,
         )
-        popular = _popular(layout, popularity, plan.pool.num_slots) if popularity and plan.pool else []
-        experts = ExpertOptions(self._prepared.machine.exact_tiles, config.expert_lookahead, popular)
+        experts = ExpertOptions(self._prepared.machine.exact_tiles, config.expert_lookahead)
         engine = Engine(layout, plan, reader, kernel_alignment(), config.poison_released_slots, progress, experts)
         self.layout, self.plan, self.engine = layout, plan, engine
         if fingerprint is not None:
@@ -198,12 +178,7 @@ class FlashLLM(ModelFacade):
                 status.tell("prefixes", self.prefixes.telemetry)
             publisher = Publisher(status.collect)
             publisher.start()
-        remember = None
-        path = self._prepared.popularity_path
-        if popularity is not None and engine.experts is not None and path is not None:
-            engine.experts.listeners.append(partial(_count_uses, popularity))
-            remember = partial(save_popularity, path, popularity, self.name)
-        self._release = weakref.finalize(self, _let_go, reader, cache_limit, publisher, remember, self.prefixes)
+        self._release = weakref.finalize(self, _let_go, reader, cache_limit, publisher, self.prefixes)
 
     def _fingerprint(self) -> str | None:
         """Of the model, its adapters included; None when its prompts are not to be remembered, or cannot be."""
@@ -367,26 +342,6 @@ def _promised(model: FlashLLM) -> int:
     )
 
 
-def _measure(layout: ModelLayout, loaded: LoadedModel, popularity: Popularity | None) -> ModelSizes:
-    sizes = measure(layout, loaded.config, kernel_alignment())
-    return sizes if popularity is None or popularity.is_empty else expecting(sizes, popularity.hit_rate)
-
-
-def _are_of(layout: ModelLayout, popularity: Popularity) -> bool:
-    """Whether a layout still has the stacks of experts that were counted: adapters may have changed modules."""
-    return [stack.num_experts for stack in layout.experts] == [len(counts) for counts in popularity.counts]
-
-
-def _popular(layout: ModelLayout, popularity: Popularity, limit: int) -> list[tuple[Expert, float]]:
-    """The most popular experts, and which share of the tokens used each."""
-    tokens = [counts.sum() / stack.top_k for counts, stack in zip(popularity.counts, layout.experts, strict=True)]
-    return [((i, e), float(popularity.counts[i][e] / tokens[i])) for i, e in popularity.most_popular(limit)]
-
-
-def _count_uses(popularity: Popularity, layer: int, routing: Routing) -> None:
-    popularity.add(layer, np.bincount(routing.reshape(-1), minlength=len(popularity.counts[layer])))
-
-
 def _is_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call gives tokens and a prompt cache, and nothing else."""
     others = [key for key, value in kwargs.items() if value is not None and key != "cache"]
@@ -398,15 +353,12 @@ def _let_go(
     reader: Reader,
     cache_limit: int | None,
     publisher: Publisher | None,
-    remember: Callable[[], None] | None,
     prefixes: PrefixCache | None,
 ) -> None:
     if publisher is not None:
         publisher.close()
     if prefixes is not None:
         prefixes.close()
-    if remember is not None:
-        remember()
     reader.close()
     if cache_limit is not None:
         mx.set_cache_limit(cache_limit)
@@ -512,18 +464,14 @@ def prepare(
     loaded = load_lazily(path, checkpoint, model_config, **loading)
     adopt_derived(loaded, checkpoint, path, config.derived_cache_gb, progress, write=writes)
     layout = make_layout(loaded)
-    popularity, popularity_path = None, None
-    if layout.experts and config.expert_warm_start:
-        popularity_path = popularity_file(popularity_fingerprint(loaded.config, state_of(checkpoint)))
-        popularity = load_popularity(popularity_path, [stack.num_experts for stack in layout.experts])
-    sizes = _measure(layout, loaded, popularity)
+    sizes = measure(layout, loaded.config, kernel_alignment())
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
     machine = look_at_machine(largest.path, layout, config)
     identity = None
     if config.kv_prefixes != "off":
         identity = ModelIdentity(loaded.model, fingerprint_of(loaded, state_of(checkpoint)))
     plan = make_plan(sizes, config, machine)
-    return Prepared(loaded, layout, machine, plan, popularity, popularity_path, identity)
+    return Prepared(loaded, layout, machine, plan, identity)
 
 
 def _files(layout: ModelLayout) -> list[Path]:

@@ -31,7 +31,7 @@ from mlx_flash.errors import ConfigError, FlashError
 COUNTS = ("context_length", "prefill_step_size", "kv_max_tokens", "num_slots", "queue_depth")
 SHARES = ("expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day")
 NUMBERS = ("ram_budget_gb", "kv_ram_gb", "read_size_mb", *SHARES)
-SWITCHES = ("enabled", "expert_lookahead", "expert_warm_start", "telemetry", "poison_released_slots")
+SWITCHES = ("enabled", "expert_lookahead", "telemetry", "poison_released_slots")
 WORDS = ("min", "safe", "balanced", "performance")
 OR_WORDS = "or one of 'min', 'safe', 'balanced', 'performance'"
 
@@ -68,7 +68,6 @@ def test_defaults() -> None:
         "num_slots": None,
         "expert_pool_gb": None,
         "expert_lookahead": True,
-        "expert_warm_start": True,
         "io": "auto",
         "read_size_mb": None,
         "queue_depth": None,
@@ -368,7 +367,6 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "num_slots": (None, 1, 3),
     "expert_pool_gb": (None, 0, 2.5),
     "expert_lookahead": (True, False),
-    "expert_warm_start": (True, False),
     "io": ("auto", "direct", "buffered"),
     "read_size_mb": (None, 0.5, 4.0),
     "queue_depth": (None, 1, 64),

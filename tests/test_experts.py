@@ -405,45 +405,6 @@ def test_a_packed_checkpoint(tiny: Any, tmp_path: Path, name: str) -> None:
         assert pool_of(model).stats.num_evicted > 0
 
 
-def test_experts_of_earlier_runs_are_there_at_once(
-    tiny: Any, tmp_path: Path, planned: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    directory, _ = tiny("qwen3_moe")
-    planned(20)
-    tokens = [[3], [14], [159]]
-    found = []
-    for _ in range(2):
-        with mlx_flash.load_model(directory, config(expert_lookahead=False))[0] as model:
-            pool = pool_of(model)
-            run(model, tokens)
-            found.append((pool.num_warm, pool.stats.num_hits))
-            check_slots(pool)
-    (first_warm, first_hits), (second_warm, second_hits) = found
-    assert first_warm == 0 < second_warm
-    assert first_hits < second_hits
-    assert list((tmp_path / "mlx-flash" / "experts").iterdir())
-
-
-def test_nothing_is_remembered_that_is_not_wanted(
-    tiny: Any, tmp_path: Path, planned: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    directory, _ = tiny("qwen3_moe")
-    planned(20)
-    for wanted, num_files in ((False, 0), (True, 1), (False, 1)):
-        before = remembered(tmp_path)
-        with mlx_flash.load_model(directory, config(expert_warm_start=wanted))[0] as model:
-            run(model, [[3], [14]])
-            assert pool_of(model).num_warm == 0
-        assert len(remembered(tmp_path)) == num_files
-        assert wanted or remembered(tmp_path) == before
-
-
-def remembered(folder: Path) -> dict[Path, int]:
-    return {file: file.stat().st_mtime_ns for file in (folder / "mlx-flash" / "experts").glob("*")}
-
-
 FAULTS = [(7, True), (24, True), (24, False)]
 """Slots of the pool, and whether a prompt's experts go through it too."""
 
@@ -516,7 +477,7 @@ def test_closing_while_experts_are_read(tiny: Any, disk: Disk) -> None:
     model = with_pool(directory, 24)
     disk.gate.clear()
     pool_of(model).read_ahead(1, [5, 6], 3)
-    pool_of(model).warm([((0, expert), 0.5) for expert in range(9)])
+    pool_of(model).read_ahead(0, list(range(9)), 24)
     closing = threading.Thread(target=model.close)
     closing.start()
     disk.gate.set()

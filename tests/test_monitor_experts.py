@@ -44,7 +44,6 @@ def pool(**changes: Any) -> Json:
         "num_resident": 412,
         "num_experts": 3072,
         "expert_bytes": SLOT - 1000,
-        "warm": 100,
     }
     return {**told, **changes}
 

@@ -41,7 +41,6 @@ from mlx_flash.residency.sizes import (
     TableSize,
     TensorSize,
     UnitSize,
-    expecting,
 )
 from mlx_flash.residency.spread import spread
 from mlx_flash.storage.placement import padded_bytes
@@ -1048,22 +1047,6 @@ def test_whole_layers_are_read_only_where_the_least_pool_does_not_fit(exact_tile
     smallest = make_plan(sizes, with_budget(FIXED, word.minimum_bytes), machine)
     assert smallest.pool is None and word.minimum_bytes < enough
     assert smallest.seconds > plan.seconds
-
-
-@pytest.mark.parametrize("hit_rate", [lambda num_slots: 0.0, lambda num_slots: num_slots / 1536, lambda num_slots: 1.0])
-def test_what_is_expected_of_pools(hit_rate: Callable[[int], float]) -> None:
-    sizes = expecting(make_mixture(), hit_rate)
-    experts = experts_of(sizes)
-    assert sum(experts.num_experts) == 1536
-    for num_slots in (0, 100, 192, 1000, 1536, 9999):
-        assert experts.hit_rate(num_slots) == pytest.approx(hit_rate(min(num_slots, 1536)))
-    (plan,) = plans_between(sizes, FIXED, make_machine(), [0.5])
-    assert plan.pool is not None and plan.pool.hit_rate == pytest.approx(hit_rate(plan.pool.num_slots))
-
-
-def test_nothing_is_expected_of_a_model_without_experts() -> None:
-    sizes = make_model()
-    assert expecting(sizes, lambda num_slots: 1.0) is sizes
 
 
 @some(100)

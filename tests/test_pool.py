@@ -183,17 +183,6 @@ class Calls(RuleBasedStateMachine):
             for expert in experts:
                 assert self.checkpoint.found(self.pool, layer, expert) == self.checkpoint.expected(layer, expert)
 
-    @rule(experts=st.lists(st.tuples(LAYERS, st.integers(0, 3)), max_size=9, unique=True))
-    def warm(self, experts: Experts) -> None:
-        before, read_bytes = resident(self.pool), self.pool.stats.read_bytes
-        absent = [key for key in experts if key not in before]
-        num_free = self.pool.num_usable - len(before)
-        self.pool.warm([(key, 1 / (i + 2)) for i, key in enumerate(absent)])
-        assert set(resident(self.pool)) - set(before) == set(absent[:num_free])
-        assert set(before) <= set(resident(self.pool))
-        assert self.pool.stats.read_bytes == read_bytes
-        self.note_reads(before)
-
     @rule(layer=LAYERS, experts=SOME, needed=SOME, fails=st.booleans())
     def adopt(self, layer: int, experts: list[int], needed: list[int], fails: bool) -> None:
         needed = [e for e in needed if e < NUM_EXPERTS[layer]]
@@ -330,15 +319,6 @@ def test_nothing_is_read_ahead_in_the_place_of_what_is_needed(checkpoint: Checkp
     assert resident(pool) == [(0, 0), (0, 1), (1, 4)]
 
 
-def test_the_most_popular_stay_longest(checkpoint: Checkpoint, reader: Reader) -> None:
-    pool = checkpoint.pool(3, reader)
-    pool.warm([((0, 5), 0.9), ((1, 2), 0.5), ((0, 1), 0.3), ((2, 2), 0.2)])
-    assert resident(pool) == [(0, 1), (0, 5), (1, 2)] and pool.num_warm == 3
-    bring(pool, 2, 0)
-    bring(pool, 2, 1)
-    assert (0, 5) in resident(pool)
-
-
 def test_what_a_prompt_used_more_takes_the_place_of_what_it_used_less(checkpoint: Checkpoint, reader: Reader) -> None:
     pool = checkpoint.pool(2, reader)
     pool.use(0, numbers([0, 1]), numbers([9, 1]), 10)
@@ -443,7 +423,7 @@ def test_a_failed_guess_harms_nobody(checkpoint: Checkpoint, reader: Reader, dis
     pool = checkpoint.pool(6, reader)
     disk.is_broken = True
     pool.read_ahead(1, [0, 1], 4)
-    pool.warm([((2, 3), 0.5)])
+    pool.read_ahead(2, [3], 4)
     for ticket in pool._tickets.values():
         with pytest.raises(ReadError):
             ticket.wait()
@@ -483,7 +463,7 @@ def test_closing_while_reads_are_under_way(checkpoint: Checkpoint, disk: Disk) -
     disk.gate.clear()
     pool.request(0, [0, 1])
     pool.read_ahead(1, [0], 4)
-    pool.warm([((2, 0), 0.5), ((2, 1), 0.5)])
+    pool.read_ahead(2, [0, 1], 4)
     closing = threading.Thread(target=pool.close)
     closing.start()
     disk.gate.set()

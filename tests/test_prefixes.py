@@ -407,7 +407,7 @@ def tree(directory: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_zero_write_mode_uses_what_is_there_and_writes_nothing(llama: Path) -> None:
-    frugal = {"ssd_write_gb_per_day": 0.0, "expert_warm_start": False}
+    frugal = {"ssd_write_gb_per_day": 0.0}
     expected = first_run(llama)
     before = tree(cache_directory())
     with loaded(llama, **frugal) as model:

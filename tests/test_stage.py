@@ -183,7 +183,7 @@ def test_a_failed_stack_gives_its_slots_back(directory: Path, stacks: list[Any],
 
 
 def test_experts_on_their_way_keep_no_second_slot(directory: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
-    """A prompt that comes while the experts of earlier runs are still being read."""
+    """A prompt comes while predicted experts are still being read."""
 
     def slowly(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if not threading.current_thread().name.startswith("mlx-flash-reader-urgent"):
@@ -195,7 +195,8 @@ def test_experts_on_their_way_keep_no_second_slot(directory: Path, monkeypatch: 
         pool = pool_of(model)
         monkeypatch.setattr(reader_module.os, "preadv", slowly)
         disk.gate.clear()
-        pool.warm([((layer, expert), 0.5) for expert in range(10) for layer in range(3)])
+        for layer in range(3):
+            pool.read_ahead(layer, list(range(10)), 30)
         found = trace(model, CALLS[:1])
         disk.gate.set()
         assert not find_difference(expected, found)

@@ -287,7 +287,6 @@ def test_experts_are_told(mixture: Path) -> None:
             "num_resident": 0,
             "num_experts": 24,
             "expert_bytes": 3 * 128 * 64 * 4,
-            "warm": 0,
         }
         run(model, [[1, 2, 3], [4], [5]])
         after = told.collect()["experts"]
@@ -333,12 +332,3 @@ def test_experts_of_a_closed_engine(mixture: Path) -> None:
     run(model, [[1]])
     model.close()
     assert told.collect()["experts"] is None
-
-
-def test_experts_of_earlier_runs_are_warm(mixture: Path) -> None:
-    with streamed_whole(mixture, pool_slots=9) as model:
-        assert model.engine is not None and model.engine.experts is not None
-        model.engine.experts.pool.warm([((2, 7), 0.5), ((0, 1), 0.2), ((1, 3), 0.1)])
-        told = status_of(model).collect()["experts"]
-        assert told["warm"] == told["num_resident"] == 3
-        assert told["read_bytes"] == told["num_routed"] == 0

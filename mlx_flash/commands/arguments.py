@@ -35,7 +35,7 @@ DIAL = (
     *("ram_budget_gb", "context_length", "prefill_step_size", "num_slots"),
     *("kv_cache", "kv_ram_gb", "kv_max_tokens", "kv_keep", "kv_step", "kv_directory"),
     *("kv_prefixes", "kv_prefix_tenant", "kv_prefix_gb", "ssd_write_gb_per_day"),
-    *("expert_pool_gb", "expert_lookahead", "expert_warm_start", "io", "read_size_mb", "queue_depth"),
+    *("expert_pool_gb", "expert_lookahead", "io", "read_size_mb", "queue_depth"),
 )
 """The fields of ``FlashConfig`` that are flags of every command."""
 

@@ -14,15 +14,12 @@ from mlx_flash.commands.common import print_json, print_rich
 from mlx_flash.commands.report import Json
 from mlx_flash.config import GB
 from mlx_flash.convert.copies import Copy, derived_directory, list_copies, remove
-from mlx_flash.experts.popularity import PopularityFile, list_popularity, popularity_directory, remove_popularity
 from mlx_flash.prefixes.access import clear_prefixes, list_prefixes
 from mlx_flash.prefixes.cache import prefix_directory
 from mlx_flash.prefixes.index import StoredModel
 from mlx_flash.storage.probe import _load_profiles, _profiles_file
 
 DAY = 24 * 3600
-
-OFF_SWITCH = "expert_warm_start=False (--no-expert-warm-start) keeps none"
 
 
 def cache(args: argparse.Namespace, out: TextIO) -> int:
@@ -32,20 +29,15 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
 
 def _list(args: argparse.Namespace, out: TextIO) -> int:
     copies = list_copies()
-    files = list_popularity()
     prefixes = list_prefixes(prefix_directory())
     disks = _remembered_disks()
     if args.json:
-        lists = {"copies": [_to_json(copy) for copy in copies], "popularity": [_file_to_json(file) for file in files]}
-        lists["prefixes"] = [asdict(model) for model in prefixes]
-        print_json({**_places(), "bytes": _total(copies, files, prefixes), **lists, "disks": disks}, out)
+        lists = {"copies": [_to_json(copy) for copy in copies], "prefixes": [asdict(model) for model in prefixes]}
+        print_json({**_places(), "bytes": _total(copies, prefixes), **lists, "disks": disks}, out)
         return 0
     if copies:
         print_rich(_render(copies), out)
     print(f"{_in_words(copies)} in {derived_directory()}; {len(disks)} remembered disk profiles", file=out)
-    if files:
-        print_rich(_render_files(files), out)
-    print(f"{_files_in_words(files)} in {popularity_directory()}; {OFF_SWITCH}", file=out)
     if prefixes:
         print_rich(_render_prefixes(prefixes), out)
     print(f"{_prefixes_in_words(prefixes)} in {prefix_directory()}", file=out)
@@ -56,30 +48,22 @@ def _clear(args: argparse.Namespace, out: TextIO) -> int:
     copies = list_copies()
     removed = [copy for copy in copies if remove(copy)]
     kept = [copy for copy in copies if copy not in removed]
-    files = list_popularity()
-    for file in files:
-        remove_popularity(file)
     prefixes, in_use = _clear_prefixes()
     disks = _remembered_disks()
     _profiles_file().unlink(missing_ok=True)
     if args.json:
         lists = {"removed": [_to_json(copy) for copy in removed], "kept": [_to_json(copy) for copy in kept]}
-        lists |= {"popularity": [_file_to_json(file) for file in files]}
         lists |= {"prefixes": [asdict(model) for model in prefixes]}
-        print_json({**_places(), "bytes": _total(removed, files, prefixes), **lists, "disks": disks}, out)
+        print_json({**_places(), "bytes": _total(removed, prefixes), **lists, "disks": disks}, out)
         return 0
     for copy in removed:
         print(f"removed {copy.nbytes / GB:.2f} GB of {_model(copy)}: {copy.folder}", file=out)
     for copy in kept:
         print(f"kept {copy.nbytes / GB:.2f} GB of {_model(copy)}: in use, {copy.folder}", file=out)
-    for file in files:
-        print(f"removed {_size(file.nbytes)} of popular experts of {_model(file)}: {file.path}", file=out)
     for model in in_use:
         print(f"kept {model.nbytes / GB:.2f} GB of the prefix cache of {model.title}: in use", file=out)
-    everything = (_in_words(removed), _files_in_words(files), _prefixes_in_words(prefixes))
-    print(f"removed {', '.join(everything)}, and {len(disks)} remembered disk profiles", file=out)
-    if files:
-        print(OFF_SWITCH, file=out)
+    everything = f"{_in_words(removed)}, {_prefixes_in_words(prefixes)}"
+    print(f"removed {everything}, and {len(disks)} remembered disk profiles", file=out)
     return 0
 
 
@@ -106,13 +90,12 @@ def _remembered_disks() -> list[str]:
 def _places() -> Json:
     return {
         "derived_directory": str(derived_directory()),
-        "popularity_directory": str(popularity_directory()),
         "prefix_directory": str(prefix_directory()),
         "disk_profiles": str(_profiles_file()),
     }
 
 
-def _total(*kept: Sequence[Copy | PopularityFile | StoredModel]) -> int:
+def _total(*kept: Sequence[Copy | StoredModel]) -> int:
     return sum(each.nbytes for sequence in kept for each in sequence)
 
 
@@ -129,21 +112,10 @@ def _to_json(copy: Copy) -> Json:
     }
 
 
-def _file_to_json(file: PopularityFile) -> Json:
-    return {"file": str(file.path), "model": file.model, "bytes": file.nbytes, "last_used": file.last_used}
-
-
 def _render(copies: list[Copy]) -> Table:
     table = Table.grid(padding=(0, 2))
     for copy in copies:
         table.add_row(_model(copy), f"{copy.nbytes / GB:.2f} GB", _when(copy), copy.source)
-    return table
-
-
-def _render_files(files: list[PopularityFile]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for file in files:
-        table.add_row(_model(file), _size(file.nbytes), _days_ago(file.last_used))
     return table
 
 
@@ -160,8 +132,8 @@ def _prefixes_in_words(prefixes: list[StoredModel]) -> str:
     return f"{tokens} tokens in the prefix cache of {_total(prefixes) / GB:.3f} GB"
 
 
-def _model(kept: Copy | PopularityFile) -> str:
-    return kept.model or "(cannot be read)"
+def _model(copy: Copy) -> str:
+    return copy.model or "(cannot be read)"
 
 
 def _when(copy: Copy) -> str:
@@ -176,12 +148,3 @@ def _days_ago(last_used: float) -> str:
 def _in_words(copies: list[Copy]) -> str:
     noun = "packed copy" if len(copies) == 1 else "packed copies"
     return f"{len(copies)} {noun} of {sum(copy.nbytes for copy in copies) / GB:.2f} GB"
-
-
-def _files_in_words(files: list[PopularityFile]) -> str:
-    noun = "list" if len(files) == 1 else "lists"
-    return f"{len(files)} {noun} of popular experts of {_size(_total(files))}"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1000:.1f} kB"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_flash.experts.eviction import Expert
 from mlx_flash.experts.layers import Experts
 from mlx_flash.experts.pool import ExpertPool, pool_layer
 from mlx_flash.experts.stage import Stage
@@ -43,12 +42,10 @@ class ExpertOptions:
     Attributes:
         exact_rows: as in :class:`~mlx_flash.experts.layers.Experts`.
         lookahead: as there.
-        popular: experts to read first, the most popular first, and which share of the tokens used each.
     """
 
     exact_rows: bool = True
     lookahead: bool = True
-    popular: Sequence[tuple[Expert, float]] = ()
 
 
 @dataclass(slots=True)
@@ -198,7 +195,6 @@ class Engine:
         )
         self._changed += self.experts.changed
         self._streamed.update((id(p.container), p.key) for stack in stacks for p in stack.unit.large)
-        pool.warm(options.popular)
 
     def _swap(self, unit: Unit, mixin: type[SwappedClass], state: object, streamed: list[Parameter]) -> None:
         swap_class(unit.module, mixin, state)

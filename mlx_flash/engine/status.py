@@ -157,7 +157,6 @@ class Status:
             "num_resident": experts.pool.num_resident,
             "num_experts": plan.num_experts,
             "expert_bytes": max(layer.expert_bytes for layer in experts.pool.layers),
-            "warm": experts.pool.num_warm,
         }
 
     def _units(self) -> list[Json]:

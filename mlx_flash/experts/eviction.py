@@ -7,7 +7,6 @@ routing stays as it is, and better where it changes (docs/lab-notes.md).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,10 +57,6 @@ class Uses:
         weight = (1 - 2 ** (-num_tokens / HALF_LIFE)) * _MOST_USES / num_tokens
         sums = self._sums[layer]
         sums[experts] = np.logaddexp2(sums[experts], self._now + np.log2(counts * weight))
-
-    def expect(self, layer: int, expert: int, share: float) -> None:
-        """Counts an expert as one that was used by this share of tokens before."""
-        self._sums[layer][expert] = self._now + math.log2(share * _MOST_USES)
 
     def enter(self, slot: int, key: Expert) -> None:
         """An expert has a slot now."""

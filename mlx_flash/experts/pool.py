@@ -40,7 +40,7 @@ class ExpertStats:
         num_predicted: experts that were read because a router was expected to choose them.
         num_predicted_right: those of them that the next call of their layer needed.
         num_evicted: experts whose place was taken.
-        read_bytes: bytes of experts that were read, except for those of earlier runs.
+        read_bytes: bytes of experts that were read.
         wait_seconds: time that calls waited for experts.
     """
 
@@ -98,7 +98,6 @@ class ExpertPool:
     Attributes:
         stats: what happened so far.
         slot_of: for each layer the slot of each expert, or ``ABSENT``.
-        num_warm: experts that were put there before the first call.
     """
 
     def __init__(self, slots: SlotArena, layers: Sequence[PoolLayer], reader: Reader, poison: bool) -> None:
@@ -106,7 +105,6 @@ class ExpertPool:
         self.slots = slots
         self.layers = layers
         self.slot_of: list[Numbers] = [np.full(layer.num_experts, ABSENT) for layer in layers]
-        self.num_warm = 0
         self._reader = reader
         self._poison = poison
         self._free = list(reversed(range(slots.num_slots)))
@@ -285,19 +283,6 @@ class ExpertPool:
                 return
             self._predicted[layer].add(expert)
             self.stats.num_predicted += 1
-
-    def warm(self, experts: Iterable[tuple[Expert, float]]) -> None:
-        """Begins to read experts of earlier runs into free slots.
-
-        Args:
-            experts: the most popular first, and which share of the tokens used each.
-        """
-        nobody = np.zeros(self.slots.num_slots, np.bool_)
-        for (key, share), _ in zip(experts, range(len(self._free)), strict=False):
-            self._uses.expect(*key, share)
-            self._read(key, nobody, urgent=False)
-            self.stats.read_bytes -= self.layers[key[0]].expert_bytes
-            self.num_warm += 1
 
     def _read(self, key: Expert, spared: Mask, *, urgent: bool) -> bool:
         """Begins to read an expert. Returns whether there was a slot for it."""

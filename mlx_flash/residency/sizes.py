@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -118,8 +118,8 @@ class ActivationSizes:
 
 
 DEFAULT_HITS = (0.0, 0.33, 0.55, 0.7, 0.8, 0.87, 0.93, 0.97, 1.0)
-"""Hit rates of pools of 0, 1/8, 2/8 ... of all experts, when nothing is known of a model's routing. Seen with random
-models whose routing is skewed as that of trained ones: docs/lab-notes.md."""
+"""Expected hit rates of pools of 0, 1/8, 2/8 ... of all experts. Measured with random models whose routing is as skewed
+as that of trained ones: docs/lab-notes.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,6 @@ class ExpertSizes:
         nbytes: of all experts.
         token_bytes: of those that compute one token.
         copies: whether direct reads of them go through a bounce buffer.
-        hits: expected hit rates of pools from none to all of the experts, at equal distances.
     """
 
     num_experts: tuple[int, ...]
@@ -142,13 +141,12 @@ class ExpertSizes:
     nbytes: int
     token_bytes: int
     copies: bool
-    hits: tuple[float, ...] = DEFAULT_HITS
 
     def hit_rate(self, num_slots: int) -> float:
         """Share of the experts of a token that a pool of so many slots is expected to hold."""
-        at = min(1.0, num_slots / sum(self.num_experts)) * (len(self.hits) - 1)
-        low = min(int(at), len(self.hits) - 2)
-        return self.hits[low] + (at - low) * (self.hits[low + 1] - self.hits[low])
+        at = min(1.0, num_slots / sum(self.num_experts)) * (len(DEFAULT_HITS) - 1)
+        low = min(int(at), len(DEFAULT_HITS) - 2)
+        return DEFAULT_HITS[low] + (at - low) * (DEFAULT_HITS[low + 1] - DEFAULT_HITS[low])
 
 
 @dataclass(frozen=True)
@@ -250,21 +248,6 @@ def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> Mode
         return sizes
     trunk = _measure(trunk_of(layout), activations, alignment)
     return replace(sizes, trunk=replace(trunk, experts=_expert_sizes(layout.experts, alignment)))
-
-
-def expecting(sizes: ModelSizes, hit_rate: Callable[[int], float]) -> ModelSizes:
-    """The same model with other expectations.
-
-    Args:
-        sizes: the model.
-        hit_rate: the share of the experts of a token that a pool of so many slots is expected to hold.
-    """
-    trunk = sizes.trunk
-    if trunk is None or trunk.experts is None:
-        return sizes
-    total, parts = sum(trunk.experts.num_experts), len(DEFAULT_HITS) - 1
-    hits = tuple(hit_rate(total * i // parts) for i in range(parts + 1))
-    return replace(sizes, trunk=replace(trunk, experts=replace(trunk.experts, hits=hits)))
 
 
 def _measure(layout: ModelLayout, activations: ActivationSizes, alignment: int) -> ModelSizes:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Piece, Segment
-from mlx_flash.storage.reader import Reader, Ticket
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 
 PROBE_BUFFERS = 2
 """Each holds all bytes that are in flight at once."""
@@ -40,7 +40,7 @@ class DiskProbe:
         return [self._measure(read_size, queue_depth) for read_size, queue_depth in self._settings]
 
     def _measure(self, read_size: int, queue_depth: int) -> dict[str, Any]:
-        reader = Reader(self._paths, direct=True, read_size=read_size, queue_depth=queue_depth)
+        reader = BackgroundPrefetcher(self._paths, direct=True, read_size=read_size, queue_depth=queue_depth)
         try:
             self.is_direct = reader.is_direct
             buffers = [_buffer(reader.read_size * queue_depth) for _ in range(PROBE_BUFFERS)]
@@ -51,7 +51,7 @@ class DiskProbe:
             reader.close()
         return {"read_size": read_size, "queue_depth": queue_depth, "nbytes": nbytes, "bytes_per_second": rate}
 
-    def _read(self, reader: Reader, buffers: Sequence[memoryview]) -> int:
+    def _read(self, reader: BackgroundPrefetcher, buffers: Sequence[memoryview]) -> int:
         """Read into one buffer while waiting for the other, so that the queue never runs empty."""
         done, in_flight = 0, deque[Ticket]()
         for buffer in cycle(buffers):

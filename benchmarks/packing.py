@@ -45,8 +45,8 @@ from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import Arena, kernel_alignment
 from mlx_flash.storage.placement import Placement, place
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 from mlx_flash.storage.probe import disk_profile
-from mlx_flash.storage.reader import Reader, Ticket
 from mlx_flash.storage.safetensors import read_checkpoint
 
 NUM_SLOTS = 3
@@ -99,7 +99,9 @@ class Bench:
     def _read(self, name: str) -> Run:
         contestant = self.contestants[name]
         make_cold(contestant.paths, self.drop_caches)
-        reader = Reader(contestant.paths, direct=True, read_size=self.read_size, queue_depth=self.queue_depth)
+        reader = BackgroundPrefetcher(
+            contestant.paths, direct=True, read_size=self.read_size, queue_depth=self.queue_depth
+        )
         try:
             began = time.perf_counter()
             read_units(reader, contestant.placements, self.slots)
@@ -124,7 +126,7 @@ class Bench:
         return run
 
 
-def read_units(reader: Reader, placements: Sequence[Placement], slots: Sequence[Arena]) -> None:
+def read_units(reader: BackgroundPrefetcher, placements: Sequence[Placement], slots: Sequence[Arena]) -> None:
     """Read every unit once. Each slot is read into again as soon as its read has ended."""
     in_flight: deque[Ticket] = deque()
     for i, placement in enumerate(placements):

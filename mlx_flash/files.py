@@ -1,4 +1,4 @@
-"""Files: the cache folder, atomic replacement, locks, and folders that are removed with their process."""
+"""Files: the cache folder, regular files only, atomic replacement, locks, and folders that end with their process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import weakref
@@ -38,6 +39,73 @@ def free_bytes(path: Path) -> int:
     while not found.exists():
         found = found.parent
     return shutil.disk_usage(found).free
+
+
+# --- regular files ---------------------------------------------------------------------------------------------------
+
+
+def open_regular(path: Path, flags: int = 0) -> int:
+    """Open a regular file for reading. Never waits for a writer, as opening a FIFO does.
+
+    Args:
+        path: the file; links are followed.
+        flags: further flags of ``os.open``.
+
+    Returns:
+        The descriptor. The caller closes it.
+
+    Raises:
+        OSError: it cannot be opened, or it is a folder, a device, a FIFO or a socket.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    try:
+        _check_regular(path, os.fstat(fd))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """Read a regular file of at most ``limit`` bytes.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or is larger.
+    """
+    with open(open_regular(path), "rb") as file:
+        _check_size(path, os.fstat(file.fileno()).st_size, limit)
+        data = file.read(limit + 1)
+    _check_size(path, len(data), limit)
+    return data
+
+
+def check_regular(path: Path, limit: int | None = None) -> None:
+    """Check a file that another library will read.
+
+    Args:
+        path: the file; links are followed.
+        limit: its largest size in bytes; None for any.
+
+    Raises:
+        OSError: it does not exist, is not a regular file, or is larger.
+    """
+    status = path.stat()
+    _check_regular(path, status)
+    if limit is not None:
+        _check_size(path, status.st_size, limit)
+
+
+def _check_regular(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        kind = "FIFO" if stat.S_ISFIFO(status.st_mode) else "device or socket"
+        raise OSError(errno.ENXIO, f"it is a {kind}, not a regular file", str(path))
+
+
+def _check_size(path: Path, nbytes: int, limit: int) -> None:
+    if nbytes > limit:
+        raise OSError(errno.EFBIG, f"it has {nbytes} bytes, at most {limit} are allowed", str(path))
 
 
 # --- atomic replacement ----------------------------------------------------------------------------------------------

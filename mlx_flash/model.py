@@ -41,7 +41,7 @@ from mlx_flash.residency.machine import look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import measure
-from mlx_flash.storage.reader import Reader
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.telemetry import Publisher
 
@@ -157,7 +157,7 @@ class FlashLLM(ModelFacade):
     ) -> None:
         config = self._config
         fingerprint = self._fingerprint()  # while modules have the classes that they were loaded with
-        reader = Reader(
+        reader = BackgroundPrefetcher(
             _files(layout),
             direct=config.io != "buffered",
             read_size=plan.read_size,
@@ -350,7 +350,7 @@ def _is_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _let_go(
-    reader: Reader,
+    reader: BackgroundPrefetcher,
     cache_limit: int | None,
     publisher: Publisher | None,
     prefixes: PrefixCache | None,

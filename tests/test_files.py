@@ -1,4 +1,4 @@
-"""Atomic replacement of files, and locks between processes."""
+"""Regular files, atomic replacement, and locks between processes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,22 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mlx_flash.files import PARTIAL_SUFFIX, AtomicFile, locked, open_locked, rename_durably, write_atomically
+from mlx_flash.files import (
+    PARTIAL_SUFFIX,
+    AtomicFile,
+    check_regular,
+    locked,
+    open_locked,
+    open_regular,
+    read_regular,
+    rename_durably,
+    write_atomically,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -148,3 +159,30 @@ def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     os.close(open_locked(tmp_path, required=False))
     write_atomically(tmp_path / "data", "new")
     assert (tmp_path / "data").read_text() == "new"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "file"
+    make(path)
+    for read in (open_regular, check_regular, lambda path: read_regular(path, 10)):
+        with pytest.raises(OSError, match=r"not a regular file|Is a directory"):
+            read(path)
+
+
+def test_large_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert read_regular(path, 5) == b"12345"
+    check_regular(path, 5)
+    for read in (read_regular, check_regular):
+        with pytest.raises(OSError, match="it has 5 bytes, at most 4 are allowed"):
+            read(path, 4)
+
+
+def test_file_that_reports_no_size_is_not_read_beyond_the_limit() -> None:
+    path = Path("/proc/self/maps")
+    if not path.exists():
+        pytest.skip("no /proc on this system")
+    with pytest.raises(OSError, match="it has 11 bytes, at most 10 are allowed"):
+        read_regular(path, 10)

@@ -30,7 +30,7 @@ from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.slots import Slot
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.storage.reader import Reader
+from mlx_flash.storage.ranges import RangeReader
 from models import GEMMA3, LLAMA, build
 
 
@@ -484,9 +484,11 @@ def test_pages_are_read_through_bounce_buffers_where_they_must(
     """As on CUDA, where a disk must not write beside what is computed from."""
     bounced: list[bool] = []
     for name, is_bounced in (("_read_bounced", True), ("_read_direct", False)):
-        read = getattr(Reader, name)
+        read = getattr(RangeReader, name)
         monkeypatch.setattr(
-            Reader, name, lambda *args, read=read, is_bounced=is_bounced: (bounced.append(is_bounced), read(*args))[1]
+            RangeReader,
+            name,
+            lambda *args, read=read, is_bounced=is_bounced: (bounced.append(is_bounced), read(*args))[1],
         )
     for reads_beside in (True, False):
         monkeypatch.setattr("mlx_flash.kv.files.reads_beside", lambda beside=reads_beside: beside)

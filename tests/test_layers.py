@@ -17,7 +17,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.swap import SwappedClass, clone_with, own_class, restore_class, state_of, swap_class
 from mlx_flash.layout.units import make_layout
-from mlx_flash.storage.reader import Reader
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.streaming.layers import EmbeddingRows, TableState, arrays_in
 from models import LLAMA, VOCAB_SIZE, save, stock
@@ -88,7 +88,7 @@ def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     save(directory, LLAMA, mx.bfloat16, bits=4 if request.param == "quantized" else None, header_shift=3)
     layout = make_layout(load_lazily(directory, read_checkpoint(directory)))
     (unit,) = layout.embeddings
-    reader = Reader(sorted({p.record.extent.path for p in unit.large if p.record}))
+    reader = BackgroundPrefetcher(sorted({p.record.extent.path for p in unit.large if p.record}))
     swap_class(unit.module, EmbeddingRows, TableState(unit.large, reader, None))
     yield unit.module, stock(directory).model.embed_tokens
     reader.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.errors import CheckpointError
 from mlx_flash.layout.arrays import arrays_in
-from mlx_flash.layout.load import ModelLayout, load_lazily
+from mlx_flash.layout.load import ModelLayout, load_config, load_lazily
 from mlx_flash.layout.units import make_layout
-from mlx_flash.storage.safetensors import read_checkpoint
+from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_checkpoint
 from models import GEMMA3, LLAMA, MAMBA2, run, same_bits, save, stock
 from zoo import configuration
 
@@ -167,3 +168,32 @@ def test_a_model_without_layers_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delattr(llama.Model, "layers")
     with pytest.raises(CheckpointError, match="has no 'layers'"):
         layout_of(directory)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"])
+def test_small_files_must_be_regular(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=rf"cannot read {path}: it is a FIFO, not a regular file.*Hint: "):
+        load_config(tmp_path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=rf"cannot read {path}: it is a device or socket.*Hint: "):
+        load_config(tmp_path)
+
+
+def test_config_has_a_largest_size(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.touch()
+    os.truncate(path, MAX_METADATA_BYTES + 1)
+    with pytest.raises(CheckpointError, match=r"config\.json: it has 64000001 bytes, at most 64000000 are allowed"):
+        load_config(tmp_path)
+
+
+def test_links_to_nothing_and_folders_are_not_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "old.json").symlink_to(tmp_path / "nothing")
+    (tmp_path / "folder.json").mkdir()
+    assert load_config(tmp_path)["model_type"] == "llama"

@@ -400,24 +400,39 @@ def test_a_shard_cut_short_while_running_is_named_and_can_come_back(tmp_path: Pa
         assert same_bits(run(model, PREFILL_AND_DECODE), expected)
 
 
-def test_a_shard_replaced_while_running_is_named_and_can_come_back(tmp_path: Path) -> None:
+def test_shard_missing_while_running_is_named_and_can_come_back(tmp_path: Path) -> None:
+    directory = save(tmp_path / "model", LLAMA, mx.bfloat16)
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    with streamed_whole(directory) as model:
+        run(model, PREFILL_AND_DECODE)
+        directory.rename(tmp_path / "aside")
+        for _ in range(2):
+            with pytest.raises(FileChangedError, match=r"'model.*model\.safetensors"):
+                run(model, PREFILL_AND_DECODE)
+        (tmp_path / "aside").rename(directory)
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("io", ["auto", "buffered"])
+def test_shard_changed_in_one_byte_while_running_ends_the_run(tmp_path: Path, io: str, in_place: bool) -> None:
     directory = save(tmp_path / "model", LLAMA, mx.bfloat16)
     expected = run(stock(directory), PREFILL_AND_DECODE)
     (shard,) = directory.glob("model*.safetensors")
-    other = tmp_path / "other.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
-    other.write_bytes(data)
-    with streamed_whole(directory) as model:
-        run(model, PREFILL_AND_DECODE)
-        shard.rename(tmp_path / "aside")
-        with pytest.raises(FileChangedError, match=r"'model.*model\.safetensors"):
-            run(model, PREFILL_AND_DECODE)
-        other.rename(shard)
+    whole = shard.read_bytes()
+    other = bytearray(whole)
+    other[len(whole) // 3] ^= 1
+    target = shard if in_place else tmp_path / "other.safetensors"
+    with streamed_whole(directory, io=io) as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        target.write_bytes(other)
+        target.replace(shard)
+        for _ in range(2):
+            with pytest.raises(FileChangedError, match=r"'model.*model\.safetensors.*replaced by another"):
+                run(model, PREFILL_AND_DECODE)
+        shard.write_bytes(whole)
         with pytest.raises(FileChangedError, match="replaced by another"):
             run(model, PREFILL_AND_DECODE)
-        (tmp_path / "aside").replace(shard)
-        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
 
 
 PEAK_PROGRAM = """

@@ -28,9 +28,10 @@ from mlx_flash.errors import ClosedError, FileChangedError, ReadError, Truncated
 from mlx_flash.experts.pool import ABSENT, Bytes, ExpertPool, PoolLayer
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.storage import reader as reader_module
+from mlx_flash.storage import ranges as ranges_module
 from mlx_flash.storage.placement import place_rows
-from mlx_flash.storage.reader import RETRIES, Reader
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+from mlx_flash.storage.ranges import RETRIES
 from mlx_flash.storage.safetensors import Extent, TensorRecord
 from mlx_flash.streaming.stream import POISON
 
@@ -75,7 +76,7 @@ class Checkpoint:
     def _record(self, layer: int, expert: int, offset: int, nbytes: int) -> TensorRecord:
         return TensorRecord(f"layers.{layer}.experts.{expert}", "U8", (nbytes,), Extent(self.path, offset, nbytes))
 
-    def pool(self, num_slots: int, reader: Reader) -> ExpertPool:
+    def pool(self, num_slots: int, reader: BackgroundPrefetcher) -> ExpertPool:
         pitch = max(layer.placement.nbytes for layer in self.layers) + 2 * DIRECT_ALIGNMENT
         return ExpertPool(SlotArena(num_slots, pitch), self.layers, reader, poison=True)
 
@@ -103,8 +104,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture
-def reader(checkpoint: Checkpoint) -> Iterator[Reader]:
-    opened = Reader([checkpoint.path])
+def reader(checkpoint: Checkpoint) -> Iterator[BackgroundPrefetcher]:
+    opened = BackgroundPrefetcher([checkpoint.path])
     yield opened
     opened.close()
 
@@ -134,7 +135,7 @@ class Calls(RuleBasedStateMachine):
 
     @initialize(num_slots=st.integers(1, 8))
     def make(self, num_slots: int) -> None:
-        self.reader = Reader([self.checkpoint.path])
+        self.reader = BackgroundPrefetcher([self.checkpoint.path])
         self.pool = self.checkpoint.pool(num_slots, self.reader)
         self.used: set[int] = set()
         self.cleared: set[int] = set()
@@ -259,7 +260,7 @@ def test_calls_in_any_order(checkpoint: Checkpoint) -> None:
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(num_slots=st.integers(4, 9), calls=st.lists(st.tuples(LAYERS, SOME.filter(len)), max_size=25))
 def test_every_miss_is_read_once(checkpoint: Checkpoint, num_slots: int, calls: list[tuple[int, list[int]]]) -> None:
-    reader = Reader([checkpoint.path])
+    reader = BackgroundPrefetcher([checkpoint.path])
     pool = checkpoint.pool(num_slots, reader)
     num_bytes = num_misses = num_routed = 0
     for layer, some in calls:
@@ -276,14 +277,14 @@ def test_every_miss_is_read_once(checkpoint: Checkpoint, num_slots: int, calls: 
     reader.close()
 
 
-def test_more_experts_than_slots_is_a_mistake(checkpoint: Checkpoint, reader: Reader) -> None:
+def test_more_experts_than_slots_is_a_mistake(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
     pool = checkpoint.pool(2, reader)
     with pytest.raises(AssertionError, match="3 experts do not fit 2 slots"):
         pool.request(0, [0, 1, 2])
 
 
 def test_misses_are_read_in_the_order_of_the_file(
-    checkpoint: Checkpoint, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, reader: BackgroundPrefetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
     submit = reader.submit
@@ -299,7 +300,9 @@ def test_misses_are_read_in_the_order_of_the_file(
     assert all(options == {"urgent": True, "num_tasks": None} for _, options in started)
 
 
-def test_as_many_are_read_ahead_as_were_allowed_over_all_layers(checkpoint: Checkpoint, reader: Reader) -> None:
+def test_as_many_are_read_ahead_as_were_allowed_over_all_layers(
+    checkpoint: Checkpoint, reader: BackgroundPrefetcher
+) -> None:
     pool = checkpoint.pool(8, reader)
     pool.read_ahead(0, [5, 3, 1], 2)
     assert resident(pool) == [(0, 3), (0, 5)]
@@ -311,7 +314,9 @@ def test_as_many_are_read_ahead_as_were_allowed_over_all_layers(checkpoint: Chec
     assert [expert for layer, expert in resident(pool) if layer == 1] == [0, 1, 2]
 
 
-def test_nothing_is_read_ahead_in_the_place_of_what_is_needed(checkpoint: Checkpoint, reader: Reader) -> None:
+def test_nothing_is_read_ahead_in_the_place_of_what_is_needed(
+    checkpoint: Checkpoint, reader: BackgroundPrefetcher
+) -> None:
     pool = checkpoint.pool(3, reader)
     bring(pool, 0, 0, 1)
     pool.hold(0, [0, 1])
@@ -319,7 +324,9 @@ def test_nothing_is_read_ahead_in_the_place_of_what_is_needed(checkpoint: Checkp
     assert resident(pool) == [(0, 0), (0, 1), (1, 4)]
 
 
-def test_what_a_prompt_used_more_takes_the_place_of_what_it_used_less(checkpoint: Checkpoint, reader: Reader) -> None:
+def test_what_a_prompt_used_more_takes_the_place_of_what_it_used_less(
+    checkpoint: Checkpoint, reader: BackgroundPrefetcher
+) -> None:
     pool = checkpoint.pool(2, reader)
     pool.use(0, numbers([0, 1]), numbers([9, 1]), 10)
     bring(pool, 0, 0, 1)
@@ -340,8 +347,8 @@ class Disk:
         self.gate = threading.Event()
         self.gate.set()
         self.real: Preadv = os.preadv
-        monkeypatch.setattr(reader_module.os, "preadv", self.preadv)
-        monkeypatch.setattr(reader_module, "RETRY_SECONDS", 0)
+        monkeypatch.setattr(ranges_module.os, "preadv", self.preadv)
+        monkeypatch.setattr(ranges_module, "RETRY_SECONDS", 0)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self.gate.wait(20)
@@ -355,7 +362,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
 
 
-def test_failed_reads_are_read_again_all_at_once(checkpoint: Checkpoint, reader: Reader, disk: Disk) -> None:
+def test_failed_reads_are_read_again_all_at_once(
+    checkpoint: Checkpoint, reader: BackgroundPrefetcher, disk: Disk
+) -> None:
     """One failure, one error: not an error for each read that failed with it."""
     pool = checkpoint.pool(6, reader)
     disk.is_broken = True
@@ -372,7 +381,7 @@ def test_failed_reads_are_read_again_all_at_once(checkpoint: Checkpoint, reader:
 
 
 def test_reads_that_are_about_to_fail_fail_no_later_call(
-    checkpoint: Checkpoint, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, reader: BackgroundPrefetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = checkpoint.pool(6, reader)
     first = checkpoint.rows[STACKED][0][0].extent.offset
@@ -386,7 +395,7 @@ def test_reads_that_are_about_to_fail_fail_no_later_call(
             raise OSError(errno.EACCES, "not now")
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(reader_module.os, "preadv", preadv)
+    monkeypatch.setattr(ranges_module.os, "preadv", preadv)
     with pytest.raises(ReadError, match="not now"):
         bring(pool, 0, 0, 1, 2)
     is_broken[0] = False
@@ -395,7 +404,7 @@ def test_reads_that_are_about_to_fail_fail_no_later_call(
 
 
 def test_what_came_is_not_kept_from_use_by_what_did_not(
-    checkpoint: Checkpoint, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, reader: BackgroundPrefetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, slow = checkpoint.pool(6, reader), checkpoint.rows[STACKED][2][1].extent
     gate, real = threading.Event(), os.preadv
@@ -405,7 +414,7 @@ def test_what_came_is_not_kept_from_use_by_what_did_not(
             gate.wait(20)
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(reader_module.os, "preadv", preadv)
+    monkeypatch.setattr(ranges_module.os, "preadv", preadv)
     left = pool.request(0, [0, 1, 2])
     while len(left) > 1:
         came = pool.wait_any(0, left)
@@ -419,7 +428,7 @@ def test_what_came_is_not_kept_from_use_by_what_did_not(
     assert checkpoint.found(pool, 0, 2) == checkpoint.expected(0, 2)
 
 
-def test_a_failed_guess_harms_nobody(checkpoint: Checkpoint, reader: Reader, disk: Disk) -> None:
+def test_a_failed_guess_harms_nobody(checkpoint: Checkpoint, reader: BackgroundPrefetcher, disk: Disk) -> None:
     pool = checkpoint.pool(6, reader)
     disk.is_broken = True
     pool.read_ahead(1, [0, 1], 4)
@@ -438,27 +447,25 @@ def test_a_failed_guess_harms_nobody(checkpoint: Checkpoint, reader: Reader, dis
     assert checkpoint.found(pool, 2, 3) == checkpoint.expected(2, 3)
 
 
-def test_a_file_cut_short_and_put_back(tmp_path: Path) -> None:
+def test_file_cut_short_or_changed_is_an_error(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path)
-    reader = Reader([checkpoint.path])
+    reader = BackgroundPrefetcher([checkpoint.path])
     pool = checkpoint.pool(4, reader)
     bring(pool, 0, 0)
     checkpoint.path.write_bytes(checkpoint.data[: len(checkpoint.data) // 10])
     for _ in range(2):
         with pytest.raises(TruncatedFileError, match=rf"'layers\.1\.experts\.\d' from {checkpoint.path}"):
             bring(pool, 1, 3, 4)
-    checkpoint.path.write_bytes(checkpoint.data)
-    bring(pool, 1, 3, 4)
-    assert checkpoint.found(pool, 1, 4) == checkpoint.expected(1, 4)
-    checkpoint.path.write_bytes(checkpoint.data[::-1])
-    with pytest.raises(FileChangedError, match="replaced by another one"):
-        bring(pool, 1, 0)
+    for data in (checkpoint.data, checkpoint.data[::-1]):
+        checkpoint.path.write_bytes(data)
+        with pytest.raises(FileChangedError, match="replaced by another one"):
+            bring(pool, 1, 3, 4)
     bring(pool, 0, 0)  # it is in memory
     reader.close()
 
 
 def test_closing_while_reads_are_under_way(checkpoint: Checkpoint, disk: Disk) -> None:
-    reader = Reader([checkpoint.path])
+    reader = BackgroundPrefetcher([checkpoint.path])
     pool = checkpoint.pool(6, reader)
     disk.gate.clear()
     pool.request(0, [0, 1])

@@ -15,8 +15,8 @@ import pytest
 from mlx_flash.errors import CheckpointNotFoundError, ReadError
 from mlx_flash.files import cache_directory
 from mlx_flash.storage import probe
+from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher
 from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, disk_profile, probe_disk
-from mlx_flash.storage.reader import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, Reader
 from test_reader import descriptors, num_cached_pages, reader_threads, write_file
 
 SAMPLE = 1 << 20
@@ -85,7 +85,7 @@ def test_big_file(big: Path, direct: bool) -> None:
     found = probe_disk(big, direct)
     assert found.bytes_per_second > 1e6
     assert (found.read_size, found.queue_depth) in CANDIDATES
-    reader = Reader([big], direct=direct)
+    reader = BackgroundPrefetcher([big], direct=direct)
     assert found.direct == (direct and reader.is_direct)
     reader.close()
     assert descriptors() == before
@@ -123,13 +123,13 @@ def test_what_lies_in_the_page_cache_is_not_measured(big: Path, monkeypatch: pyt
         os.fsync(file.fileno())
     assert num_cached_pages(big) > 500
     left = []
-    real = Reader.submit
+    real = BackgroundPrefetcher.submit
 
-    def submit(reader: Reader, *args: object) -> object:
+    def submit(reader: BackgroundPrefetcher, *args: object) -> object:
         left.append(num_cached_pages(big))
         return real(reader, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Reader, "submit", submit)
+    monkeypatch.setattr(BackgroundPrefetcher, "submit", submit)
     probe._measure(big, False, 4 << 20, 1, 0, 2 * SAMPLE)
     assert left[0] < 50
 
@@ -153,15 +153,15 @@ def test_disk_error_is_told_as_it_is(big: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_interrupt_is_told_as_it_is(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
-    real = Reader._reopen_changed
+    real = BackgroundPrefetcher._check_unchanged
 
     def interrupt(*args: object) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Reader, "_reopen_changed", interrupt)
+    monkeypatch.setattr(BackgroundPrefetcher, "_check_unchanged", interrupt)
     with pytest.raises(KeyboardInterrupt):
         probe_disk(big, True)
-    monkeypatch.setattr(Reader, "_reopen_changed", real)
+    monkeypatch.setattr(BackgroundPrefetcher, "_check_unchanged", real)
     assert descriptors() == before
     assert not reader_threads()
 

@@ -22,9 +22,11 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, HeaderError, IndexFileError
+from mlx_flash.files import open_regular
 from mlx_flash.storage.safetensors import (
     DTYPE_SIZES,
     MAX_HEADER_BYTES,
+    MAX_METADATA_BYTES,
     Extent,
     Shard,
     TensorRecord,
@@ -271,32 +273,18 @@ def test_only_the_header_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = _write(tmp_path / "x.safetensors", {"x": _entry(shape=[size], offsets=[0, size])})
     header_end = path.stat().st_size
     os.truncate(path, header_end + size)
-    positions = []
-    real_open = Path.open
+    copies = []
 
-    def recording_open(self: Path, *args: Any, **kwargs: Any) -> Any:
-        file = real_open(self, *args, **kwargs)
-        real_read = file.read
+    def recording_open(path: Path) -> int:
+        fd = open_regular(path)
+        copies.append(os.dup(fd))  # shares its position
+        return fd
 
-        class Recorder:
-            def __enter__(self) -> Recorder:
-                return self
-
-            def __exit__(self, *_: object) -> None:
-                positions.append(os.lseek(file.fileno(), 0, os.SEEK_CUR))
-                file.close()
-
-            def fileno(self) -> int:
-                return file.fileno()
-
-            def read(self, count: int) -> bytes:
-                return real_read(count)
-
-        return Recorder()
-
-    monkeypatch.setattr(Path, "open", recording_open)
+    monkeypatch.setattr("mlx_flash.storage.safetensors.open_regular", recording_open)
     assert read_shard(path).tensors[0].nbytes == size
-    assert positions == [header_end]
+    assert [os.lseek(fd, 0, os.SEEK_CUR) for fd in copies] == [header_end]
+    for fd in copies:
+        os.close(fd)
 
 
 def test_five_thousand_tensors_parse_fast(tmp_path: Path) -> None:
@@ -372,7 +360,9 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     path = _write(tmp_path / "x.safetensors", {})
     if os.geteuid() == 0:
         # Permissions do not stop root.
-        monkeypatch.setattr(Path, "open", _refuse(PermissionError(13, "Permission denied", str(path))))
+        monkeypatch.setattr(
+            "mlx_flash.storage.safetensors.open_regular", _refuse(PermissionError(13, "Permission denied", str(path)))
+        )
     else:
         path.chmod(0)
     _expect(CheckpointError, path, "Permission denied", "Hint: check its permissions")
@@ -762,3 +752,33 @@ def test_any_json_index_is_accepted_or_refused(scratch: Path, index: object) -> 
         assert read_checkpoint(folder).nbytes == 12
     except IndexFileError as error:
         assert _index(folder).name in str(error)
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [_fifo, _endless])
+def test_shard_must_be_a_regular_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "model.safetensors"
+    make(path)
+    _expect(CheckpointError, path, "not a regular file", "Hint: download it again")
+
+
+@pytest.mark.parametrize("make", [_fifo, _endless])
+def test_index_must_be_a_regular_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    index = _index(_checkpoint(tmp_path))
+    index.unlink(missing_ok=True)
+    make(index)
+    _expect_index_error(tmp_path, "not a regular file")
+
+
+def test_index_has_a_largest_size(tmp_path: Path) -> None:
+    index = _index(_checkpoint(tmp_path))
+    index.touch()
+    os.truncate(index, MAX_METADATA_BYTES + 1)
+    _expect_index_error(tmp_path, "it has 64000001 bytes, at most 64000000 are allowed")

@@ -21,9 +21,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash import FlashLLM, ReadError
 from mlx_flash.experts.pool import ABSENT
 from mlx_flash.experts.stage import rows_in_place
-from mlx_flash.storage import reader as reader_module
+from mlx_flash.storage import ranges as ranges_module
 from mlx_flash.storage.placement import Segment, place_groups
-from mlx_flash.storage.reader import Reader
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.safetensors import Extent, TensorRecord
 from models import QWEN3_MOE, same_bits, save, stock
 from test_experts import CALLS, PROMPT, check_slots, pool_of, with_pool
@@ -79,7 +79,7 @@ def test_rows_come_where_the_whole_stack_has_them(
     pieces = [piece for segment in segments for piece in segment.pieces]
     assert sorted(piece.name for piece in pieces) == sorted(f"{i}.{k}" for i in range(len(sizes)) for k in wanted)
     buffer = memoryview(mmap.mmap(-1, max(1, placement.nbytes)))
-    reader = Reader([file], direct=direct)
+    reader = BackgroundPrefetcher([file], direct=direct)
     reader.submit(segments, buffer).wait()
     assert reader.stats.nbytes == len(wanted) * sum(sizes)
     reader.close()
@@ -193,7 +193,7 @@ def test_experts_on_their_way_keep_no_second_slot(directory: Path, monkeypatch: 
     expected = trace(stock(directory), CALLS[:1])
     with with_pool(directory, 30, exact_rows=False) as model:
         pool = pool_of(model)
-        monkeypatch.setattr(reader_module.os, "preadv", slowly)
+        monkeypatch.setattr(ranges_module.os, "preadv", slowly)
         disk.gate.clear()
         for layer in range(3):
             pool.read_ahead(layer, list(range(10)), 30)

@@ -82,7 +82,7 @@ def test_layers_go_from_waiting_to_done(directory: Path) -> None:
 def test_a_unit_on_its_way_is_reading(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with streamed_whole(directory) as model:
         wait_for_reads(model)
-        monkeypatch.setattr("mlx_flash.storage.reader.Ticket.done", lambda self: False)
+        monkeypatch.setattr("mlx_flash.storage.prefetcher.Ticket.done", lambda self: False)
         assert states(status_of(model).collect())["model.layers.1"] == "reading"
 
 

@@ -18,7 +18,7 @@ from mlx_flash.layout.swap import SwappedClass, clone_with, remember, restore_cl
 from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.storage.placement import Placement, place, place_groups
-from mlx_flash.storage.reader import Reader, Ticket
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 from mlx_flash.streaming.layers import (
     EmbeddingRows,
     HeadState,
@@ -80,7 +80,7 @@ class Engine:
         self,
         layout: ModelLayout,
         plan: ResidencyPlan,
-        reader: Reader,
+        reader: BackgroundPrefetcher,
         alignment: int,
         poison: bool,
         progress: Progress | None = None,

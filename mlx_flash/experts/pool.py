@@ -21,7 +21,7 @@ from mlx_flash.layout.experts import place_experts
 from mlx_flash.layout.load import ExpertStack
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.storage.placement import RowPlacement
-from mlx_flash.storage.reader import Reader, Ticket
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 from mlx_flash.streaming.stream import POISON
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -100,7 +100,9 @@ class ExpertPool:
         slot_of: for each layer the slot of each expert, or ``ABSENT``.
     """
 
-    def __init__(self, slots: SlotArena, layers: Sequence[PoolLayer], reader: Reader, poison: bool) -> None:
+    def __init__(
+        self, slots: SlotArena, layers: Sequence[PoolLayer], reader: BackgroundPrefetcher, poison: bool
+    ) -> None:
         self.stats = ExpertStats()
         self.slots = slots
         self.layers = layers

@@ -23,7 +23,7 @@ from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, state_of,
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Piece, Placement, Segment
-from mlx_flash.storage.reader import Reader, Ticket
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 from mlx_flash.storage.safetensors import TensorRecord
 from mlx_flash.streaming.stream import POISON
 
@@ -92,7 +92,12 @@ class Stage:
     """
 
     def __init__(
-        self, pool: ExpertPool, stacks: Sequence[ExpertStack], reader: Reader, alignment: int, poison: bool
+        self,
+        pool: ExpertPool,
+        stacks: Sequence[ExpertStack],
+        reader: BackgroundPrefetcher,
+        alignment: int,
+        poison: bool,
     ) -> None:
         self._pool = pool
         self._reader = reader

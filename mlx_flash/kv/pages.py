@@ -22,22 +22,18 @@ from mlx_flash.kv.layout import RowBytes, RowLayout, Run
 from mlx_flash.kv.options import WRITE_BEHIND_BYTES
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Piece, Segment
-from mlx_flash.storage.reader import Reader
-from mlx_flash.storage.source import SourceFile, identity_of
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+from mlx_flash.storage.source import FileIdentity, SourceFile
 
 
 class _GrowingFile(SourceFile):
     """A file that this process goes on writing to: another size or time is not another file."""
 
-    def is_unchanged(self) -> bool:
-        try:
-            found = identity_of(self.path)
-        except OSError:
-            return False
-        return self.identity is not None and (found.device, found.inode) == (self.identity.device, self.identity.inode)
+    def _is_same(self, found: FileIdentity) -> bool:
+        return (found.device, found.inode) == (self.identity.device, self.identity.inode)
 
 
-class PageReader(Reader):
+class PageReader(BackgroundPrefetcher):
     """The reader of files that are made, grow, and go while it is open."""
 
     def add(self, path: Path, direct: bool) -> None:

@@ -22,7 +22,7 @@ from mlx_flash.kv.options import LARGE_SLOT_BYTES, slot_memory
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import use_huge_pages
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.storage.reader import Ticket
+from mlx_flash.storage.prefetcher import Ticket
 
 if TYPE_CHECKING:
     from mlx_flash.kv.pages import DiskRows

@@ -20,8 +20,13 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlx_flash.compat.loading import LoadModel, ModelClasses, model_classes
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError
+from mlx_flash.files import check_regular
 from mlx_flash.layout.sources import Sources
-from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
+from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, Checkpoint, TensorRecord
+
+CONFIG_NAMES = {"config.json", "generation_config.json"}
+METADATA_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
+"""Ends of the names of the small files that mlx-lm and its tokenizers read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -195,12 +200,13 @@ class LoadedModel:
 
 
 def load_config(directory: Path) -> dict[str, Any]:
-    """The model's configuration, as mlx-lm reads it.
+    """Return the model's configuration, as mlx-lm reads it.
 
     Raises:
-        CheckpointError: there is none, or it is not JSON.
+        CheckpointError: there is none, it is not JSON, or a file that mlx-lm will read is not a regular one.
     """
     path = directory / "config.json"
+    _check_files(directory)
     try:
         config: dict[str, Any] = mlx_lm_utils.load_config(directory)
     except FileNotFoundError:
@@ -208,6 +214,20 @@ def load_config(directory: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}. Hint: download it again.") from error
     return config
+
+
+def _check_files(directory: Path) -> None:
+    """Check the small files of a model folder: opening a FIFO waits for ever, and reading ``/dev/zero`` has no end."""
+    try:
+        for path in directory.iterdir():
+            if path.suffix in METADATA_SUFFIXES and path.exists() and not path.is_dir():
+                check_regular(path, MAX_METADATA_BYTES if path.name in CONFIG_NAMES else None)
+    except (FileNotFoundError, NotADirectoryError):
+        return  # said by whoever needs the folder
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {error.filename}: {error.strerror}. Hint: check the folder, or download it again."
+        ) from error
 
 
 def model_name(directory: str | Path) -> str:

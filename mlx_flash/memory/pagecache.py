@@ -1,4 +1,4 @@
-"""What each operating system offers to read past its page cache, or to empty it behind us."""
+"""Reads past the page cache, and advice to the operating system to empty it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from mlx_flash.files import open_regular
+
 DIRECT_ALIGNMENT = max(mmap.PAGESIZE, 4096)
 """Direct reads need their file offset, length and memory address to be multiples of this many bytes."""
 
@@ -16,7 +18,7 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 def open_direct(path: Path) -> int | None:
-    """Opens a file for reads that bypass the page cache.
+    """Open a regular file for reads that bypass the page cache.
 
     Linux uses ``O_DIRECT`` and tries one read, since some file systems accept the flag and refuse the reads; macOS
     uses ``F_NOCACHE``.
@@ -27,12 +29,12 @@ def open_direct(path: Path) -> int | None:
     if sys.platform == "darwin":
         import fcntl
 
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(path)
         return _kept_if(fd, lambda: fcntl.fcntl(fd, fcntl.F_NOCACHE, 1))
     if sys.platform != "linux":
         return None
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        fd = open_regular(path, os.O_DIRECT)
     except OSError as error:
         if error.errno in _UNSUPPORTED:
             return None
@@ -41,7 +43,7 @@ def open_direct(path: Path) -> int | None:
 
 
 def _kept_if(fd: int, trial: Callable[[], object]) -> int | None:
-    """The descriptor; closed, and None, where the file system refuses the trial."""
+    """Return the descriptor. Close it and return None where the file system refuses the trial."""
     try:
         trial()
     except OSError as error:
@@ -58,8 +60,8 @@ def _read_page(fd: int) -> None:
 
 
 def open_buffered(path: Path) -> int:
-    """Opens a file for reads through the page cache, without read-ahead: our reads are as large as they should be."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Open a regular file for reads through the page cache, without read-ahead: our reads are large enough."""
+    fd = open_regular(path)
     try:
         if sys.platform == "linux":
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -70,7 +72,7 @@ def open_buffered(path: Path) -> int:
 
 
 def drop_cached(fd: int, offset: int, nbytes: int) -> None:
-    """Asks the operating system to forget the cached pages of a byte range. A hint: nothing depends on it."""
+    """Ask the operating system to drop the cached pages of a byte range. Nothing depends on its answer."""
     if nbytes <= 0:
         return
     if sys.platform == "linux":

@@ -17,7 +17,7 @@ from mlx_flash.files import cache_directory, write_atomically
 from mlx_flash.memory.footprint import use_huge_pages
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, open_buffered
 from mlx_flash.storage.placement import Piece, Segment
-from mlx_flash.storage.reader import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, Reader, Ticket
+from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher, Ticket
 
 CANDIDATES = ((2 << 20, 4), (1 << 20, 8), (2 << 20, 8), (4 << 20, 4), (8 << 20, 2))
 """(read size in bytes, queue depth). Small reads and a depth of 1 are far from any SSD's bandwidth; 16 MiB in flight
@@ -86,7 +86,7 @@ def probe_disk(path: Path, direct: bool) -> DiskProfile:
 
 
 def _measure(path: Path, direct: bool, read_size: int, queue_depth: int, start: int, nbytes: int) -> DiskProfile:
-    reader = Reader([path], direct=direct, read_size=read_size, queue_depth=queue_depth)
+    reader = BackgroundPrefetcher([path], direct=direct, read_size=read_size, queue_depth=queue_depth)
     try:
         if not reader.is_direct:
             _forget_cached(path, start, nbytes)

@@ -18,6 +18,7 @@ from reprlib import repr as brief
 from typing import BinaryIO, NoReturn
 
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, HeaderError, IndexFileError
+from mlx_flash.files import open_regular, read_regular
 
 # fmt: off
 DTYPE_SIZES: Mapping[str, int] = {
@@ -31,6 +32,9 @@ DTYPE_SIZES: Mapping[str, int] = {
 # fmt: on
 
 INDEX_NAME = "model.safetensors.index.json"
+MAX_METADATA_BYTES = 64_000_000
+"""The largest index, ``config.json`` or ``generation_config.json`` that is read."""
+
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit on the length of a header."""
 
@@ -157,7 +161,7 @@ def read_shard(path: Path) -> Shard:
         CheckpointError: the file cannot be read.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with open(open_regular(path), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             raw = _read_header(file, path)
     except OSError as fault:
@@ -196,7 +200,8 @@ def _refuse_unreadable(path: Path, kind: str, fault: OSError) -> NoReturn:
     if isinstance(fault, FileNotFoundError | NotADirectoryError):
         raise CheckpointNotFoundError(f"{path}: no such {kind}. Hint: check the path, or download it again.") from fault
     reason = fault.strerror or fault
-    raise CheckpointError(f"{path}: cannot read this {kind}: {reason}. Hint: check its permissions.") from fault
+    hint = "check its permissions" if isinstance(fault, PermissionError) else "download it again"
+    raise CheckpointError(f"{path}: cannot read this {kind}: {reason}. Hint: {hint}.") from fault
 
 
 def _read_header(file: BinaryIO, path: Path) -> bytes:
@@ -324,7 +329,7 @@ def _find_shards(directory: Path, names: list[str]) -> list[Path]:
 def _check_index(path: Path) -> None:
     # Which tensor is in which file is not compared: mlx-lm goes by the headers, and so do we.
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path, MAX_METADATA_BYTES)
     except OSError as fault:
         raise IndexFileError(f"{path}: cannot be read: {fault.strerror or fault}. {_AGAIN}") from fault
     weight_map = _parse_object(raw, str(path), IndexFileError).get("weight_map")

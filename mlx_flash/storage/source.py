@@ -1,26 +1,28 @@
-"""One shard file, kept open, and whether it is still the file the model was loaded from."""
+"""Open shard files, and the check that they are still the files that the model was loaded from."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, FileChangedError, TruncatedFileError
 from mlx_flash.memory.pagecache import open_buffered, open_direct
 
-SAMPLES = 32
-SAMPLE_BYTES = 4096
-HEAD_BYTES = 64 * 1024
+_WORDS = {
+    "device": "device",
+    "inode": "inode",
+    "nbytes": "size",
+    "modified_ns": "modification time",
+    "changed_ns": "change time",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What ``os.stat`` says of a file; equal identities mean the same bytes, for all that a reader can know.
+    """The result of ``os.stat`` for a file. Equal identities mean the same bytes.
 
-    The time of the last change of its entry is one that nobody can set back, unlike the time of its last write.
+    Every write, and every change of name, owner or permissions, sets the change time. No program can set it back.
     """
 
     device: int
@@ -29,40 +31,34 @@ class FileIdentity:
     modified_ns: int
     changed_ns: int
 
+    def differences(self, other: FileIdentity) -> str:
+        """Return the names of the values that differ, for an error."""
+        theirs = asdict(other)
+        return ", ".join(_WORDS[name] for name, value in asdict(self).items() if theirs[name] != value)
 
-def identity_of(path: Path | str) -> FileIdentity:
-    """Raises: OSError."""
+
+def identity_of(path: Path | str | int) -> FileIdentity:
+    """Return the identity of a file or descriptor.
+
+    Raises:
+        OSError: the file cannot be found.
+    """
     status = os.stat(path)  # noqa: PTH116
     return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """An open file: which one it is, what it holds, and its descriptors."""
-
-    identity: FileIdentity
-    digest: bytes
-    buffered_fd: int
-    direct_fd: int | None
-
-    def close(self) -> None:
-        os.close(self.buffered_fd)
-        if self.direct_fd is not None:
-            os.close(self.direct_fd)
-
-
 class SourceFile:
     """A file that is read while the model runs.
-
-    A changed identity (another inode, size or time) is not yet another content: the file may have been moved away and
-    put back. So a digest of its head and of samples spread over it is taken when it is opened, and compared then.
 
     Args:
         path: the file.
         direct: whether to open it for direct reads too.
 
     Attributes:
-        identity: the file whose bytes are known to be right; None from a change until it was followed.
+        path: the file.
+        buffered_fd: descriptor for reads through the page cache.
+        direct_fd: descriptor for reads past the page cache; None where that is not wanted or not possible.
+        identity: the file as it was opened.
 
     Raises:
         CheckpointError: the file cannot be opened.
@@ -70,104 +66,62 @@ class SourceFile:
 
     def __init__(self, path: Path, direct: bool) -> None:
         self.path = path
-        self._name = str(path)  # asked for often
-        self._want_direct = direct
+        self._name = str(path)  # computing it costs more than the stat
+        self._is_open = True
         try:
-            self._opened = _open(path, direct)
+            self.buffered_fd = open_buffered(path)
+            try:
+                self.identity = identity_of(self.buffered_fd)
+                self.direct_fd = open_direct(path) if direct else None
+            except BaseException:
+                os.close(self.buffered_fd)
+                raise
         except FileNotFoundError:
             raise CheckpointNotFoundError(f"cannot open {path}: there is no such file") from None
         except OSError as error:
             raise CheckpointError(
                 f"cannot open {path} for reading: {error.strerror}. Hint: check who may read it."
             ) from error
-        self._to_close = [self._opened]
-        self.identity: FileIdentity | None = self._opened.identity
 
-    @property
-    def buffered_fd(self) -> int:
-        """Reads through the page cache."""
-        return self._opened.buffered_fd
-
-    @property
-    def direct_fd(self) -> int | None:
-        """Reads past the page cache; None where that is not wanted or cannot be."""
-        return self._opened.direct_fd
-
-    def is_unchanged(self) -> bool:
-        """Whether the path still leads to the file that is open. Costs one ``stat``."""
-        try:
-            return identity_of(self._name) == self.identity
-        except OSError:
-            return False  # `reopen` says why
-
-    def reopen(self, tensor: str) -> None:
-        """Follows the path to the file that is there now, if it holds the same bytes.
-
-        Descriptors that reads may still use stay open until :meth:`close`, and stay in use when this raises.
+    def check_unchanged(self, tensor: str) -> None:
+        """Check that the path still leads to the open file, and that nobody has written to it. Costs one ``stat``.
 
         Args:
-            tensor: the tensor that was wanted, for the error.
+            tensor: name of a tensor that was read, for the error.
 
         Raises:
             TruncatedFileError: the file has become shorter.
-            FileChangedError: the file is gone, or holds other bytes.
+            FileChangedError: the file is gone, or its identity is another one.
         """
-        self.identity = None
-        where = f"'{tensor}' from {self.path}"
         try:
-            found = _open(self.path, self._want_direct)
+            found = identity_of(self._name)
         except OSError as error:
             raise FileChangedError(
-                f"cannot go on reading {where}: {error.strerror}. "
-                "Hint: put the file back; the next call reads it again."
+                f"cannot go on reading '{tensor}' from {self.path}: {error.strerror}. "
+                "Hint: put the file back, and load the model again."
             ) from error
-        expected, nbytes = self._opened.identity.nbytes, found.identity.nbytes
-        if nbytes < expected:
-            found.close()
-            raise TruncatedFileError(
-                f"cannot go on reading {where}: the file was truncated while the model was running, from {expected} to "
-                f"{nbytes} bytes. Hint: put the file back; the next call reads it again."
-            )
-        if nbytes != expected or found.digest != self._opened.digest:
-            found.close()
-            raise FileChangedError(
-                f"cannot go on reading {where}: the file was replaced by another one while the model was running. "
-                "Hint: put the file back, or load the model again."
-            )
-        self._follow(found)
+        if not self._is_same(found):
+            self._refuse(tensor, found)
 
-    def _follow(self, found: _Opened) -> None:
-        old = self._opened
-        if (found.identity.device, found.identity.inode) == (old.identity.device, old.identity.inode):
-            found.close()  # the open descriptors lead to it
-            self._opened = replace(old, identity=found.identity)
-        else:
-            self._to_close.append(found)
-            self._opened = found
-        self.identity = found.identity
+    def _is_same(self, found: FileIdentity) -> bool:
+        return found == self.identity
+
+    def _refuse(self, tensor: str, found: FileIdentity) -> None:
+        expected = self.identity.nbytes
+        if found.nbytes < expected:
+            raise TruncatedFileError(
+                f"cannot go on reading '{tensor}' from {self.path}: the file was truncated while the model was "
+                f"running, from {expected} to {found.nbytes} bytes. Hint: put the file back, and load the model again."
+            )
+        raise FileChangedError(
+            f"cannot go on reading '{tensor}' from {self.path}: the file was changed or replaced by another one while "
+            f"the model was running (other {self.identity.differences(found)}). Hint: load the model again."
+        )
 
     def close(self) -> None:
-        """Closes every descriptor. Harmless when repeated."""
-        while self._to_close:
-            self._to_close.pop().close()
-
-
-def _open(path: Path, direct: bool) -> _Opened:
-    with ExitStack() as on_error:
-        identity = identity_of(path)
-        buffered_fd = open_buffered(path)
-        on_error.callback(os.close, buffered_fd)
-        direct_fd = open_direct(path) if direct else None
-        if direct_fd is not None:
-            on_error.callback(os.close, direct_fd)
-        digest = _sample(buffered_fd, identity.nbytes)
-        on_error.pop_all()
-    return _Opened(identity, digest, buffered_fd, direct_fd)
-
-
-def _sample(fd: int, nbytes: int) -> bytes:
-    digest = hashlib.sha256(os.pread(fd, HEAD_BYTES, 0))
-    last = max(0, nbytes - SAMPLE_BYTES)
-    for i in range(SAMPLES):
-        digest.update(os.pread(fd, SAMPLE_BYTES, last * i // (SAMPLES - 1)))
-    return digest.digest()
+        """Close the descriptors. Another call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self.buffered_fd)
+            if self.direct_fd is not None:
+                os.close(self.direct_fd)

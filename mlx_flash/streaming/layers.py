@@ -21,7 +21,7 @@ from mlx_flash.layout.load import Parameter, Unit
 from mlx_flash.layout.swap import SwappedClass, clone_with, own_class, state_of
 from mlx_flash.memory.arena import Arena
 from mlx_flash.storage.placement import Piece, Segment
-from mlx_flash.storage.reader import Reader
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.streaming.stream import GuessEndedError, WeightStream
 
 
@@ -107,7 +107,7 @@ class TableState:
     """An embedding table on disk; ``head`` is set when it serves as the output head too."""
 
     parameters: Sequence[Parameter]
-    reader: Reader
+    reader: BackgroundPrefetcher
     head: HeadState | None
 
 

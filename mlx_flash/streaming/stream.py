@@ -15,7 +15,7 @@ from typing import Literal
 
 from mlx_flash.memory.arena import Arena
 from mlx_flash.storage.placement import Placement
-from mlx_flash.storage.reader import Reader, Ticket
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 
 POISON = 0xFF
 """NaN in every floating-point dtype."""
@@ -99,7 +99,7 @@ class WeightStream:
         is_guessing: nothing is to be waited for now: calls end with :class:`GuessEndedError`.
     """
 
-    def __init__(self, slots: Sequence[Arena], reader: Reader, poison: bool, num_units: int) -> None:
+    def __init__(self, slots: Sequence[Arena], reader: BackgroundPrefetcher, poison: bool, num_units: int) -> None:
         self.stats = StreamStats()
         self.is_guessing = False
         self.units: list[StreamedUnit] = []

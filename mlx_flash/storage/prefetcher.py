@@ -1,0 +1,317 @@
+"""Background threads that read segments of files into memory that the caller owns.
+
+Worker threads see file descriptors, numbers and memoryviews, never an MLX object: MLX's streams belong to threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mlx_flash.errors import ClosedError, ReadError
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.placement import Segment
+from mlx_flash.storage.ranges import RangeReader
+from mlx_flash.storage.source import SourceFile
+
+DEFAULT_READ_SIZE = 4 << 20
+DEFAULT_QUEUE_DEPTH = 4
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """Counters of a prefetcher.
+
+    Attributes:
+        nbytes: bytes of tensors that were read; the rest of their pages is not counted.
+        busy_seconds: time during which at least one read was in flight.
+        num_reads: ranges of at most ``read_size`` bytes of one segment whose reading ended, retries not counted.
+        num_retries: reads that were repeated after an I/O error.
+    """
+
+    nbytes: int = 0
+    busy_seconds: float = 0.0
+    num_reads: int = 0
+    num_retries: int = 0
+
+
+_Range = tuple[Segment, int, int]
+"""The part ``[start, stop)`` of a segment, in bytes of its file."""
+
+
+class _Gate:
+    """A counter of the tasks that may write to a buffer, until it is shut. It is light, since every ticket has one."""
+
+    __slots__ = ("_empty", "_lock", "_num_inside")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._empty: threading.Event | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._empty is not None:
+                raise CancelledError
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._empty is not None and not self._num_inside:
+                self._empty.set()
+
+    def shut(self) -> None:
+        """Keep new tasks out, and wait until those inside have left."""
+        with self._lock:
+            if self._empty is None:
+                self._empty = threading.Event()
+            if not self._num_inside:
+                self._empty.set()
+        self._empty.wait()
+
+
+class Ticket:
+    """Reads in flight that fill one buffer. Made by :meth:`BackgroundPrefetcher.submit`."""
+
+    def __init__(
+        self,
+        prefetcher: BackgroundPrefetcher,
+        pool: Executor,
+        segments: Sequence[Segment],
+        buffer: memoryview,
+        keep_cached: bool,
+        num_tasks: int,
+    ) -> None:
+        self._prefetcher = prefetcher
+        self._pool = pool
+        self._segments = segments
+        self._buffer = buffer
+        self._keep_cached = keep_cached
+        self._gate = _Gate()  # an interrupt may hide a future from us, the gate knows its task all the same
+        self._futures: list[Future[None]] = []
+        try:
+            prefetcher._check_open()
+            self._tasks = list(prefetcher._tasks(segments, keep_cached, num_tasks))
+            for task in self._tasks:
+                self._futures.append(self._submit(task))
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _submit(self, task: Sequence[_Range]) -> Future[None]:
+        return self._pool.submit(self._prefetcher._read_all, task, self._buffer, self._keep_cached, self._gate)
+
+    def hurry(self) -> None:
+        """Move reads that have not started to the urgent queue."""
+        if self._pool is self._prefetcher._urgent_pool:
+            return
+        self._prefetcher._check_open()
+        self._pool = self._prefetcher._urgent_pool
+        for i, future in enumerate(self._futures):
+            if future.cancel():
+                self._futures[i] = self._submit(self._tasks[i])
+
+    def done(self) -> bool:
+        """Return whether no read is in flight."""
+        return all(future.done() for future in self._futures)
+
+    def wait(self) -> None:
+        """Wait until every byte is in the buffer.
+
+        Raises:
+            ReadError: bytes could not be read, or the file changed; it names the tensor, file and offset.
+            ClosedError: the prefetcher was closed meanwhile.
+        """
+        try:
+            error = self._gather()
+            self._prefetcher._check_unchanged(self._segments)  # first: it explains a failed read
+            if error is not None:
+                raise error
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _gather(self) -> ReadError | None:
+        try:
+            for future in self._futures:
+                future.result()
+        except ReadError as error:
+            return error
+        except CancelledError:
+            self._prefetcher._check_open()
+            raise
+        return None
+
+    def cancel(self) -> None:
+        """Cancel the reads that have not started, and wait until none of the others writes to the buffer."""
+        for future in self._futures:
+            future.cancel()
+        self._gate.shut()
+
+
+class BackgroundPrefetcher:
+    """Two pools of threads that read segments of files: one reads ahead, one serves callers that already wait.
+
+    Args:
+        paths: every file that will be read.
+        direct: read past the page cache where the file system can.
+        read_size: bytes of one read; rounded up to whole pages.
+        queue_depth: reads in flight at once in each pool.
+        in_place: read straight into the caller's memory where that is aligned; otherwise through bounce buffers.
+
+    Raises:
+        CheckpointError: a file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        paths: Iterable[Path],
+        *,
+        direct: bool = True,
+        read_size: int = DEFAULT_READ_SIZE,
+        queue_depth: int = DEFAULT_QUEUE_DEPTH,
+        in_place: bool = True,
+    ) -> None:
+        self.read_size = -(-read_size // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+        self.queue_depth = queue_depth
+        self._ranges = RangeReader(self.read_size, in_place)
+        self._stats = ReadStats()
+        self._lock = threading.Lock()
+        self._gate = _Gate()
+        self._in_flight = 0
+        self._busy_since = 0.0
+        self._files: dict[Path, SourceFile] = {}
+        self._closed = False
+        try:
+            for path in paths:
+                self._files[path] = SourceFile(path, direct)
+        except BaseException:
+            self._close_files()
+            raise
+        # An executor starts its threads when they are needed: an unused one costs nothing.
+        self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="mlx-flash-reader")
+        self._urgent_pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="mlx-flash-reader-urgent")
+
+    @property
+    def stats(self) -> ReadStats:
+        """The counters up to now. Reads in flight count as busy time."""
+        with self._lock:
+            since = time.perf_counter() - self._busy_since if self._in_flight else 0.0
+            busy_seconds = self._stats.busy_seconds + since
+            return replace(self._stats, busy_seconds=busy_seconds, num_retries=self._ranges.num_retries)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether every file is read past the page cache."""
+        return all(file.direct_fd is not None for file in self._files.values())
+
+    def submit(
+        self,
+        segments: Sequence[Segment],
+        buffer: memoryview,
+        *,
+        keep_cached: bool = False,
+        urgent: bool = False,
+        num_tasks: int | None = None,
+    ) -> Ticket:
+        """Start reading.
+
+        Args:
+            segments: what to read.
+            buffer: writable bytes whose address is a multiple of ``DIRECT_ALIGNMENT``. The caller must not touch them
+                until it has waited for the ticket or cancelled it.
+            keep_cached: read through the page cache and leave the pages there, one task a segment: for small reads
+                that come again, such as embedding rows.
+            urgent: do not queue behind reads ahead, since the caller waits.
+            num_tasks: number of threads that share the work; None for all. Each gets at most ``read_size`` bytes
+                at a time.
+
+        Raises:
+            ClosedError: the prefetcher was closed.
+            ValueError: the buffer is too small.
+        """
+        for segment in segments:
+            if segment.buffer_end > len(buffer):
+                raise ValueError(
+                    f"'{segment.pieces[-1].name}' ends at byte {segment.buffer_end} of a buffer of {len(buffer)}"
+                )
+        pool = self._urgent_pool if urgent else self._pool
+        return Ticket(self, pool, segments, buffer, keep_cached, num_tasks or self.queue_depth)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the reader was closed. Hint: load the model again.")
+
+    def _tasks(self, segments: Sequence[Segment], keep_cached: bool, num_tasks: int) -> Iterator[list[_Range]]:
+        """Yield the ranges of each task. Small ranges share one, since handing a task over costs time.
+
+        A task has at most ``read_size`` bytes, and few enough that all threads get work. Cached segments do not share.
+        """
+        share = min(self.read_size, -(-sum(segment.nbytes for segment in segments) // num_tasks))
+        task: list[_Range] = []
+        nbytes = 0
+        for segment in segments:
+            step = segment.nbytes if keep_cached else self.read_size
+            end = segment.offset + segment.nbytes
+            for start in range(segment.offset, end, step):
+                stop = min(start + step, end)
+                if task and (keep_cached or nbytes >= share or nbytes + stop - start > self.read_size):
+                    yield task
+                    task, nbytes = [], 0
+                task.append((segment, start, stop))
+                nbytes += stop - start
+        if task:
+            yield task
+
+    def _check_unchanged(self, segments: Sequence[Segment]) -> None:
+        """Check the files of some segments, each once."""
+        for path, segment in {segment.path: segment for segment in reversed(segments)}.items():
+            try:
+                self._files[path].check_unchanged(segment.pieces[0].name)
+            except ReadError:
+                self._check_open()
+                raise
+
+    def _read_all(self, task: Sequence[_Range], buffer: memoryview, keep_cached: bool, gate: _Gate) -> None:
+        with self._gate:
+            self._begin()
+            num_reads = nbytes = 0
+            try:
+                for segment, start, stop in task:
+                    with gate:  # for each range: a cancelled task reads no further one
+                        num_reads += 1
+                        self._ranges.read(self._files[segment.path], segment, start, stop, buffer, keep_cached)
+                        nbytes += segment.wanted_bytes(start, stop)
+            finally:
+                self._end(num_reads, nbytes)
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._in_flight == 0:
+                self._busy_since = time.perf_counter()
+            self._in_flight += 1
+
+    def _end(self, num_reads: int, nbytes: int) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._stats.busy_seconds += time.perf_counter() - self._busy_since
+            self._stats.nbytes += nbytes
+            self._stats.num_reads += num_reads
+
+    def close(self) -> None:
+        """End the threads and close the files. Another call does nothing."""
+        self._closed = True
+        self._gate.shut()  # joining the threads is not enough: CPython forgets one whose join was interrupted
+        for pool in (self._pool, self._urgent_pool):
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            file.close()

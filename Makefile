@@ -1,23 +1,29 @@
-# `make demo` and `make test` set up everything they need by themselves.
+# Every target installs what it needs into .venv first.
 
 PYTHON ?= python3
 VENV := .venv
 comma := ,
 BIN := $(VENV)/bin
 
-# MLX's back end: Metal comes with macOS; on Linux CUDA where its driver is, else the CPU.
+# MLX's back end: Metal on macOS; on Linux CUDA if its driver is there, else the CPU.
 CUDA := $(shell nvidia-smi 2>/dev/null | grep -o 'CUDA Version: [0-9]*' | grep -o '[0-9]*$$')
 BACKEND ?= $(if $(filter-out Linux,$(shell uname -s)),metal,$(if $(CUDA),$(if $(filter 12,$(CUDA)),cuda12,cuda13),cpu))
 EXTRAS := dev$(if $(filter-out metal,$(BACKEND)),$(comma)$(BACKEND))
 INSTALLED := $(VENV)/.installed-$(BACKEND)
 
-.PHONY: demo test zoo check format clean
+.PHONY: demo test test-quick zoo check format clean
 
-demo: $(INSTALLED)  ## build a model of 1 GB, run it in a third of that, and again in memory
+demo: $(INSTALLED)  ## build a model of 1 GB, run it in a third of that, then in memory
 	$(BIN)/python scripts/demo.py
 
-test: $(INSTALLED)  ## run the tests, those of a file in one process, two files at a time
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Two processes; the tests of a file stay in one, and `tests/conftest.py` puts the slowest files first.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test: $(INSTALLED)  ## run all tests
+	$(PYTEST)
+
+test-quick: $(INSTALLED)  ## run a fast part of the tests, some of every folder, in a minute or so
+	$(PYTEST) -m quick
 
 zoo: $(INSTALLED)  ## run every architecture of mlx-lm, stock and streamed, and compare bit for bit
 	$(BIN)/python scripts/zoo.py --jobs 2
@@ -33,7 +39,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) models .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) models tests/startup/__pycache__ .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

@@ -1,8 +1,8 @@
-"""Runs a model in a third of its size, then in memory, and compares.
+"""Demonstration: a model in a third of its size, then in memory, with equal output.
 
-Builds a random-weight model of about 1 GB once (random weights babble, but they are read and multiplied like any), then
-lets ``mlx-flash generate`` run it with a budget of a third of that, and again with everything in memory, each in a
-process of its own.
+The first run builds a random-weight model of about 1 GB. Its text is nonsense, but its weights are read and multiplied
+like any. Then ``mlx-flash generate`` runs it with a budget of a third of that, and again with everything in memory,
+each in a process of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def build(directory: Path, size_gb: float) -> None:
-    """Writes the model unless it is there."""
+    """Write the model unless it exists."""
     if (directory / "config.json").exists():
         return
     command = [sys.executable, str(ROOT / "scripts" / "make_random_model.py"), str(directory)]
@@ -27,7 +27,7 @@ def build(directory: Path, size_gb: float) -> None:
 
 
 def generate(directory: Path, args: argparse.Namespace, *how: str) -> dict[str, Any]:
-    """One run of the command line; prints the command, returns its report."""
+    """Run the command line once; print the command and return its report."""
     command = ["generate", "--model", str(directory), "--prompt", args.prompt, "--max-tokens", str(args.max_tokens)]
     shown = " ".join(f"'{word}'" if " " in word else word for word in [*command, *how])
     print(f"\n$ mlx-flash {shown}", flush=True)
@@ -41,9 +41,9 @@ def generate(directory: Path, args: argparse.Namespace, *how: str) -> dict[str, 
 
 
 def main() -> int:
-    """Builds, runs, compares. Returns 0 when the outputs are identical and the budget held."""
+    """Build, run, compare. Return 0 when the outputs are identical and the budget held."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo-1gb", help="where the model is, or goes")
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo-1gb", help="folder of the model")
     parser.add_argument("--size-gb", type=float, default=1.0)
     parser.add_argument("--prompt", default="Why is the sky blue?")
     parser.add_argument("--max-tokens", type=int, default=16)

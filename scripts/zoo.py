@@ -1,4 +1,4 @@
-"""Runs every architecture of mlx-lm, stock and streamed, with tiny random models, and compares bit for bit.
+"""Comparison of every architecture of mlx-lm, stock and streamed, bit for bit, with tiny random models.
 
 Example:
     python scripts/zoo.py
@@ -27,7 +27,7 @@ DEFAULT_VARIANTS = "bf16,4bit"
 
 
 def main() -> int:
-    """Returns 1 when any architecture failed."""
+    """Return 1 when any architecture failed."""
     arguments = parse_arguments()
     chosen, missing = select(arguments.names)
     variants = (arguments.variants or DEFAULT_VARIANTS).split(",")
@@ -44,15 +44,15 @@ def main() -> int:
         f"{counts['ok']} ok, {counts['failed']} failed, {counts['cannot']} cannot run stock, of {len(outcomes)} "
         f"(mlx {version('mlx')}, mlx-lm {version('mlx-lm')})"
     )
-    for told in summary_of_experts(outcomes):
-        print(told)
+    for text in summary_of_experts(outcomes):
+        print(text)
     if arguments.json is not None:
         write_json(arguments.json, outcomes)
     return int(counts["failed"] > 0)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Compare streamed models with stock mlx-lm, bit for bit.")
     parser.add_argument("names", nargs="*", help="architectures, such as llama or 'qwen*'; all of them by default")
     parser.add_argument(
@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def select(patterns: list[str]) -> tuple[list[str], list[str]]:
-    """The configurations that match any pattern, with or without their suffix, and architectures without one."""
+    """Return the configurations that match any pattern, and the architectures without a configuration."""
     if not patterns:
         return names(), unconfigured()
     wanted = [pattern if ":" in pattern else f"{pattern}:*" for pattern in patterns]
@@ -81,7 +81,7 @@ def select(patterns: list[str]) -> tuple[list[str], list[str]]:
 
 
 def line(outcome: Outcome) -> str:
-    """One outcome, for people."""
+    """Return one outcome as a line."""
     start = f"{outcome.status:<9} {outcome.name:<24} {outcome.variant:<9}"
     if outcome.status == "cannot":
         return f"{start} cannot run stock: {outcome.reason}"
@@ -94,7 +94,7 @@ def line(outcome: Outcome) -> str:
 
 
 def summary_of_experts(outcomes: list[Outcome]) -> Iterator[str]:
-    """Which architectures with routed experts had them read one by one, and which not and why; nothing without any."""
+    """Yield lines on architectures with routed experts: how many used the expert pool, and why others did not."""
     ran = [outcome for outcome in outcomes if outcome.status != "cannot"]
     routed = {architecture(o.name) for o in ran if o.num_stacks or o.unpooled}
     missed: dict[str, set[str]] = {}
@@ -109,7 +109,7 @@ def summary_of_experts(outcomes: list[Outcome]) -> Iterator[str]:
 
 
 def write_json(path: Path, outcomes: list[Outcome]) -> None:
-    """Everything that is known of every outcome."""
+    """Write all details of every outcome."""
     versions = {package: version(package) for package in ("mlx", "mlx-lm")}
     path.write_text(json.dumps({"versions": versions, "outcomes": [o.as_dict() for o in outcomes]}, indent=1))
 

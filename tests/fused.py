@@ -1,6 +1,6 @@
-"""A llama whose checkpoints fuse and scale: what mlx-lm computes while loading depends on tensors in every way.
+"""A llama whose checkpoints fuse tensors, so that mlx-lm computes parameters while loading.
 
-Of each layer's ``up_proj`` and ``down_proj``, both are halves of one tensor, one of them is transposed, and the other
+In each layer ``up_proj`` and ``down_proj`` are halves of one tensor. ``down_proj`` is transposed, and ``up_proj``
 depends on ``gate_proj`` too, which is a parameter itself. ``k_proj`` and ``v_proj`` are rows of one tensor.
 """
 
@@ -22,7 +22,7 @@ STOCK_SANITIZE = llama.Model.sanitize
 
 
 def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Puts fused tensors asunder."""
+    """Split fused tensors."""
     weights = STOCK_SANITIZE(self, weights)
     for name in [name for name in weights if name.endswith("kv.weight")]:
         rows = mx.split(weights.pop(name), 2)
@@ -36,7 +36,7 @@ def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def save_fused(directory: Path, config: dict[str, Any], dtype: mx.Dtype = mx.bfloat16) -> Path:
-    """Writes a checkpoint for it, of one file."""
+    """Write a checkpoint with fused tensors, of one file."""
     weights = dict(tree_flatten(build(config, dtype).parameters()))
     for name in [name for name in weights if re.search(r"layers\.\d+\.mlp\.down_proj", name)]:
         down, up = weights.pop(name), weights.pop(name.replace("down_proj", "up_proj"))

@@ -1,4 +1,4 @@
-"""Every example runs, and says with mlx-flash what mlx-lm says without it."""
+"""Tests of the examples: each runs, and its text is that of mlx-lm."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _undone() -> Iterator[None]:
 
 @pytest.fixture
 def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs an example in this process: (what it writes, how many bytes its last model read for streamed layers)."""
+    """Run an example in this process. Return its output and the bytes that its last model read for streamed layers."""
 
     def run(name: str, *arguments: object) -> tuple[str, int]:
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
@@ -103,7 +103,7 @@ def test_batch(model_dir: Path, say: Any) -> None:
 
 @contextmanager
 def served(command: list[str], port: int, log: Path) -> Iterator[None]:
-    """A server while it answers."""
+    """Start a server, and end it afterwards."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=ENV, cwd=ROOT)
     try:
@@ -135,8 +135,8 @@ def test_openai_client(model_dir: Path, tmp_path: Path, say: Any) -> None:
     assert found.stdout == say("quick_start.py", "--model", model_dir, "--max-tokens", 20)[0]
 
 
-def test_none_is_forgotten() -> None:
-    """An example that is added is tested here too."""
+def test_every_example_has_a_test() -> None:
+    """Every example is named in a test of this file."""
     names = {path.name for path in EXAMPLES.iterdir() if not path.name.startswith(("_", "."))}
     tested = {"quick_start.py", "context_manager.py", "adapter.py", "batch.py", "openai_client.py", "lmstudio_hook.py"}
     assert names == {*tested, "Modelfile"}
@@ -268,7 +268,7 @@ def engine_like(python: Path, model_dir: Path, **variables: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_a_program_that_loads_as_lm_studio_does(model_dir: Path, environment: tuple[Path, Path]) -> None:
+def test_a_program_that_loads_like_lm_studio(model_dir: Path, environment: tuple[Path, Path]) -> None:
     python, site_packages = environment
     kind, nothing, *expected = engine_like(python, model_dir)
     assert kind == "Model" and nothing is None
@@ -284,7 +284,7 @@ def test_a_program_that_loads_as_lm_studio_does(model_dir: Path, environment: tu
     assert kind == "Model" and found == expected
 
 
-def test_the_hook_costs_nothing_until_mlx_lm_is_imported(environment: tuple[Path, Path]) -> None:
+def test_the_hook_imports_nothing_before_mlx_lm(environment: tuple[Path, Path]) -> None:
     python, site_packages = environment
     shutil.copy(EXAMPLES / "lmstudio_hook.py", site_packages / "mlx_flash_hook.py")
     (site_packages / "mlx_flash_hook.pth").write_text("import mlx_flash_hook\n")

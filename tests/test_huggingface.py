@@ -1,4 +1,4 @@
-"""Checkpoints as their makers publish them: what mlx-lm computes while loading is streamed too, with the same bits."""
+"""Tests of published checkpoints, whose parameters mlx-lm partly computes while loading: streaming changes no bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CODES = {
 
 
 def write(directory: Path, config: Config, weights: Weights, fp8: frozenset[str] = frozenset()) -> None:
-    """A checkpoint in two shards, as PyTorch programs write it. MLX has no 8-bit floats: those come as bytes."""
+    """Write a checkpoint in two shards, as PyTorch programs do, with 8-bit floats as bytes, since MLX has none."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
     names = list(weights)
@@ -59,12 +59,12 @@ def write(directory: Path, config: Config, weights: Weights, fp8: frozenset[str]
 
 
 def random_weights(config: Config, variant: str) -> Weights:
-    """The parameters of a random model of mlx-lm."""
+    """Return the parameters of a random model of mlx-lm."""
     return dict(tree_flatten(build(config, VARIANTS[variant]).parameters()))
 
 
 def with_single_experts(weights: Weights, stack: str, single: str, names: dict[str, str]) -> Weights:
-    """Takes stacks of experts apart."""
+    """Split stacks of experts."""
     result = {}
     for name, array in weights.items():
         found = re.fullmatch(rf"(.*\.){re.escape(stack)}\.(\w+)\.(\w+)", name)
@@ -111,7 +111,7 @@ def qwen3_moe(directory: Path) -> None:
 
 
 def latent(weights: Weights) -> Weights:
-    """DeepSeek's: the two halves of the latent projection are one tensor, experts are single."""
+    """Rename to DeepSeek's form: the halves of the latent projection are one tensor, experts are single tensors."""
     result = {}
     for name, array in weights.items():
         if name.endswith("embed_q.weight"):
@@ -129,7 +129,7 @@ def deepseek(directory: Path) -> None:
 
 
 def deepseek_fp8(directory: Path) -> None:
-    """Without experts: MLX's CPU back end multiplies those in fp32 only."""
+    """Write a checkpoint without experts, since MLX's CPU back end multiplies experts in fp32 only."""
     config = {**configuration("deepseek_v3"), "first_k_dense_replace": 4}
     weights = latent(random_weights(config, "bf16"))
     linear = frozenset(name for name in weights if re.search(r"layers\.\d+\..*(_proj\w*)\.weight", name))
@@ -145,7 +145,7 @@ def deepseek_fp8(directory: Path) -> None:
 
 
 def kimi_int4(directory: Path) -> None:
-    """The experts' biases follow from their scales, which are parameters themselves."""
+    """Write a checkpoint without the experts' biases, which mlx-lm computes from their scales."""
     config = configuration("deepseek_v3")
     config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     result = {}
@@ -161,7 +161,7 @@ def kimi_int4(directory: Path) -> None:
 
 
 def gpt_oss_weights(config: Config) -> Weights:
-    """GPT-OSS has gate and up projections row by row in turns."""
+    """Interleave the rows of gate and up projections, as GPT-OSS does."""
     result = {}
     weights = random_weights(config, "fp32")
     for name, array in weights.items():
@@ -214,7 +214,7 @@ AWQ_ORDER = mx.array([0, 4, 1, 5, 2, 6, 3, 7])
 
 
 def pack_awq(numbers: mx.array) -> mx.array:
-    """Eight numbers of four bits to a word, in the order of AutoAWQ's kernels."""
+    """Pack eight 4-bit numbers into a word, in the order of AutoAWQ's kernels."""
     rows, columns = numbers.shape
     words = (numbers.reshape(rows, columns // 8, 8).astype(mx.uint32) << (4 * AWQ_ORDER)).sum(axis=-1)
     return words.astype(mx.uint32).view(mx.int32)
@@ -284,7 +284,7 @@ def streamed(tmp_path: Path) -> Iterator[Callable[..., FlashLLM]]:
 
 
 def records(model: FlashLLM) -> dict[str, set[Path]]:
-    """The files that each streamed parameter is read from."""
+    """Return the files that each streamed parameter is read from."""
     return {p.name: {record.extent.path for record in p.records} for unit in model.layout.units for p in unit.large}
 
 
@@ -296,7 +296,7 @@ def expected_of(directory: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", DIRECT)
-def test_what_is_only_renamed_or_stacked_is_read_where_it_is(
+def test_renamed_and_stacked_tensors_are_read_in_place(
     name: str, tmp_path: Path, streamed: Callable[..., FlashLLM]
 ) -> None:
     DIRECT[name](tmp_path / "model")
@@ -310,7 +310,7 @@ def test_what_is_only_renamed_or_stacked_is_read_where_it_is(
 
 
 @pytest.mark.parametrize("name", DERIVED)
-def test_what_is_computed_is_streamed_from_a_copy(
+def test_computed_tensors_are_streamed_from_a_copy(
     name: str, tmp_path: Path, streamed: Callable[..., FlashLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "model"

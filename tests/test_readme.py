@@ -1,4 +1,4 @@
-"""Every code block of the documentation runs as it is written, on a tiny model in place of the reader's own."""
+"""Tests of the documentation: every code block runs as written, on a tiny model instead of the reader's own."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ NOT_RUN = {
     "docs/lmstudio_integration.md": ["installs"],
     "docs/long-contexts.md": ["needs a model and minutes"],
 }
-"""Reasons why blocks are not run, in the order of their comments. A new one has to be added here."""
+"""Reasons why blocks do not run, in the order of their comments. Add new reasons here."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it is, its language and text, and why it is not run."""
+    """A fenced block: its place, language and text, and the reason why it does not run."""
 
     document: str
     line: int
@@ -65,7 +65,7 @@ BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
 
 
 def runnable(language: str, without: str = "\0") -> pytest.MarkDecorator:
-    """Runs a test with every block of a language that can be run by itself."""
+    """Run a test with every block of a language that works by itself."""
     blocks = [b for b in BLOCKS if b.language == language and not (b.not_run or b.serves or without in b.text)]
     return pytest.mark.parametrize("block", blocks, ids=[f"{block.document}:{block.line}" for block in blocks])
 
@@ -77,14 +77,14 @@ def the_block(document: str, words: str) -> Block:
 
 @dataclass(frozen=True)
 class Desk:
-    """A folder to work in, and what stands for the reader's own things."""
+    """A working folder, and the values of placeholders."""
 
     folder: Path
     names: dict[str, str]
     environment: dict[str, str]
 
     def own(self, text: str) -> str:
-        """The text with the placeholders filled in."""
+        """Return the text with the placeholders filled in."""
         for name, value in self.names.items():
             text = re.sub(rf"\b{name}\b", value, text)
         return text
@@ -154,7 +154,7 @@ def stock_answer(desk: Desk, max_tokens: int) -> str:
     return stock_text(desk, tokenizer.apply_chat_template(messages, add_generation_prompt=True), max_tokens)
 
 
-def test_every_block_says_what_it_is() -> None:
+def test_every_block_names_its_language() -> None:
     assert {block.language for block in BLOCKS} <= {"python", "bash", "dockerfile", "toml", "text"}
     for document in DOCUMENTS:
         fences = re.findall(r"^```", (ROOT / document).read_text(encoding="utf-8"), re.M)
@@ -176,22 +176,22 @@ def test_bash(block: Block, desk: Desk) -> None:
     assert len(desk.run(block).strip()) > 10
 
 
-def test_the_patch_gives_mlx_lms_text(desk: Desk) -> None:
+def test_the_patch_gives_the_text_of_mlx_lm(desk: Desk) -> None:
     assert desk.run(the_block("README.md", "response.text")) == stock_text(desk, QUESTION, 100)
 
 
-def test_the_first_command_gives_mlx_lms_text(desk: Desk) -> None:
+def test_the_first_command_gives_the_text_of_mlx_lm(desk: Desk) -> None:
     first = next(b for b in BLOCKS if b.language == "bash" and "mlx-flash generate" in b.text and not b.not_run)
     assert desk.run(first) == f"{stock_answer(desk, 100)}\n"
 
 
-def test_the_client_gets_mlx_lms_text(desk: Desk) -> None:
+def test_the_client_gets_the_text_of_mlx_lm(desk: Desk) -> None:
     pytest.importorskip("openai")
     with server(desk):
         assert desk.run(the_block("docs/server.md", "import openai")) == f"{stock_answer(desk, 50)}\n"
 
 
-def test_the_modelfile_means_what_it_seems_to(desk: Desk) -> None:
+def test_the_modelfile_sets_parameters_and_budget(desk: Desk) -> None:
     modelfile = read_modelfile(desk.folder / "Modelfile")
     assert not modelfile.notes
     assert (modelfile.base, modelfile.parameters.num_predict) == (desk.names["DIR_OR_REPO"], 50)
@@ -204,7 +204,7 @@ def test_settings_files(block: Block, tmp_path: Path) -> None:
     assert FlashConfig.resolve(file=tmp_path / "config.toml", environment={}) != FlashConfig()
 
 
-def test_the_hook_is_in_force_between_its_making_and_its_end(desk: Desk) -> None:
+def test_the_hook_works_from_install_to_removal(desk: Desk) -> None:
     guide = "docs/lmstudio_integration.md"
     make, check, end = (the_block(guide, words) for words in ("cp examples", "ENGINE_PYTHON -c", "rm SITE"))
     desk.run(make)
@@ -237,7 +237,7 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_have_targets() -> None:
     for document in (*DOCUMENTS, "CONTRIBUTING.md", "ROADMAP.md", "CHANGELOG.md"):
         path = ROOT / document
         for target in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):

@@ -31,7 +31,7 @@ EXPERTS = ["--experts=4", "--experts-per-token=2", "--dtype=float32"]
 
 
 def run_make(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the script in this process, which has loaded what takes the script a second."""
+    """Run the script in this process, which has imported mlx-lm already."""
     stdout, stderr = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         status = random_model_script().main([str(out), *arguments])
@@ -82,7 +82,7 @@ def stored_order(header: dict[str, Any]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes a tiny model that tests only read, once for each set of arguments."""
+    """Make a tiny model that tests only read, once for each set of arguments."""
     folder = tmp_path_factory.mktemp("models")
 
     @functools.cache
@@ -229,7 +229,7 @@ ROUTED = ["--layers=6", "--hidden-size=256", "--intermediate-size=32", "--expert
 
 
 class Routing:
-    """What the layers of a model chose for a sequence of tokens that it wrote itself."""
+    """The experts that a model's layers chose for a sequence of tokens that it generated."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import mlx.core as mx
@@ -258,16 +258,16 @@ class Routing:
         ]
 
     def top_share(self) -> float:
-        """Share of uses that go to the quarter of each layer's experts that is used most."""
+        """Return the share of uses that go to the most used quarter of each layer's experts."""
         counts = [np.sort(np.bincount(chosen.ravel(), minlength=32))[::-1] for chosen in self.chosen]
         return float(np.mean([count[:8].sum() / count.sum() for count in counts]))
 
     def shared_by_neighbours(self, distance: int) -> float:
-        """Share of a token's experts that one so much later has too."""
+        """Return the share of a token's experts that a later token has too."""
         return float(np.mean([overlap(chosen[:-distance], chosen[distance:]) for chosen in self.chosen]))
 
     def foretold_share(self) -> float:
-        """Share of experts that the router would have chosen from the input of the layer before."""
+        """Return the share of experts that the router would have chosen from the input of the layer before."""
         pairs = zip(self.foretold, self.chosen[1:], strict=True)
         return float(np.mean([overlap(foretold, chosen) for foretold, chosen in pairs]))
 
@@ -276,7 +276,7 @@ def overlap(left: Array, right: Array) -> float:
     return float(np.mean([len(set(a) & set(b)) / len(a) for a, b in zip(left, right, strict=True)]))
 
 
-def test_skewed_routing_is_like_a_trained_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skewed_routing_resembles_a_trained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = [*ROUTED, "--dtype=float32", "--heads=4", "--kv-heads=2", "--vocab-size=2000", "--architecture=qwen3_moe"]
     for name, skew in (("even", "0"), ("skewed", "1")):
         result = run_make(tmp_path / name, *shape, f"--routing-skew={skew}")
@@ -299,7 +299,7 @@ def test_skewed_values_depend_on_seed_and_name_only(made: Callable[..., Path], t
     assert not [name for name in first if "norm" not in name and first[name] == other[name]]
 
 
-def test_a_pattern_is_the_same_in_any_pieces() -> None:
+def test_a_pattern_made_in_pieces_equals_the_whole() -> None:
     script = random_model_script()
     pattern = script.Rows(1.0, 2, 7, lambda rows: (rows[:, None] * 100 + np.arange(7)).astype(np.float32))
     whole = pattern(np.ones(70, np.float32), 0)
@@ -308,7 +308,7 @@ def test_a_pattern_is_the_same_in_any_pieces() -> None:
         assert pattern(np.ones(last - first, np.float32), first).tolist() == whole[first:last].tolist()
 
 
-def test_skewed_and_quantized_keeps_routers_whole(made: Callable[..., Path]) -> None:
+def test_skewed_quantized_models_keep_routers_unquantized(made: Callable[..., Path]) -> None:
     folder = made("--mode=affine", "--group-size=32", *SKEWED)
     tensors = read_tensors(folder)
     whole = ("mlp.gate.", "embed_tokens", "lm_head")
@@ -334,12 +334,12 @@ def test_routers_are_found_without_knowing_the_architecture(tmp_path: Path, conf
     ],
     ids=str,
 )
-def test_skew_is_refused_where_it_cannot_be(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_skew_is_refused_for_models_without_experts(tmp_path: Path, arguments: list[str], message: str) -> None:
     assert message in refused(tmp_path / "m", *TINY, "--routing-skew=1", *arguments)
     assert not (tmp_path / "m").exists()
 
 
-def test_a_router_that_cannot_be_told_is_not_guessed(tmp_path: Path) -> None:
+def test_an_ambiguous_router_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(configuration("longcat_flash")))
     message = refused(tmp_path / "m", f"--config={tmp_path / 'config.json'}", "--routing-skew=1")
     assert "cannot tell what chooses among the 6 experts of model.layers." in message
@@ -365,7 +365,7 @@ def test_any_architecture_from_a_config(tmp_path: Path) -> None:
     assert any("layers.3." in name for name in read_tensors(tmp_path / "m"))
 
 
-def test_a_config_quantized_per_module_keeps_its_choices(tmp_path: Path, made: Callable[..., Path]) -> None:
+def test_quantization_per_module_is_kept(tmp_path: Path, made: Callable[..., Path]) -> None:
     first = made("--mode=affine")
     config = json.loads((first / "config.json").read_text())
     path = "model.layers.0.mlp.up_proj"
@@ -572,7 +572,7 @@ def test_machine_forwards_signals(number: signal.Signals) -> None:
     assert report_of(stderr)["status"] == str(process.returncode)
 
 
-def test_machine_ends_what_the_command_leaves_behind(tmp_path: Path) -> None:
+def test_machine_ends_processes_that_the_command_left(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     result = run_machine("--warm", "100M", "bash", "-c", f"sleep 60 >/dev/null 2>&1 & echo $! >{mark}")
     assert result.returncode == 0

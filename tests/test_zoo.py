@@ -54,14 +54,14 @@ def test_every_architecture_has_a_configuration() -> None:
     assert zoo.unconfigured() == []
 
 
-def test_weights_in_use_that_were_let_go_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_release_of_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_flash.streaming.layers.arrays_in", lambda *roots: [])
     outcome = compare("qwen3", "fp32")
     assert outcome.status == "failed"
     assert outcome.reason.startswith("logits of call 0 of generation 0")
 
 
-def test_what_a_model_compiled_while_streamed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_compiled_while_streamed_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Metal, one architecture keeps a compiled function, which holds the arrays it saw first."""
     pytest.importorskip("mlx_lm.models.kimi_k3")  # before the patch: it makes kernels when it is imported
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
@@ -69,14 +69,14 @@ def test_what_a_model_compiled_while_streamed_is_forgotten(monkeypatch: pytest.M
     assert outcome.status == "ok", outcome.reason
 
 
-def test_what_stock_cannot_run_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_stock_cannot_run_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(zoo.CONFIGURATIONS, "llama", {"num_attention_heads": 0})
     outcome = compare("llama", "fp32")
     assert outcome.status == "cannot"
     assert "ZeroDivisionError" in outcome.reason
 
 
-def test_a_configuration_that_does_not_fit_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfit_configuration_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(zoo.CONFIGURATIONS, "gpt2", {"n_embd": 128})
     outcome = compare("gpt2", "fp32")
     assert outcome.status == "failed"
@@ -89,7 +89,7 @@ def crash(connection: Connection) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def test_a_crash_is_named_and_another_worker_takes_over() -> None:
+def test_a_crash_is_named_and_a_new_worker_starts() -> None:
     worker = Worker(crash)
     for phase, status in [("stock", "cannot"), ("streamed", "failed")]:
         outcome = worker.run(Case(phase, "fp32"), timeout=60)
@@ -101,7 +101,7 @@ def wait_for_ever(connection: Connection) -> None:
     signal.pause()
 
 
-def test_an_architecture_that_does_not_end_is_named() -> None:
+def test_a_timeout_is_named() -> None:
     outcome = Worker(wait_for_ever).run(Case("llama", "fp32"), timeout=0.5)
     assert outcome.reason == "no end after 0.5 s"
 
@@ -125,7 +125,7 @@ def test_bits_are_compared(left: Any, right: Any, equal: bool) -> None:
     assert bool(find_difference([("x", left)], [("x", right)])) is not equal
 
 
-def test_mixed_has_both_widths_and_whole_embeddings() -> None:
+def test_mixed_has_both_widths_and_unquantized_embeddings() -> None:
     config = zoo.configuration("llama")
     variant = VARIANTS["mixed"]
     model, config = quantize(build(config, variant), config, variant)
@@ -140,11 +140,11 @@ def test_the_prompt_is_longer_than_the_sliding_windows() -> None:
     assert 0 < max(windows) < len(PROMPT)
 
 
-def test_an_outcome_goes_into_json() -> None:
+def test_an_outcome_converts_to_json() -> None:
     assert Outcome("llama", "fp32").as_dict()["kept"] == {}
 
 
-def test_experts_are_read_one_by_one_from_pools_of_every_size() -> None:
+def test_experts_stream_through_pools_of_every_size() -> None:
     outcome = compare("qwen3_moe", "4bit")
     assert outcome.status == "ok", outcome.reason
     assert (outcome.num_stacks, outcome.num_pools, outcome.unpooled) == (3, 6, {})
@@ -166,7 +166,7 @@ def test_an_expert_in_the_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert outcome.reason.startswith("pool of ")
 
 
-def test_routed_experts_that_are_no_stacks_are_listed() -> None:
+def test_unstacked_experts_are_listed() -> None:
     outcome = compare("dbrx", "fp32")
     assert outcome.status == "ok", outcome.reason
     assert outcome.num_stacks == outcome.num_pools == 0
@@ -175,7 +175,7 @@ def test_routed_experts_that_are_no_stacks_are_listed() -> None:
     }
 
 
-def test_the_summary_says_where_experts_are_not_read_one_by_one() -> None:
+def test_the_summary_lists_architectures_without_an_expert_pool() -> None:
     summary_of_experts = runpy.run_path(str(ROOT / "scripts" / "zoo.py"))["summary_of_experts"]
     outcomes = [
         Outcome("llama", "fp32", status="ok"),
@@ -191,6 +191,6 @@ def test_the_summary_says_where_experts_are_not_read_one_by_one() -> None:
     assert list(summary_of_experts(outcomes[:1])) == []
 
 
-def test_one_call_is_long_enough_for_its_tokens_to_be_sorted() -> None:
+def test_one_call_is_long_enough_for_mlx_lm_to_sort_its_tokens() -> None:
     calls = [rows for generation in GENERATIONS for rows in generation]
     assert max(sum(map(len, rows)) for rows in calls) == SORTED_SIZE == LONGEST_CALL

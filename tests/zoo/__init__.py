@@ -1,4 +1,4 @@
-"""The zoo: a tiny configuration of every architecture of mlx-lm, and a proof that streaming changes no bit of it.
+"""The zoo: a tiny configuration of every architecture of mlx-lm, to check that streaming changes no bit.
 
 A name is that of mlx-lm's module, with a suffix where one architecture comes in several kinds: ``llama:sliding``.
 """
@@ -30,26 +30,26 @@ SHARED: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-"""What most architectures call by the same name; they ignore what they do not know."""
+"""Settings that most architectures share; architectures ignore unknown names."""
 
 OWN_WORDS = {"n_embd", "d_model", "model_dim", "hidden_dim"}
-"""An architecture that has one of these has its own names for all sizes."""
+"""An architecture with one of these names has its own names for all sizes."""
 
 CONFIGURATIONS = {**DENSE, **EXPERTS, **RECURRENT, **WRAPPERS}
 
 
 def names() -> list[str]:
-    """Every configuration, in alphabetical order."""
+    """Return the names of all configurations, in alphabetical order."""
     return sorted(CONFIGURATIONS, key=str.lower)
 
 
 def architecture(name: str) -> str:
-    """The module of mlx-lm that a configuration is for."""
+    """Return the mlx-lm module of a configuration."""
     return name.split(":", maxsplit=1)[0]
 
 
 def configuration(name: str) -> dict[str, Any]:
-    """What ``config.json`` holds."""
+    """Return the content of ``config.json``."""
     own = copy.deepcopy(CONFIGURATIONS[name])
     config = {"model_type": architecture(name), "vocab_size": SHARED["vocab_size"], **own}
     if "text_config" in own:
@@ -59,7 +59,7 @@ def configuration(name: str) -> dict[str, Any]:
 
 
 def unconfigured() -> list[str]:
-    """Architectures of the installed mlx-lm that have no configuration here."""
+    """Return the architectures of the installed mlx-lm without a configuration here."""
     known = {architecture(name) for name in CONFIGURATIONS}
     found = [module.name for module in pkgutil.iter_modules(models.__path__)]
     return [name for name in sorted(set(found) - known) if _is_architecture(name)]

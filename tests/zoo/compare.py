@@ -29,15 +29,15 @@ GENERATIONS: Sequence[Sequence[Sequence[Sequence[int]]]] = (
     ([LONG_PROMPT], [[200]]),
     ([[256, 1, 9]], [[77]]),
 )
-"""Calls of each generation: rows of tokens. Longer than the sliding windows, which are of 8 tokens; one call is of so
-many that its tokens are sorted by their experts, even with one expert a token."""
+"""Calls of each generation: rows of tokens. They exceed the sliding windows of 8 tokens, and one call is so long that
+mlx-lm sorts its tokens by expert, even with one expert a token."""
 
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one architecture and variant.
+    """The result for one architecture and variant.
 
     Attributes:
         name: of the configuration.
@@ -76,17 +76,17 @@ class Outcome:
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the outcome for JSON."""
         return asdict(self)
 
 
 def compare(name: str, variant: str, enter: Callable[[str], None] = lambda phase: None) -> Outcome:
-    """Saves a random model, runs it stock and streamed, and says what came of it.
+    """Save a random model, run it stock and streamed, and return the outcome.
 
     Args:
         name: of the configuration.
         variant: of ``VARIANTS``.
-        enter: is told each phase as it begins, ``stock`` or ``streamed``, so that a crash has a culprit.
+        enter: called with each phase as it begins, ``stock`` or ``streamed``, so that a crash is attributed.
     """
     began = time.perf_counter()
     outcome = Outcome(name, variant)
@@ -101,7 +101,7 @@ def compare(name: str, variant: str, enter: Callable[[str], None] = lambda phase
 
 
 def run_stock(directory: Path, outcome: Outcome) -> list[Any]:
-    """What stock mlx-lm computes; nothing when it cannot, or when that proves nothing."""
+    """Return the trace of stock mlx-lm; empty when it cannot run, or when its logits prove nothing."""
     try:
         save(directory, configuration(outcome.name), VARIANTS[outcome.variant])
         expected = trace(stock(directory))
@@ -114,7 +114,7 @@ def run_stock(directory: Path, outcome: Outcome) -> list[Any]:
 
 
 def run_streamed(directory: Path, outcome: Outcome, expected: list[Any]) -> None:
-    """Runs a model streamed and notes what differs, and what was streamed."""
+    """Run a model streamed and note differences and streamed layers."""
     tile_rows = 3 * configuration(outcome.name)["vocab_size"] // 5  # two tiles of different size
     try:
         with streamed_whole(directory, tile_rows=tile_rows) as model:
@@ -135,7 +135,7 @@ def run_streamed(directory: Path, outcome: Outcome, expected: list[Any]) -> None
 
 
 def find_difference_of_cut(directory: Path, cut: int | str, expected: list[Any]) -> str:
-    """What smaller units change, if they change anything."""
+    """Return the difference that smaller units make, or an empty text."""
     with streamed_whole(directory, num_slots=3, tile_rows=64, cut=cut) as model:
         model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
         difference = find_difference(expected, trace(model))
@@ -143,10 +143,10 @@ def find_difference_of_cut(directory: Path, cut: int | str, expected: list[Any])
 
 
 def find_difference_of_pools(directory: Path, finest: int, expected: list[Any], outcome: Outcome) -> str:
-    """What experts that are read one by one change, if they change anything.
+    """Return the difference that an expert pool makes, or an empty text.
 
-    Pools of the fewest slots, of a middle number, and of all; rows that are exact and rows that are not, as on GPUs;
-    the rest of the model streamed in whole layers and in the smallest units: any two of these meet.
+    Three sizes of the pool, exact rows and inexact ones as on GPUs, whole layers and the smallest units: every pair of
+    these settings is tested.
     """
     num_slots, num_experts = 0, 0
     for i in range(3):
@@ -167,7 +167,7 @@ def find_difference_of_pools(directory: Path, finest: int, expected: list[Any], 
 
 
 def judge(directory: Path, outcome: Outcome, expected: list[Any], got: list[Any], closed: list[Any]) -> str:
-    """What is wrong, if anything is."""
+    """Return the first fault, or an empty text."""
     if difference := find_difference(expected, got):
         again = find_difference(expected, trace(stock(directory)))
         return f"stock differs from itself: {again}" if again else difference
@@ -179,7 +179,7 @@ def judge(directory: Path, outcome: Outcome, expected: list[Any], got: list[Any]
 
 
 def trace(model: Any, generations: Sequence[Any] = GENERATIONS) -> list[Any]:
-    """Logits of every call, and the state of every cache after each generation, with where each came from."""
+    """Return the logits of every call and the state of every cache after each generation, with labels."""
     found: list[Any] = []
     for i, calls in enumerate(generations, len(GENERATIONS) - len(generations)):
         cache = make_prompt_cache(model)
@@ -192,8 +192,7 @@ def trace(model: Any, generations: Sequence[Any] = GENERATIONS) -> list[Any]:
 
 
 def states(cache: list[Any]) -> list[tuple[str, Any]]:
-    """Every array and number of a prompt cache, with its path. Of keys and values only the tokens: how much memory is
-    taken for those to come is no output."""
+    """Return every array and number of a prompt cache, with its path; keys and values without memory for later tokens."""
     flat: list[tuple[str, Any]] = tree_flatten([_state(entry) for entry in cache])
     return flat
 
@@ -205,7 +204,7 @@ def _state(entry: Any) -> Any:
 
 
 def find_flaw(first: tuple[str, mx.array]) -> str:
-    """Why logits prove nothing, if they do not. (A model may mask tokens, with minus infinity.)"""
+    """Return why logits prove nothing, or an empty text. (A model may mask tokens, with minus infinity.)"""
     logits = first[1].astype(mx.float32)
     usable = mx.isfinite(logits) | (logits == -mx.inf)
     if not bool(usable.all()) or not bool(mx.isfinite(logits).any()):
@@ -218,7 +217,7 @@ def find_flaw(first: tuple[str, mx.array]) -> str:
 
 
 def find_difference(expected: list[Any], got: list[Any]) -> str:
-    """Where two traces first differ, if they do."""
+    """Return where two traces first differ, or an empty text."""
     if [label for label, _ in expected] != [label for label, _ in got]:
         return "caches of different shape"
     for (label, left), (_, right) in zip(expected, got, strict=True):
@@ -228,7 +227,7 @@ def find_difference(expected: list[Any], got: list[Any]) -> str:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two leaves are equal, arrays bit for bit."""
+    """Return True when two leaves are equal, arrays bit for bit."""
     if not isinstance(left, mx.array) or not isinstance(right, mx.array):
         return type(left) is type(right) and bool(left == right)
     if left.dtype != right.dtype or left.shape != right.shape:
@@ -240,7 +239,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def how_different(left: Any, right: Any) -> str:
-    """In a few words."""
+    """Describe a leaf in a few words."""
     if not isinstance(left, mx.array) or not isinstance(right, mx.array):
         return f"{left!r} became {right!r}"[:200]
     if left.dtype != right.dtype or left.shape != right.shape:
@@ -251,7 +250,7 @@ def how_different(left: Any, right: Any) -> str:
 
 
 def describe(model: FlashLLM, outcome: Outcome) -> None:
-    """Notes which layers are streamed, how many bytes, and why the rest is not."""
+    """Note the streamed layers, their bytes, and why the others are not streamed."""
     layout, engine = model.layout, model.engine
     assert engine is not None
     parameters = [p for unit in layout.units for p in [*unit.large, *unit.small]] + layout.resident
@@ -272,7 +271,7 @@ def describe(model: FlashLLM, outcome: Outcome) -> None:
 
 
 def why_unpooled(model: FlashLLM) -> dict[str, str]:
-    """The modules that have routed experts and are not read expert by expert, each with the reason."""
+    """Return the modules whose routed experts are not in a pool, each with the reason."""
     pooled = {id(module) for stack in model.layout.experts for module in stack.unit.module.modules()}
     found = {}
     for name, module in model.named_modules():
@@ -287,7 +286,7 @@ def why_unpooled(model: FlashLLM) -> dict[str, str]:
 
 
 def why_kept(layer: Any, in_tree: bool, derived: list[str], name: str) -> str:
-    """Why a layer is in memory all the time."""
+    """Return why a layer stays in memory."""
     if not in_tree:
         return "it is not in the module tree"
     if not any("__call__" in vars(base) for base in type(layer).__mro__):
@@ -300,7 +299,7 @@ def why_kept(layer: Any, in_tree: bool, derived: list[str], name: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception in one line, with the innermost place that is not the zoo's."""
+    """Return an exception in one line, with its innermost frame outside the zoo."""
     text = " ".join(str(error).split())
     frames = []
     trace_back = error.__traceback__

@@ -1,4 +1,4 @@
-"""Worker processes that outlive a crash: what crashes one is named, and another takes its place."""
+"""A pool of worker processes that survives crashes: the crashing case is named, and a new worker starts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What to compare.
+    """A case to compare.
 
     Attributes:
         name: of the configuration.
         variant: how weights are stored.
-        instead: the variant to take where stock mlx-lm cannot run this one.
+        instead: the variant to use if stock mlx-lm cannot run this one.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Worker:
     """A process that compares one case after another.
 
     Args:
-        target: what the process does with its connection.
+        target: function that the process runs with its connection.
     """
 
     def __init__(self, target: Callable[[Connection], None] | None = None) -> None:
@@ -45,7 +45,7 @@ class Worker:
         self._connection: Connection | None = None
 
     def run(self, case: Case, timeout: float) -> Outcome:
-        """Compares; a crash or a timeout is an outcome too, blamed on stock mlx-lm or on streaming."""
+        """Compare one case. A crash or a timeout is an outcome too, attributed to stock mlx-lm or to streaming."""
         began = time.monotonic()
         connection = self._ready()
         connection.send(case)
@@ -64,7 +64,7 @@ class Worker:
         return Outcome(case.name, case.variant, status, reason, seconds=time.monotonic() - began)
 
     def stop(self) -> None:
-        """Ends the process."""
+        """End the process."""
         if self._process is not None and self._connection is not None:
             self._connection.close()
             self._process.kill()
@@ -87,7 +87,7 @@ class Worker:
 
 
 def serve(connection: Connection) -> None:
-    """What a worker process does: cases in, outcomes out."""
+    """Serve cases in a worker process, until the connection closes."""
     while True:
         try:
             case: Case = connection.recv()
@@ -97,7 +97,7 @@ def serve(connection: Connection) -> None:
 
 
 def run(cases: Sequence[Case], jobs: int, timeout: float) -> Iterator[Outcome]:
-    """Compares in several processes. Yields each outcome as it comes."""
+    """Compare in several processes. Yield each outcome as it comes."""
     workers: SimpleQueue[Worker] = SimpleQueue()
     for _ in range(jobs):
         workers.put(Worker())

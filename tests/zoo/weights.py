@@ -16,16 +16,16 @@ from mlx.utils import tree_map_with_path
 from mlx_lm import utils as mlx_lm_utils
 
 KEPT = ("signs",)
-"""Parameters of which only certain values are valid: the model's own stay."""
+"""Parameters that keep the model's own values, because only certain values are valid."""
 
 
 class UnfitError(Exception):
-    """A configuration lacks what its architecture needs: a fault of the zoo's."""
+    """A fault of the zoo: a configuration lacks what its architecture needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How weights are stored.
+    """A storage format of weights.
 
     Attributes:
         dtype: of what is not quantized.
@@ -58,7 +58,7 @@ VARIANTS = {
 
 
 def save(directory: Path, config: dict[str, Any], variant: Variant) -> None:
-    """Writes a random model and its configuration, through mlx-lm's own functions."""
+    """Write a random model and its configuration, with mlx-lm's own functions."""
     model = build(config, variant)
     config = copy.deepcopy(config)
     if variant.bits is not None:
@@ -68,7 +68,7 @@ def save(directory: Path, config: dict[str, Any], variant: Variant) -> None:
 
 
 def build(config: dict[str, Any], variant: Variant) -> nn.Module:
-    """A random model, not quantized yet.
+    """Return a random model, not quantized yet.
 
     Raises:
         UnfitError: its arguments cannot be made of the configuration.
@@ -93,7 +93,7 @@ def build(config: dict[str, Any], variant: Variant) -> nn.Module:
 
 
 def vary(name: str, array: mx.array) -> mx.array:
-    """A parameter that its model made: as it is if it is random, else with noise around the constant that it is."""
+    """Return a parameter: unchanged if its values are random, else with noise around its constant."""
     first = array.reshape(-1)[:1]
     if name.split(".")[-1] in KEPT or array.size < 2 or not bool(mx.all(array == first)):
         return array
@@ -105,7 +105,7 @@ def vary(name: str, array: mx.array) -> mx.array:
 
 
 def quantize(model: nn.Module, config: dict[str, Any], variant: Variant) -> tuple[nn.Module, dict[str, Any]]:
-    """As ``mlx_lm.convert`` quantizes it."""
+    """Quantize a model as ``mlx_lm.convert`` does."""
     own = getattr(model, "quant_predicate", None)
 
     def mixed(path: str, module: nn.Module) -> bool | dict[str, Any]:

@@ -18,18 +18,50 @@ settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
 SLOWEST = (
-    "test_cli test_experts test_serving test_zoo test_examples test_model test_monitor test_prefixes test_kv_store "
-    "test_derived test_readme test_plan test_scripts test_reader test_patch test_benchmark test_pack test_kv_cache"
-).split()
+    "test_cli",
+    "test_experts",
+    "test_serving",
+    "test_zoo",
+    "test_examples",
+    "test_model",
+    "test_monitor",
+    "test_prefixes",
+    "test_kv_store",
+    "test_derived",
+    "test_readme",
+    "test_plan",
+    "test_scripts",
+    "test_reader",
+    "test_patch",
+    "test_benchmark",
+    "test_pack",
+    "test_kv_cache",
+)
 """Files that take longest, from the slowest. They run first, so that no worker is left with one of them at the end."""
 
-QUICK = frozenset(
-    (
-        "test_compat test_dropped test_files test_generation test_gotemplate test_kv_sizes test_layering test_layers "
-        "test_layout test_memory test_modelfile test_monitor_experts test_placement test_pool test_run test_slots"
-    ).split()
-)
-"""Files whose tests have the marker ``quick``: some of every folder, chosen for what they find in a second."""
+QUICK = {
+    "test_compat",
+    "test_dropped",
+    "test_files",
+    "test_generation",
+    "test_gotemplate",
+    "test_kv_sizes",
+    "test_layering",
+    "test_layers",
+    "test_layout",
+    "test_memory",
+    "test_modelfile",
+    "test_monitor_experts",
+    "test_placement",
+    "test_pool",
+    "test_residency_kv",
+    "test_run",
+    "test_slots",
+    "test_stream",
+    "test_trace",
+    "test_writer",
+}
+"""Files of which every test gets the marker ``quick``; in other files, single tests have it."""
 
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))
@@ -43,7 +75,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slowest files first, and mark the quick ones."""
+    """Put the slowest files first, and mark the tests of the quick ones."""
     ranks = {name: rank for rank, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
     for item in items:

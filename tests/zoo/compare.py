@@ -192,7 +192,7 @@ def trace(model: Any, generations: Sequence[Any] = GENERATIONS) -> list[Any]:
 
 
 def states(cache: list[Any]) -> list[tuple[str, Any]]:
-    """Return every array and number of a prompt cache, with its path; keys and values without memory for later tokens."""
+    """Return every array and number of a prompt cache, with its path; of keys and values only the tokens."""
     flat: list[tuple[str, Any]] = tree_flatten([_state(entry) for entry in cache])
     return flat
 

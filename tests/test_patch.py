@@ -62,6 +62,7 @@ def tokens(directory: Path, **options: Any) -> list[int]:
     return found
 
 
+@pytest.mark.quick
 def test_load_streams_and_removing_restores(model_dir: Path) -> None:
     expected = tokens(model_dir)
     apply_flash_patch(config())

@@ -333,6 +333,7 @@ def test_every_plan_adds_up(sizes: ModelSizes, config: FlashConfig, machine: Mac
         "bounced reads",
     ],
 )
+@pytest.mark.quick
 def test_kinds_of_models(sizes: ModelSizes, share: float) -> None:
     machine = make_machine()
     for config in (FlashConfig(), FIXED, FlashConfig(num_slots=4)):
@@ -922,6 +923,7 @@ def test_the_trunk_is_pinned_before_the_pool_grows(sizes: ModelSizes, machine: M
     assert spare <= (MAX_SLOTS + 2) * (largest + TILE_SLACK_BYTES)
 
 
+@pytest.mark.quick
 def test_a_pool_takes_what_the_trunk_leaves() -> None:
     sizes, machine = make_mixture(), make_machine()
     sizes_of_pools = []

@@ -183,6 +183,7 @@ def test_in_the_exact_mode_calls_of_another_length_are_others(llama: Path) -> No
         assert restored(model) == 2 * STEP
 
 
+@pytest.mark.quick
 def test_longest_mode_uses_the_longest_prefix(llama: Path) -> None:
     first_run(llama, "longest")
     other = [*PROMPT[:600], *range(100)]
@@ -449,6 +450,7 @@ def test_kv_pages_on_disk_are_counted(tmp_path: Path) -> None:
     pool.close()
 
 
+@pytest.mark.quick
 def test_only_the_user_may_look(llama: Path) -> None:
     first_run(llama)
     assert prefix_directory().stat().st_mode & 0o077 == 0

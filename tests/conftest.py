@@ -18,8 +18,8 @@ settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
 SLOWEST = (
-    "test_cli",
     "test_experts",
+    "test_cli",
     "test_serving",
     "test_zoo",
     "test_examples",
@@ -43,8 +43,6 @@ QUICK = {
     "test_compat",
     "test_dropped",
     "test_files",
-    "test_generation",
-    "test_gotemplate",
     "test_kv_sizes",
     "test_layering",
     "test_layers",

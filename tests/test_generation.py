@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("model"), LLAMA, mx.bfloat16)
 
 
+@pytest.fixture(scope="module")
+def expected(directory: Path) -> Callable[[str], tuple[list[int], list[mx.array]]]:
+    """Tokens and log-probabilities of stock mlx-lm, computed once for each of the options."""
+    return functools.cache(lambda name: generated(stock(directory), **OPTIONS[name]))
+
+
 def generated(model: Any, prompt: mx.array = PROMPT, **options: Any) -> tuple[list[int], list[mx.array]]:
     options = {"prefill_step_size": 2048, "max_tokens": 16, **options}
     found = list(generate_step(prompt, model, **options))
@@ -37,8 +45,8 @@ def generated(model: Any, prompt: mx.array = PROMPT, **options: Any) -> tuple[li
 
 @pytest.mark.parametrize("cut", [0, 2, "tiles"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_kind_of_cache(directory: Path, name: str, cut: int | str) -> None:
-    tokens, logprobs = generated(stock(directory), **OPTIONS[name])
+def test_every_kind_of_cache(directory: Path, expected: Callable[..., Any], name: str, cut: int | str) -> None:
+    tokens, logprobs = expected(name)
     with streamed_whole(directory, cut=cut) as model:
         model.plan = wide(model.plan)
         found_tokens, found_logprobs = generated(model, **OPTIONS[name])
@@ -82,6 +90,7 @@ def test_a_saved_prompt_cache_goes_on(tmp_path: Path, architecture: dict[str, An
     assert found_tokens == tokens and same_bits(found_logprobs, logprobs)
 
 
+@pytest.mark.quick
 def test_a_trimmed_cache_goes_on(directory: Path) -> None:
     def trimmed(model: Any) -> tuple[list[int], list[mx.array]]:
         cache = make_prompt_cache(model)

@@ -21,6 +21,10 @@ require(LRUPromptCache, "trim_to", "n_sequences", "n_bytes")
 require_that(isinstance(LRUPromptCache.nbytes, property), "LRUPromptCache.nbytes is no property")
 
 
+for _name in ("next_queue", "may_batch", "answer_requests"):
+    require_that(not hasattr(server.ResponseGenerator, _name), f"ResponseGenerator has its own {_name}()")
+
+
 class ResponseGenerator(server.ResponseGenerator):  # type: ignore[misc]
     """mlx-lm's thread that answers requests, with hooks for a subclass."""
 
@@ -31,7 +35,7 @@ class ResponseGenerator(server.ResponseGenerator):  # type: ignore[misc]
         """Return whether a request may be answered together with others, if mlx-lm would."""
         return True
 
-    def generate(self) -> None:
+    def answer_requests(self) -> None:
         """Answer requests until the server stops."""
         super()._generate()
 
@@ -45,7 +49,7 @@ class ResponseGenerator(server.ResponseGenerator):  # type: ignore[misc]
         return bool(super()._is_batchable(args)) and self.may_batch(args)
 
     def _generate(self) -> None:
-        self.generate()
+        self.answer_requests()
 
 
 def send_error(handler: Any, error: Exception) -> None:

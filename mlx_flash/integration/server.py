@@ -70,10 +70,10 @@ class SurvivingGenerator(ResponseGenerator):
         model = self.model_provider.model
         return model.is_batchable if isinstance(model, FlashLLM) else True
 
-    def generate(self) -> None:
+    def answer_requests(self) -> None:
         while True:
             try:
-                super().generate()
+                super().answer_requests()
                 return
             except FlashError as failure:
                 if self.model_provider.model is None:

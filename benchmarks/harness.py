@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,9 @@ DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 NOT_AVAILABLE = 77
 """Exit status of ``small_machine`` where no memory cgroup can be made."""
+
+KILLED = 128 + signal.SIGKILL
+"""Exit status of ``small_machine`` for a killed command; old kernels do not count kills."""
 
 Run = dict[str, Any]
 
@@ -101,7 +105,7 @@ def run_command(
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **(environment or {})})
     said = done.stderr.strip().splitlines()
     machine = _machine_report(said.pop()) if limit_bytes is not None and done.returncode != NOT_AVAILABLE else {}
-    if machine.get("kills"):
+    if machine.get("kills") or (machine and done.returncode == KILLED):
         raise KilledError(f"{label} was killed: it needs more than the limit of {limit_bytes} bytes")
     if done.returncode:
         raise SystemExit(f"{label} failed: {said[-1] if said else f'exit status {done.returncode}'}")

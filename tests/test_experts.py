@@ -28,7 +28,8 @@ import zoo
 from mlx_flash import ClosedError, FileChangedError, FlashLLM, ReadError, TruncatedFileError
 from mlx_flash.convert.pack import pack
 from mlx_flash.experts.layers import Experts as ModelExperts
-from mlx_flash.experts.pool import ABSENT, ExpertPool
+from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.experts.slots import ABSENT
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.load import ModelLayout
 from mlx_flash.layout.units import make_layout
@@ -419,7 +420,7 @@ def test_a_broken_disk_is_named_and_can_come_back(tiny: Any, disk: Disk, pool_sl
     with with_pool(directory, pool_slots, exact_rows=exact_rows) as model:
         for failing in (chunks, [PROMPT], chunks):
             pool_of(model).drop_unread(0, range(16))
-            pool_of(model).forget(0, [e for e in range(16) if pool_of(model).slot_of[0][e] != ABSENT])
+            pool_of(model).drop(0, [e for e in range(16) if pool_of(model).slot_of[0][e] != ABSENT])
             disk.is_broken = True
             for _ in range(2):
                 with pytest.raises(ReadError, match=named):

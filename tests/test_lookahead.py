@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
-from mlx_flash.experts.layers import Experts
 from mlx_flash.experts.lookahead import GOOD_ODDS, Guess, Lookahead, Odds, _Gate
+from mlx_flash.experts.rows import PooledStacks
 from mlx_flash.layout.swap import own_class
 from mlx_flash.layout.trace import scores_of
 from mlx_flash.model import FlashLLM, prepare
@@ -126,13 +126,13 @@ TOKENS = [[(7 * i + i * i) % 1000] for i in range(100)]
 
 def test_foreseen_calls_read_and_compute_nothing_in_vain(foreseeable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    real = Experts._run
+    real = PooledStacks.run
 
-    def count(self: Experts, layer: int, x: mx.array, slots: mx.array) -> mx.array:
+    def count(self: PooledStacks, layer: int, x: mx.array, slots: mx.array) -> mx.array:
         rows.append(slots.size if layer else 0)
         return real(self, layer, x, slots)
 
-    monkeypatch.setattr(Experts, "_run", count)
+    monkeypatch.setattr(PooledStacks, "run", count)
     with with_pool(foreseeable, 24) as model:
         ahead = ahead_of(model)
         ahead.early = lambda layer: None  # type: ignore[method-assign]
@@ -165,7 +165,7 @@ def test_bad_guesses_are_read_no_more(tiny: Path) -> None:
 
 
 def test_nothing_is_guessed_for_calls_at_the_full_shape(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_flash.experts.layers.takes_slots", lambda module, first: False)
+    monkeypatch.setattr("mlx_flash.experts.rows.takes_slots", lambda module, first: False)
     with with_pool(tiny, 24) as model:
         assert same_bits(run(model, TOKENS[:20]), run(stock(tiny), TOKENS[:20]))
         stats = pool_of(model).stats

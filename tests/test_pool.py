@@ -25,7 +25,8 @@ from hypothesis.stateful import (
 )
 
 from mlx_flash.errors import ClosedError, FileChangedError, ReadError, TruncatedFileError
-from mlx_flash.experts.pool import ABSENT, Bytes, ExpertPool, PoolLayer
+from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.experts.slots import ABSENT, Bytes, PoolLayer
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage import ranges as ranges_module
@@ -190,12 +191,12 @@ class Calls(RuleBasedStateMachine):
         before = resident(self.pool)
         kept = self.slots(layer, [expert for _, expert in before if (layer, expert) in before and expert in needed])
         absent = [e for e in experts if e < NUM_EXPERTS[layer] and (layer, e) not in before]
-        found = self.pool.adopt(layer, absent, needed)
+        found = self.pool.adopt(layer, absent, self.pool.spared(layer, needed))
         assert list(found) == absent[: len(found)]
         assert found == {expert: int(self.pool.slot_of[layer][expert]) for expert in found}
         assert self.slots(layer, [expert for _, expert in kept]) == kept
         if fails:
-            self.pool.forget(layer, found)
+            self.pool.drop(layer, found)
         else:
             for expert in found:
                 self.checkpoint.fill(self.pool, layer, expert)
@@ -331,7 +332,7 @@ def test_what_a_prompt_used_more_takes_the_place_of_what_it_used_less(
     pool.use(0, numbers([0, 1]), numbers([9, 1]), 10)
     bring(pool, 0, 0, 1)
     pool.use(1, numbers([2, 3, 4]), numbers([5, 4, 1]), 10)
-    found = pool.adopt(1, [2, 3, 4], [2, 3, 4])
+    found = pool.adopt(1, [2, 3, 4], pool.spared(1, [2, 3, 4]))
     assert list(found) == [2]
     assert resident(pool) == [(0, 0), (1, 2)]
 

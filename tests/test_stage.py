@@ -19,7 +19,7 @@ from mlx_lm.models import switch_layers
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import FlashLLM, ReadError
-from mlx_flash.experts.pool import ABSENT
+from mlx_flash.experts.slots import ABSENT
 from mlx_flash.experts.stage import rows_in_place
 from mlx_flash.storage import ranges as ranges_module
 from mlx_flash.storage.placement import Segment, place_groups

@@ -13,7 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import zoo
 from mlx_flash import FlashLLM
-from mlx_flash.experts.layers import Experts, Routing
+from mlx_flash.experts.layers import Experts
+from mlx_flash.experts.rows import Routing
 from mlx_flash.experts.trace import RoutingTrace
 from test_model import streamed_whole
 from zoo.weights import VARIANTS, save

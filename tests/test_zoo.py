@@ -159,8 +159,8 @@ def test_an_expert_in_the_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -
             self.slot_of[key[0]][key[1]] = (slot + 1) % self.slots.num_slots
         return slot
 
-    enter = ExpertPool._enter
-    monkeypatch.setattr(ExpertPool, "_enter", elsewhere)
+    enter = ExpertPool.enter
+    monkeypatch.setattr(ExpertPool, "enter", elsewhere)
     outcome = compare("qwen3_moe", "fp32")
     assert outcome.status == "failed" and outcome.num_cuts > 1 and outcome.num_pools == 0
     assert outcome.reason.startswith("pool of ")

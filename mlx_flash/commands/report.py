@@ -21,7 +21,7 @@ from rich.table import Table
 
 from mlx_flash import __version__
 from mlx_flash.config import GB
-from mlx_flash.experts.pool import ExpertStats
+from mlx_flash.experts.slots import ExpertStats
 from mlx_flash.kv.stats import KVUsage
 from mlx_flash.layout.load import ModelLayout, Unit
 from mlx_flash.memory.footprint import peak_footprint

@@ -10,7 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.experts.layers import Experts
-from mlx_flash.experts.pool import ExpertPool, pool_layer
+from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.experts.slots import pool_layer
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.load import ExpertStack, ModelLayout, Parameter, Unit

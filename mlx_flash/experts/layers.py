@@ -1,38 +1,32 @@
-"""Layers of experts that compute with those experts only that a token is routed to.
+"""Layers of experts that compute only with the experts that a token is routed to.
 
 A call evaluates its indices, asks the pool for the experts and computes with the rows of the pool's slots: the module's
-own code, on arrays that have a slot where it expects an expert. Experts that are there already compute while the
-others are read. Before that, the next layer's router is asked which experts it would choose now.
+own code, on arrays that have a slot where it expects an expert. Experts in memory compute while the others are read.
+Before that, the next layer's router is asked which experts it would choose now.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from mlx_flash.compat.experts import SORTED_SIZE
 from mlx_flash.experts.eviction import Mask, Numbers
 from mlx_flash.experts.lookahead import Guess, GuessedError, Lookahead
 from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.experts.rows import PooledStacks, Routing, is_whole, join_rows
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.load import ExpertStack
-from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, state_of, swap_class
+from mlx_flash.layout.swap import SwappedClass, state_of, swap_class
 from mlx_flash.streaming.stream import WeightStream
 
-_SMALL_BYTES = 16 << 20
-"""What a call for one token may take, whatever it copies."""
-
 _MEMORY = 64
-"""Over how many calls it is averaged how many experts come late."""
+"""Number of calls over which the share of late experts is averaged."""
 
-Routing = np.ndarray[Any, np.dtype[np.int64]]
 OnRouting = Callable[[int, Routing], None]
 """Called with the number of a layer and the experts of each of its tokens, ``(..., top_k)``."""
 
@@ -47,12 +41,12 @@ class _Routed(SwappedClass):
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """What was begun with the experts that were there, before it was known which are needed.
+    """A computation with the experts in memory that started before the indices were known.
 
     Attributes:
-        rows: ``(pairs, width)``; those of experts that were not there are of no use.
-        pairs: which of the call's (token, expert) pairs these are, counted in order; None for all.
-        ready: of each expert, whether it was there.
+        rows: ``(pairs, width)``; those of experts that were missing are of no use.
+        pairs: numbers of the (token, expert) pairs of the rows; None for all.
+        ready: for each expert whether it was in its slot.
     """
 
     rows: mx.array
@@ -61,21 +55,21 @@ class _Begun:
 
 
 class Experts:
-    """All stacks of experts of a model, and what they compute with.
+    """All stacks of experts of a model.
 
     Args:
         stacks: in the pool's order, which is the order of calls.
         pool: the experts in memory.
-        stage: for calls at the full number of experts.
-        stream: what else is streamed.
+        stage: computes calls at the full number of experts.
+        stream: streams the other weights.
         exact_rows: whether a row of a matrix product is the same whatever the other rows are. Then the pool serves
             calls of any size.
         lookahead: read experts early that the next layer is likely to need.
 
     Attributes:
-        pool: the experts in memory.
+        pool: as given.
         stacks: as given.
-        listeners: told of every call.
+        listeners: called with the routing of every call.
         changed: the modules whose class was changed.
     """
 
@@ -95,32 +89,17 @@ class Experts:
         self._stage = stage
         self._stream = stream
         self._exact_rows = exact_rows
-        self._modules = [self._pooled_copy(layer) for layer in range(len(stacks))]
-        self._takes_slots = [
-            takes_slots(module, stack.unit.large[0].container)
-            for module, stack in zip(self._modules, stacks, strict=True)
-        ]
+        self._pooled = PooledStacks(stacks, pool)
         self._pending: list[mx.array] = []
         self._late_share = 0.0
         for layer, stack in enumerate(stacks):
             swap_class(stack.unit.module, _Routed, (self, layer))
-        # At the full shape what is on its way is not waited for, but read with the rest.
-        self._ahead = Lookahead(stacks, pool, stream, enabled=lookahead and all(self._takes_slots))
+        # At the full shape, experts in flight are not waited for, but read with the rest.
+        self._ahead = Lookahead(stacks, pool, stream, enabled=lookahead and all(self._pooled.takes_slots))
         self.changed = [*(stack.unit.module for stack in stacks), *self._ahead.changed]
 
-    def _pooled_copy(self, layer: int) -> nn.Module:
-        """The stack with the pool's slots in the place of its experts."""
-        unit = self.stacks[layer].unit
-        offsets = self.pool.layers[layer].placement.offsets
-        offsets = (*offsets, *(offset for offset, _ in self.pool.layers[layer].kept))
-        arrays = {
-            (id(p.container), p.key): self.pool.slots.view(offset, p.array.shape[1:], p.array.dtype)
-            for p, offset in zip([*unit.large, *unit.small], offsets, strict=True)
-        }
-        return clone_tree(unit.module, arrays)
-
     def call(self, layer: int, x: mx.array, indices: mx.array) -> mx.array:
-        """What a stack makes of tokens.
+        """Compute tokens with a stack.
 
         Args:
             layer: number of the stack.
@@ -134,12 +113,12 @@ class Experts:
         if self._stream.is_guessing:
             raise GuessedError(indices)
         next_guess = begun = None
-        known = [indices]  # before anything is computed with them
+        known = [indices]  # evaluated before anything is computed with them
         if indices.size < SORTED_SIZE:
             guess = self._ahead.late(layer)
             if guess is not None:
                 mx.async_eval(guess.arrays)
-                mx.async_eval(indices)  # the layer's attention computes while the guess is looked at
+                mx.async_eval(indices)  # the layer's attention computes while Python looks at the guess
                 self._ahead.read(layer, guess, is_early=False)
             next_guess = self._ahead.early(layer + 1)
             known += [] if next_guess is None else next_guess.arrays
@@ -148,60 +127,60 @@ class Experts:
         self.pool.hold(layer, ())
         routing = np.array(indices)
         counts = self._count(layer, routing)
+        experts = np.flatnonzero(counts)
         self.pool.stats.num_calls += 1
-        if self._fits_slots(layer, int(np.count_nonzero(counts)), routing.size):
-            result = self._compact(layer, x, routing, counts, begun)
-            if next_guess is not None:  # not before: it would have taken the disk from what was waited for
+        if self._fits_slots(layer, len(experts), routing.size):
+            result = self._compute(layer, x, routing, begun, experts, counts[experts])
+            if next_guess is not None:  # not before: its reads would delay the experts that this call waits for
                 self._ahead.read(layer + 1, next_guess, is_early=True)
             return result
         self.pool.stats.num_full += 1
-        self._note(layer, routing, counts)
-        experts = sorted(np.flatnonzero(counts).tolist(), key=lambda i: -counts[i])
-        return self._stage.run(layer, x, indices, experts, self._quota)
+        self._note(layer, routing, experts, counts[experts])
+        hottest = sorted(experts.tolist(), key=lambda i: -counts[i])
+        return self._stage.run(layer, x, indices, hottest, self._quota)
 
     def _begin(self, layer: int, x: mx.array, known: list[mx.array], guess: Guess | None) -> _Begun | None:
-        """Begins to compute a small call before it is known which experts it needs.
+        """Start to compute a small call before its indices are known, so that the processor need not wait for Python.
 
-        The processor need not wait for us then to look at the indices. It computes as many rows as experts are expected
-        to be there, of those that are: a row of one that is missing costs as much, and is of no use.
+        It computes as many rows as experts are expected to be in memory. A row of a missing expert costs as much, and
+        is of no use.
 
         Args:
             layer: number of the stack.
             x: the tokens.
-            known: the indices first, and what is to be evaluated with them; which rows are begun is added.
+            known: the indices first, and what is to be evaluated with them; the pairs of the rows are added.
             guess: of the indices.
         """
-        indices = known[0]
-        if not self._takes_slots[layer] or indices.size > self.pool.slots.num_slots or not _is_whole(x, indices):
+        indices, num_slots = known[0], self.pool.slots.num_slots
+        if not self._pooled.takes_slots[layer] or indices.size > num_slots or not is_whole(x, indices):
             return None
         ready = self.pool.ready(layer)
         num_rows = indices.size - self._num_late(ready, guess, indices.size)
         if not num_rows:
             return None
-        num_slots = self.pool.slots.num_slots
         table = np.where(ready, self.pool.slot_of[layer], num_slots).astype(np.uint32)
         slots = mx.array(table)[mx.clip(indices, 0, len(table) - 1)]  # they are not checked yet
         pairs = None
         if num_rows < indices.size:
             pairs = mx.argsort(slots.reshape(-1))[:num_rows]
             known.append(pairs)
-        mx.async_eval(known)  # in a call of its own: what is evaluated with the rows is not there before they are
+        mx.async_eval(known)  # in a call of its own: whatever is evaluated with the rows has to wait for them
         slots = mx.minimum(slots, num_slots - 1)
         if pairs is None:
-            rows = self._run(layer, x, slots).reshape(num_rows, -1)
+            rows = self._pooled.run(layer, x, slots).reshape(num_rows, -1)
         else:
-            rows = self._run_pairs(layer, x, slots.reshape(-1)[pairs], pairs, indices.shape[-1])
+            rows = self._pooled.run_pairs(layer, x, slots.reshape(-1)[pairs], pairs, indices.shape[-1])
         mx.async_eval(rows)
         return _Begun(rows, pairs, ready)
 
     def _num_late(self, ready: Mask, guess: Guess | None, size: int) -> int:
-        """How many of a call's (token, expert) pairs will probably have to wait for their experts."""
+        """Return how many of a call's (token, expert) pairs will probably have to wait for their experts."""
         if guess is None or guess.indices.size != size:
             return int(size * self._late_share)
         return sum(not ready[expert] for chosen in guess.chosen for expert in chosen)
 
     def _count(self, layer: int, routing: Routing) -> Numbers:
-        """How many tokens each expert computes."""
+        """Return the number of tokens of each expert."""
         num_experts = self.stacks[layer].num_experts
         lowest = int(routing.min(initial=0)) if routing.dtype.kind == "i" else 0
         highest = int(routing.max(initial=0))
@@ -210,42 +189,55 @@ class Experts:
             raise IndexError(f"'{self.stacks[layer].unit.name}' was asked for {asked}: it has {num_experts}")
         return np.bincount(routing.reshape(-1), minlength=num_experts)
 
-    def _note(self, layer: int, routing: Routing, counts: Numbers) -> None:
-        """Remembers what a call needed."""
+    def _note(self, layer: int, routing: Routing, experts: Numbers, counts: Numbers) -> None:
+        """Tell listeners, look-ahead and pool which experts a call needs, and for how many tokens each."""
         for listener in self.listeners:
             listener(layer, routing.astype(np.int64))
-        self._ahead.settle(layer, counts)
-        experts = np.flatnonzero(counts)
-        self.pool.use(layer, experts, counts[experts], max(1, routing.size // routing.shape[-1]))
+        self._ahead.settle(layer, experts)
+        self.pool.use(layer, experts, counts, max(1, routing.size // routing.shape[-1]))
 
     def _fits_slots(self, layer: int, num_experts: int, num_indices: int) -> bool:
-        """Whether a call can be computed from the slots, and as exactly as with all experts.
+        """Return whether a call can be computed from the slots as exactly as with all experts.
 
-        Sorted calls on a GPU cannot: CUDA's kernel for them does not heed the gaps between slots.
+        Sorted calls on a GPU cannot: CUDA's kernel for them ignores the gaps between slots.
         """
         is_exact = self._exact_rows or num_indices < SORTED_SIZE
-        return self._takes_slots[layer] and is_exact and num_experts <= self.pool.slots.num_slots
+        return self._pooled.takes_slots[layer] and is_exact and num_experts <= self.pool.slots.num_slots
 
     @property
     def _quota(self) -> int:
-        """Experts of each layer that enter the pool when a prompt passes: twice its share, since layers compete."""
+        """Number of experts of each layer that a prompt leaves in the pool: twice its share, since layers compete."""
         return max(1, 2 * self.pool.slots.num_slots // len(self.stacks))
 
-    def _compact(self, layer: int, x: mx.array, routing: Routing, counts: Numbers, begun: _Begun | None) -> mx.array:
-        """Computes from the slots."""
-        experts = np.flatnonzero(counts).tolist()
-        late: Sequence[int] = self.pool.request(layer, experts)
-        if routing.size < SORTED_SIZE:
-            self._late_share += (len(late) / max(1, len(experts)) - self._late_share) / _MEMORY
-        self.pool.hold(layer, experts)
-        self._note(layer, routing, counts)
-        if routing.size and _is_whole(x, routing):
-            result, late = self._compute_parts(layer, x, routing, begun, late)
+    def _compute(
+        self, layer: int, x: mx.array, routing: Routing, begun: _Begun | None, experts: Numbers, counts: Numbers
+    ) -> mx.array:
+        """Compute a call from the slots. Experts in memory compute while the others are read.
+
+        Args:
+            layer: number of the stack.
+            x: the tokens.
+            routing: their experts.
+            begun: rows that were started before.
+            experts: those that are needed, each once.
+            counts: number of tokens of each of them.
+        """
+        is_small = routing.size < SORTED_SIZE
+        needed: list[int] = experts.tolist()
+        late: Sequence[int] = self.pool.request(layer, needed)
+        if is_small:
+            self._late_share += (len(late) / max(1, len(needed)) - self._late_share) / _MEMORY
+        self.pool.hold(layer, needed)
+        self._note(layer, routing, experts, counts)
+        if routing.size and is_whole(x, routing):
+            # Each expert of a small call computes when it comes, but the last; those of a prompt when all have come.
+            parts, late = self._compute_parts(layer, x, routing, begun, late, 1 if is_small else len(late))
+            result = join_rows(parts, routing.shape)
         else:
-            result = self._run(layer, x, self._slots(layer, routing))
-        self.pool.wait(layer, late)  # what computes with them was not evaluated yet
-        if routing.size < SORTED_SIZE:
-            # It computes while the rest of the model's code is gone through. A prompt's results are large: they wait.
+            result = self._pooled.run_routing(layer, x, routing)
+        self.pool.wait(layer, late)  # the part that computes with them is not evaluated yet
+        if is_small:
+            # It computes while Python goes through the rest of the model. A prompt's results are large: they wait.
             mx.async_eval(result)
         self._pending.append(result)
         if layer == len(self.stacks) - 1:
@@ -253,14 +245,19 @@ class Experts:
         return result
 
     def _compute_parts(
-        self, layer: int, x: mx.array, routing: Routing, begun: _Begun | None, late: Sequence[int]
-    ) -> tuple[mx.array, Sequence[int]]:
-        """What is there computes while the rest is read; for few tokens, each expert when it comes.
+        self, layer: int, x: mx.array, routing: Routing, begun: _Begun | None, late: Sequence[int], most_left: int
+    ) -> tuple[list[tuple[mx.array, Sequence[int]]], Sequence[int]]:
+        """Compute (token, expert) pairs as their experts come.
+
+        Args:
+            layer, x, routing, begun: as in :meth:`_compute`.
+            late: experts in flight.
+            most_left: number of experts in flight from which on no more are waited for.
 
         Returns:
-            The result, ``(..., top_k, width)``, and the experts that have to be waited for before it is evaluated.
+            Rows with the numbers of their pairs, and the experts to wait for before they are evaluated.
         """
-        experts = routing.reshape(-1).tolist()  # in plain Python: what calls of numpy cost shows here
+        experts = routing.reshape(-1).tolist()  # in plain Python: calls of numpy cost more here
         parts: list[tuple[mx.array, Sequence[int]]] = []
         left = list(range(len(experts)))
         if begun is not None:
@@ -269,11 +266,10 @@ class Experts:
             done = {pair for pair in pairs if begun.ready[experts[pair]]}
             left = [pair for pair in left if pair not in done]
         absent = set(late)
-        most_left = 1 if routing.size < SORTED_SIZE else len(late)
         while True:
             here = [pair for pair in left if experts[pair] not in absent]
             if here:
-                parts.append((self._run_rows(layer, x, routing, here), here))
+                parts.append((self._pooled.run_rows(layer, x, routing, here), here))
                 if absent:
                     mx.async_eval(parts[-1][0])
                 left = [pair for pair in left if experts[pair] in absent]
@@ -281,81 +277,14 @@ class Experts:
                 break
             absent.difference_update(self.pool.wait_any(layer, [expert for expert in late if expert in absent]))
         if absent:
-            parts.append((self._run_rows(layer, x, routing, left), left))
-        return _joined(parts, routing.shape), [expert for expert in late if expert in absent]
+            parts.append((self._pooled.run_rows(layer, x, routing, left), left))
+        return parts, [expert for expert in late if expert in absent]
 
     def let_go(self) -> None:
-        """Forgets what was not computed: the pass has failed, and the next may come from another thread."""
+        """Drop what was not computed: the pass has failed, and the next may come from another thread."""
         self._pending.clear()
         self._ahead.let_go()
 
     def _evaluate_pending(self, others: Sequence[mx.array] = ()) -> None:
-        pending, self._pending = self._pending, []  # they go, whatever happens: they may be of another thread's
+        pending, self._pending = self._pending, []  # dropped even after an error: they may be of another thread
         mx.eval(pending, others)
-
-    def _run_rows(self, layer: int, x: mx.array, routing: Routing, pairs: list[int]) -> mx.array:
-        """What some of the (token, expert) pairs make, ``(pairs, width)``."""
-        if len(pairs) == routing.size:
-            return self._run(layer, x, self._slots(layer, routing)).reshape(routing.size, -1)
-        slots = self._slots(layer, routing.reshape(-1)[pairs])
-        return self._run_pairs(layer, x, slots, mx.array(pairs, mx.uint32), routing.shape[-1])
-
-    def _slots(self, layer: int, experts: Routing) -> mx.array:
-        return mx.array(self.pool.slot_of[layer][experts].astype(np.uint32))
-
-    def _run_pairs(self, layer: int, x: mx.array, slots: mx.array, pairs: mx.array, top_k: int) -> mx.array:
-        """What some of the (token, expert) pairs make, ``(pairs, width)``, whose experts are in these slots."""
-        tokens = x.reshape(-1, x.shape[-1])
-        if len(tokens) == 1:  # as the model itself calls them: no rows to gather
-            return self._run(layer, tokens, slots[None])[0]
-        return self._run(layer, tokens[pairs // top_k], slots[:, None])[:, 0]
-
-    def _run(self, layer: int, x: mx.array, slots: mx.array) -> mx.array:
-        module = self._modules[layer]
-        return cast(mx.array, own_class(module).__call__(module, x, slots))
-
-
-def takes_slots(module: nn.Module, first: Any) -> bool:
-    """Whether the back end computes with experts that lie in slots, with gaps between them, without a copy of them all.
-
-    CUDA's kernels for quantized experts do not. One token is tried, with experts of zeros.
-
-    Args:
-        module: a stack whose arrays are views of empty slots.
-        first: the ``SwitchLinear`` of it that tokens come to first.
-    """
-    dtype = first["scales" if "scales" in first else "weight"].dtype
-    x = mx.zeros((1, first.input_dims), dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16)
-    # Several times, for other threads may take memory meanwhile.
-    return any(_copies_little(module, x, int(first["weight"].nbytes) // 2) for _ in range(3))
-
-
-def _copies_little(module: nn.Module, x: mx.array, limit: int) -> bool:
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    try:
-        mx.eval(cast(Callable[..., mx.array], module)(x, mx.zeros((1, 1), mx.uint32)))
-    except RuntimeError:
-        return False
-    return int(mx.get_peak_memory()) - before < max(_SMALL_BYTES, limit)
-
-
-def _is_whole(x: mx.array, indices: mx.array | Routing) -> bool:
-    """Whether every token has its own experts."""
-    return x.size // x.shape[-1] * indices.shape[-1] == indices.size
-
-
-def _joined(parts: Sequence[tuple[mx.array, Sequence[int]]], shape: Sequence[int]) -> mx.array:
-    """All rows in their order, ``(*shape, width)``. Where several parts have a row, the last one's.
-
-    Args:
-        parts: rows ``(pairs, width)``, and which pairs these are.
-        shape: of the routing.
-    """
-    rows = parts[0][0]
-    if len(parts) > 1:
-        source = [0] * math.prod(shape)
-        for row, pair in enumerate(chain.from_iterable(pairs for _, pairs in parts)):
-            source[pair] = row
-        rows = mx.concatenate([rows for rows, _ in parts])[mx.array(source, mx.uint32)]
-    return rows.reshape(*shape, -1)

@@ -19,7 +19,8 @@ import numpy as np
 
 from mlx_flash.compat.experts import SORTED_SIZE
 from mlx_flash.experts.eviction import Numbers
-from mlx_flash.experts.pool import ABSENT, ExpertPool
+from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.experts.slots import ABSENT
 from mlx_flash.layout.load import ExpertStack
 from mlx_flash.layout.swap import SwappedClass, own_class, state_of, swap_class
 from mlx_flash.layout.trace import scores_of
@@ -247,17 +248,13 @@ class Lookahead:
         likely = [expert for expert, rank in missing.items() if rank < num_good]
         self._pool.read_ahead(layer, likely, int(self._pool.slots.num_slots * POOL_SHARE), urgent=not is_early)
 
-    def settle(self, layer: int, counts: Numbers) -> None:
-        """Learns from what a call needs how good the guesses were.
-
-        Args:
-            layer: of the call.
-            counts: of each expert, how many tokens it computes.
-        """
+    def settle(self, layer: int, experts: Numbers) -> None:
+        """Learn from the experts that a call needs how good the guesses were."""
         unsettled = self._states[layer].unsettled
+        needed = set(experts.tolist()) if unsettled else set()
         for odds, missing in unsettled:
             for expert, rank in missing.items():
-                odds.note(rank, bool(counts[expert]))
+                odds.note(rank, expert in needed)
         unsettled.clear()
 
     def let_go(self) -> None:

@@ -15,7 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_flash.experts.pool import ABSENT, Bytes, ExpertPool
+from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.experts.slots import ABSENT, Bytes
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.experts import expert_records, matrices_of, place_matrix
 from mlx_flash.layout.load import ExpertStack, Parameter
@@ -151,12 +152,12 @@ class Stage:
             for region in range(self._num_regions):
                 self._load_next(region)
             absent = [expert for expert in hottest[:quota] if expert not in present]
-            call.adopted.update(pool.adopt(layer, absent, hottest))
+            call.adopted.update(pool.adopt(layer, absent, pool.spared(layer, hottest)))
             module = self._copies[layer]
             result = cast(mx.array, own_class(module).__call__(module, x, indices))
             mx.eval(result)
         except BaseException:
-            pool.forget(layer, call.adopted)
+            pool.drop(layer, call.adopted)
             raise
         finally:
             self._end()

@@ -9,7 +9,7 @@ from types import TracebackType
 
 import numpy as np
 
-from mlx_flash.experts.layers import Routing
+from mlx_flash.experts.rows import Routing
 from mlx_flash.layout.load import ExpertStack
 
 FORMAT = 1

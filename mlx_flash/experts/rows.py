@@ -1,0 +1,124 @@
+"""Stacks of experts that compute from the slots of the pool."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.layout.load import ExpertStack
+from mlx_flash.layout.swap import clone_tree, own_class
+
+_SMALL_BYTES = 16 << 20
+"""Memory that a call for one token may take without counting as a copy of all experts."""
+
+Routing = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class PooledStacks:
+    """Copies of all stacks of a model that hold the pool's slots in the place of their experts.
+
+    A *pair* is a (token, expert) pair of a call, by its number in the order of the routing.
+
+    Args:
+        stacks: in the pool's order.
+        pool: the experts in memory.
+
+    Attributes:
+        takes_slots: for each stack whether the back end computes with slots.
+    """
+
+    def __init__(self, stacks: Sequence[ExpertStack], pool: ExpertPool) -> None:
+        self._pool = pool
+        self._modules = [self._copy(layer, stack) for layer, stack in enumerate(stacks)]
+        self.takes_slots = [
+            takes_slots(module, stack.unit.large[0].container)
+            for module, stack in zip(self._modules, stacks, strict=True)
+        ]
+
+    def _copy(self, layer: int, stack: ExpertStack) -> nn.Module:
+        unit, of_pool = stack.unit, self._pool.layers[layer]
+        offsets = (*of_pool.placement.offsets, *(offset for offset, _ in of_pool.kept))
+        arrays = {
+            (id(p.container), p.key): self._pool.slots.view(offset, p.array.shape[1:], p.array.dtype)
+            for p, offset in zip([*unit.large, *unit.small], offsets, strict=True)
+        }
+        return clone_tree(unit.module, arrays)
+
+    def run(self, layer: int, x: mx.array, slots: mx.array) -> mx.array:
+        """Compute tokens with the experts in some slots, ``(..., top_k)``."""
+        module = self._modules[layer]
+        return cast(mx.array, own_class(module).__call__(module, x, slots))
+
+    def run_routing(self, layer: int, x: mx.array, routing: Routing) -> mx.array:
+        """Compute tokens with their experts, all of which have slots."""
+        return self.run(layer, x, self._slots(layer, routing))
+
+    def run_rows(self, layer: int, x: mx.array, routing: Routing, pairs: list[int]) -> mx.array:
+        """Compute some pairs, ``(pairs, width)``."""
+        if len(pairs) == routing.size:
+            return self.run_routing(layer, x, routing).reshape(routing.size, -1)
+        slots = self._slots(layer, routing.reshape(-1)[pairs])
+        return self.run_pairs(layer, x, slots, mx.array(pairs, mx.uint32), routing.shape[-1])
+
+    def run_pairs(self, layer: int, x: mx.array, slots: mx.array, pairs: mx.array, top_k: int) -> mx.array:
+        """Compute some pairs whose experts are in these slots, ``(pairs, width)``."""
+        tokens = x.reshape(-1, x.shape[-1])
+        if len(tokens) == 1:  # as the model itself calls them: no rows to gather
+            return self.run(layer, tokens, slots[None])[0]
+        return self.run(layer, tokens[pairs // top_k], slots[:, None])[:, 0]
+
+    def _slots(self, layer: int, experts: Routing) -> mx.array:
+        return mx.array(self._pool.slot_of[layer][experts].astype(np.uint32))
+
+
+def takes_slots(module: nn.Module, first: Any) -> bool:
+    """Return whether the back end computes with experts in slots, with gaps between them, without copying all of them.
+
+    CUDA's kernels for quantized experts do not. The function tries one token with experts of zeros.
+
+    Args:
+        module: a stack whose arrays are views of empty slots.
+        first: the first ``SwitchLinear`` of the stack.
+    """
+    dtype = first["scales" if "scales" in first else "weight"].dtype
+    x = mx.zeros((1, first.input_dims), dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16)
+    # Several times, since other threads may take memory meanwhile.
+    return any(_copies_little(module, x, int(first["weight"].nbytes) // 2) for _ in range(3))
+
+
+def _copies_little(module: nn.Module, x: mx.array, limit: int) -> bool:
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    try:
+        mx.eval(cast(Callable[..., mx.array], module)(x, mx.zeros((1, 1), mx.uint32)))
+    except RuntimeError:
+        return False
+    return int(mx.get_peak_memory()) - before < max(_SMALL_BYTES, limit)
+
+
+def is_whole(x: mx.array, indices: mx.array | Routing) -> bool:
+    """Return whether every token has experts of its own."""
+    return x.size // x.shape[-1] * indices.shape[-1] == indices.size
+
+
+def join_rows(parts: Sequence[tuple[mx.array, Sequence[int]]], shape: Sequence[int]) -> mx.array:
+    """Return all rows in the order of their pairs, ``(*shape, width)``. Where several parts have a row, the last one's.
+
+    Args:
+        parts: rows ``(pairs, width)`` and the numbers of their pairs.
+        shape: of the routing.
+    """
+    rows = parts[0][0]
+    if len(parts) > 1:
+        source = [0] * math.prod(shape)
+        for row, pair in enumerate(chain.from_iterable(pairs for _, pairs in parts)):
+            source[pair] = row
+        rows = mx.concatenate([rows for rows, _ in parts])[mx.array(source, mx.uint32)]
+    return rows.reshape(*shape, -1)

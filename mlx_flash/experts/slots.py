@@ -1,0 +1,222 @@
+"""The slots of the expert pool: which expert is in which slot, and which one gives way.
+
+A slot holds one expert of one layer. The layers of a model share all slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from mlx_flash.experts.eviction import Expert, Mask, Numbers, Uses
+from mlx_flash.layout.experts import place_experts
+from mlx_flash.layout.load import ExpertStack
+from mlx_flash.memory.arena import SlotArena
+from mlx_flash.storage.placement import RowPlacement
+from mlx_flash.streaming.stream import POISON
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+ABSENT = -1
+
+
+@dataclass(slots=True)
+class ExpertStats:
+    """Counters of the experts.
+
+    Attributes:
+        num_calls: calls of layers of experts.
+        num_full: those that ran at the full number of experts.
+        num_routed: experts that calls needed, each once a call.
+        num_hits: those of them that were in the pool, or in flight, when the call came.
+        num_predicted: experts that were read because a router was expected to choose them.
+        num_predicted_right: those of them that the next call of their layer needed.
+        num_evicted: experts that lost their slots to others.
+        read_bytes: bytes of experts that were read.
+        wait_seconds: time that calls waited for experts.
+    """
+
+    num_calls: int = 0
+    num_full: int = 0
+    num_routed: int = 0
+    num_hits: int = 0
+    num_predicted: int = 0
+    num_predicted_right: int = 0
+    num_evicted: int = 0
+    read_bytes: int = 0
+    wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayer:
+    """The experts of one layer, as the pool sees them.
+
+    Attributes:
+        placement: where the tensors of each expert lie, in its file and in a slot.
+        kept: arrays that are always in memory, as bytes ``(experts, row)``, and where their rows go in a slot.
+        expert_bytes: bytes of one expert that are read from disk.
+    """
+
+    placement: RowPlacement
+    kept: Sequence[tuple[int, Bytes]]
+    expert_bytes: int
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts."""
+        return len(self.placement.segments)
+
+    def file_order(self, expert: int) -> tuple[str, int]:
+        """Return a key that sorts experts as their bytes lie on disk."""
+        first = self.placement.segments[expert][0]
+        return str(first.path), first.offset
+
+
+def pool_layer(stack: ExpertStack, alignment: int) -> PoolLayer:
+    """Return what the pool needs of a stack, whose small parameters have been evaluated."""
+    placed = place_experts(stack, alignment)
+    rows = [
+        np.frombuffer(memoryview(cast(Any, p.array)).cast("B"), np.uint8).reshape(stack.num_experts, -1)
+        for p in stack.unit.small
+    ]
+    return PoolLayer(placed.read, list(zip(placed.kept, rows, strict=True)), stack.expert_bytes)
+
+
+class ExpertSlots:
+    """A table of slots. An expert that gets a slot takes that of the expert that was used least.
+
+    Args:
+        slots: the memory.
+        layers: the layers with experts, in calling order.
+        poison: fill slots with NaN bytes when an expert leaves.
+
+    Attributes:
+        slots: as given.
+        layers: as given.
+        slot_of: for each layer the slot of each expert, or ``ABSENT``.
+        stats: the counters.
+    """
+
+    def __init__(self, slots: SlotArena, layers: Sequence[PoolLayer], poison: bool) -> None:
+        self.slots = slots
+        self.layers = layers
+        self.slot_of: list[Numbers] = [np.full(layer.num_experts, ABSENT) for layer in layers]
+        self.stats = ExpertStats()
+        self._poison = poison
+        self._free = list(reversed(range(slots.num_slots)))
+        self._cleared = 0
+        self._held: Numbers = np.empty(0, np.int64)
+        self._uses = Uses([layer.num_experts for layer in layers], slots.num_slots)
+
+    @property
+    def num_resident(self) -> int:
+        """Number of experts that have slots."""
+        return sum(int(np.count_nonzero(table != ABSENT)) for table in self.slot_of)
+
+    @property
+    def num_usable(self) -> int:
+        """Number of slots that hold experts, or may."""
+        return self.slots.num_slots - self._cleared
+
+    def hold(self, layer: int, experts: Iterable[int]) -> None:
+        """Keep some experts in their slots until the next call of this method."""
+        self._held = self.slot_of[layer][np.fromiter(experts, np.int64)]
+
+    def needed(self, layer: int, experts: Sequence[int]) -> Mask:
+        """Return for each slot whether it belongs to some experts, or to those that are held."""
+        mask = np.zeros(self.slots.num_slots, np.bool_)
+        slots = self.slot_of[layer][list(experts)]
+        mask[slots[slots != ABSENT]] = True
+        mask[self._held] = True
+        return mask
+
+    def use(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int) -> None:
+        """Count the uses of one call. The experts used most stay longest.
+
+        Args:
+            layer: number of the layer.
+            experts: distinct.
+            counts: for each of them the number of tokens that it computes.
+            num_tokens: tokens of the call.
+        """
+        self._uses.add(layer, experts, counts, num_tokens)
+        there = experts[self.slot_of[layer][experts] != ABSENT]
+        self._uses.refresh(layer, there, self.slot_of[layer][there])
+
+    def enter(self, key: Expert, spared: Mask) -> int | None:
+        """Give an expert a slot, and copy into it the arrays that are always in memory.
+
+        Args:
+            key: the expert.
+            spared: for each slot whether its expert must stay. The new one is added.
+
+        Returns:
+            The slot; None when all are spared.
+        """
+        layer, expert = key
+        if not self._free and not self._evict(spared):
+            return None
+        slot = self._free.pop()
+        for offset, rows in self.layers[layer].kept:
+            row = rows[expert]
+            np.frombuffer(self.slots.memory(slot), np.uint8)[offset : offset + len(row)] = row
+        self.slot_of[layer][expert] = slot
+        self._uses.enter(slot, key)
+        spared[slot] = True
+        return slot
+
+    def _evict(self, spared: Mask) -> bool:
+        key = self._uses.least(spared)
+        if key is None:
+            return False
+        self.stats.num_evicted += 1
+        self.leave(key)
+        return True
+
+    def leave(self, key: Expert) -> None:
+        """Take an expert's slot away."""
+        layer, expert = key
+        slot = int(self.slot_of[layer][expert])
+        self._uses.leave(slot)
+        self.slot_of[layer][expert] = ABSENT
+        if self._poison:
+            self.slots.fill(slot, POISON)
+        self._free.append(slot)
+
+    def clear_tail(self, num_slots: int) -> None:
+        """Take the last slots away from their experts, until :meth:`restore_tail`."""
+        first = self.slots.num_slots - num_slots
+        for layer, table in enumerate(self.slot_of):
+            for expert in np.flatnonzero(table >= first):
+                self.leave((layer, int(expert)))
+        self._free = [slot for slot in self._free if slot < first]
+        self._cleared = num_slots
+
+    def restore_tail(self) -> None:
+        """Give the slots of :meth:`clear_tail` back."""
+        first = self.slots.num_slots - self._cleared
+        self._free = [*reversed(range(first, self.slots.num_slots)), *self._free]
+        self._cleared = 0
+
+    def adopt(self, layer: int, experts: Iterable[int], spared: Mask) -> dict[int, int]:
+        """Give slots to experts that the caller will fill: free ones, and those of experts that were used less.
+
+        Args:
+            layer: number of the layer.
+            experts: experts without slots, the most important first.
+            spared: for each slot whether its expert must stay.
+
+        Returns:
+            The slot of each expert that got one.
+        """
+        adopted: dict[int, int] = {}
+        for expert in experts:
+            least = None if self._free else self._uses.least(spared)
+            if not self._free and (least is None or not self._uses.is_more((layer, expert), least)):
+                break
+            slot = self.enter((layer, expert), spared)
+            assert slot is not None
+            adopted[expert] = slot
+        return adopted

@@ -1,4 +1,4 @@
-"""Which expert's place is taken next: that of the one used least, where recent uses count more.
+"""The eviction policy of the expert pool: the least used expert gives way, and recent uses count more.
 
 Compared on recorded routing by ``benchmarks/eviction.py``: least recently used keeps nothing when a pass needs more
 experts than there are slots, and is behind frequency at any size; frequency that forgets is as good as frequency where
@@ -19,16 +19,16 @@ HALF_LIFE = 32
 """A use counts half after so many passes."""
 
 _MOST_USES = 1 / (1 - 2 ** (-1 / HALF_LIFE))
-"""What the uses of an expert add up to that every pass needs."""
+"""The sum of the uses of an expert that every pass needs."""
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Uses:
-    """How much each expert was used, and which of those in slots was used least.
+    """The uses of each expert, and the least used expert among those in slots.
 
-    Sums are kept as logarithms of what they would be worth at the start, so that they need no upkeep.
+    Sums are kept as logarithms of their value at the start, so that time passing does not change them.
 
     Args:
         sizes: number of experts of each layer.
@@ -43,12 +43,12 @@ class Uses:
         self._last = -1
 
     def add(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int) -> None:
-        """Counts a call of a layer. Tokens of one call count as if they were spread evenly over as many passes.
+        """Count a call of a layer. Tokens of one call count as if they were spread evenly over as many passes.
 
         Args:
-            layer: whose.
+            layer: number of the layer.
             experts: distinct.
-            counts: how many of the tokens each of them computes.
+            counts: for each of them the number of tokens that it computes.
             num_tokens: of the call.
         """
         if layer <= self._last:
@@ -59,29 +59,29 @@ class Uses:
         sums[experts] = np.logaddexp2(sums[experts], self._now + np.log2(counts * weight))
 
     def enter(self, slot: int, key: Expert) -> None:
-        """An expert has a slot now."""
+        """Note that an expert has a slot."""
         self._holders[slot] = key
         self._in_slots[slot] = self._sums[key[0]][key[1]]
 
     def leave(self, slot: int) -> None:
-        """A slot is empty."""
+        """Note that a slot is empty."""
         self._holders[slot] = None
         self._in_slots[slot] = np.inf
 
     def refresh(self, layer: int, experts: Numbers, slots: Numbers) -> None:
-        """Experts in these slots were counted."""
+        """Note that experts in these slots were counted."""
         self._in_slots[slots] = self._sums[layer][experts]
 
     def least(self, spared: Mask) -> Expert | None:
-        """The expert in a slot that was used least; None when all are spared.
+        """Return the least used expert in a slot; None when all are spared.
 
         Args:
-            spared: of each slot, whether it must stay.
+            spared: for each slot whether its expert must stay.
         """
         sums = np.where(spared, np.inf, self._in_slots)
         slot = int(sums.argmin())
         return self._holders[slot] if sums[slot] < np.inf else None
 
     def is_more(self, key: Expert, than: Expert) -> bool:
-        """Whether an expert was used more than another."""
+        """Return whether an expert was used more than another."""
         return bool(self._sums[key[0]][key[1]] > self._sums[than[0]][than[1]])

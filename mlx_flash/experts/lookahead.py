@@ -1,4 +1,4 @@
-"""Which experts the next stacks will probably need: their own routers are asked, with a residual from before them.
+"""Look-ahead: the routers of the next stacks are called with an earlier residual, and their choices are read early.
 
 Each stack is guessed twice: early, from the residual before the experts of the stack before, and late, from the
 residual after them, while its own layer's attention computes. Guesses only start reads. A router's first choices are
@@ -27,23 +27,23 @@ from mlx_flash.layout.trace import scores_of
 from mlx_flash.streaming.stream import GuessEndedError, WeightStream
 
 POOL_SHARE = 1 / 8
-"""Share of the pool that experts may take which a router is only expected to choose."""
+"""Share of the pool that predicted experts may take."""
 
 GOOD_ODDS = 0.86
-"""A choice is read if those of its rank were right so often."""
+"""Share of right choices from which on a rank is read."""
 
 _MEMORY = 1024
-"""Over how many choices of a rank that is averaged."""
+"""Number of choices of a rank over which that share is averaged."""
 
 _PRIOR = 4
-"""For how many an open verdict counts at first."""
+"""Number of choices that the initial share of one half counts for."""
 
 
 class GuessedError(GuessEndedError):
-    """A router has chosen.
+    """The end of a speculative call: the router has chosen.
 
     Attributes:
-        indices: the experts it has chosen, ``(..., top_k)``.
+        indices: the chosen experts, ``(..., top_k)``.
     """
 
     def __init__(self, indices: mx.array) -> None:
@@ -52,11 +52,11 @@ class GuessedError(GuessEndedError):
 
 @dataclass(frozen=True)
 class Guess:
-    """What a router would choose now, not evaluated.
+    """The experts that a router would choose now, not evaluated.
 
     Attributes:
         indices: ``(..., top_k)``.
-        scores: what it thinks of them, ``(tokens, top_k)``; None when that is not to be seen.
+        scores: the router's scores of them, ``(tokens, top_k)``; None when they cannot be observed.
     """
 
     indices: mx.array
@@ -64,7 +64,7 @@ class Guess:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What there is to evaluate."""
+        """The arrays to evaluate."""
         return [self.indices] if self.scores is None else [self.indices, self.scores]
 
     @cached_property
@@ -73,10 +73,10 @@ class Guess:
         return np.array(self.indices).reshape(-1, self.indices.shape[-1]).tolist()
 
     def ranks(self) -> dict[int, int]:
-        """Of each expert the best rank that a token gave it, 0 where ranks are unknown; best first."""
+        """Return for each expert the best rank that a token gave it, best first. Unknown ranks are 0."""
         if self.scores is None:
             return {expert: 0 for chosen in self.chosen for expert in chosen}
-        ranks: dict[int, int] = {}  # in plain Python: what calls of numpy cost shows here
+        ranks: dict[int, int] = {}  # in plain Python: calls of numpy cost more here
         for chosen, scores in zip(self.chosen, np.array(self.scores).tolist(), strict=True):
             for rank, (_, expert) in enumerate(sorted(zip(scores, chosen, strict=True), reverse=True)):
                 ranks[expert] = min(rank, ranks.get(expert, rank))
@@ -84,7 +84,7 @@ class Guess:
 
 
 class Odds:
-    """How often choices were right, by rank. A choice is never worse than one of a later rank."""
+    """The share of right choices by rank. A choice is never worse than one of a later rank."""
 
     def __init__(self) -> None:
         self._right: list[float] = []
@@ -92,12 +92,12 @@ class Odds:
 
     @property
     def num_good(self) -> int:
-        """How many ranks are worth reading: none that little is known of."""
+        """Number of ranks that are worth reading."""
         good = [rank for rank, right in enumerate(self._right) if right >= GOOD_ODDS]
         return good[-1] + 1 if good else 0
 
     def note(self, rank: int, is_right: bool) -> None:
-        """Learns from a choice."""
+        """Learn from a choice."""
         more = rank + 1 - len(self._seen)
         self._seen += [_PRIOR] * more
         self._right += [0.5] * more
@@ -107,14 +107,14 @@ class Odds:
 
 @dataclass(slots=True)
 class _Residual:
-    """The residual before a stack of experts and after it, when it is that of few tokens."""
+    """The residual before a stack of experts and after it, if it is that of few tokens."""
 
     before: mx.array | None = None
     after: mx.array | None = None
 
 
 class _Norm(SwappedClass):
-    """The norm before the router: what it is given is the residual."""
+    """The norm before the router. Its argument is the residual."""
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         residual = cast(_Residual, state_of(self))
@@ -124,7 +124,7 @@ class _Norm(SwappedClass):
 
 
 class _Block(SwappedClass):
-    """Router and experts: what they make is added to the residual."""
+    """Router and experts. Their result is added to the residual."""
 
     def __call__(self, x: mx.array) -> mx.array:
         residual = cast(_Residual, state_of(self))
@@ -137,7 +137,7 @@ class _Block(SwappedClass):
 
 @dataclass(slots=True)
 class _Said:
-    """What a router's module returned while its stack was guessed."""
+    """The result of a router's module during a speculative call."""
 
     is_asked: bool = False
     result: Any = None
@@ -156,12 +156,12 @@ class _Gate(SwappedClass):
 
 @dataclass(slots=True)
 class _Stack:
-    """What is known of a stack now.
+    """The state of a stack.
 
     Attributes:
         residual: of its last call.
-        said: by its router.
-        unsettled: guesses that its next call will settle: what they count for, and the ranks of missing experts.
+        said: result of its router.
+        unsettled: guesses that its next call will settle: the odds they count for, and the ranks of missing experts.
     """
 
     residual: _Residual = field(default_factory=_Residual)
@@ -170,13 +170,13 @@ class _Stack:
 
 
 class Lookahead:
-    """Guesses what stacks will need, and begins to read it.
+    """Guesses which experts stacks will need, and starts to read them.
 
     Args:
         stacks: in the order of calls.
         pool: reads experts.
-        stream: told that what is called now is a guess.
-        enabled: or nothing is guessed.
+        stream: is told during speculative calls.
+        enabled: whether to guess at all.
 
     Attributes:
         changed: the modules whose class was changed.
@@ -194,7 +194,7 @@ class Lookahead:
                 self._remember(layer)
 
     def _remember(self, layer: int) -> None:
-        """Makes the modules around a stack remember the residual, if it helps to guess what the next stack needs."""
+        """Make the modules around a stack store the residual, if that helps to guess the next stack."""
         stack, after, state = self._stacks[layer], self._stacks[layer + 1], self._states[layer]
         if stack.norm is None or stack.block is None or not self._can_be_guessed(layer + 1):
             return
@@ -212,17 +212,17 @@ class Lookahead:
         return layer < len(self._stacks) and self._stacks[layer].block is not None and bool(self._stacks[layer].norm)
 
     def early(self, layer: int) -> Guess | None:
-        """Guesses a stack, from the residual before the experts of the one before."""
+        """Guess a stack from the residual before the experts of the previous one."""
         return self._guess(layer, self._states[layer - 1].residual.before)
 
     def late(self, layer: int) -> Guess | None:
-        """Guesses a stack, from the residual after the experts of the one before."""
+        """Guess a stack from the residual after the experts of the previous one."""
         residual = self._states[layer - 1].residual
         after, residual.after = residual.after, None
         return self._guess(layer, after)
 
     def _guess(self, layer: int, residual: mx.array | None) -> Guess | None:
-        """What a stack's router would choose if the layers in between changed nothing."""
+        """Return what a stack's router would choose if the layers in between changed nothing."""
         if residual is None or not self._can_be_guessed(layer):
             return None
         stack, said = self._stacks[layer], self._states[layer].said
@@ -240,7 +240,7 @@ class Lookahead:
         return None
 
     def read(self, layer: int, guess: Guess, *, is_early: bool) -> None:
-        """Begins to read what a stack will probably need. Evaluates the guess."""
+        """Evaluate a guess, and start to read the experts that a stack will probably need."""
         table, odds = self._pool.slot_of[layer], self._early if is_early else self._late
         missing = {expert: rank for expert, rank in guess.ranks().items() if table[expert] == ABSENT}
         self._states[layer].unsettled.append((odds, missing))
@@ -258,7 +258,7 @@ class Lookahead:
         unsettled.clear()
 
     def let_go(self) -> None:
-        """Forgets the residuals and guesses of a pass that has failed."""
+        """Drop the residuals and guesses of a pass that has failed."""
         for state in self._states:
             state.residual.before = state.residual.after = None
             state.unsettled.clear()

@@ -1,8 +1,8 @@
-"""Stacks of experts at their full shape: where kernels choose by the number of experts, nothing less is exact.
+"""Stacks of experts at their full shape, which is needed where kernels depend on the number of experts.
 
 The matrices of a stack pass one after another through a stage, which is the memory of the pool's last slots. A matrix
-lies there as in its file, and of it only the experts that are needed: those in the pool are copied, the others read,
-each once, in the order of the file.
+lies there as in its file, but only with the needed experts. Those in the pool are copied, the others are read, each
+once, in the order of the file.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class _Matrix:
     """One module of a stack that holds weights of all experts.
 
     Attributes:
-        module: of the full-shape copy of the stack.
-        parameters: what is read of it.
-        columns: which tensors of an expert these are.
-        rows: of each parameter, where each expert's row lies.
+        module: the module in the full-shape copy of the stack.
+        parameters: its streamed parameters.
+        columns: numbers of these tensors in an expert.
+        rows: for each parameter the records of all experts.
         placement: of the whole parameters.
         views: the parameters in each region of the stage.
     """
@@ -52,14 +52,14 @@ class _Matrix:
 
 @dataclass(slots=True)
 class _Call:
-    """A stack that is being computed.
+    """The state of one call.
 
     Attributes:
-        layer: its number.
+        layer: number of the stack.
         waiting: matrices that are not in the stage yet.
-        experts: those that are needed, ascending.
+        experts: the needed experts, ascending.
         present: those of them that are in the pool.
-        adopted: slots of those that will be, once their matrices came by.
+        adopted: slots of those that enter the pool while their matrices pass.
     """
 
     layer: int
@@ -70,7 +70,7 @@ class _Call:
 
 
 class _Staged(SwappedClass):
-    """A matrix that waits for its weights and lets them go when it is computed."""
+    """A matrix that waits for its weights and releases them after its call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stage, matrix = cast("tuple[Stage, _Matrix]", state_of(self))
@@ -85,10 +85,10 @@ class Stage:
     """Computes stacks of experts at their full shape.
 
     Args:
-        pool: whose last slots are used, while a stack is computed.
+        pool: lends its last slots while a stack is computed.
         stacks: the stacks, in the pool's order.
-        reader: reads them.
-        alignment: what kernels want addresses to be multiples of.
+        reader: reads the experts.
+        alignment: the address alignment that kernels need.
         poison: fill the stage with NaN bytes when a matrix leaves.
     """
 
@@ -128,20 +128,20 @@ class Stage:
         return copy
 
     def run(self, layer: int, x: mx.array, indices: mx.array, hottest: Sequence[int], quota: int) -> mx.array:
-        """What the stack makes of tokens. Everything is evaluated.
+        """Compute tokens with a stack, and evaluate the result.
 
         Args:
             layer: number of the stack.
             x: the tokens.
-            indices: of their experts.
-            hottest: the experts that are needed, those of most tokens first.
-            quota: how many of them should be in the pool afterwards.
+            indices: their experts.
+            hottest: the needed experts, those of most tokens first.
+            quota: number of them that should be in the pool afterwards.
 
         Raises:
             ReadError: weights could not be read.
         """
         pool = self._pool
-        pool.drop_unread(layer, hottest)  # they may be behind much else, and are read with the others now
+        pool.drop_unread(layer, hottest)  # their reads may be late in the queue; they are read with the others now
         pool.clear_tail(self.num_slots)
         if self._arena is None:
             self._arena = pool.slots.tail(self.num_slots)
@@ -171,7 +171,7 @@ class Stage:
         self._pool.restore_tail()
 
     def enter(self, matrix: _Matrix) -> None:
-        """Returns when a matrix is in the stage."""
+        """Wait until a matrix is in the stage."""
         region = next((region for region, (loaded, _) in self._regions.items() if loaded is matrix), None)
         if region is None:  # called in another order than the one they were found in
             region = 0
@@ -185,7 +185,7 @@ class Stage:
         self._pool.wait_for(self._regions[region][1])
 
     def leave(self, matrix: _Matrix) -> None:
-        """Gives a matrix's place to the next one; what computes with it was evaluated."""
+        """Give a matrix's place to the next one. Everything that computes with it must be evaluated."""
         region = next(region for region, (loaded, _) in self._regions.items() if loaded is matrix)
         del self._regions[region]
         memory = self._memory(region)
@@ -215,7 +215,7 @@ class Stage:
                 of_stage[:] = of_slot
 
     def _rows(self, matrix: _Matrix, slot: int, memory: memoryview, expert: int) -> Iterator[tuple[Bytes, Bytes]]:
-        """The bytes of an expert's part of a matrix: in its slot, and in the stage."""
+        """Yield the bytes of an expert's part of a matrix, in its slot and in the stage."""
         in_slot = np.frombuffer(self._pool.slots.memory(slot), np.uint8)
         in_stage = np.frombuffer(memory, np.uint8)
         offsets = self._pool.layers[self._running.layer].placement.offsets
@@ -257,11 +257,11 @@ def _matrix(stack: ExpertStack, columns: list[int], alignment: int) -> _Matrix:
 def rows_in_place(
     placement: Placement, rows: Sequence[Sequence[TensorRecord]], wanted: Collection[int]
 ) -> list[Segment]:
-    """The reads that put some rows of stacks where the whole stacks would have them.
+    """Return the reads that put some rows of stacks where the whole stacks would have them.
 
     Args:
         placement: of the whole stacks.
-        rows: of each stack, where each row lies in its file.
+        rows: for each stack the records of its rows.
         wanted: numbers of rows, ascending.
     """
     in_place = [
@@ -277,11 +277,11 @@ def rows_in_place(
 
 
 _Placed = tuple[TensorRecord, int]
-"""A row, and where it goes in the buffer."""
+"""A row and its place in the buffer."""
 
 
 def _runs(placed: Sequence[_Placed]) -> Iterator[list[_Placed]]:
-    """Rows that follow each other in a file."""
+    """Yield runs of rows that follow each other in a file."""
     run: list[_Placed] = []
     for record, at in placed:
         if run and (run[-1][0].extent.path, run[-1][0].extent.end) != (record.extent.path, record.extent.offset):
@@ -293,7 +293,7 @@ def _runs(placed: Sequence[_Placed]) -> Iterator[list[_Placed]]:
 
 
 def _segment(run: Sequence[_Placed], lies_in_place: bool) -> Segment:
-    """One read. In place, the rest of its first and last page are bytes that lie in the buffer as in the file."""
+    """Return one read. In place, the rest of its first and last page lies in the buffer as in the file."""
     first, at = run[0]
     within = first.extent.offset % DIRECT_ALIGNMENT
     nbytes = -(-(run[-1][0].extent.end - first.extent.offset + within) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT

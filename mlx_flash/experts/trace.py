@@ -1,4 +1,4 @@
-"""Which experts were routed to, call by call, in a file: what eviction policies are compared with."""
+"""A file of the experts of every call, for comparing eviction policies."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FORMAT = 1
 
 
 class RoutingTrace:
-    """Writes JSON lines: the model, then ``[pass, tokens, layer, [[expert, tokens of it], ...]]`` for each call.
+    """A writer of JSON lines: the model, then ``[pass, tokens, layer, [[expert, tokens of it], ...]]`` for each call.
 
     Args:
         path: the file; replaced if it exists.
-        model: what to call the model.
+        model: name of the model.
         stacks: its experts.
     """
 
@@ -34,7 +34,7 @@ class RoutingTrace:
         self._write({"format": FORMAT, "model": model, "top_k": stacks[0].top_k, "layers": layers})
 
     def __call__(self, layer: int, routing: Routing) -> None:
-        """Adds a call of a layer with the experts of each token, ``(..., top_k)``."""
+        """Add a call of a layer with the experts of each token, ``(..., top_k)``."""
         self._num_pass += layer <= self._last
         self._last = layer
         experts, counts = np.unique(routing, return_counts=True)

@@ -1,7 +1,7 @@
 """Memory that MLX computes from and threads read files into.
 
-An arena is one evaluated ``mx.array`` of bytes. Its memory, seen as a writable ``memoryview``, is what the reader
-fills; typed arrays that are views of it are what a model's modules hold. Nothing is copied between the two.
+An arena is one evaluated ``mx.array`` of bytes. The prefetcher fills its memory through a writable ``memoryview``. A
+model's modules hold typed arrays that are views of it. Nothing is copied between the two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Arena:
     """A page-aligned buffer of bytes and typed views of it.
 
     Args:
-        nbytes: the size that can be used.
+        nbytes: usable size.
         pages: evaluated rows of one page to use, instead of new memory.
 
     Attributes:
@@ -41,7 +41,7 @@ class Arena:
             use_huge_pages(self.memory)
 
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-        """An evaluated array whose memory begins ``offset`` bytes into the arena.
+        """Return an evaluated array whose memory begins ``offset`` bytes into the arena.
 
         Args:
             offset: a multiple of the item size.
@@ -61,15 +61,15 @@ class Arena:
         return array
 
     def fill(self, byte: int) -> None:
-        """Writes one value to every byte; 255 makes NaN in every floating-point dtype."""
+        """Write one value to every byte; 255 makes NaN in every floating-point dtype."""
         np.frombuffer(self.memory, np.uint8)[:] = byte
 
 
 class SlotArena:
-    """Slots of one size, one after another, and arrays that have one row in each of them.
+    """Slots of one size in one array, and views of them that have one row in each slot.
 
     Args:
-        num_slots: how many.
+        num_slots: number of slots.
         pitch: bytes from one slot to the next, a multiple of ``DIRECT_ALIGNMENT``. One page of it cannot be used: MLX's
             CPU allocator aligns to 16 bytes only.
     """
@@ -83,14 +83,14 @@ class SlotArena:
         use_huge_pages(self._everything)
 
     def memory(self, slot: int) -> memoryview:
-        """The bytes of a slot; their address is a multiple of ``DIRECT_ALIGNMENT``."""
+        """Return the bytes of a slot; their address is a multiple of ``DIRECT_ALIGNMENT``."""
         first = slot * self.pitch + self._start
         return self._everything[first : first + self.pitch - DIRECT_ALIGNMENT]
 
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-        """An evaluated array ``(slots, *shape)`` whose row of each slot begins ``offset`` bytes into it.
+        """Return an evaluated array ``(slots, *shape)`` whose row of each slot begins ``offset`` bytes into it.
 
-        For empty slots: bytes of the first and the last are overwritten.
+        The slots must be empty: the check overwrites bytes of the first and the last.
 
         Args:
             offset: a multiple of the item size.
@@ -108,7 +108,7 @@ class SlotArena:
         return array
 
     def _shares(self, array: mx.array, slot: int, offset: int) -> bool:
-        """Whether what is written to a slot shows in an array's row."""
+        """Return whether bytes written to a slot show in an array's row."""
         row = np.frombuffer(self.memory(slot), np.uint8)[offset:][: array[slot].nbytes]
         for byte in (_MARK, 0):
             row[:] = byte
@@ -117,18 +117,18 @@ class SlotArena:
         return True
 
     def tail(self, num_slots: int) -> Arena:
-        """The memory of the last slots as one buffer."""
+        """Return the memory of the last slots as one buffer."""
         pages = self._array[self.num_slots - num_slots :].reshape(-1, DIRECT_ALIGNMENT)
         mx.eval(pages)
         return Arena(num_slots * self.pitch - DIRECT_ALIGNMENT, pages)
 
     def fill(self, slot: int, byte: int) -> None:
-        """Writes one value to every byte of a slot."""
+        """Write one value to every byte of a slot."""
         np.frombuffer(self.memory(slot), np.uint8)[:] = byte
 
 
 def kernel_alignment() -> int:
-    """The address alignment MLX's kernels may count on, in bytes.
+    """Return the address alignment in bytes that MLX's kernels may rely on.
 
     GPU kernels and the libraries behind them choose by alignment, and so might give other bits; the CPU's do not.
     """
@@ -136,10 +136,10 @@ def kernel_alignment() -> int:
 
 
 def reads_beside() -> bool:
-    """Whether a disk may write to MLX's memory while MLX computes from other arrays.
+    """Return whether a disk may write to MLX's memory while MLX computes from other arrays.
 
     Not on CUDA: managed memory moves between the processors in blocks of up to 2 MiB, which small arrays share, and a
-    direct read that is under way then ends where the block has been. Reads go through bounce buffers there.
+    direct read in flight then ends where the block has been. Reads go through bounce buffers there.
     """
     return not mx.cuda.is_available() or mx.default_device() == mx.cpu
 

@@ -1,4 +1,4 @@
-"""How much memory there is, and how much of it this process has.
+"""Memory of the machine and of this process.
 
 The *footprint* is what a budget is compared with. On macOS it is ``phys_footprint``, the number the system itself
 limits and Activity Monitor shows; on Linux it is the resident set, shared libraries included.
@@ -18,26 +18,26 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def footprint() -> int:
-    """Bytes of memory that this process holds now."""
+    """Return the bytes of memory that this process holds now."""
     if sys.platform == "darwin":
         return _darwin_footprint()[0]
     return _linux_status("VmRSS") if sys.platform == "linux" else int(psutil.Process().memory_info().rss)
 
 
 def peak_footprint() -> int:
-    """The most bytes that this process ever held."""
+    """Return the most bytes that this process ever held."""
     if sys.platform == "darwin":
         return _darwin_footprint()[1]
     return _linux_status("VmHWM") if sys.platform == "linux" else int(psutil.Process().memory_info().rss)
 
 
 def total_memory() -> int:
-    """Bytes of memory this process could ever have: the machine's, or the limit of the control group it runs in."""
+    """Return the bytes of memory of the machine, or the limit of this process's control group."""
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroup_limits())])
 
 
 def available_memory() -> int:
-    """Bytes of memory that can be taken now without making the system swap."""
+    """Return the bytes of memory that can be taken now without making the system swap."""
     inside = [limit - used for limit, used in _cgroup_limits()]
     return max(0, min([int(psutil.virtual_memory().available), *inside]))
 
@@ -51,7 +51,7 @@ def _linux_status(field: str) -> int:
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:
-    """(limit, unreclaimable use) in bytes of the memory control groups this process is in, v1 and v2."""
+    """Return (limit, unreclaimable use) in bytes of the memory control groups of this process, v1 and v2."""
     try:
         entries = [line.split(":", 2) for line in (_PROC / "cgroup").read_text().splitlines()]
     except FileNotFoundError:
@@ -67,7 +67,7 @@ def _cgroup_limits() -> list[tuple[int, int]]:
 
 
 def _and_parents(root: Path, group: str) -> list[Path]:
-    """A group and those above it, whose limits hold too. In a container often only the root can be seen."""
+    """Return a group and its parents, whose limits hold too. A container often sees only the root."""
     at = root / group.lstrip("/")
     return [at, *(parent for parent in at.parents if parent.is_relative_to(root))]
 
@@ -95,7 +95,7 @@ class _RUsageInfo(ctypes.Structure):
 
 
 def _darwin_footprint() -> tuple[int, int]:
-    """(now, lifetime maximum) from ``proc_pid_rusage``."""
+    """Return (now, lifetime maximum) from ``proc_pid_rusage``."""
     info = _RUsageInfo()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.proc_pid_rusage(os.getpid(), 4, ctypes.byref(info)) != 0:
@@ -110,15 +110,15 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # <linux/mman.h>
 
 
 def use_huge_pages(buffer: memoryview, *, at_once: bool = True) -> None:
-    """Asks Linux to put writable memory on pages of 2 MiB, where its content stays what it is.
+    """Ask Linux to put writable memory on pages of 2 MiB. Its content stays.
 
-    Direct reads hand the disk a list of pages, and long lists of scattered small ones are slower; computing from large
-    pages is a little faster too. Takes about 0.2 s a GB. A hint: where the system has no such pages (before Linux 6.1,
-    macOS) nothing happens.
+    Direct reads hand the disk a list of pages, and long lists of scattered small pages are slower. Computing from large
+    pages is a little faster too. The call takes about 0.2 s per GB. Where the system has no such pages (before Linux
+    6.1, macOS), nothing happens.
 
     Args:
         buffer: the memory.
-        at_once: all of it, which takes what was not written to yet; else pages that are written to from now on.
+        at_once: convert all of it, which commits untouched pages; otherwise only pages that are written from now on.
     """
     if sys.platform != "linux" or not buffer.nbytes:
         return

@@ -1,4 +1,4 @@
-"""Where tensors lie in a buffer, and which reads put them there.
+"""Places of tensors in a buffer, and the reads that put them there.
 
 A direct read needs file offset, memory address and length to be multiples of ``DIRECT_ALIGNMENT``. So tensors that
 are neighbours in their file become one *segment*, whose range is widened to whole pages; the segment is given an
@@ -72,11 +72,11 @@ class Segment:
         return max(piece.end for piece in self.pieces)
 
     def wanted_bytes(self, start: int, stop: int) -> int:
-        """How many bytes of pieces lie in ``[start, stop)`` of the file."""
+        """Return the number of bytes of pieces in ``[start, stop)`` of the file."""
         return sum(max(0, min(stop, piece.end) - max(start, piece.offset)) for piece in self.pieces)
 
     def piece_at(self, offset: int) -> Piece:
-        """The piece at an offset of the file, or the next one after it."""
+        """Return the piece at an offset of the file, or the next one after it."""
         return next((piece for piece in self.pieces if offset < piece.end), self.pieces[-1])
 
 
@@ -101,16 +101,16 @@ class Placement:
 
     @property
     def copies(self) -> bool:
-        """Whether any segment goes through a bounce buffer."""
+        """True if any segment goes through a bounce buffer."""
         return any(segment.buffer_offset is None for segment in self.segments)
 
 
 @dataclass(frozen=True)
 class RowPlacement:
-    """Where the tensors of one row of some stacks (an expert) lie in a slot: the same for every row.
+    """The places of the tensors of one row of some stacks (an expert) in a slot, the same for every row.
 
     Attributes:
-        nbytes: what a slot needs, a multiple of ``DIRECT_ALIGNMENT``.
+        nbytes: size of a slot, a multiple of ``DIRECT_ALIGNMENT``.
         offsets: where each tensor starts in the slot; its address is aligned when the slot's is to a page.
         copies: whether any read goes through a bounce buffer.
         segments: ``segments[row]``: the reads that fill a slot with that row, in file order.
@@ -123,18 +123,20 @@ class RowPlacement:
 
 
 def padded_bytes(nbytes: int) -> int:
-    """What a tensor takes of a buffer at most, wherever it lies in its file: the sum over some tensors is never less
-    than the size of their :class:`Placement`."""
+    """Return the most bytes that a tensor takes of a buffer, wherever it lies in its file.
+
+    The sum over some tensors is never less than the size of their :class:`Placement`.
+    """
     return (-(-nbytes // DIRECT_ALIGNMENT) + 2) * DIRECT_ALIGNMENT
 
 
 def place(records: Sequence[TensorRecord], alignment: int = 1) -> Placement:
-    """Lays tensors out in one buffer.
+    """Lay tensors out in one buffer.
 
     Args:
         records: the tensors; the same one may appear twice.
-        alignment: what the back end's kernels want addresses to be multiples of, a power of two up to a page. The
-            item size of each tensor is kept in any case.
+        alignment: the address alignment that the back end's kernels need, a power of two up to a page. Addresses are
+            multiples of the item size in any case.
     """
     cursor = 0
     segments: list[Segment] = []
@@ -148,7 +150,7 @@ def place(records: Sequence[TensorRecord], alignment: int = 1) -> Placement:
 
 
 def place_groups(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Placement:
-    """Lays parameters out in one buffer that are made of one tensor, or of several, one after another.
+    """Lay parameters out in one buffer. Each is made of one tensor, or of several, one after another.
 
     Parts that do not follow each other in a file as they do in the buffer are read through the bounce buffer.
 
@@ -176,10 +178,10 @@ def place_groups(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -
 
 
 def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> RowPlacement:
-    """Lays the rows of some stacks out in slots, all in the same way, so that any slot can hold any row.
+    """Lay the rows of some stacks out in slots, all in the same way, so that any slot can hold any row.
 
-    Tensors that lie in the same way beside each other in every row, as in files that store expert after expert, are
-    one read each row. A block of them is read in place when it starts at the same place of a page in every row and
+    Tensors that are neighbours in the same way in every row, as in files that store expert after expert, are one read
+    per row. A block of them is read in place when it starts at the same place of a page in every row and
     all its tensors are aligned; otherwise it is copied whole.
 
     Args:
@@ -220,7 +222,7 @@ def _check_alike(rows: Sequence[Sequence[TensorRecord]]) -> None:
 
 
 def _common_blocks(rows: Sequence[Sequence[TensorRecord]]) -> Iterable[list[int]]:
-    """Indices of the non-empty tensors, grouped into those that are neighbours in one file, equally in every row."""
+    """Yield groups of indices of non-empty tensors that are neighbours in one file, equally in every row."""
     for run in _runs(rows[0] if rows else ()):
         block = run[:1]
         for left, right in pairwise(run):
@@ -237,7 +239,7 @@ def _lies_after(left: Extent, right: Extent, gap: int) -> bool:
 
 
 def _fits_in_place(rows: Sequence[Sequence[TensorRecord]], block: Sequence[int], alignment: int) -> bool:
-    """Whether a block's pages can be read to the same place of a slot for every row."""
+    """Return whether a block's pages can be read to the same place of a slot for every row."""
     first, *_ = starts = [row[block[0]].extent.offset % DIRECT_ALIGNMENT for row in rows]
     return all(start == first for start in starts) and all(_is_aligned(rows[0][j], alignment) for j in block)
 
@@ -245,7 +247,7 @@ def _fits_in_place(rows: Sequence[Sequence[TensorRecord]], block: Sequence[int],
 def _row_segments(
     row: Sequence[TensorRecord], in_place: Iterable[tuple[list[int], int]], copied: Iterable[tuple[int, int]]
 ) -> tuple[Segment, ...]:
-    """The reads of one row: of blocks, each with a place for its pages, and of tensors with places of their own."""
+    """Return the reads of one row: of blocks with places for their pages, and of tensors with places of their own."""
     segments = [_in_place([row[j] for j in block], at) for block, at in in_place]
     parts = [(row[j], at) for j, at in copied]
     segments += (_scattered([parts[i] for i in run]) for run in _runs([record for record, _ in parts]))
@@ -253,7 +255,7 @@ def _row_segments(
 
 
 def _joined(group: Sequence[TensorRecord]) -> TensorRecord | None:
-    """Tensors that follow each other in a file as one; None when they do not."""
+    """Return tensors that follow each other in a file as one record; None when they do not."""
     first = group[0]
     follow = all(a.extent.path == b.extent.path and a.extent.end == b.extent.offset for a, b in pairwise(group))
     if not follow:
@@ -263,7 +265,7 @@ def _joined(group: Sequence[TensorRecord]) -> TensorRecord | None:
 
 
 def _in_place(records: Sequence[TensorRecord], cursor: int) -> Segment:
-    """A range of a file that is read to ``cursor`` of the buffer as it is."""
+    """Return the read of a range of a file to ``cursor`` of the buffer, unchanged."""
     start, end = _pages(records)
     pieces = tuple(
         Piece(record.name, record.extent.offset, record.nbytes, cursor + record.extent.offset - start)
@@ -273,20 +275,20 @@ def _in_place(records: Sequence[TensorRecord], cursor: int) -> Segment:
 
 
 def _scattered(run: Sequence[tuple[TensorRecord, int]]) -> Segment:
-    """A range of a file whose pieces go to places of their own."""
+    """Return the read of a range of a file whose pieces go to places of their own."""
     start, end = _pages([record for record, _ in run])
     pieces = tuple(Piece(record.name, record.extent.offset, record.nbytes, at) for record, at in run)
     return Segment(run[0][0].extent.path, start, end - start, None, pieces)
 
 
 def _pages(records: Sequence[TensorRecord]) -> tuple[int, int]:
-    """The file's pages that neighbours lie on: where the first begins and the last ends."""
+    """Return the range of whole pages of the file that holds some neighbours."""
     start = records[0].extent.offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
     return start, _round_up(records[-1].extent.end, DIRECT_ALIGNMENT)
 
 
 def _runs(records: Sequence[TensorRecord]) -> Iterable[list[int]]:
-    """Indices of the non-empty tensors, grouped into neighbours in one file."""
+    """Yield groups of indices of non-empty tensors that are neighbours in one file."""
     order = sorted(
         (i for i, record in enumerate(records) if record.nbytes),
         key=lambda i: (str(records[i].extent.path), records[i].extent.offset),
@@ -307,7 +309,7 @@ def _neighbours(left: TensorRecord, right: TensorRecord) -> bool:
 
 
 def _segment(records: Sequence[TensorRecord], cursor: int, alignment: int) -> tuple[Segment, int]:
-    """Neighbours placed from ``cursor`` on, and the first free page after them."""
+    """Return the read of neighbours placed from ``cursor`` on, and the first free page after them."""
     if all(_is_aligned(record, alignment) for record in records):
         segment = _in_place(records, cursor)
         return segment, cursor + segment.nbytes

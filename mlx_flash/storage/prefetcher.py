@@ -207,7 +207,7 @@ class BackgroundPrefetcher:
 
     @property
     def is_direct(self) -> bool:
-        """Whether every file is read past the page cache."""
+        """True if every file is read past the page cache."""
         return all(file.direct_fd is not None for file in self._files.values())
 
     def submit(

@@ -1,4 +1,4 @@
-"""A short look at a disk: how fast it reads, with reads of which size and how many at once."""
+"""A short measurement of a disk: its bandwidth, and the read size and queue depth that reach it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CANDIDATES = ((2 << 20, 4), (1 << 20, 8), (2 << 20, 8), (4 << 20, 4), (8 << 20, 
 are enough for the fastest."""
 
 SAMPLE_BYTES = 64 << 20
-"""Read for each candidate, at another place of the file each time."""
+"""Bytes that are read for each candidate, at another place of the file each time."""
 
 ROUNDS = 2
-"""Something else may use the disk at the moment: the better of two looks counts."""
+"""Measurements of each candidate. The better one counts, since other programs may use the disk."""
 
 MAX_AGE_SECONDS = 7 * 24 * 3600
 WORTH_IT = 1.05
@@ -36,7 +36,7 @@ WORTH_IT = 1.05
 
 @dataclass(frozen=True, slots=True)
 class DiskProfile:
-    """How to read a disk, and how fast that is.
+    """The best way to read a disk, and its bandwidth.
 
     Attributes:
         bytes_per_second: bandwidth of cold reads.
@@ -52,10 +52,10 @@ class DiskProfile:
 
 
 def disk_profile(path: Path, direct: bool) -> DiskProfile:
-    """The profile of the disk that holds a file: the one remembered from the last days, or a new one.
+    """Return the profile of the disk that holds a file: the stored one if it is recent, or a new one.
 
     Args:
-        path: a file to read from; nothing is written to its disk. Files too small to tell are not remembered.
+        path: a file to read from; nothing is written to its disk. Profiles of small files are not stored.
         direct: whether to read past the page cache where the file system can.
     """
     status = path.stat()
@@ -70,7 +70,7 @@ def disk_profile(path: Path, direct: bool) -> DiskProfile:
 
 
 def probe_disk(path: Path, direct: bool) -> DiskProfile:
-    """Measures. Takes about half a second on a disk of 1 GB/s; reads a small file once, with the default settings."""
+    """Measure a disk, in about half a second at 1 GB/s. A small file is read once, with the default settings."""
     nbytes = path.stat().st_size
     if nbytes < 2 * SAMPLE_BYTES:
         return _measure(path, direct, DEFAULT_READ_SIZE, DEFAULT_QUEUE_DEPTH, 0, nbytes)
@@ -92,15 +92,15 @@ def _measure(path: Path, direct: bool, read_size: int, queue_depth: int, start: 
             _forget_cached(path, start, nbytes)
         buffer = _buffer(reader.read_size * queue_depth)
         began = time.perf_counter()
-        under_way: deque[Ticket] = deque()
+        in_flight: deque[Ticket] = deque()
         for i, offset in enumerate(range(start, start + nbytes, reader.read_size)):
-            if len(under_way) == queue_depth:
-                under_way.popleft().wait()
+            if len(in_flight) == queue_depth:
+                in_flight.popleft().wait()
             part = buffer[i % queue_depth * reader.read_size :][: reader.read_size]
             length = min(reader.read_size, start + nbytes - offset)
-            under_way.append(reader.submit([_segment(path, offset, length)], part))
-        while under_way:
-            under_way.popleft().wait()
+            in_flight.append(reader.submit([_segment(path, offset, length)], part))
+        while in_flight:
+            in_flight.popleft().wait()
         seconds = time.perf_counter() - began
         return DiskProfile(max(nbytes, 1) / max(seconds, 1e-9), read_size, queue_depth, reader.is_direct)
     finally:
@@ -108,14 +108,14 @@ def _measure(path: Path, direct: bool, read_size: int, queue_depth: int, start: 
 
 
 def _buffer(nbytes: int) -> memoryview:
-    """Memory like that of the slots: private, and on huge pages."""
+    """Return memory like that of the slots: private, and on huge pages."""
     buffer = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     use_huge_pages(buffer)
     return buffer
 
 
 def _forget_cached(path: Path, start: int, nbytes: int) -> None:
-    """What was just downloaded would be read at the speed of memory."""
+    """Drop cached pages: a file that was just downloaded would be read at the speed of memory."""
     fd = open_buffered(path)
     try:
         drop_cached(fd, start, nbytes)
@@ -136,7 +136,7 @@ def _load_profiles() -> dict[str, Any]:
     try:
         profiles = json.loads(_profiles_file().read_bytes())
     except (OSError, ValueError, RecursionError):
-        return {}  # not there, not to be read, not JSON: measuring again replaces it
+        return {}  # missing, unreadable or not JSON: the next measurement replaces it
     return profiles if isinstance(profiles, dict) else {}
 
 
@@ -164,4 +164,4 @@ def _remember(key: str, profile: DiskProfile) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(profiles, indent=1))
     except OSError:
-        return  # no place to remember it, such as a read-only home: it is measured again next time
+        return  # such as a read-only home: the next run measures again

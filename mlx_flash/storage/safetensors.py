@@ -1,4 +1,4 @@
-"""Where every tensor of a safetensors checkpoint lies, read from the headers alone.
+"""The places of all tensors of a safetensors checkpoint, read from the headers alone.
 
 A safetensors file is an 8-byte little-endian header length, a JSON header, and the
 data section; a tensor's ``data_offsets`` count from the start of the data section.

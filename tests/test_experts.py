@@ -223,7 +223,7 @@ def test_lookahead_changes_no_bit(tiny: Any, trunk: str) -> None:
     assert predicted[0] == 0 < predicted[1]
 
 
-def test_no_such_expert(tiny: Any) -> None:
+def test_unknown_expert_is_an_index_error(tiny: Any) -> None:
     directory, expected = tiny("qwen3_moe")
     with with_pool(directory, 8) as model:
         module = model.layout.experts[1].unit.module
@@ -233,7 +233,7 @@ def test_no_such_expert(tiny: Any) -> None:
         assert not find_difference(expected, trace(model, CALLS))
 
 
-def test_a_stack_may_be_called_with_no_tokens(tiny: Any) -> None:
+def test_stack_called_without_tokens(tiny: Any) -> None:
     with with_pool(tiny("qwen3_moe")[0], 8) as model:
         module = model.layout.experts[1].unit.module
         assert module(mx.zeros((0, 64)), mx.zeros((0, 2), mx.uint32)).shape == (0, 2, 64)
@@ -256,7 +256,7 @@ def test_stale_experts_show(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             assert same_bits([late], [right]) == works
 
 
-def test_two_models_in_turns(tiny: Any) -> None:
+def test_two_models_called_in_turns(tiny: Any) -> None:
     (one, _), (two, _) = tiny("qwen3_moe"), tiny("mixtral")
     chunks = (PROMPT[:9], [3], [999], PROMPT, [4])
     expected = [run(stock(directory), chunks) for directory in (one, two)]
@@ -325,7 +325,7 @@ def test_speculative_decoding(tiny: Any, tmp_path: Path, num_draft_tokens: int) 
         assert speculated(model, small) == expected
 
 
-def test_saved_and_trimmed_prompt_caches_go_on(tiny: Any, tmp_path: Path) -> None:
+def test_saved_and_trimmed_prompt_caches_continue(tiny: Any, tmp_path: Path) -> None:
     directory, _ = tiny("qwen3_moe")
 
     def logits(model: Any, file: Path) -> list[mx.array]:
@@ -387,7 +387,7 @@ def test_adapters_of_experts_equal_resident(
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_experts_as_their_makers_publish_them(tmp_path: Path, name: str) -> None:
+def test_original_checkpoints_of_experts(tmp_path: Path, name: str) -> None:
     directory = tmp_path / "model"
     DIRECT[name](directory)
     expected = trace(stock(directory))
@@ -399,7 +399,7 @@ def test_experts_as_their_makers_publish_them(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe-4bit"])
-def test_a_packed_checkpoint(tiny: Any, tmp_path: Path, name: str) -> None:
+def test_packed_checkpoint(tiny: Any, tmp_path: Path, name: str) -> None:
     directory, expected = tiny(name)
     pack(directory, tmp_path / "packed")
     with with_pool(tmp_path / "packed", 5, exact_rows=False) as model:
@@ -412,7 +412,9 @@ FAULTS = [(7, True), (24, True), (24, False)]
 
 
 @pytest.mark.parametrize(("pool_slots", "exact_rows"), FAULTS)
-def test_a_broken_disk_is_named_and_can_come_back(tiny: Any, disk: Disk, pool_slots: int, exact_rows: bool) -> None:
+def test_disk_error_names_the_tensor_and_later_calls_work(
+    tiny: Any, disk: Disk, pool_slots: int, exact_rows: bool
+) -> None:
     directory, _ = tiny("qwen3_moe")
     named = r"'model\.layers\.\d\.mlp\.switch_mlp\..*_proj\.weight' .* offset \d+.*/model\.safetensors: Input/output"
     chunks = ([3], [4], PROMPT, [5])
@@ -451,7 +453,7 @@ def test_shard_cut_short_or_replaced_is_named(tmp_path: Path, pool_slots: int, e
         assert not find_difference(expected, trace(model, CALLS))
 
 
-def test_a_failed_guess_is_no_error_of_the_call_that_made_it(tiny: Any, disk: Disk) -> None:
+def test_failed_prediction_does_not_fail_the_call(tiny: Any, disk: Disk) -> None:
     directory, _ = tiny("qwen3_moe")
     stacks = [layer.mlp.switch_mlp for layer in stock(directory).layers]
     x, one, two = mx.ones((1, 64)), mx.array([[3, 4]]), mx.array([[5, 6]])
@@ -468,7 +470,7 @@ def test_a_failed_guess_is_no_error_of_the_call_that_made_it(tiny: Any, disk: Di
         check_slots(pool_of(model))
 
 
-def test_a_failed_pass_leaves_no_guess_in_the_way(tiny: Any) -> None:
+def test_failed_pass_drops_its_predictions(tiny: Any) -> None:
     """What one pass was expected to need next gives way to what another one needs now."""
     directory, _ = tiny("qwen3_moe")
     x, indices = mx.ones((4, 64)), mx.array([[0, 1], [2, 3], [4, 5], [6, 7]])
@@ -495,7 +497,7 @@ def test_closing_while_experts_are_read(tiny: Any, disk: Disk) -> None:
         model(mx.array([[1]]))
 
 
-def test_what_has_no_stack_of_experts_streams_whole_layers(tmp_path: Path) -> None:
+def test_mixture_without_stacks_streams_whole_layers(tmp_path: Path) -> None:
     save(tmp_path, zoo.configuration("dbrx"), VARIANTS["fp32"])
     expected = trace(stock(tmp_path))
     prepared = prepare(tmp_path, config())
@@ -507,7 +509,7 @@ def test_what_has_no_stack_of_experts_streams_whole_layers(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("shape", [(1,), (), (96,)])
-def test_a_stack_with_an_array_that_is_no_experts_is_read_whole(tiny: Any, shape: tuple[int, ...]) -> None:
+def test_stack_with_a_shared_array_is_read_whole(tiny: Any, shape: tuple[int, ...]) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -524,7 +526,7 @@ def test_a_stack_with_an_array_that_is_no_experts_is_read_whole(tiny: Any, shape
 
 
 @pytest.mark.parametrize("pool_slots", [None, 9])
-def test_reads_go_through_bounce_buffers_where_they_must(
+def test_bounce_buffers_are_used_where_required(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool_slots: int | None
 ) -> None:
     """As on CUDA, where a disk must not write beside what is computed from."""
@@ -546,7 +548,7 @@ def test_reads_go_through_bounce_buffers_where_they_must(
         assert in_place and any(in_place) == reads_beside
 
 
-def test_reads_beside_what_is_computed_arrive(tiny: Any, tmp_path: Path) -> None:
+def test_reads_during_computation_arrive(tiny: Any, tmp_path: Path) -> None:
     """Of the slots of one array some are read into while MLX computes from the others. On CUDA a third of these reads
     was lost where they were direct and in place."""
     nbytes, num_slots = 1 << 20, 12

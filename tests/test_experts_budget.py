@@ -87,7 +87,7 @@ def measured(directory: Path) -> tuple[ModelLayout, ExpertSizes]:
 
 
 @pytest.mark.parametrize("variant", ["fp32", "4bit"])
-def test_a_token_reads_its_experts(tmp_path: Path, variant: str) -> None:
+def test_token_reads_its_experts(tmp_path: Path, variant: str) -> None:
     """With the smallest pool, what one token after another reads is at most what was measured for one."""
     save(tmp_path, zoo.configuration("qwen3_moe"), VARIANTS[variant])
     _, experts = measured(tmp_path)
@@ -144,7 +144,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_mixture_stays_within_its_budget(directory: Path) -> None:
+def test_mixture_stays_within_its_budget(directory: Path) -> None:
     """The fewest experts, some, most, and everything in memory: the same tokens, and never more than was promised."""
     smallest = generate(directory, "min")
     slots, tokens = [smallest["slots"]], smallest["tokens"]
@@ -157,16 +157,14 @@ def test_a_mixture_stays_within_its_budget(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(("pool_gb", "prefill_step_size"), [(0.03, 16), (0.03, 120), (0.1, 120)])
-def test_a_pool_that_is_asked_for_stays_within_its_budget(
-    directory: Path, pool_gb: float, prefill_step_size: int
-) -> None:
+def test_requested_pool_stays_within_the_budget(directory: Path, pool_gb: float, prefill_step_size: int) -> None:
     """Some prompts need more experts of a layer than there are slots."""
     told = generate(directory, "min", expert_pool_gb=pool_gb, prefill_step_size=prefill_step_size)
     assert 0.8 * pool_gb < told["slots"] * 2.4e-3 < 1.1 * pool_gb
     assert bool(told["full"]) == (pool_gb < 0.05)
 
 
-def test_activations_are_those_of_the_experts_chosen(tmp_path: Path) -> None:
+def test_activations_of_chosen_experts(tmp_path: Path) -> None:
     """Whatever the configuration calls their number."""
     found = []
     for top_k in (2, 4):
@@ -176,5 +174,5 @@ def test_activations_are_those_of_the_experts_chosen(tmp_path: Path) -> None:
     assert found[1] - found[0] == 2 * 2 * 4 * (64 + 64 + 128)
 
 
-def test_whole_layers_of_a_mixture_stay_within_the_budget(directory: Path) -> None:
+def test_whole_layers_of_mixtures_stay_within_the_budget(directory: Path) -> None:
     assert generate(directory, "min", expert_pool_gb=0)["slots"] is None

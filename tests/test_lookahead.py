@@ -58,7 +58,7 @@ def foreseeable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.integers(1, 3), st.integers(1, 6), st.integers(7, 9), st.integers(0, 999))
-def test_ranks_are_those_of_the_scores(num_tokens: int, top_k: int, num_experts: int, seed: int) -> None:
+def test_ranks_follow_the_scores(num_tokens: int, top_k: int, num_experts: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.permuted(np.tile(np.arange(num_experts, dtype=np.float32), (num_tokens, 1)), axis=1)
     indices = rng.permuted(np.argsort(-logits, axis=1)[:, :top_k], axis=1)
@@ -79,7 +79,7 @@ def test_ranks_are_those_of_the_scores(num_tokens: int, top_k: int, num_experts:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.integers(0, 99))
-def test_ranks_are_read_as_far_as_they_were_right(shares: list[float], seed: int) -> None:
+def test_only_ranks_that_were_right_are_read(shares: list[float], seed: int) -> None:
     odds, rng = Odds(), np.random.default_rng(seed)
     assert odds.num_good == 0
     right = [0] * len(shares)
@@ -93,7 +93,7 @@ def test_ranks_are_read_as_far_as_they_were_right(shares: list[float], seed: int
     assert max(good, default=-1) < odds.num_good <= max(bad, default=-1) + 1
 
 
-def test_what_was_good_may_become_bad() -> None:
+def test_rank_that_becomes_wrong_is_read_no_more() -> None:
     odds = Odds()
     for _ in range(2000):
         odds.note(0, True)
@@ -104,7 +104,7 @@ def test_what_was_good_may_become_bad() -> None:
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_the_scores_of_most_architectures_are_seen(tmp_path: Path, name: str) -> None:
+def test_scores_of_most_architectures_are_observed(tmp_path: Path, name: str) -> None:
     save(tmp_path, zoo.configuration(name), VARIANTS["fp32"])
     prepared = prepare(tmp_path, config())
     modules = {id(module): path for path, module in prepared.loaded.model.named_modules()}
@@ -113,7 +113,7 @@ def test_the_scores_of_most_architectures_are_seen(tmp_path: Path, name: str) ->
         assert stack.gate is not None and modules[id(stack.gate)].endswith(GATES[name])
 
 
-def test_the_gate_gets_its_class_back(tiny: Path) -> None:
+def test_gate_gets_its_class_back(tiny: Path) -> None:
     with with_pool(tiny, 24) as model:
         gates = [stack.gate for stack in model.layout.experts]
         assert [isinstance(gate, _Gate) for gate in gates] == [False, True, True]
@@ -124,7 +124,7 @@ def test_the_gate_gets_its_class_back(tiny: Path) -> None:
 TOKENS = [[(7 * i + i * i) % 1000] for i in range(100)]
 
 
-def test_foreseen_calls_read_and_compute_nothing_in_vain(foreseeable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_predictions_waste_no_reads_and_no_rows(foreseeable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     real = PooledStacks.run
 
@@ -147,7 +147,7 @@ def test_foreseen_calls_read_and_compute_nothing_in_vain(foreseeable: Path, monk
         assert sum(rows) == 60 * 2 * 2  # tokens, stacks but the first, which is not guessed, and experts
 
 
-def test_bad_guesses_are_read_no_more(tiny: Path) -> None:
+def test_bad_predictions_are_not_read(tiny: Path) -> None:
     with with_pool(tiny, 24) as model:
         ahead = ahead_of(model)
         real = ahead._guess
@@ -164,7 +164,7 @@ def test_bad_guesses_are_read_no_more(tiny: Path) -> None:
         assert pool_of(model).stats.num_predicted == stats.num_predicted
 
 
-def test_nothing_is_guessed_for_calls_at_the_full_shape(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_shape_calls_are_not_predicted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_flash.experts.rows.takes_slots", lambda module, first: False)
     with with_pool(tiny, 24) as model:
         assert same_bits(run(model, TOKENS[:20]), run(stock(tiny), TOKENS[:20]))

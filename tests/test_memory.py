@@ -19,7 +19,7 @@ UNLIMITED_V1 = 9223372036854771712
 linux = pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
 
 
-def test_footprint_follows_what_is_touched() -> None:
+def test_footprint_follows_touched_memory() -> None:
     before = footprint()
     now = footprint()  # taken before the peak, which might grow in between
     assert 0 < now <= peak_footprint()
@@ -35,7 +35,7 @@ def test_footprint_follows_what_is_touched() -> None:
     assert peak_footprint() >= touched - 4 * MB
 
 
-def test_footprint_is_what_the_system_says() -> None:
+def test_footprint_equals_the_systems_number() -> None:
     if sys.platform == "darwin":
         pytest.skip("the footprint is not the resident set there")
     assert footprint() == pytest.approx(psutil.Process().memory_info().rss, rel=0.05, abs=8 * MB)
@@ -101,19 +101,19 @@ def test_no_control_groups(tree: Tree) -> None:
     check(64_000, 40_000)
 
 
-def test_v2(tree: Tree) -> None:
+def test_cgroup_v2(tree: Tree) -> None:
     tree.be_in("0::/user.slice/run.scope")
     tree.add_v2("user.slice/run.scope", 8_000 * MB, 3_000 * MB)
     check(8_000, 5_000)
 
 
-def test_v2_without_limit(tree: Tree) -> None:
+def test_cgroup_v2_without_limit(tree: Tree) -> None:
     tree.be_in("0::/user.slice/run.scope")
     tree.add_v2("user.slice/run.scope", "max", 3_000 * MB)
     check(64_000, 40_000)
 
 
-def test_v2_limits_further_up_hold_too(tree: Tree) -> None:
+def test_cgroup_v2_limits_of_parents_hold(tree: Tree) -> None:
     tree.be_in("0::/pod/container/leaf")
     tree.add_v2("pod", 6_000 * MB, 5_500 * MB)
     tree.add_v2("pod/container", 9_000 * MB, 100 * MB)
@@ -121,20 +121,20 @@ def test_v2_limits_further_up_hold_too(tree: Tree) -> None:
     check(6_000, 500)
 
 
-def test_v2_in_a_container_that_sees_its_group_as_the_root(tree: Tree) -> None:
+def test_cgroup_v2_in_a_container_with_its_group_as_root(tree: Tree) -> None:
     tree.be_in("0::/")
     tree.add_v2("", 4_000 * MB, 1_000 * MB)
     check(4_000, 3_000)
 
 
-def test_v1(tree: Tree) -> None:
+def test_cgroup_v1(tree: Tree) -> None:
     tree.be_in("5:devices:/", "4:cpu,memory:/job", "2:cpuset:/other", "1:name=systemd:/job", "0::/")
     tree.add_v1("memory/job", 8_000 * MB, 1_000 * MB)
     tree.add_v1("memory", UNLIMITED_V1, 30_000 * MB)
     check(8_000, 7_000)
 
 
-def test_v1_in_a_container_whose_group_has_another_name_outside(tree: Tree) -> None:
+def test_cgroup_v1_in_a_container_with_another_group_name(tree: Tree) -> None:
     tree.be_in("4:memory:/docker/0123456789")
     tree.add_v1("memory", 8_000 * MB, 1_000 * MB)
     check(8_000, 7_000)

@@ -115,7 +115,7 @@ def check_disjoint(ranges: list[tuple[int, int]]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(tensor_records(), st.sampled_from(ALIGNMENTS))
-def test_any_records(records: list[TensorRecord], alignment: int) -> None:
+def test_place_lays_out_any_records(records: list[TensorRecord], alignment: int) -> None:
     check(records, alignment)
 
 
@@ -125,7 +125,7 @@ def test_row_ranges_and_their_whole_tensor(records: list[TensorRecord], alignmen
     check([part for made in records for part in (made, *rows_of(made))], alignment)
 
 
-def test_no_tensors_take_nothing() -> None:
+def test_empty_placement_has_no_reads() -> None:
     placement = check([], 16)
     assert (placement.nbytes, placement.segments, placement.offsets) == (0, (), ())
 
@@ -144,7 +144,7 @@ def test_aligned_neighbours_are_one_read_and_not_copied() -> None:
 
 
 @pytest.mark.parametrize(("gap", "num_reads"), [(0, 1), (MERGE_GAP, 1), (MERGE_GAP + 1, 2)])
-def test_gap_up_to_which_neighbours_are_merged(gap: int, num_reads: int) -> None:
+def test_neighbours_merge_up_to_one_page_apart(gap: int, num_reads: int) -> None:
     placement = check([record("a", 0, 100), record("b", 100 + gap, 100)], 1)
     assert len(placement.segments) == num_reads
 
@@ -154,7 +154,7 @@ def test_misaligned_offset_is_copied(offset: int, dtype: str, alignment: int) ->
     assert check([record("a", offset, 5, dtype)], alignment).copies
 
 
-def test_files_of_one_name_in_two_folders_are_two_files() -> None:
+def test_same_file_name_in_two_folders() -> None:
     placement = check([record("a", 0, 10, path="x/m"), record("b", 10, 10, path="y/m")], 1)
     assert {segment.path for segment in placement.segments} == {Path("x/m"), Path("y/m")}
 
@@ -276,7 +276,7 @@ def check_row(
 
 @settings(max_examples=300, deadline=None)
 @given(stacks(), st.sampled_from(ALIGNMENTS), st.integers(0, 1000))
-def test_any_rows(rows: Rows, alignment: int, seed: int) -> None:
+def test_place_rows_lays_out_any_rows(rows: Rows, alignment: int, seed: int) -> None:
     check_rows(rows, alignment, seed)
 
 
@@ -335,7 +335,7 @@ def test_misaligned_experts_are_copied() -> None:
     assert placement.offsets == (0, 4096)
 
 
-def test_rows_that_are_not_alike_are_refused() -> None:
+def test_unequal_rows_are_refused() -> None:
     first = [record("a", 0, 8), record("b", 8, 8)]
     for other in (first[:1], [record("a", 0, 8), record("b", 8, 9)], [record("a", 0, 8), record("b", 8, 2, "F32")]):
         with pytest.raises(ValueError, match=r"row 1 has .*row 0 has"):
@@ -348,7 +348,7 @@ def test_no_rows_and_empty_tensors_take_nothing() -> None:
 
 
 @pytest.mark.parametrize("tail", [0, 100])
-def test_time_is_linear_in_the_number_of_tensors(tail: int) -> None:
+def test_place_takes_linear_time(tail: int) -> None:
     def seconds(num_rows: int) -> float:
         rows = stacked(0, [4 * DIRECT_ALIGNMENT + tail] * 9, num_rows)
         times = []

@@ -278,13 +278,13 @@ def test_every_miss_is_read_once(checkpoint: Checkpoint, num_slots: int, calls: 
     reader.close()
 
 
-def test_more_experts_than_slots_is_a_mistake(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
+def test_more_experts_than_slots_is_an_error(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
     pool = checkpoint.pool(2, reader)
     with pytest.raises(AssertionError, match="3 experts do not fit 2 slots"):
         pool.request(0, [0, 1, 2])
 
 
-def test_misses_are_read_in_the_order_of_the_file(
+def test_misses_are_read_in_file_order(
     checkpoint: Checkpoint, reader: BackgroundPrefetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
@@ -301,9 +301,7 @@ def test_misses_are_read_in_the_order_of_the_file(
     assert all(options == {"urgent": True, "num_tasks": None} for _, options in started)
 
 
-def test_as_many_are_read_ahead_as_were_allowed_over_all_layers(
-    checkpoint: Checkpoint, reader: BackgroundPrefetcher
-) -> None:
+def test_limit_of_predicted_experts_holds_over_all_layers(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
     pool = checkpoint.pool(8, reader)
     pool.read_ahead(0, [5, 3, 1], 2)
     assert resident(pool) == [(0, 3), (0, 5)]
@@ -315,9 +313,7 @@ def test_as_many_are_read_ahead_as_were_allowed_over_all_layers(
     assert [expert for layer, expert in resident(pool) if layer == 1] == [0, 1, 2]
 
 
-def test_nothing_is_read_ahead_in_the_place_of_what_is_needed(
-    checkpoint: Checkpoint, reader: BackgroundPrefetcher
-) -> None:
+def test_prediction_evicts_no_held_expert(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
     pool = checkpoint.pool(3, reader)
     bring(pool, 0, 0, 1)
     pool.hold(0, [0, 1])
@@ -325,9 +321,7 @@ def test_nothing_is_read_ahead_in_the_place_of_what_is_needed(
     assert resident(pool) == [(0, 0), (0, 1), (1, 4)]
 
 
-def test_what_a_prompt_used_more_takes_the_place_of_what_it_used_less(
-    checkpoint: Checkpoint, reader: BackgroundPrefetcher
-) -> None:
+def test_more_used_experts_evict_less_used_ones(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
     pool = checkpoint.pool(2, reader)
     pool.use(0, numbers([0, 1]), numbers([9, 1]), 10)
     bring(pool, 0, 0, 1)
@@ -363,9 +357,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
 
 
-def test_failed_reads_are_read_again_all_at_once(
-    checkpoint: Checkpoint, reader: BackgroundPrefetcher, disk: Disk
-) -> None:
+def test_failed_reads_are_repeated_together(checkpoint: Checkpoint, reader: BackgroundPrefetcher, disk: Disk) -> None:
     """One failure, one error: not an error for each read that failed with it."""
     pool = checkpoint.pool(6, reader)
     disk.is_broken = True
@@ -381,7 +373,7 @@ def test_failed_reads_are_read_again_all_at_once(
     assert pool.num_resident == 4 and len(pool._free) == 2
 
 
-def test_reads_that_are_about_to_fail_fail_no_later_call(
+def test_failing_reads_fail_one_call_only(
     checkpoint: Checkpoint, reader: BackgroundPrefetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = checkpoint.pool(6, reader)
@@ -404,7 +396,7 @@ def test_reads_that_are_about_to_fail_fail_no_later_call(
     assert all(checkpoint.found(pool, 0, expert) == checkpoint.expected(0, expert) for expert in range(3))
 
 
-def test_what_came_is_not_kept_from_use_by_what_did_not(
+def test_arrived_experts_are_used_before_late_ones(
     checkpoint: Checkpoint, reader: BackgroundPrefetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, slow = checkpoint.pool(6, reader), checkpoint.rows[STACKED][2][1].extent
@@ -429,7 +421,7 @@ def test_what_came_is_not_kept_from_use_by_what_did_not(
     assert checkpoint.found(pool, 0, 2) == checkpoint.expected(0, 2)
 
 
-def test_a_failed_guess_harms_nobody(checkpoint: Checkpoint, reader: BackgroundPrefetcher, disk: Disk) -> None:
+def test_failed_prediction_is_read_again(checkpoint: Checkpoint, reader: BackgroundPrefetcher, disk: Disk) -> None:
     pool = checkpoint.pool(6, reader)
     disk.is_broken = True
     pool.read_ahead(1, [0, 1], 4)
@@ -465,7 +457,7 @@ def test_file_cut_short_or_changed_is_an_error(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_closing_while_reads_are_under_way(checkpoint: Checkpoint, disk: Disk) -> None:
+def test_close_with_expert_reads_in_flight(checkpoint: Checkpoint, disk: Disk) -> None:
     reader = BackgroundPrefetcher([checkpoint.path])
     pool = checkpoint.pool(6, reader)
     disk.gate.clear()

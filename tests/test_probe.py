@@ -80,7 +80,7 @@ def remember(path: Path, text: Callable[[str], str]) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_big_file(big: Path, direct: bool) -> None:
+def test_probe_of_a_big_file(big: Path, direct: bool) -> None:
     before = descriptors()
     found = probe_disk(big, direct)
     assert found.bytes_per_second > 1e6
@@ -116,7 +116,7 @@ def test_the_fastest_wins_unless_an_earlier_one_is_nearly_as_fast(big: Path, mon
     assert all(start % 4096 == 0 and start + SAMPLE <= big.stat().st_size for start in starts)
 
 
-def test_what_lies_in_the_page_cache_is_not_measured(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_cache_is_not_measured(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform != "linux":
         pytest.skip("only Linux drops pages when asked")
     with big.open("rb") as file:
@@ -134,7 +134,7 @@ def test_what_lies_in_the_page_cache_is_not_measured(big: Path, monkeypatch: pyt
     assert left[0] < 50
 
 
-def test_disk_error_is_told_as_it_is(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_error_reaches_the_caller(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.preadv
     before = descriptors()
 
@@ -151,7 +151,7 @@ def test_disk_error_is_told_as_it_is(big: Path, monkeypatch: pytest.MonkeyPatch)
     assert not disks().exists()
 
 
-def test_interrupt_is_told_as_it_is(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_reaches_the_caller(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
     real = BackgroundPrefetcher._check_unchanged
 
@@ -185,27 +185,27 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert cache_directory().is_relative_to(Path.home())
 
 
-def test_big_file_is_remembered(big: Path) -> None:
+def test_profile_of_a_big_file_is_stored(big: Path) -> None:
     first = disk_profile(big, True)
     assert [path.name for path in cache_directory().iterdir()] == ["disks.json"]
     assert disk_profile(big, True) == first
 
 
-def test_remembered_profile_is_used(big: Path, probed: list[bool], tmp_path: Path) -> None:
+def test_stored_profile_is_used(big: Path, probed: list[bool], tmp_path: Path) -> None:
     assert disk_profile(big, True) == FAKE
     assert disk_profile(big, True) == FAKE
     assert disk_profile(write_file(tmp_path / "tiny", 10), True) == FAKE  # of the same disk
     assert probed == [True]
 
 
-def test_direct_and_buffered_are_remembered_apart(big: Path, probed: list[bool]) -> None:
+def test_direct_and_buffered_profiles_are_stored_apart(big: Path, probed: list[bool]) -> None:
     for direct in (True, False, True, False):
         disk_profile(big, direct)
     assert probed == [True, False]
     assert len(json.loads(disks().read_text())) == 2
 
 
-def test_small_file_is_not_remembered(small: Path, probed: list[bool]) -> None:
+def test_profile_of_a_small_file_is_not_stored(small: Path, probed: list[bool]) -> None:
     disk_profile(small, True)
     disk_profile(small, True)
     assert probed == [True, True]
@@ -219,7 +219,7 @@ def test_other_entries_are_kept(big: Path, probed: list[bool]) -> None:
     assert "elsewhere:1:direct" in json.loads(disks().read_text())
 
 
-def test_age(big: Path, probed: list[bool]) -> None:
+def test_old_profile_is_measured_again(big: Path, probed: list[bool]) -> None:
     remember(big, lambda key: json.dumps({key: entry(time=time.time() - MAX_AGE_SECONDS + 60)}))
     assert disk_profile(big, True).bytes_per_second == 5e8
     remember_again = json.loads(disks().read_text())

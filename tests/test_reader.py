@@ -233,7 +233,7 @@ def two_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_any_tensors_any_way(two_files: list[Path], data: st.DataObject) -> None:
+def test_any_tensors_in_any_mode(two_files: list[Path], data: st.DataObject) -> None:
     records = []
     for path in two_files:
         end = path.stat().st_size
@@ -306,7 +306,7 @@ def test_many_tickets_at_once(shard: Path) -> None:
         ticket.wait()
 
 
-def test_nothing_to_read(shard: Path) -> None:
+def test_empty_ticket(shard: Path) -> None:
     write_file(shard, 10)
     reader = open_reader(shard)
     ticket = reader.submit([], memoryview(bytearray(0)))
@@ -362,7 +362,7 @@ def test_small_segments_share_a_task(shard: Path, num_tasks: Callable[[], int], 
 @pytest.mark.parametrize(
     ("pages", "at_least", "at_most"), [([8] * 6, 6, 6), ([3] * 6, 3, 3), ([20], 3, 3), ([20, 1, 1], 3, 4)]
 )
-def test_a_task_reads_no_more_than_the_read_size(
+def test_task_reads_at_most_the_read_size(
     shard: Path, num_tasks: Callable[[], int], pages: list[int], at_least: int, at_most: int
 ) -> None:
     write_file(shard, 100 * PAGE)
@@ -371,7 +371,7 @@ def test_a_task_reads_no_more_than_the_read_size(
     assert at_least <= num_tasks() <= at_most
 
 
-def test_segments_of_cached_reads_are_a_task_each(shard: Path, num_tasks: Callable[[], int]) -> None:
+def test_each_cached_segment_is_one_task(shard: Path, num_tasks: Callable[[], int]) -> None:
     write_file(shard, 100 * PAGE)
     apart(shard, [100, 3 * PAGE, 100]).check(open_reader(shard, "kept", PAGE, 1), "kept")
     assert num_tasks() == 3
@@ -388,7 +388,7 @@ def test_segments_are_read_in_their_order(shard: Path, replace_preadv: Replace) 
     assert len(offsets) == reader.stats.num_reads == 6
 
 
-def test_a_ticket_of_small_segments_uses_all_threads(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ticket_of_small_segments_uses_all_threads(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file(shard, 100 * PAGE)
     load = apart(shard, [PAGE] * 8)
     reader = open_reader(shard, read_size=100 * PAGE, queue_depth=4)
@@ -463,7 +463,7 @@ def test_urgent_reads_do_not_queue_behind_others(shard: Path, replace_preadv: Re
     assert reader.stats.num_reads == 42
 
 
-def test_reads_that_are_waited_for_after_all_leave_the_queue(shard: Path, replace_preadv: Replace) -> None:
+def test_hurried_reads_leave_the_queue(shard: Path, replace_preadv: Replace) -> None:
     write_file(shard, 200 * PAGE)
     ahead, needed = apart(shard, [PAGE] * 40), apart(shard, [PAGE] * 5)
     reader = open_reader(shard, queue_depth=2)
@@ -480,7 +480,7 @@ def test_reads_that_are_waited_for_after_all_leave_the_queue(shard: Path, replac
     assert reader.stats.num_reads == 45
 
 
-def test_urgent_reads_have_a_depth_too(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urgent_reads_have_a_queue_depth(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file(shard, 200 * PAGE)
     load = apart(shard, [PAGE] * 20)
     reader = open_reader(shard, queue_depth=3)
@@ -525,7 +525,7 @@ def test_short_reads(shard: Path, replace_preadv: Replace, start: int, mode: str
     assert reader.stats.num_retries == 0
 
 
-def test_direct_read_of_less_than_a_page_is_tried_again(direct_shard: Path, replace_preadv: Replace) -> None:
+def test_direct_read_of_less_than_a_page_is_retried(direct_shard: Path, replace_preadv: Replace) -> None:
     load = small_load(direct_shard, nbytes=20 * PAGE)
     reader = open_reader(direct_shard, read_size=1 << 20, queue_depth=1)
     lengths = iter([5 * PAGE + 512, 512, 100])
@@ -534,7 +534,7 @@ def test_direct_read_of_less_than_a_page_is_tried_again(direct_shard: Path, repl
     assert reader.stats.num_retries == 2
 
 
-def test_direct_reads_of_less_than_a_page_for_ever(direct_shard: Path, replace_preadv: Replace) -> None:
+def test_direct_reads_that_always_return_less_than_a_page(direct_shard: Path, replace_preadv: Replace) -> None:
     """The file is as long as ever, so it is not called truncated."""
     load = small_load(direct_shard, nbytes=20 * PAGE)
     reader = open_reader(direct_shard, read_size=1 << 20, queue_depth=1)
@@ -546,7 +546,7 @@ def test_direct_reads_of_less_than_a_page_for_ever(direct_shard: Path, replace_p
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("times", [1, 2, RETRIES])
-def test_io_error_that_goes_away(shard: Path, replace_preadv: Replace, mode: str, times: int) -> None:
+def test_transient_io_error(shard: Path, replace_preadv: Replace, mode: str, times: int) -> None:
     load = small_load(shard)
     reader = open_reader(shard, mode, queue_depth=1)
     replace_preadv(failing(errno.EIO, times))
@@ -557,7 +557,7 @@ def test_io_error_that_goes_away(shard: Path, replace_preadv: Replace, mode: str
 
 @pytest.mark.parametrize("start", [IN_PLACE, BOUNCED])
 @pytest.mark.parametrize("mode", MODES)
-def test_io_error_that_stays(shard: Path, replace_preadv: Replace, start: int, mode: str) -> None:
+def test_permanent_io_error(shard: Path, replace_preadv: Replace, start: int, mode: str) -> None:
     load = small_load(shard, start)
     bad = load.records[1].extent.offset + 5
     reader = open_reader(shard, mode)
@@ -587,7 +587,7 @@ def test_io_error_that_stays(shard: Path, replace_preadv: Replace, start: int, m
 
 
 @pytest.mark.parametrize("code", [errno.ENODEV, errno.ESTALE, errno.EBADF, errno.EINVAL, errno.ENXIO])
-def test_other_errors_are_not_tried_again(shard: Path, replace_preadv: Replace, code: int) -> None:
+def test_other_errors_are_not_retried(shard: Path, replace_preadv: Replace, code: int) -> None:
     load = small_load(shard, count=1, nbytes=PAGE)
     reader = open_reader(shard, read_size=1 << 20)
     calls: list[int] = []
@@ -600,7 +600,7 @@ def test_other_errors_are_not_tried_again(shard: Path, replace_preadv: Replace, 
 
 @pytest.mark.parametrize("start", [IN_PLACE, BOUNCED])
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_comes(shard: Path, replace_preadv: Replace, start: int, mode: str) -> None:
+def test_read_of_zero_bytes_is_a_truncation(shard: Path, replace_preadv: Replace, start: int, mode: str) -> None:
     load = small_load(shard, start)
     reader = open_reader(shard, mode, read_size=1 << 20)
     with pytest.MonkeyPatch.context() as patch:
@@ -611,7 +611,7 @@ def test_nothing_comes(shard: Path, replace_preadv: Replace, start: int, mode: s
     load.check(reader, mode)
 
 
-def test_no_read_is_left_when_wait_raises(shard: Path, replace_preadv: Replace) -> None:
+def test_failed_wait_leaves_no_read_in_flight(shard: Path, replace_preadv: Replace) -> None:
     load = small_load(shard, count=8)
     reader = open_reader(shard, queue_depth=3)
 
@@ -635,7 +635,7 @@ def test_no_read_is_left_when_wait_raises(shard: Path, replace_preadv: Replace) 
 # --- interrupts, cancelling, closing ---------------------------------------------------
 
 
-def test_cancel_returns_when_nobody_writes(shard: Path, replace_preadv: Replace) -> None:
+def test_cancel_waits_for_writers(shard: Path, replace_preadv: Replace) -> None:
     load = small_load(shard, count=12)
     reader = open_reader(shard, queue_depth=3)
     replace_preadv(slowly(0.1))
@@ -729,7 +729,7 @@ def test_close_ends_threads_and_closes_files(shard: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("urgent", [False, True])
-def test_close_while_reads_are_under_way(shard: Path, replace_preadv: Replace, urgent: bool) -> None:
+def test_close_with_reads_in_flight(shard: Path, replace_preadv: Replace, urgent: bool) -> None:
     load = small_load(shard, count=12)
     before = descriptors()
     reader = open_reader(shard, queue_depth=2)
@@ -835,7 +835,7 @@ def test_disk_error_while_opening_leaks_nothing(shard: Path, monkeypatch: pytest
 # --- counting --------------------------------------------------------------------------
 
 
-def test_busy_seconds_count_parallel_reads_once_and_pauses_never(shard: Path, replace_preadv: Replace) -> None:
+def test_busy_seconds_count_parallel_reads_once(shard: Path, replace_preadv: Replace) -> None:
     load = small_load(shard, count=6, nbytes=PAGE)
     reader = open_reader(shard, queue_depth=3)
     replace_preadv(slowly(0.05))

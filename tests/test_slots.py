@@ -34,7 +34,7 @@ def fill_randomly(arena: SlotArena, seed: int) -> None:
     shape=st.lists(st.integers(1, 9), max_size=3),
     start=st.integers(0, 3000),
 )
-def test_a_view_has_a_row_in_each_slot(
+def test_view_has_a_row_in_each_slot(
     num_slots: int, num_pages: int, dtype: mx.Dtype, shape: list[int], start: int
 ) -> None:
     arena = SlotArena(num_slots, num_pages * DIRECT_ALIGNMENT)
@@ -61,7 +61,7 @@ def test_slots_do_not_overlap() -> None:
 
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(num_slots=st.integers(1, 5), data=st.data())
-def test_the_tail_is_the_memory_of_the_last_slots_only(num_slots: int, data: st.DataObject) -> None:
+def test_tail_is_the_memory_of_the_last_slots(num_slots: int, data: st.DataObject) -> None:
     arena = SlotArena(num_slots, 2 * DIRECT_ALIGNMENT)
     num_last = data.draw(st.integers(1, num_slots))
     tail = arena.tail(num_last)

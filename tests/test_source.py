@@ -86,7 +86,7 @@ def test_truncated_and_written_again(
 
 
 @pytest.mark.parametrize("left", [0, 2 * PAGE, NBYTES - 1])
-def test_truncated_and_a_copy_moved_there(
+def test_truncated_and_replaced_by_a_copy(
     shard: Path, reader: BackgroundPrefetcher, load: Load, mode: str, left: int
 ) -> None:
     copy = shard.with_name("copy")
@@ -97,7 +97,7 @@ def test_truncated_and_a_copy_moved_there(
     check_other(reader, load, mode)
 
 
-def test_truncation_that_the_ticket_does_not_touch(
+def test_truncation_beyond_the_read_tensors_is_an_error(
     shard: Path, reader: BackgroundPrefetcher, load: Load, mode: str
 ) -> None:
     """All bytes come, but the file is not to be trusted any more."""

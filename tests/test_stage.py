@@ -61,7 +61,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     direct=st.booleans(),
     data=st.data(),
 )
-def test_rows_come_where_the_whole_stack_has_them(
+def test_rows_are_placed_as_in_the_whole_stack(
     file: Path, start: int, sizes: list[int], num_rows: int, apart: bool, alignment: int, direct: bool, data: Any
 ) -> None:
     """Stacks of rows that follow each other, or row after row of all stacks."""
@@ -116,7 +116,7 @@ def routing(num_tokens: int, seed: int = 0) -> mx.array:
 
 
 @pytest.mark.parametrize("pool_slots", [0, 12, 24, 48])
-def test_what_a_prompt_needs_is_read_once_in_the_order_of_the_file(
+def test_prompt_reads_each_expert_once_in_file_order(
     directory: Path, stacks: list[Any], monkeypatch: pytest.MonkeyPatch, pool_slots: int
 ) -> None:
     with with_pool(directory, pool_slots, exact_rows=False) as model:
@@ -144,7 +144,7 @@ def test_what_a_prompt_needs_is_read_once_in_the_order_of_the_file(
 
 
 @pytest.mark.parametrize("exact_rows", [True, False])
-def test_decoding_begins_with_the_prompts_hottest_experts(
+def test_prompt_leaves_its_hottest_experts_in_the_pool(
     directory: Path, monkeypatch: pytest.MonkeyPatch, exact_rows: bool
 ) -> None:
     with with_pool(directory, 36, exact_rows=exact_rows) as model:
@@ -161,7 +161,7 @@ def test_decoding_begins_with_the_prompts_hottest_experts(
         assert pool_of(model).stats.num_hits - hits == 3 * 4
 
 
-def test_a_failed_stack_gives_its_slots_back(directory: Path, stacks: list[Any], disk: Disk) -> None:
+def test_failed_stack_returns_its_slots(directory: Path, stacks: list[Any], disk: Disk) -> None:
     """After a prompt that failed, the pool has room for as many experts as ever."""
     x, indices = mx.random.normal((50, 64)), routing(50)
     with with_pool(directory, 16, exact_rows=False) as model:
@@ -182,7 +182,7 @@ def test_a_failed_stack_gives_its_slots_back(directory: Path, stacks: list[Any],
         check_slots(pool)
 
 
-def test_experts_on_their_way_keep_no_second_slot(directory: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
+def test_experts_in_flight_get_no_second_slot(directory: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
     """A prompt comes while predicted experts are still being read."""
 
     def slowly(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -204,7 +204,7 @@ def test_experts_on_their_way_keep_no_second_slot(directory: Path, monkeypatch: 
         assert pool.num_resident == sum(np.count_nonzero(table != ABSENT) for table in pool.slot_of)
 
 
-def test_matrices_may_be_called_in_another_order_and_again(
+def test_matrices_called_in_another_order_and_twice(
     directory: Path, stacks: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reversed_call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
@@ -229,7 +229,7 @@ def test_matrices_may_be_called_in_another_order_and_again(
             assert same_bits(few, [stack(x[:9], indices[:9]) for stack in stacks])
 
 
-def test_a_long_prompt_in_chunks(directory: Path) -> None:
+def test_long_prompt_in_chunks(directory: Path) -> None:
     """Chunk after chunk, the pool keeps what it has: the second chunk reads less than the first."""
     prompt = mx.array([PROMPT * 2])
     with with_pool(directory, 30, exact_rows=False) as model:

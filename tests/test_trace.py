@@ -41,7 +41,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Any]]:
 
 
 @pytest.mark.parametrize("pool_slots", [0, 99])
-def test_what_is_written_is_what_was_routed(directory: Path, tmp_path: Path, pool_slots: int) -> None:
+def test_trace_holds_the_routing(directory: Path, tmp_path: Path, pool_slots: int) -> None:
     file, seen = tmp_path / "trace.jsonl", []
 
     def note(layer: int, routing: Routing) -> None:
@@ -76,7 +76,7 @@ def test_what_is_written_is_what_was_routed(directory: Path, tmp_path: Path, poo
         assert sum(count for _, count in chosen) == num_tokens * header["top_k"]
 
 
-def test_a_model_of_one_layer_has_a_pass_for_each_call(directory: Path, tmp_path: Path) -> None:
+def test_one_layer_model_has_a_pass_per_call(directory: Path, tmp_path: Path) -> None:
     with streamed_whole(directory, pool_slots=0) as model:
         stacks = experts_of(model).stacks[:1]
     with RoutingTrace(tmp_path / "trace", "x", stacks) as trace:
@@ -85,7 +85,7 @@ def test_a_model_of_one_layer_has_a_pass_for_each_call(directory: Path, tmp_path
     assert read(tmp_path / "trace")[1] == [[n, 1, 0, [[0, 1], [1, 1]]] for n in range(3)]
 
 
-def test_a_pass_that_failed_is_one_too(directory: Path, tmp_path: Path) -> None:
+def test_failed_pass_counts_as_a_pass(directory: Path, tmp_path: Path) -> None:
     with streamed_whole(directory, pool_slots=0) as model:
         stacks = experts_of(model).stacks
     with RoutingTrace(tmp_path / "trace", "x", stacks) as trace:
@@ -94,7 +94,7 @@ def test_a_pass_that_failed_is_one_too(directory: Path, tmp_path: Path) -> None:
     assert [number for number, *_ in read(tmp_path / "trace")[1]] == [0, 1, 1, 2, 2]
 
 
-def test_an_older_file_gives_way(directory: Path, tmp_path: Path) -> None:
+def test_older_trace_is_replaced(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("old\n" * 100)
     with (
         streamed_whole(directory, pool_slots=0) as model,
@@ -104,7 +104,7 @@ def test_an_older_file_gives_way(directory: Path, tmp_path: Path) -> None:
     assert read(tmp_path / "trace")[1] == []
 
 
-def test_what_was_seen_before_an_error_is_in_the_file(directory: Path, tmp_path: Path) -> None:
+def test_trace_before_an_error_is_written(directory: Path, tmp_path: Path) -> None:
     with streamed_whole(directory, pool_slots=0) as model:
         stacks = experts_of(model).stacks
     with (

@@ -8,10 +8,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
+from mlx_flash.errors import BudgetError
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows, commits_lazily
 from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, round_up, slot_memory
 from mlx_flash.kv.pages import DiskRows
+from mlx_flash.kv.ring import SlotRing
 from mlx_flash.kv.shared import Lineage, Parts, cut, num_tokens
 from mlx_flash.kv.shared import sizes as sizes_of
 
@@ -20,6 +22,8 @@ class Rows(Protocol):
     """The rows of one layer, wherever they are."""
 
     memory: MemoryRows
+    group: int
+    index: int
     lineage: Lineage[Any]
 
     @property
@@ -29,18 +33,6 @@ class Rows(Protocol):
     @property
     def layout(self) -> RowLayout | None:
         """How rows lie; None before the first ones."""
-
-
-class Slots(Protocol):
-    """What layers on disk are computed from."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that MLX counts as active for them."""
-
-    @property
-    def held(self) -> int:
-        """Bytes that they take."""
 
 
 R = TypeVar("R", bound=Rows)
@@ -56,7 +48,9 @@ class KVBudget(Generic[R]):
         slots: what these are computed from.
     """
 
-    def __init__(self, options: KVOptions, layers: Collection[R], on_disk: Mapping[R, DiskRows], slots: Slots) -> None:
+    def __init__(
+        self, options: KVOptions, layers: Collection[R], on_disk: Mapping[R, DiskRows], slots: SlotRing
+    ) -> None:
         self._options = options
         self._layers = layers
         self._on_disk = on_disk
@@ -93,6 +87,21 @@ class KVBudget(Generic[R]):
         """Whether others hold so much of what is in a layer's buffers that it pays to copy the rest now, and all of it
         when it is computed again."""
         return bool(rows.memory.arrays) and num_tokens(self.known_parts(rows)) >= self._options.step
+
+    def parked_for_nothing(self, group: int) -> R | None:
+        """Return a layer of another list of caches that frees memory when it is parked, without a copy."""
+        others = (rows for rows in self._layers if rows.group != group)
+        return next((r for r in others if self.pays_to_park(r) and not self.copied_bytes(r)), None)
+
+    def victim(self, asking: R, used: Mapping[int, int]) -> R | None:
+        """Return the layer to evict next: of the sequence used longest ago, and far from those that were evicted.
+
+        Args:
+            asking: the layer that new tokens come to.
+            used: when each list of caches was used last.
+        """
+        layers = [r for r in self._layers if r not in self._on_disk and (r.memory.length or r is asking)]
+        return min(layers, key=lambda r: (used.get(r.group, 0), _spread(r.index), r.index), default=None)
 
     def slot_bytes(self, layout: RowLayout, tokens: int) -> int:
         """What a slot takes in memory when it holds so many tokens."""
@@ -145,6 +154,26 @@ class KVBudget(Generic[R]):
         others = sum(rows.memory.held for rows in self._layers if rows not in held)
         return others + sum(held.values()) + moved + shared + self._disk_overhead(sizes, num_new)
 
+    def tokens_after(self, layers: Collection[R], num_new: int, step: int) -> int:
+        """Return the most tokens that layers hold while new ones come, at most ``step`` at a time."""
+        return self._options.held_tokens(max((rows.length for rows in layers), default=0) + num_new, step)
+
+    def for_call(self, sizes: Mapping[R, int], num_new: int, step: int) -> tuple[int, int]:
+        """Return the most that is in memory during a call: with layers where they are, and with all of them on disk.
+
+        Args:
+            sizes: the bytes of a token in each layer that the call adds tokens to.
+            num_new: new tokens.
+            step: how many of them go through the model at a time.
+        """
+        length = max((rows.length for rows in sizes), default=0)
+        tokens = self.tokens_after(sizes, num_new, step)
+        more = max(0, tokens - length)
+        needed = self.needed_for(sizes, more)
+        if tokens < length + num_new:  # a layer that drops tokens is copied
+            needed = max(needed, self.memory_bytes + max(rows.memory.held for rows in sizes))
+        return needed, self.least(sizes, more)
+
     def least(self, sizes: Mapping[R, int], num_new: int) -> int:
         """What is needed with every layer on disk, when new tokens have come to some."""
         every = {rows: nbytes for rows in self._layers if (nbytes := sizes.get(rows) or token_bytes(rows))}
@@ -162,3 +191,18 @@ def token_bytes(rows: Rows) -> int:
     """What a token takes in a layer; 0 before the first one."""
     layout = rows.layout
     return 0 if layout is None else layout.token_bytes
+
+
+def no_room(needed: int, tokens: int, budget_bytes: int) -> BudgetError:
+    """Return the error for tokens that do not fit with every layer on disk."""
+    return BudgetError(
+        f"the KV caches need {needed / 1e6:.1f} MB of memory for {tokens} tokens with every layer on disk: "
+        f"{NUM_SLOTS} slots of a layer each, and the last tokens of every layer; their budget is "
+        f"{budget_bytes / 1e6:.1f} MB. Hint: raise it, or set max_tokens.",
+        needed,
+    )
+
+
+def _spread(index: int) -> int:
+    """Return a number by which to sort indices so that the first few are far apart: the bits backwards."""
+    return int(f"{index:016b}"[::-1], 2)

@@ -19,12 +19,12 @@ from math import inf
 
 import mlx.core as mx
 
-from mlx_flash.errors import BudgetError, ClosedError
-from mlx_flash.kv.budget import KVBudget, token_bytes
+from mlx_flash.errors import ClosedError
+from mlx_flash.kv.budget import KVBudget, no_room, token_bytes
 from mlx_flash.kv.files import PageFiles
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows, give_back_freed
-from mlx_flash.kv.options import NUM_SLOTS, KVOptions
+from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import DiskRows
 from mlx_flash.kv.ring import SlotRing
 from mlx_flash.kv.shared import Lineage, Parts
@@ -61,8 +61,7 @@ class LayerRows:
     @property
     def length(self) -> int:
         """Tokens."""
-        disk = self.disk
-        return self.memory.length if disk is None else disk.length
+        return (self.disk or self.memory).length
 
     @property
     def layout(self) -> RowLayout | None:
@@ -107,26 +106,20 @@ class LayerRows:
             return self.memory.read(start, stop) if disk is None else disk.layout.to_arrays(disk.read(start, stop))
 
     def truncate(self, length: int) -> None:
-        """Forgets the tokens from ``length`` on. Raises: ReadError."""
+        """Remove the tokens from ``length`` on. Raises: ReadError."""
         with self.pool.lock:
             self.lineage.cut(length)
-            disk = self.disk
-            if disk is None:
-                self.memory.truncate(length)
-            else:
-                disk.truncate(length)
-                self.pool.ring.forget(disk, length)
+            store = self.disk or self.memory
+            store.truncate(length)
+            self.pool.ring.forget(store, length)
 
     def drop(self, start: int, stop: int) -> None:
-        """Forgets whole pages; the tokens behind them move up."""
+        """Remove whole pages; the tokens behind them move up."""
         with self.pool.lock:
             self.lineage.cut(start)
-            disk = self.disk
-            if disk is None:
-                self.memory.drop(start, stop)
-            else:
-                disk.drop(start, stop)
-                self.pool.ring.forget(disk, start)
+            store = self.disk or self.memory
+            store.drop(start, stop)
+            self.pool.ring.forget(store, start)
 
     def set(self, arrays: Sequence[mx.array], length: int) -> None:
         """Takes over arrays in the place of what there is. Raises: BudgetError, WriteError."""
@@ -135,13 +128,6 @@ class LayerRows:
             self.pool.on_disk.pop(self, None)
             self.memory.set(arrays, length)
             self.pool.make_room(self, ())
-
-    def replace(self, index: int, array: mx.array) -> None:
-        """Puts another array in the place of one that is in memory."""
-        with self.pool.lock:
-            self.lineage.cut(0)
-            arrays = self.memory.arrays or self.memory.fetch()
-            self.memory.set([array if i == index else other for i, other in enumerate(arrays)], self.memory.length)
 
     def fork(self, group: int) -> LayerRows:
         """A copy in another list of caches, which holds the rows together with this one."""
@@ -269,27 +255,19 @@ class KVPool:
         while (nbytes := needed()) > self._limit:
             if self.ring.held and not self.on_disk:
                 self.ring.release()
-            elif self._park_one(group):
-                continue
-            elif (victim := self._victim(rows)) is not None:
+            elif (idle := self._sums.parked_for_nothing(group)) is not None:
+                idle.memory.park(self.as_parts(idle))
+            elif (victim := self._sums.victim(rows, self._used)) is not None:
                 self._spill(victim, new if victim is rows else ())
                 give_back_freed()
             elif self.ring.held > self._sums.slots_needed((rows,), num_new):
                 self.ring.release()  # it was larger for a longer context
             else:
-                raise self._no_room(nbytes, rows.length + num_new)
+                raise no_room(nbytes, rows.length + num_new, self.budget_bytes or 0)
 
     @property
     def _limit(self) -> float:
         return inf if self.budget_bytes is None else self.budget_bytes - self.under_way_bytes * bool(self.on_disk)
-
-    def _park_one(self, group: int) -> bool:
-        """Parks a layer of another list of caches for which nothing has to be copied. Returns whether there was one."""
-        for rows in self._layers:
-            if rows.group != group and self._sums.pays_to_park(rows) and not self._sums.copied_bytes(rows):
-                rows.memory.park(self.as_parts(rows))
-                return True
-        return False
 
     # -- whose turn it is -----------------------------------------------------------------------------------------
 
@@ -339,12 +317,8 @@ class KVPool:
         if layers:
             self._begin(layers[0].group)
         sizes = {r: token_bytes(r) or nbytes for r, nbytes in zip(layers, row_bytes, strict=True)}
-        length = max((rows.length for rows in layers), default=0)
-        tokens = self.options.held_tokens(length + num_new, step)
-        more = max(0, tokens - length)  # of the others as many old tokens are forgotten
-        needed = self._sums.needed_for(sizes, more)
-        if tokens < length + num_new:
-            needed = max(needed, self.memory_bytes + max(rows.memory.held for rows in layers))  # a layer is copied
+        tokens = self._sums.tokens_after(sizes, num_new, step)
+        needed, least = self._sums.for_call(sizes, num_new, step)
         if self.options.budget_bytes is None:
             return max(0, needed - limit)
         self.budget_bytes = limit
@@ -353,26 +327,13 @@ class KVPool:
         if self.on_disk:
             needed += self.under_way_bytes
         if needed > limit:
-            least = self._sums.least(sizes, more) + self.under_way_bytes
+            least += self.under_way_bytes
             if least > limit:
                 return min(least, needed) - limit
             fresh += needed - limit
         if fresh:
             self._files.check_room(fresh)
         return 0
-
-    def _no_room(self, needed: int, tokens: int) -> BudgetError:
-        return BudgetError(
-            f"the KV caches need {needed / 1e6:.1f} MB of memory for {tokens} tokens with every layer on disk: "
-            f"{NUM_SLOTS} slots of a layer each, and the last tokens of every layer; their budget is "
-            f"{(self.budget_bytes or 0) / 1e6:.1f} MB. Hint: raise it, or set max_tokens.",
-            needed,
-        )
-
-    def _victim(self, asking: LayerRows) -> LayerRows | None:
-        """The layer to go next: of the sequence used longest ago, and as far from those that went as can be."""
-        layers = [r for r in self._layers if r not in self.on_disk and (r.memory.length or r is asking)]
-        return min(layers, key=lambda r: (self._used.get(r.group, 0), _spread(r.index), r.index), default=None)
 
     def _spill(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
         others = [(disk, length) for other, length in rows.lineage.relatives() if (disk := other.disk)]
@@ -399,8 +360,3 @@ class KVPool:
             self.ring.release()
             self.on_disk.clear()
             self._files.close()
-
-
-def _spread(index: int) -> int:
-    """A number by which indices are in an order where the first few are far apart: the bits backwards."""
-    return int(f"{index:016b}"[::-1], 2)

@@ -71,7 +71,7 @@ class SlotRing:
         """All tokens of a layer, in a slot. Raises: ReadError."""
         return self._hand_out(disk, self._filled_slot(disk, disk.length), 0)
 
-    def forget(self, disk: DiskRows, length: int) -> None:
+    def forget(self, disk: object, length: int) -> None:
         """Notes that a layer's tokens from ``length`` on are others now, or none."""
         for slot in self.slots:
             if slot.belongs_to(disk):

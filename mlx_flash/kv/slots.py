@@ -63,7 +63,7 @@ class Slot:
         assert self._arena is not None
         return self._arena.memory
 
-    def belongs_to(self, rows: DiskRows) -> bool:
+    def belongs_to(self, rows: object) -> bool:
         """Whether it holds rows of this layer."""
         return self._owner is not None and self._owner() is rows
 

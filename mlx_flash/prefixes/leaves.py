@@ -134,7 +134,7 @@ class RowLeaf(Leaf):
     def read(self, start: int, stop: int) -> list[Blob]:
         """The rows of some tokens, ``(1, heads, tokens, width)`` for each array."""
         if isinstance(self.entry, DiskKVCache | DiskQuantizedKVCache):
-            arrays = self.entry.read_rows(start, stop)
+            arrays = self.entry.rows.read(start, stop)
         else:
             arrays = [array[..., start:stop, :] for array in self._arrays()]
         return [to_blob(array) for array in arrays]

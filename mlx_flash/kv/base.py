@@ -1,0 +1,188 @@
+"""The common part of the caches that follow mlx-lm's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import mlx.core as mx
+from mlx_lm.models.cache import create_attention_mask
+
+from mlx_flash.compat.callers import evaluates_only, is_for_a_draft
+from mlx_flash.errors import ConfigError
+from mlx_flash.kv.history import pass_on
+from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pool import KVPool, LayerRows
+from mlx_flash.kv.shared import sizes
+
+C = TypeVar("C", bound="PooledCache")
+
+
+class PooledCache:
+    """A cache of one layer, plain or quantized, whose rows belong to a pool.
+
+    Attributes:
+        rows: the tokens' rows.
+        offset: position of the next token.
+        num_forgotten: tokens that were dropped to stay within ``max_tokens``.
+    """
+
+    rows: LayerRows
+    offset: int
+    num_forgotten: int
+    _form: ClassVar[tuple[str, ...]] = ()
+    """Attributes that follow the offset in ``state``."""
+
+    def _start(self, rows: LayerRows) -> None:
+        self.rows, self.offset, self.num_forgotten = rows, 0, 0
+
+    @property
+    def pool(self) -> KVPool:
+        """The pool that the cache shares with others."""
+        return self.rows.pool
+
+    @property
+    def step(self) -> int:
+        """Tokens by which the cache grows."""
+        return self.pool.options.step
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the pages are on disk."""
+        return self.rows.disk is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, shared ones included. See :attr:`disk_nbytes` for those on disk."""
+        disk, memory = self.rows.disk, self.rows.memory
+        return memory.held + sum(sizes([memory.parts]).values()) if disk is None else disk.tail_bytes
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes of pages on disk, shared ones included."""
+        disk = self.rows.disk
+        return 0 if disk is None else disk.paged_tokens * disk.layout.token_bytes
+
+    def size(self) -> int:
+        """Return the number of tokens that are kept."""
+        return self.offset - self.num_forgotten
+
+    def empty(self) -> bool:
+        """Return whether the cache never held a token."""
+        return self.rows.layout is None
+
+    def is_trimmable(self) -> bool:
+        """Return whether any number of tokens can be trimmed. False once tokens were dropped.
+
+        Raises:
+            ConfigError: mlx-lm asks because it begins speculative decoding, and ``max_tokens`` is set.
+        """
+        if self.pool.options.max_tokens is not None and is_for_a_draft():
+            raise forgetful(self.pool.options.max_tokens, "used with a draft model, whose tokens are taken back")
+        return self.num_forgotten == 0
+
+    def trim(self, n: int) -> int:
+        """Remove up to ``n`` of the newest tokens. Return how many were removed."""
+        n = min(self.size(), n)
+        if n:
+            self.rows.truncate(self.size() - n)
+            self.offset -= n
+        return n
+
+    def make_mask(self, N: int, *args: Any, **kwargs: Any) -> Any:  # noqa: N803  (mlx-lm's name)
+        """Return the attention mask for ``N`` new tokens."""
+        forgotten = self.pool.options.forgotten_tokens(self.size(), N)
+        return create_attention_mask(N, *args, offset=self.size() - forgotten, **kwargs)
+
+    def append_rows(self, new: Sequence[mx.array]) -> list[mx.array]:
+        """Add tokens as the cache stores them, ``(batch, heads, new tokens, width)`` for each array. Return all tokens.
+
+        Raises:
+            BudgetError: they do not fit the budget even with every layer on disk.
+            WriteError: the disk is full, or fails.
+            ReadError: pages could not be read.
+        """
+        num_new, options = new[0].shape[2], self.pool.options
+        forgotten = options.forgotten_tokens(self.size(), num_new)
+        if forgotten:
+            self.rows.drop(options.kept_tokens, options.kept_tokens + forgotten)
+            self.num_forgotten += forgotten
+        found = self.rows.append(new)
+        self.offset += num_new
+        return found
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """Return all tokens that are kept."""
+        return pair(self.rows.fetch())
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """Keys, values, offset, and what else mlx-lm's class has there.
+
+        Keys and values are None when mlx-lm asks only in order to evaluate them, and they are on disk or parked, and so
+        evaluated already. After tokens were dropped their number comes last: mlx-lm, which could not continue from such
+        a cache, then refuses the state.
+        """
+        is_evaluated = self.is_on_disk or self.rows.is_parked
+        arrays = [] if is_evaluated and evaluates_only() else self._contents()
+        form = [getattr(self, name) for name in self._form]
+        return *pair(arrays), self.offset, *form, *([self.num_forgotten] if self.num_forgotten else [])
+
+    @state.setter
+    def state(self, state: Sequence[Any]) -> None:
+        keys, values, self.offset, *rest = state
+        for name in self._form:
+            setattr(self, name, rest.pop(0))
+        self.num_forgotten = rest[0] if rest else 0
+        if keys is not None:
+            self.rows.set([keys, values] if isinstance(keys, mx.array) else [*keys, *values], self.size())
+
+    @classmethod
+    def from_state(cls: type[C], state: Sequence[Any]) -> C:
+        """Return a cache with these contents, in memory, in a pool of its own."""
+        cache = cls.__new__(cls)
+        pool = KVPool(KVOptions())
+        cache._start(pool.new_rows(pool.new_group(), 0))
+        cache.state = state
+        return cache
+
+    def __deepcopy__(self: C, memo: dict[Any, Any]) -> C:
+        key = (KVPool, id(self.pool))
+        if key not in memo:  # caches that are copied together belong to one list
+            memo[key] = self.pool.new_group()
+        other = type(self).__new__(type(self))
+        other._start(self.rows.fork(memo[key]))
+        for name in ("offset", "num_forgotten", *self._form):
+            setattr(other, name, getattr(self, name))
+        pass_on(self, other)
+        return other
+
+    def _arrays(self) -> list[mx.array]:
+        """Return the buffers in memory, with the room behind the tokens; read the arrays that are on disk."""
+        return self.rows.memory.arrays or self._contents()
+
+    def _contents(self) -> list[mx.array]:
+        """Return arrays that the caller may keep: those in a slot are copied."""
+        if self.rows.layout is None:
+            return []
+        found = self.rows.fetch()
+        if self.is_on_disk:
+            found = [mx.contiguous(array) for array in found]
+            mx.eval(found)
+        return found
+
+
+def forgetful(max_tokens: int, what: str) -> ConfigError:
+    """Return the error for a use that dropped tokens do not allow."""
+    return ConfigError(
+        f"max_tokens of the KV cache is {max_tokens}: a cache that forgets cannot be {what}. "
+        "Hint: leave kv_max_tokens unset."
+    )
+
+
+def pair(arrays: Sequence[mx.array]) -> tuple[Any, Any]:
+    """Return keys and values: an array each, a triple each if they are quantized, None each if there are none."""
+    if not arrays:
+        return None, None
+    half = len(arrays) // 2
+    return (arrays[0], arrays[1]) if half == 1 else (tuple(arrays[:half]), tuple(arrays[half:]))

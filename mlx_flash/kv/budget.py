@@ -1,4 +1,4 @@
-"""What the KV caches of a model take in memory now, together and each, and will take when tokens have come."""
+"""Sums over the KV caches of a model: the memory they take now, and the memory they need for new tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlx_flash.kv.shared import sizes as sizes_of
 
 
 class Rows(Protocol):
-    """The rows of one layer, wherever they are."""
+    """The rows of one layer, in memory or on disk."""
 
     memory: MemoryRows
     group: int
@@ -32,20 +32,20 @@ class Rows(Protocol):
 
     @property
     def layout(self) -> RowLayout | None:
-        """How rows lie; None before the first ones."""
+        """Layout of the rows; None before the first ones."""
 
 
 R = TypeVar("R", bound=Rows)
 
 
 class KVBudget(Generic[R]):
-    """The sums over all caches of a model. Rows that several of them hold are counted once.
+    """Sums over all caches of a model. Rows that several caches hold count once.
 
     Args:
         options: the settings.
         layers: every layer of every cache.
-        on_disk: those of them whose rows are on disk.
-        slots: what these are computed from.
+        on_disk: the layers whose rows are on disk.
+        slots: the slots that these layers are computed from.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class KVBudget(Generic[R]):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes in memory now: caches, slots, and what is on disk but for its last tokens."""
+        """Bytes in memory now: caches, slots, and the last tokens of layers on disk."""
         return sum(rows.memory.held for rows in self._layers) + self._shared_bytes() + self._disk_overhead()
 
     @property
@@ -68,24 +68,23 @@ class KVBudget(Generic[R]):
         return arrays + self._shared_bytes() + self._slots.nbytes
 
     def _shared_bytes(self, but: Container[R] = ()) -> int:
-        """What parked caches are made of; without what only some of them hold."""
+        """Return the bytes of the parts of parked caches, except parts that only the given layers hold."""
         return sum(sizes_of(rows.memory.parts for rows in self._layers if rows not in but).values())
 
     def known_parts(self, rows: R) -> Parts:
-        """The first tokens of a layer, as far as another one that is parked holds them."""
+        """Return the first tokens of a layer as parts that another, parked layer holds."""
         found = [(length, other) for other, length in rows.lineage.relatives() if other.memory.parts]
         length, other = max(found, key=lambda pair: pair[0], default=(0, rows))
         return cut(other.memory.parts, length)
 
     def copied_bytes(self, rows: R) -> int:
-        """What a copy of a layer takes: its tokens that are in no part yet; or, on disk, in no page."""
+        """Return the bytes that a copy of a layer takes: tokens that are in no part yet, or on disk in no page."""
         if rows in self._on_disk:
             return self._on_disk[rows].tail_bytes
         return rows.memory.copied_bytes(num_tokens(self.known_parts(rows))) if rows.memory.arrays else 0
 
     def pays_to_park(self, rows: R) -> bool:
-        """Whether others hold so much of what is in a layer's buffers that it pays to copy the rest now, and all of it
-        when it is computed again."""
+        """Return whether others hold at least a page of a layer's buffers, so that parking it saves memory."""
         return bool(rows.memory.arrays) and num_tokens(self.known_parts(rows)) >= self._options.step
 
     def parked_for_nothing(self, group: int) -> R | None:
@@ -104,32 +103,32 @@ class KVBudget(Generic[R]):
         return min(layers, key=lambda r: (used.get(r.group, 0), _spread(r.index), r.index), default=None)
 
     def slot_bytes(self, layout: RowLayout, tokens: int) -> int:
-        """What a slot takes in memory when it holds so many tokens."""
+        """Return the memory of a slot that holds so many tokens."""
         if commits_lazily():
             return slot_memory(layout.slot_bytes(round_up(tokens, self._options.step)))
         return layout.slot_bytes(self._options.slot_tokens(tokens))
 
     def _disk_overhead(self, growing: Container[R] = (), num_new: int = 0) -> int:
-        """What layers on disk take in memory: slots of the largest, and the last tokens of each."""
+        """Return the memory of layers on disk: slots for the largest, and the last tokens of each."""
         if not self._on_disk:
             return self._slots.held
         tails = sum(disk.tail_bytes for disk in self._on_disk.values())
         return max(self.slots_needed(growing, num_new), self._slots.held) + tails
 
     def slots_needed(self, growing: Container[R], num_new: int) -> int:
-        """Both slots, for the largest layer on disk when new tokens have come to some."""
+        """Return the bytes of both slots, for the largest layer on disk after new tokens came to some."""
         layers = [(disk, num_new if rows in growing else 0) for rows, disk in self._on_disk.items()]
         return NUM_SLOTS * max((self.slot_bytes(disk.layout, disk.length + more) for disk, more in layers), default=0)
 
     def grows(self, rows: R, new: Sequence[mx.array]) -> bool:
-        """Whether new tokens of a layer take more memory."""
+        """Return whether new tokens of a layer take more memory."""
         if rows not in self._on_disk:
             return rows.memory.takes_more(new[0].shape[2])
         step = self._options.step
         return round_up(rows.length, step) != round_up(rows.length + new[0].shape[2], step)
 
     def needed(self, rows: R, new: Sequence[mx.array]) -> int:
-        """The most that is in memory while new tokens come to one layer."""
+        """Return the peak memory while new tokens come to one layer."""
         is_on_disk = rows in self._on_disk
         others = sum(layer.memory.held for layer in self._layers if layer is not rows)
         num_new = new[0].shape[2] if new else 0
@@ -139,7 +138,7 @@ class KVBudget(Generic[R]):
         return others + mine + self._shared_bytes() + self._disk_overhead((rows,), num_new)
 
     def needed_for(self, sizes: Mapping[R, int], num_new: int) -> int:
-        """The most that is in memory while new tokens come to some layers, given what a token takes in each."""
+        """Return the peak memory while new tokens come to some layers, given the bytes of a token in each."""
         within = [(rows, nbytes) for rows, nbytes in sizes.items() if rows not in self._on_disk]
         held = {rows: rows.memory.held_for(num_new, nbytes) for rows, nbytes in within}
         growing = [rows for rows in held if held[rows] > rows.memory.held]
@@ -154,30 +153,24 @@ class KVBudget(Generic[R]):
         others = sum(rows.memory.held for rows in self._layers if rows not in held)
         return others + sum(held.values()) + moved + shared + self._disk_overhead(sizes, num_new)
 
-    def tokens_after(self, layers: Collection[R], num_new: int, step: int) -> int:
-        """Return the most tokens that layers hold while new ones come, at most ``step`` at a time."""
-        return self._options.held_tokens(max((rows.length for rows in layers), default=0) + num_new, step)
-
-    def for_call(self, sizes: Mapping[R, int], num_new: int, step: int) -> tuple[int, int]:
-        """Return the most that is in memory during a call: with layers where they are, and with all of them on disk.
+    def for_call(self, sizes: Mapping[R, int], num_new: int, tokens: int) -> int:
+        """Return the peak memory during a call, with layers where they are.
 
         Args:
             sizes: the bytes of a token in each layer that the call adds tokens to.
             num_new: new tokens.
-            step: how many of them go through the model at a time.
+            tokens: the most that these layers hold meanwhile; fewer than all where old ones are dropped.
         """
         length = max((rows.length for rows in sizes), default=0)
-        tokens = self.tokens_after(sizes, num_new, step)
-        more = max(0, tokens - length)
-        needed = self.needed_for(sizes, more)
+        needed = self.needed_for(sizes, max(0, tokens - length))
         if tokens < length + num_new:  # a layer that drops tokens is copied
             needed = max(needed, self.memory_bytes + max(rows.memory.held for rows in sizes))
-        return needed, self.least(sizes, more)
+        return needed
 
-    def least(self, sizes: Mapping[R, int], num_new: int) -> int:
-        """What is needed with every layer on disk, when new tokens have come to some."""
+    def least(self, sizes: Mapping[R, int], tokens: int) -> int:
+        """Return the memory needed with every layer on disk, when the given layers hold so many tokens."""
         every = {rows: nbytes for rows in self._layers if (nbytes := sizes.get(rows) or token_bytes(rows))}
-        lengths = {rows: rows.length + (num_new if rows in sizes else 0) for rows in every}
+        lengths = {rows: tokens if rows in sizes else rows.length for rows in every}
         step = self._options.step
         room = {
             rows: round_up(length, step) if commits_lazily() else self._options.slot_tokens(length)
@@ -188,7 +181,7 @@ class KVBudget(Generic[R]):
 
 
 def token_bytes(rows: Rows) -> int:
-    """What a token takes in a layer; 0 before the first one."""
+    """Return the bytes of a token in a layer; 0 before the first one."""
     layout = rows.layout
     return 0 if layout is None else layout.token_bytes
 

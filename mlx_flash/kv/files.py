@@ -1,4 +1,4 @@
-"""The files that the layers of a model's KV caches go to: made when the first one does."""
+"""The files of layers on disk, created when the first layer is evicted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PageFiles:
 
     Args:
         options: the settings.
-        count_written: is told, from another thread, how many bytes were written.
+        count_written: called from another thread with the number of bytes written.
     """
 
     def __init__(self, options: KVOptions, count_written: Callable[[int], None]) -> None:
@@ -40,16 +40,16 @@ class PageFiles:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of pages that were written, or wait for it."""
+        """Bytes of pages that were written, or are queued for it."""
         return self._writer.nbytes if self._writer else 0
 
     def write(self, memory: MemoryRows, new: Sequence[mx.array], others: Iterable[tuple[DiskRows, int]]) -> DiskRows:
-        """The rows of a layer on disk. Pages that another one has written are not written again.
+        """Write the rows of a layer to disk. Pages that another layer has written are shared.
 
         Args:
             memory: the rows.
-            new: arrays like those that will come, where there are none yet.
-            others: rows on disk, and how many of their first tokens are the same.
+            new: arrays with the shapes of the first tokens, if there are no rows yet.
+            others: rows on disk, each with the number of first tokens that are the same.
 
         Raises:
             WriteError: the disk is full, or fails.
@@ -84,7 +84,7 @@ class PageFiles:
         return DiskRows(LayerFile(path, layout, self._reader, self._writer, self._options.direct))
 
     def check_room(self, needed: int) -> None:
-        """Raises: WriteError: so many bytes more are not free on the disk."""
+        """Check that the disk has so many free bytes. Raises: WriteError."""
         base = self._options.directory or cache_directory()
         found = free_bytes(base)
         if needed > found:
@@ -94,7 +94,7 @@ class PageFiles:
             )
 
     def close(self) -> None:
-        """Ends the threads and removes the files."""
+        """End the threads and remove the files."""
         if self._writer is not None:
             self._writer.close()
         if self._reader is not None:

@@ -1,7 +1,7 @@
-"""Caches that are kept though they were computed elsewhere: what they begin with alike is held once.
+"""Deduplication of caches that mlx-lm's batches computed and a prompt cache keeps.
 
-mlx-lm's batches compute in caches of their own and give back a plain one for each sequence, with all of its tokens.
-Which others begin with the same tokens says where to look; that rows are the same is seen by comparing them.
+A batch computes in a cache of its own and extracts a plain one for each sequence, with all of its tokens. Kept caches
+with the same first tokens are candidates for sharing; their rows are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _COMPARED_TOKENS = 1024
 """Tokens that are compared at a time."""
 
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-"""Numbers that are equal only where bits are, by their size."""
+"""Integer types that compare bits, by size in bytes."""
 
 
 class KeptCache(list[Any]):
-    """A list that is there as long as it is kept, whoever still has the one that it was made of."""
+    """A list owned by the prompt cache; other holders keep weak references."""
 
 
 class KeptCaches:
-    """Caches that somebody keeps, and the tokens in them. It keeps none of them itself."""
+    """Weak references to the caches that a prompt cache keeps, with their tokens."""
 
     def __init__(self) -> None:
         self._tokens: WeakKeyDictionary[LayerRows, Sequence[int]] = WeakKeyDictionary()
@@ -41,18 +41,18 @@ class KeptCaches:
         self._numbers = count()
 
     def take(self, cache: list[Any], tokens: Sequence[int], pool: KVPool) -> KeptCache:
-        """Notes a cache that will be kept. What is mlx-lm's ``KVCache`` in it becomes one of the pool, in its place.
+        """Register a cache that will be kept. Replace each ``KVCache`` of mlx-lm in it by a cache of the pool.
 
-        Such an entry takes no memory for tokens that another one, which is kept in memory, has too, bit for bit. The
-        pool's budget is raised to what is there: it was in memory before, and the next call says how much may stay.
+        The new entry shares the rows that another kept entry in memory has, bit for bit. The pool's budget is raised to
+        the memory in use: the rows were in memory before, and the next call limits what may stay.
 
         Args:
-            cache: a prompt cache of one sequence that nobody computes with any more.
-            tokens: what is in it.
-            pool: that of the model.
+            cache: a prompt cache of one sequence that is not computed with any more.
+            tokens: its tokens.
+            pool: the pool of the model.
 
         Returns:
-            What is to be kept: the same entries.
+            The list to keep, with the same entries.
         """
         with pool.lock:
             taken, common, group = [], dict[int, int](), pool.new_group()
@@ -74,7 +74,7 @@ class KeptCaches:
 
     @property
     def shared_bytes(self) -> int:
-        """What the caches that are kept would take in memory besides, if each held all of its tokens."""
+        """Bytes of memory that sharing saves: the additional memory if each kept cache held all of its tokens."""
         entries = [entry for kept in list(self._lists.values()) for entry in kept]
         own = [entry for entry in entries if isinstance(entry, DiskKVCache | DiskQuantizedKVCache)]
         held = [entry.rows.memory.parts for entry in own]
@@ -83,7 +83,7 @@ class KeptCaches:
     def _candidates(
         self, index: int, tokens: Sequence[int], pool: KVPool, common: dict[int, int]
     ) -> Iterator[tuple[int, LayerRows]]:
-        """Layers that may begin with the same rows, and how many at most; the most come first."""
+        """Yield layers that may begin with the same rows, each with the number of tokens; the largest comes first."""
         found = []
         for rows, others in self._tokens.items():
             if rows.pool is pool and rows.index == index and rows.disk is None:
@@ -104,7 +104,7 @@ class KeptCaches:
             self._part_at(nearest, length)
             known = cut(nearest.memory.parts, length)
             nearest.lineage.copy_to(rows.lineage, length)
-            rows.lineage.cut(length)  # it has nothing in common with those who have more of the other one
+            rows.lineage.cut(length)  # nothing in common with the sequences that share more with the other
         else:
             length = 0
         rest = entry.offset - length
@@ -116,8 +116,7 @@ class KeptCaches:
         return cache
 
     def _part_at(self, rows: LayerRows, length: int) -> None:
-        """Parks a layer, and sees to it that a part of it ends about there: one that is shared is to hold little that
-        is not."""
+        """Park a layer, and split its part at ``length``, so that shared parts hold few unshared tokens."""
         if not rows.is_parked:
             rows.memory.park(rows.pool.as_parts(rows))
         begin = 0
@@ -128,7 +127,7 @@ class KeptCaches:
             begin += part.length
 
     def _split(self, whole: SharedRows, at: int, rows: LayerRows) -> None:
-        """Puts two shared rows in the place of one, for all who hold it, if it is worth a copy."""
+        """Split shared rows in two for all holders, if the rest is at least a page."""
         if whole.length - at < rows.pool.options.step:
             return
         holders = [r for r in self._tokens if any(part.rows is whole for part in r.memory.parts)]
@@ -151,22 +150,22 @@ def _make_room(pool: KVPool, rows: LayerRows) -> None:
     if pool.budget_bytes is not None:
         under_way = pool.under_way_bytes if pool.on_disk else 0
         pool.budget_bytes = max(pool.budget_bytes, pool.memory_bytes + under_way)
-    pool.make_room(rows, ())  # now it was its turn
+    pool.make_room(rows, ())  # marks the sequence as used now
 
 
 def num_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """With how many tokens two sequences begin alike."""
+    """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def num_equal(rows: LayerRows, arrays: Sequence[mx.array], most: int) -> int:
-    """With how many tokens a layer begins that are these, bit for bit.
+    """Return how many first tokens of a layer equal those of some arrays, bit for bit.
 
     Args:
         rows: the layer.
         arrays: ``(batch, heads, tokens, width)`` each.
-        most: the most to look at.
+        most: the most tokens to compare.
     """
     for start in range(0, most, _COMPARED_TOKENS):
         stop = min(start + _COMPARED_TOKENS, most)

@@ -1,7 +1,7 @@
-"""How the rows of a layer's tokens lie in files and in slots. Numbers only.
+"""The layout of a layer's rows in files and in slots. Numbers only.
 
-In a slot each head's tokens follow one another, with room for more behind them. A file has pages of some tokens in
-chunks of many pages; within a chunk each head's tokens follow one another too, so that reads are large.
+In a slot the tokens of each head are contiguous, with room for more behind them. A file has chunks of many pages. In a
+chunk the tokens of each head are contiguous too, so that reads are large.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Run:
     """Pages that follow one another in a file and in the sequence.
 
     Attributes:
-        number: of the first page in the sequence.
-        page: of the first page in the file.
-        count: how many.
+        number: number of the first page in the sequence.
+        page: number of the first page in the file.
+        count: number of pages.
     """
 
     number: int
@@ -65,7 +65,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Where rows lie.
+    """Positions of rows.
 
     Attributes:
         components: the arrays of the layer.
@@ -77,7 +77,7 @@ class RowLayout:
 
     @classmethod
     def of(cls, arrays: Sequence[mx.array], step: int) -> RowLayout:
-        """The layout of arrays ``(batch, heads, tokens, width)``."""
+        """Return the layout of arrays ``(batch, heads, tokens, width)``."""
         return cls(tuple(Component((a.shape[0], a.shape[1]), a.shape[3], a.dtype) for a in arrays), step)
 
     @property
@@ -99,7 +99,7 @@ class RowLayout:
         return round_up(self.chunk_pages * self.step * component.width_bytes, DIRECT_ALIGNMENT)
 
     def slot_offsets(self, capacity: int) -> list[int]:
-        """Where each array begins in a slot for so many tokens."""
+        """Return the offset of each array in a slot for so many tokens."""
         offsets, cursor = [], 0
         for component in self.components:
             offsets.append(cursor)
@@ -107,11 +107,11 @@ class RowLayout:
         return offsets
 
     def slot_bytes(self, capacity: int) -> int:
-        """The size of a slot for so many tokens."""
+        """Return the size of a slot for so many tokens."""
         return sum(round_up(c.heads * capacity * c.width_bytes, DIRECT_ALIGNMENT) for c in self.components)
 
     def runs(self, pages: Sequence[int], first: int = 0) -> Iterator[Run]:
-        """Pages of a sequence from number ``first`` on, those together that follow one another within a chunk."""
+        """Yield the pages of a sequence from number ``first`` on, in runs that are contiguous within a chunk."""
         start = first
         for i in range(first, len(pages)):
             ends = i + 1 == len(pages) or pages[i + 1] != pages[i] + 1 or pages[i + 1] % self.chunk_pages == 0
@@ -120,7 +120,7 @@ class RowLayout:
                 start = i + 1
 
     def file_offsets(self, page: int) -> Iterator[tuple[int, int, int]]:
-        """(index of the array, head, offset in the file) of a page's rows, for each head of each array."""
+        """Yield (index of the array, head, offset in the file) of a page's rows, for each head of each array."""
         chunk, within = divmod(page, self.chunk_pages)
         at = chunk * self.chunk_bytes
         for index, component in enumerate(self.components):
@@ -129,7 +129,7 @@ class RowLayout:
                 at += self._region(component)
 
     def to_arrays(self, rows: RowBytes) -> list[mx.array]:
-        """Arrays ``(batch, heads, tokens, width)`` of rows as bytes, copied."""
+        """Return rows as arrays ``(batch, heads, tokens, width)``, copied."""
         return [
             mx.array(part).view(c.dtype).reshape(*c.shape, part.shape[1], c.width)
             if part.size

@@ -1,11 +1,9 @@
-"""Keys and values of one layer in memory: in one buffer, which attention wants, or parked.
+"""Keys and values of one layer in memory: in one buffer for attention, or parked.
 
-New rows are assigned to a slice of the buffer. MLX does that in place while nobody else holds the buffer, and copies
-it otherwise: that is what makes it exact, whatever has been computed and whatever has not.
+New rows are assigned to a slice of the buffer. MLX does that in place while nothing else refers to the buffer, and
+copies it otherwise. So pending computations keep the values that they were given.
 
-A parked sequence is a list of parts that do not change, which its copies hold too. When tokens come it gets a buffer
-of its own: sequences that begin alike hold that once while they are idle, and the one that is computed has it a second
-time.
+A parked sequence is a list of immutable parts that its copies share. It gets a buffer of its own when tokens come.
 """
 
 from __future__ import annotations
@@ -27,15 +25,15 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
 _PROBE_BYTES = 8 << 20
 _GROWTH = 4
-"""A reserve that was too small grows by this part of itself."""
+"""A buffer that was too small grows by this part of its size."""
 
 
 @lru_cache(maxsize=1)
 def commits_lazily() -> bool:
-    """Whether pages of an array can be given back, to take memory again when they are written to. Tried once a process.
+    """Return whether pages of an array can be released, and committed again when written to. Tried once a process.
 
-    So it is on Linux with MLX's CPU back end, whose arrays are private anonymous memory. A GPU's driver takes a buffer
-    as a whole once a kernel uses it.
+    They can on Linux with MLX's CPU back end, whose arrays are private anonymous memory. A GPU's driver commits a whole
+    buffer once a kernel uses it.
     """
     if sys.platform != "linux" or mx.default_device() == mx.gpu or mx.cuda.is_available():
         return False
@@ -48,7 +46,7 @@ def commits_lazily() -> bool:
 
 
 def reserve(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-    """Zeros that take memory as they are written to, where that can be; for a moment they take all of it."""
+    """Return zeros that are committed when written to, if the system can. For a moment all of them are committed."""
     array = mx.zeros(shape, dtype)
     if commits_lazily():
         mx.eval(array)
@@ -57,7 +55,7 @@ def reserve(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
 
 
 def give_back(array: mx.array) -> None:
-    """Makes zeros of the whole pages inside an evaluated array, which take no memory until they are written to."""
+    """Replace the whole pages inside an evaluated array by zeros that take no memory until they are written to."""
     memory = np.frombuffer(memory_of(array), np.uint8)
     start = round_up(memory.ctypes.data, mmap.PAGESIZE)
     nbytes = (memory.ctypes.data + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -68,21 +66,21 @@ def give_back(array: mx.array) -> None:
 
 
 def give_back_freed() -> None:
-    """Gives the system what was freed: the allocator of Linux keeps what is not at the end of its heap."""
+    """Return freed memory to the system. Linux's allocator keeps what is not at the end of its heap."""
     if commits_lazily() and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 class MemoryRows:
-    """The arrays of one layer's cache, each ``(batch, heads, tokens, width)``, and how many tokens are in them.
+    """The arrays of one layer's cache, each ``(batch, heads, tokens, width)``, and the number of tokens in them.
 
     Args:
-        options: the form and how it grows.
+        options: the form of the cache, and its growth.
 
     Attributes:
-        arrays: the buffers, longer than what is in them; empty before the first tokens, and while it is parked.
-        parts: what it is made of while it is parked.
-        length: tokens.
+        arrays: the buffers, with room behind the tokens; empty before the first tokens and while parked.
+        parts: the tokens while parked.
+        length: number of tokens.
     """
 
     def __init__(self, options: KVOptions) -> None:
@@ -90,22 +88,22 @@ class MemoryRows:
         self.parts: Parts = ()
         self.length = 0
         self._options = options
-        # Where pages cannot be had one by one, a reserve would take all of its memory at once: then grow in steps.
+        # Without lazy commitment a reserve would take all of its memory at once: then grow in steps.
         self._grows = options.form == "step" or (options.form == "lazy" and not commits_lazily())
         self._is_lazy = options.form == "lazy" and not self._grows
 
     @property
     def capacity(self) -> int:
-        """Tokens there is room for."""
+        """Number of tokens that the buffers have room for."""
         return int(self.arrays[0].shape[2]) if self.arrays else 0
 
     @property
     def examples(self) -> Sequence[mx.array]:
-        """Arrays with its shapes, but for their tokens, and its types; empty before the first tokens."""
+        """Arrays with the same types, and shapes except for tokens; empty before the first tokens."""
         return self.parts[0].rows.arrays if self.parts else self.arrays
 
     def capacity_after(self, num_new: int) -> int:
-        """Tokens there will be room for when new ones have come."""
+        """Return the capacity after new tokens came."""
         end = self.length + num_new
         if self.arrays and end <= self.capacity:
             return self.capacity
@@ -116,18 +114,17 @@ class MemoryRows:
         return round_up(max(end, self.capacity + self.capacity // _GROWTH), self._options.step)
 
     def held_after(self, new: Sequence[mx.array]) -> int:
-        """Bytes that its buffers will take when new tokens have come: what was written to, where the rest takes
-        nothing."""
+        """Return the bytes of the buffers after new tokens came; only those written to, if committed lazily."""
         num_new = new[0].shape[2] if new else 0
         capacity = self.capacity_after(num_new) if num_new else self.capacity
         return sum(self._held(array, self.length + num_new, capacity) for array in (self.examples or new))
 
     def held_for(self, num_new: int, token_bytes: int) -> int:
-        """Bytes that its buffers will take when so many new tokens have come.
+        """Return the bytes of the buffers after so many new tokens came.
 
         Args:
-            num_new: how many.
-            token_bytes: of a token; not looked at when there are tokens already.
+            num_new: new tokens.
+            token_bytes: bytes of a token; not used when there are tokens already.
         """
         capacity, length = self.capacity_after(num_new), self.length + num_new
         if self.examples:
@@ -135,27 +132,21 @@ class MemoryRows:
         return token_bytes * (min(length, capacity) if self._is_lazy else capacity)
 
     def moved_for(self, num_new: int, token_bytes: int) -> int:
-        """Bytes that are held besides for a moment, when new tokens make the buffers grow: the old ones, and room that
-        takes nothing afterwards.
-
-        Args:
-            num_new: how many.
-            token_bytes: of a token.
-        """
+        """Return the additional bytes while buffers grow: the old buffers, and room that is released afterwards."""
         capacity = self.capacity_after(num_new)
         if not num_new or (self.arrays and capacity == self.capacity):
             return 0
         return self.held + max(0, token_bytes * capacity - self.held_for(num_new, token_bytes))
 
     def takes_more(self, num_new: int) -> bool:
-        """Whether its buffers will take more when so many new tokens have come; asked for each token."""
+        """Return whether so many new tokens take more memory. Called for each token."""
         if not self._is_lazy:
             return not self.arrays or self.length + num_new > self.capacity
         return self.held_for(num_new, 1) != self.held
 
     @property
     def held(self) -> int:
-        """Bytes that its buffers take; parts are not among them."""
+        """Bytes of the buffers, without parts."""
         return self.held_after(()) if self._is_lazy else sum(array.nbytes for array in self.arrays)
 
     def _held(self, array: mx.array, length: int, capacity: int) -> int:
@@ -167,7 +158,7 @@ class MemoryRows:
         return int(batch * heads * min(written, round_up(capacity * row, DIRECT_ALIGNMENT)))
 
     def append(self, new: Sequence[mx.array]) -> None:
-        """Adds tokens, ``(batch, heads, new tokens, width)`` for each buffer."""
+        """Add tokens, ``(batch, heads, new tokens, width)`` for each buffer."""
         end = self.length + new[0].shape[2]
         if not self.arrays or end > self.capacity:
             self._grow(new)
@@ -184,7 +175,7 @@ class MemoryRows:
         examples = self.examples or new
         self.arrays = [self._longer(pieces, capacity, like) for pieces, like in zip(old, examples, strict=True)]
         if parts:
-            mx.eval(self.arrays)  # so that parts which nobody else holds go now, and not with those of all layers
+            mx.eval(self.arrays)  # frees unshared parts now, instead of after all layers have grown
             self.parts = ()
 
     def _longer(self, pieces: Sequence[mx.array], capacity: int, like: mx.array) -> mx.array:
@@ -200,27 +191,27 @@ class MemoryRows:
         return longer
 
     def fetch(self) -> list[mx.array]:
-        """What is in the buffers, without the room behind it; copied, when it is parked."""
+        """Return all tokens, without the room behind them. Copy them if parked."""
         if self.arrays and self.length == self.capacity:
             return list(self.arrays)
         return self.read(0, self.length)
 
     def read(self, start: int, stop: int) -> list[mx.array]:
-        """The rows of some tokens; copied, when it is parked."""
+        """Return the rows of some tokens. Copy them if parked."""
         if self.parts:
             found = slices(self.parts, start, stop)
             return [_joined(pieces, like) for pieces, like in zip(found, self.examples, strict=True)]
         return [array[..., start:stop, :] for array in self.arrays]
 
     def truncate(self, length: int) -> None:
-        """Forgets the tokens from ``length`` on."""
+        """Remove the tokens from ``length`` on."""
         if self.parts:
             self.park(cut(self.parts, length))
         else:
             self.length = length
 
     def drop(self, start: int, stop: int) -> None:
-        """Takes tokens out; those behind them move up. Evaluates the rest."""
+        """Remove tokens; those behind them move up. Evaluate the rest."""
         if self.parts:
             rest = self.length - stop
             behind = (Part(SharedRows(self.read(stop, self.length)), rest),) if rest else ()
@@ -230,15 +221,15 @@ class MemoryRows:
         self.set(kept, self.length - stop + start)
 
     def set(self, arrays: Sequence[mx.array], length: int) -> None:
-        """Takes over arrays that hold ``length`` tokens, and evaluates them."""
+        """Replace the contents by arrays that hold ``length`` tokens, and evaluate them."""
         mx.eval(arrays)
         self.arrays, self.parts, self.length = list(arrays), (), length
 
     def as_parts(self, known: Parts) -> Parts:
-        """All tokens as parts; those that are in none are copied, and evaluated.
+        """Return all tokens as parts. Copy and evaluate those that are in none.
 
         Args:
-            known: parts with the same first tokens; not looked at while it is parked.
+            known: parts with the same first tokens; not used while parked.
         """
         length = num_tokens(known)
         if self.parts or length == self.length:
@@ -246,18 +237,18 @@ class MemoryRows:
         return (*known, Part(SharedRows(self.read(length, self.length)), self.length - length))
 
     def copied_bytes(self, num_known: int) -> int:
-        """What :meth:`as_parts` takes when so many tokens are known."""
+        """Return the bytes that :meth:`as_parts` copies when so many tokens are known."""
         missing = self.length - num_known
         return sum(a.shape[0] * a.shape[1] * (missing + 1) * a.shape[3] * a.itemsize for a in self.arrays if missing)
 
     def park(self, parts: Parts, examples: Sequence[mx.array] = ()) -> None:
-        """Is made of parts from now on, and has no buffers.
+        """Replace the buffers by parts.
 
         Args:
             parts: all tokens.
-            examples: arrays with its shapes, but for their tokens, where it had no tokens before.
+            examples: arrays with the same shapes except for tokens, if there were no tokens before.
         """
-        # with no tokens left, buffers without room say which shapes there were
+        # with no tokens left, buffers without room keep the shapes
         none = [] if parts else [mx.zeros((*a.shape[:2], 0, a.shape[3]), a.dtype) for a in examples or self.examples]
         self.arrays, self.parts, self.length = none, parts, num_tokens(parts)
 

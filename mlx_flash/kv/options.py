@@ -1,4 +1,4 @@
-"""How a KV cache is kept: the form of its memory, its budget, and what is forgotten."""
+"""Settings of KV caches: the form of their memory, their budget, and the tokens that they drop."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from mlx_flash.memory.footprint import HUGE_PAGE
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
 DEFAULT_STEP = 256
-"""mlx-lm's own: tokens by which a cache grows, and tokens of one page on disk."""
+"""Tokens by which a cache grows, as in mlx-lm, and tokens of one page on disk."""
 
 CONTEXT_ALIGNMENT = 256
 
 NUM_SLOTS = 2
-"""Buffers that layers on disk are computed from."""
+"""Buffers for layers on disk."""
 
 SLOT_PADDING = 6 * DIRECT_ALIGNMENT
-"""What arrays of a slot take at most to begin at a page: six, where keys and values are quantized."""
+"""The most padding of a slot's arrays, which begin at a page: six arrays, where keys and values are quantized."""
 
 LARGE_SLOT_BYTES = 16 << 20
-"""From so many bytes on a slot is on large pages, where memory is had as it is written to."""
+"""A slot of at least this size uses large pages, if memory is committed lazily."""
 
 ROOM_PART = 8
-"""A slot has room for this part of its tokens besides, where the length of the context is open."""
+"""A slot has additional room for this part of its tokens, if the context length is unset."""
 
 ROOM_TOKENS = 1024
 
 SPILL_TOKENS = 1024
-"""Tokens that are copied at a time when a layer goes to disk."""
+"""Tokens that are copied at a time when a layer is evicted to disk."""
 
 WRITE_BEHIND_BYTES = 32 << 20
-"""The most that may wait to be written; who adds more waits."""
+"""The most bytes queued for writing; adding more blocks."""
 
 NUM_READERS = 2
-"""Urgent reads have threads and buffers of their own."""
+"""Sets of read buffers: urgent reads have threads and buffers of their own."""
 
 NUM_COPIES = 3
-"""Rows on their way to disk: contiguous, with those that waited to fill a page, and cut by head."""
+"""Copies of rows on their way to disk: contiguous, joined with the rest of a page, and cut by head."""
 
 PAGE_TOKENS = 256
 """Tokens of a page of the prefix cache."""
@@ -49,14 +49,14 @@ QUEUED_PAGES = 2
 """Pages of the prefix cache that may wait to be written; a call that adds more waits."""
 
 PAGES_ON_THEIR_WAY = QUEUED_PAGES + 1
-"""All of them that are in memory: one more is being copied, or read."""
+"""Pages of the prefix cache in memory: one more is being copied or read."""
 
 Form = Literal["step", "preallocated", "lazy"]
-"""Where keys and values are while they are in memory.
+"""The form of keys and values in memory.
 
-``step`` grows by some tokens at a time, copying what is there, as mlx-lm does. ``preallocated`` takes the memory of
-``max_context_length`` tokens at once and writes in place. ``lazy`` takes the addresses at once, and memory as tokens
-come.
+``step`` grows by some tokens at a time and copies the old ones, as mlx-lm does. ``preallocated`` allocates memory for
+``max_context_length`` tokens at once and writes in place. ``lazy`` reserves addresses at once, and the system commits
+memory as tokens come.
 """
 
 
@@ -65,16 +65,16 @@ class KVOptions:
     """Settings of the KV caches of one model.
 
     Attributes:
-        form: where keys and values are while they are in memory.
+        form: form of keys and values in memory.
         step: tokens of a page; caches of the form ``step`` grow by as many.
-        max_context_length: tokens to reserve room for, rounded up to a multiple of 256; longer contexts go on growing.
+        max_context_length: tokens to reserve room for, rounded up to a multiple of 256; longer contexts still grow.
             ``preallocated`` and ``lazy`` need it.
-        budget_bytes: the most that all caches together may take in memory, before layers go to disk; None for no limit.
-        max_tokens: when a cache would hold more, the older half is forgotten; None for perfect recall.
-        keep: so many tokens at the beginning are never forgotten, rounded up to whole pages.
+        budget_bytes: the most memory of all caches together, before layers are evicted to disk; None for no limit.
+        max_tokens: when a cache would hold more, the older half is dropped; None keeps every token.
+        keep: number of first tokens that are never dropped, rounded up to whole pages.
         always_on_disk: whether layers go to disk with their first tokens, whatever the budget.
-        directory: where files are kept, in a folder of their own; None for the cache folder.
-        direct: whether files are read past the page cache.
+        directory: folder in which a folder for files is created; None for the cache folder.
+        direct: whether reads bypass the page cache.
         read_size: bytes of one read.
         queue_depth: reads in flight at once.
 
@@ -113,63 +113,62 @@ class KVOptions:
 
     @property
     def reserved_tokens(self) -> int:
-        """Tokens to reserve room for; 0 when that is open."""
+        """Tokens to reserve room for; 0 when that is unset."""
         tokens = self.max_context_length or 0
         return round_up(tokens if self.max_tokens is None else min(tokens, self.max_tokens), CONTEXT_ALIGNMENT)
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens at the beginning that are never forgotten."""
+        """Number of first tokens that are never dropped."""
         return round_up(self.keep, self.step)
 
     @property
     def newest_tokens(self) -> int:
-        """Tokens at the end that are not forgotten when some are."""
+        """Number of last tokens that are kept when others are dropped."""
         return (self.max_tokens or 0) // 2
 
     def held_tokens(self, length: int, num_new: int) -> int:
-        """The most tokens that a cache holds on its way to ``length``, when at most ``num_new`` come in a call."""
+        """Return the most tokens that a cache holds up to ``length``, when at most ``num_new`` come in a call."""
         if self.max_tokens is None:
             return length
         return min(length, max(self.max_tokens, self.kept_tokens + self.step + num_new))
 
     def slot_tokens(self, tokens: int) -> int:
-        """Tokens there is room for in a slot that is to hold so many."""
+        """Return the capacity of a slot for so many tokens."""
         if 0 < tokens <= self.reserved_tokens:
             return round_up(self.reserved_tokens, self.step)
         return round_up(max(tokens, 1) + tokens // ROOM_PART, round_up(ROOM_TOKENS, self.step))
 
     def least_bytes(self, token_bytes: Sequence[int], tokens: int) -> int:
-        """The smallest ``budget_bytes`` for a context: that with every layer on disk.
+        """Return the smallest ``budget_bytes`` for a context: with every layer on disk.
 
         Args:
-            token_bytes: what each layer's cache holds of a token.
-            tokens: in the context.
+            token_bytes: bytes of a token in each layer.
+            tokens: tokens in the context.
         """
         slot = slot_memory(max(token_bytes, default=0) * self.slot_tokens(tokens) + SLOT_PADDING)
         return NUM_SLOTS * slot + self.step * sum(token_bytes)
 
     def under_way_bytes(self, token_bytes: Sequence[int], tokens: int, num_new: int) -> int:
-        """What is in memory besides while layers go to disk and come back: rows that wait to be written, buffers of
-        reads.
+        """Return the additional memory while layers are written and read: rows queued for writing, read buffers.
 
         Args:
-            token_bytes: what each layer's cache holds of a token.
-            tokens: in the context.
-            num_new: the most tokens that come in one call.
+            token_bytes: bytes of a token in each layer.
+            tokens: tokens in the context.
+            num_new: the most new tokens of one call.
         """
         waiting = min(WRITE_BEHIND_BYTES, sum(token_bytes) * tokens)
         buffers = NUM_READERS * self.queue_depth * self.read_size if self.direct else 0
         return waiting + NUM_COPIES * max(token_bytes, default=0) * max(num_new, min(tokens, SPILL_TOKENS)) + buffers
 
     def forgotten_tokens(self, length: int, num_new: int) -> int:
-        """How many tokens, after the first :attr:`kept_tokens`, are forgotten before new ones come.
+        """Return how many tokens, after the first :attr:`kept_tokens`, are dropped before new ones come.
 
-        Whole pages, so that nothing on disk has to be written again. What comes in one call is never forgotten in it.
+        These are whole pages, so that no page is written again. Tokens of one call are never dropped in it.
 
         Args:
-            length: tokens there are.
-            num_new: tokens that come.
+            length: number of tokens in the cache.
+            num_new: number of new tokens.
         """
         if self.max_tokens is None or length + num_new <= self.max_tokens:
             return 0
@@ -178,10 +177,10 @@ class KVOptions:
 
 
 def slot_memory(nbytes: int) -> int:
-    """What a slot takes in memory at most that so many bytes are in."""
+    """Return the most memory of a slot with so many bytes."""
     return nbytes if nbytes < LARGE_SLOT_BYTES else nbytes + HUGE_PAGE
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The next multiple that is not less."""
+    """Round a number up to the next multiple."""
     return -(-number // multiple) * multiple

@@ -1,7 +1,7 @@
-"""The pages of layers on disk: written once, behind the computation, and read into slots.
+"""The pages of layers on disk: written once, in the background, and read into slots.
 
-A page holds the rows of ``step`` tokens of one layer. What does not fill a page yet stays in memory. Pages are shared
-by copies of a cache and counted; none that two of them hold is ever written to.
+A page holds the rows of ``step`` tokens of one layer. Tokens that do not fill a page yet stay in memory. Copies of a
+cache share pages, which are counted by reference and never written again.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from mlx_flash.storage.source import FileIdentity, SourceFile
 
 
 class _GrowingFile(SourceFile):
-    """A file that this process goes on writing to: another size or time is not another file."""
+    """A file that this process still writes to: a new size or time does not make it another file."""
 
     def _is_same(self, found: FileIdentity) -> bool:
         return (found.device, found.inode) == (self.identity.device, self.identity.inode)
 
 
 class PageReader(BackgroundPrefetcher):
-    """The reader of files that are made, grow, and go while it is open."""
+    """A reader of files that are created, grow, and are removed while it is open."""
 
     def add(self, path: Path, direct: bool) -> None:
-        """Opens a file. Raises: CheckpointError."""
+        """Open a file. Raises: CheckpointError."""
         self._files[path] = _GrowingFile(path, direct)
 
     def remove(self, path: Path) -> None:
-        """Closes a file that nobody will read any more."""
+        """Close a file that will not be read any more."""
         file = self._files.pop(path, None)
         if file is not None:
             file.close()
 
 
 class WriteBehind:
-    """One thread that writes what it is given, in order.
+    """A thread that writes blocks in order.
 
     Args:
-        count: is told how many bytes were written.
+        count: called from the thread with the number of bytes written.
     """
 
     def __init__(self, count: Callable[[int], None] = lambda _: None) -> None:
@@ -61,7 +61,7 @@ class WriteBehind:
         self._waiting: deque[tuple[Future[None], int]] = deque()
 
     def submit(self, file: LayerFile, blocks: Sequence[tuple[int, memoryview]]) -> Future[None]:
-        """Writes blocks at their offsets in a file, some time. Waits while too much is waiting already."""
+        """Queue blocks for writing at their offsets in a file. Wait while too many bytes are queued."""
         nbytes = sum(len(block) for _, block in blocks)
         self.nbytes += nbytes
         while self._waiting and sum(size for _, size in self._waiting) + nbytes > WRITE_BEHIND_BYTES:
@@ -73,7 +73,7 @@ class WriteBehind:
         return future
 
     def close(self) -> None:
-        """Returns when the thread has ended; what it has not begun is not written."""
+        """End the thread, and drop the blocks that it has not begun to write."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -92,17 +92,17 @@ def _write_blocks(file: LayerFile, blocks: Sequence[tuple[int, memoryview]], cou
 
 
 class LayerFile:
-    """A file of pages, and who holds each of them. The file goes when nobody holds the object.
+    """A file of pages with a reference count each. The file is removed with the object.
 
     Args:
-        path: of the file, which must not exist.
-        layout: of the rows in it.
-        reader: what reads it.
-        writer: what writes it.
-        direct: whether it is read past the page cache.
+        path: the file, which must not exist.
+        layout: layout of its rows.
+        reader: the reader that reads it.
+        writer: the thread that writes it.
+        direct: whether reads bypass the page cache.
 
     Raises:
-        WriteError: it cannot be made.
+        WriteError: the file cannot be created.
     """
 
     def __init__(self, path: Path, layout: RowLayout, reader: PageReader, writer: WriteBehind, direct: bool) -> None:
@@ -120,11 +120,11 @@ class LayerFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its pages that are held by somebody."""
+        """Bytes of the pages that are in use."""
         return (len(self._holders) - len(self._free)) * self.layout.step * self.layout.token_bytes
 
     def allocate(self, count: int) -> list[int]:
-        """Pages to write to, the first ones of the file that are free."""
+        """Return the first free pages of the file."""
         while self._dead:
             self.release(self._dead.popleft())
         found = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
@@ -135,26 +135,26 @@ class LayerFile:
         return found
 
     def retain(self, pages: Iterable[int]) -> None:
-        """One more holds the pages."""
+        """Add a reference to each page."""
         for page in pages:
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One less holds the pages."""
+        """Remove a reference from each page."""
         for page in pages:
             self._holders[page] -= 1
             if not self._holders[page]:
                 heapq.heappush(self._free, page)
 
     def release_later(self, pages: list[int]) -> None:
-        """As :meth:`release`, from a finalizer, which may run in the middle of anything."""
+        """Release pages from a finalizer, which may run at any point of another call."""
         self._dead.append(pages)
 
     def write(self, pages: Sequence[int], rows: RowBytes) -> None:
-        """Writes rows ``(heads, tokens, bytes)`` that fill pages. Their memory must not change any more.
+        """Write rows ``(heads, tokens, bytes)`` that fill pages. Their memory must not change any more.
 
         Raises:
-            WriteError: something could not be written earlier.
+            WriteError: an earlier write failed.
         """
         self._check()
         step = self.layout.step
@@ -171,17 +171,17 @@ class LayerFile:
             self._pending.popleft()
 
     def flush(self) -> None:
-        """Returns when all that was written can be read.
+        """Wait until all pages can be read.
 
         Raises:
-            WriteError: something could not be written.
+            WriteError: a write failed.
         """
         while self._pending:
             self._pending[0].result()
             self._pending.popleft()
 
     def segments(self, pages: Sequence[int], first: int, capacity: int) -> list[Segment]:
-        """The reads that put pages of a sequence, from number ``first`` on, where they belong in a slot."""
+        """Return the reads that put pages of a sequence, from number ``first`` on, in their places in a slot."""
         offsets = self.layout.slot_offsets(capacity)
         return [s for run in self.layout.runs(pages, first) for s in self._segments_of(run, offsets, capacity)]
 
@@ -195,7 +195,7 @@ class LayerFile:
 
 
 def _segment(path: Path, piece: Piece) -> Segment:
-    """A read to its place, where whole pages of memory can be read there, or by way of a bounce buffer."""
+    """Return a read in place, if it covers whole pages of memory, or through a bounce buffer."""
     in_place = not any(number % DIRECT_ALIGNMENT for number in (piece.offset, piece.nbytes, piece.buffer_offset))
     start = piece.offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
     nbytes = -(-(piece.end - start) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
@@ -216,14 +216,14 @@ def _remove_file(path: Path, fd: int, reader: PageReader) -> None:
 
 
 class DiskRows:
-    """The tokens of one layer on disk, and the last ones, which do not fill a page, in memory.
+    """The tokens of one layer on disk; the last ones, which do not fill a page, in memory.
 
     Args:
-        file: where pages are.
+        file: the file of the pages.
 
     Attributes:
-        pages: in the order of their tokens.
-        length: tokens.
+        pages: the pages in the order of their tokens.
+        length: number of tokens.
     """
 
     def __init__(self, file: LayerFile) -> None:
@@ -236,7 +236,7 @@ class DiskRows:
 
     @property
     def paged_tokens(self) -> int:
-        """Tokens in pages."""
+        """Number of tokens in pages."""
         return len(self.pages) * self.layout.step
 
     @property
@@ -246,11 +246,11 @@ class DiskRows:
 
     @property
     def tail(self) -> RowBytes:
-        """Rows of the tokens that are in no page."""
+        """The rows of tokens that are in no page."""
         return [part[:, : self.length - self.paged_tokens] for part in self._tail]
 
     def append(self, rows: RowBytes) -> None:
-        """Adds tokens, ``(heads, tokens, bytes)`` for each array. Their bytes are copied.
+        """Add tokens, ``(heads, tokens, bytes)`` for each array. Their bytes are copied.
 
         Raises:
             WriteError: the disk is full, or fails.
@@ -274,7 +274,7 @@ class DiskRows:
         self.length += num_new
 
     def truncate(self, length: int) -> None:
-        """Forgets the tokens from ``length`` on.
+        """Remove the tokens from ``length`` on.
 
         Raises:
             ReadError: tokens that do not fill a page any more could not be read.
@@ -288,12 +288,12 @@ class DiskRows:
         self.length = length
 
     def _read_tail(self, number: int) -> None:
-        """Puts the rows of one page into memory."""
+        """Read the rows of one page into memory."""
         for tail, page in zip(self._tail, self._read_pages(number, number + 1), strict=True):
             tail[:] = page
 
     def read(self, start: int, stop: int) -> RowBytes:
-        """The rows of some tokens, copied.
+        """Return copies of the rows of some tokens.
 
         Raises:
             ReadError: pages could not be read.
@@ -318,14 +318,14 @@ class DiskRows:
         ]
 
     def drop(self, start: int, stop: int) -> None:
-        """Forgets whole pages; the tokens behind them move up."""
+        """Remove whole pages; the tokens behind them move up."""
         first, last = start // self.layout.step, stop // self.layout.step
         self.file.release(self.pages[first:last])
         del self.pages[first:last]
         self.length -= stop - start
 
     def fork(self) -> DiskRows:
-        """A copy that shares the pages."""
+        """Return a copy that shares the pages."""
         other = DiskRows(self.file)
         self.file.retain(self.pages)
         other.pages += self.pages

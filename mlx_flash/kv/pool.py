@@ -1,12 +1,10 @@
-"""All KV caches of one model: which layers' are in memory, which on disk, and what is read next.
+"""All KV caches of one model: the layers in memory, the layers on disk, and the budget.
 
-While the caches fit the budget they are in memory. Then one layer after another goes to disk: those of sequences that
-have not been used for long first, and spread over the layers, so that others compute while pages are read. Two slots
-hold what layers on disk compute from: while one is computed from, the other is filled for the layer that came next
-the last time.
+Beyond the budget layers are evicted to disk one by one: first those of the sequence used longest ago, spread over the
+layers, so that others compute while pages are read.
 
-Copies of a cache are parked: what they and the original begin with is in memory once. The one that is computed has it
-a second time, in the buffers that attention wants, and is parked when another one is computed.
+Copies of a cache are parked: they share the memory of their common first tokens. The copy that is being computed has
+these tokens a second time, in buffers for attention. It is parked when another one is computed.
 """
 
 from __future__ import annotations
@@ -32,13 +30,13 @@ from mlx_flash.kv.stats import KVStats, KVUsage
 
 
 class LayerRows:
-    """The rows of one layer's cache, wherever they are. Made by :meth:`KVPool.new_group`.
+    """The rows of one layer's cache, in memory or on disk. Made by :meth:`KVPool.new_rows`.
 
     Attributes:
         memory: the rows while they are in memory; empty while they are on disk.
-        group: the number of the list of caches that it belongs to.
+        group: number of the list of caches that the layer belongs to.
         index: its place in that list.
-        lineage: which others its first tokens are the same as.
+        lineage: the layers with the same first tokens.
     """
 
     def __init__(self, pool: KVPool, group: int, index: int) -> None:
@@ -46,11 +44,11 @@ class LayerRows:
         self.group = group
         self.index = index
         self.lineage = Lineage(self)
-        self._pool = pool.itself  # a method: who looks for arrays among attributes is not to find every other cache
+        self._pool = pool.itself  # a method, so that a search for arrays among attributes does not find every cache
 
     @property
     def pool(self) -> KVPool:
-        """What it belongs to."""
+        """The pool that the layer belongs to."""
         return self._pool()
 
     @property
@@ -60,47 +58,43 @@ class LayerRows:
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return (self.disk or self.memory).length
 
     @property
     def layout(self) -> RowLayout | None:
-        """How rows lie; None before the first ones."""
-        disk = self.disk
-        if disk is not None:
+        """Layout of the rows; None before the first ones."""
+        if (disk := self.disk) is not None:
             return disk.layout
         examples = self.memory.examples
         return RowLayout.of(examples, self.pool.options.step) if examples else None
 
     @property
     def is_parked(self) -> bool:
-        """Whether its rows are in memory only as parts that copies may hold too."""
+        """Whether the rows are in memory only as parts that copies may share."""
         return bool(self.memory.parts)
 
     def append(self, new: Sequence[mx.array]) -> list[mx.array]:
-        """Adds tokens, ``(batch, heads, new tokens, width)`` for each array. Returns all tokens.
+        """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all tokens.
 
         Raises:
-            BudgetError: there is no room in memory even with every layer on disk.
-            WriteError: the disk is full, or fails.
-            ReadError: pages could not be read.
+            BudgetError, WriteError, ReadError: as :meth:`PooledCache.append_rows`.
         """
         with self.pool.lock:
             self.pool.make_room(self, new)
-            disk = self.disk
-            if disk is not None:
+            if (disk := self.disk) is not None:
                 return self.pool.ring.append(disk, new)
             self.memory.append(new)
             return self.memory.fetch()
 
     def fetch(self) -> list[mx.array]:
-        """All tokens. Raises: ReadError."""
+        """Return all tokens. Raises: ReadError."""
         with self.pool.lock:
             disk = self.disk
             return self.memory.fetch() if disk is None else self.pool.ring.fetch(disk)
 
     def read(self, start: int, stop: int) -> list[mx.array]:
-        """The rows of some tokens; those on disk without taking a slot. Raises: ReadError."""
+        """Return the rows of some tokens. Those on disk take no slot. Raises: ReadError."""
         with self.pool.lock:
             disk = self.disk
             return self.memory.read(start, stop) if disk is None else disk.layout.to_arrays(disk.read(start, stop))
@@ -122,7 +116,7 @@ class LayerRows:
             self.pool.ring.forget(store, start)
 
     def set(self, arrays: Sequence[mx.array], length: int) -> None:
-        """Takes over arrays in the place of what there is. Raises: BudgetError, WriteError."""
+        """Replace all tokens by those in some arrays. Raises: BudgetError, WriteError."""
         with self.pool.lock:
             self.lineage.cut(0)
             self.pool.on_disk.pop(self, None)
@@ -130,12 +124,11 @@ class LayerRows:
             self.pool.make_room(self, ())
 
     def fork(self, group: int) -> LayerRows:
-        """A copy in another list of caches, which holds the rows together with this one."""
+        """Return a copy in another list of caches that shares the rows."""
         with self.pool.lock:
             other = self.pool.new_rows(group, self.index)
             self.pool.make_room_for_copy(self, group)  # which may send this one to disk
-            disk = self.disk
-            if disk is not None:
+            if (disk := self.disk) is not None:
                 self.pool.on_disk[other] = disk.fork()
             else:
                 other.memory.park(self.pool.as_parts(self), self.memory.examples)
@@ -145,21 +138,21 @@ class LayerRows:
 
 
 class KVPool:
-    """What the caches of a model share: a budget, files, slots, and the order of layers.
+    """The budget, files, slots, and order of layers that the caches of a model share.
 
     Args:
         options: the settings.
-        count_written: is told, from another thread, how many bytes were written.
+        count_written: called from another thread with the number of bytes written.
 
     Attributes:
         options: the settings.
-        budget_bytes: the most that all caches together may take in memory; None for no limit. May be changed.
-        under_way_bytes: what must be left of it once a layer is on disk.
+        budget_bytes: the most memory of all caches together; None for no limit. May be changed.
+        under_way_bytes: the part of it that reads and writes need once a layer is on disk.
         on_disk: the layers whose rows are on disk.
-        ring: what layers on disk are computed from.
-        stats: what it did so far.
-        usage: what its caches took when :meth:`note` was last called; may be looked at by any thread.
-        lock: held while caches change; one forward at a time is the caller's to see to.
+        ring: the slots that layers on disk are computed from.
+        stats: counters.
+        usage: sizes at the last :meth:`note`. Any thread may read it.
+        lock: held while caches change. Callers run one forward pass at a time.
     """
 
     def __init__(self, options: KVOptions, count_written: Callable[[int], None] = lambda _: None) -> None:
@@ -181,33 +174,32 @@ class KVPool:
         self._closed = False
 
     def itself(self) -> KVPool:
-        """This object."""
+        """Return this object."""
         return self
 
     def new_group(self) -> int:
-        """A number for another list of caches."""
+        """Return a number for another list of caches."""
         return next(self._groups)
 
     def new_rows(self, group: int, index: int) -> LayerRows:
-        """An empty cache of the layer at ``index`` of a list."""
+        """Return empty rows for the layer at ``index`` of a list."""
         rows = LayerRows(self, group, index)
         self._layers.add(rows)
         return rows
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes in memory now: caches, slots, and what is on disk but for its last tokens."""
+        """Bytes in memory now: caches, slots, and the last tokens of layers on disk."""
         return self._sums.memory_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that MLX counts as active for caches in memory and slots; more than they take, where pages are had as
-        they are written to."""
+        """Bytes that MLX counts as active for caches and slots: more than they take, if committed lazily."""
         return self._sums.reserved_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of pages on disk, those that several caches hold counted once."""
+        """Bytes of pages on disk. Shared ones count once."""
         return sum({id(disk.file): disk.file.nbytes for disk in self.on_disk.values()}.values())
 
     @property
@@ -217,21 +209,19 @@ class KVPool:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of pages that were written, or wait for it."""
+        """Bytes of pages that were written, or are queued for it."""
         return self._files.written_bytes
 
     def note(self) -> None:
-        """Brings :attr:`usage` up to date."""
+        """Bring :attr:`usage` up to date."""
         now = self.memory_bytes, self.disk_bytes, self.reserved_bytes, self.read_bytes, self.written_bytes
         self.usage = KVUsage(*now, self.stats.num_spilled, self.stats.wait_seconds)
 
-    # -- room -----------------------------------------------------------------------------------------------------
-
     def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
-        """Sends layers to disk until what is in memory, with new tokens of one layer, fits the budget.
+        """Evict layers to disk until the memory, with new tokens of one layer, fits the budget.
 
         Raises:
-            BudgetError: it does not even with every layer on disk.
+            BudgetError: it does not fit even with every layer on disk.
             WriteError: the disk is full, or fails.
         """
         self._begin(rows.group)
@@ -241,7 +231,7 @@ class KVPool:
             self._free_until_fits(lambda: self._sums.needed(rows, new), rows.group, rows, new)
 
     def make_room_for_copy(self, rows: LayerRows, group: int) -> None:
-        """Sends layers to disk until a copy of one layer, in a list of its own, fits the budget.
+        """Evict layers to disk until a copy of one layer, in a list of its own, fits the budget.
 
         Raises:
             BudgetError, WriteError: as :meth:`make_room`.
@@ -269,14 +259,12 @@ class KVPool:
     def _limit(self) -> float:
         return inf if self.budget_bytes is None else self.budget_bytes - self.under_way_bytes * bool(self.on_disk)
 
-    # -- whose turn it is -----------------------------------------------------------------------------------------
-
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the KV caches of this model were closed. Hint: make new ones.")
 
     def _begin(self, group: int) -> None:
-        """Notes whose turn it is, and parks the sequence whose turn it was."""
+        """Note which sequence is computed now, and park the previous one."""
         self._check_open()
         if group == self._current_group:
             return
@@ -286,8 +274,7 @@ class KVPool:
             give_back_freed()
 
     def park_idle(self, rows: LayerRows) -> bool:
-        """Lets the buffer of a layer go if it is not its turn, others hold much of it, and there is room to copy the
-        rest. Returns whether that was so."""
+        """Park a layer if it is idle, that saves memory, and the copy has room. Return whether it was parked."""
         pays = rows.group != self._current_group and self._sums.pays_to_park(rows)
         if not pays or self.memory_bytes + self._sums.copied_bytes(rows) > self._limit:
             return False
@@ -295,21 +282,21 @@ class KVPool:
         return True
 
     def as_parts(self, rows: LayerRows) -> Parts:
-        """All tokens of a layer in memory as parts, those of others as far as they are the same."""
+        """Return all tokens of a layer in memory as parts, shared ones where other layers have the same."""
         return rows.memory.as_parts(self._sums.known_parts(rows))
 
     def admit(self, layers: Sequence[LayerRows], num_new: int, step: int, row_bytes: Sequence[int], limit: int) -> int:
-        """Makes ready for a call, in which layers may go to disk to stay within a limit.
+        """Prepare a call, in which layers may be evicted to disk to stay within a limit.
 
         Args:
-            layers: whose caches it is called with.
+            layers: the layers that the call adds tokens to.
             num_new: new tokens.
             step: how many of them go through the model at a time.
-            row_bytes: of a token in each cache; not looked at where there are tokens already.
-            limit: the most that all caches together may take in memory, what is under way included.
+            row_bytes: bytes of a token in each layer; not used where there are tokens already.
+            limit: the most memory of all caches together, reads and writes in flight included.
 
         Returns:
-            How many bytes are missing: 0 when the call can begin.
+            The number of bytes that are missing: 0 when the call can begin.
 
         Raises:
             WriteError: there is no room on the disk.
@@ -317,8 +304,8 @@ class KVPool:
         if layers:
             self._begin(layers[0].group)
         sizes = {r: token_bytes(r) or nbytes for r, nbytes in zip(layers, row_bytes, strict=True)}
-        tokens = self._sums.tokens_after(sizes, num_new, step)
-        needed, least = self._sums.for_call(sizes, num_new, step)
+        tokens = self.options.held_tokens(max((rows.length for rows in layers), default=0) + num_new, step)
+        needed = self._sums.for_call(sizes, num_new, tokens)
         if self.options.budget_bytes is None:
             return max(0, needed - limit)
         self.budget_bytes = limit
@@ -327,7 +314,7 @@ class KVPool:
         if self.on_disk:
             needed += self.under_way_bytes
         if needed > limit:
-            least += self.under_way_bytes
+            least = self._sums.least(sizes, tokens) + self.under_way_bytes
             if least > limit:
                 return min(least, needed) - limit
             fresh += needed - limit
@@ -343,7 +330,7 @@ class KVPool:
         self.stats.num_spilled += 1
 
     def retire(self, rows: LayerRows) -> None:
-        """Lets the rows of a layer go that another cache takes the place of."""
+        """Release the rows of a layer that another cache replaces."""
         with self.lock:
             self.on_disk.pop(rows, None)
             self._layers.discard(rows)
@@ -354,7 +341,7 @@ class KVPool:
         weakref.finalize(self, self._files.close)
 
     def close(self) -> None:
-        """Ends the threads and removes the files; caches of the pool can be used no more. Harmless when repeated."""
+        """End the threads and remove the files. The pool's caches cannot be used any more. Idempotent."""
         with self.lock:
             self._closed = True
             self.ring.release()

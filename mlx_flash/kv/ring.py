@@ -1,4 +1,4 @@
-"""Two slots that layers on disk take turns in: while one is computed from, the other is filled for the next layer."""
+"""Two slots for layers on disk: while attention reads one, pages of the next layer are prefetched into the other."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mlx_flash.kv.stats import KVStats
 
 
 class SlotRing:
-    """The slots, and what is read next: the layer that followed the last time.
+    """The slots, and the order in which layers use them: the prefetched layer is the one that followed last time.
 
     Args:
         options: the settings.
-        stats: where it counts.
+        stats: counters to add to.
 
     Attributes:
         slots: the slots.
@@ -43,8 +43,7 @@ class SlotRing:
         return sum(slot.touched for slot in self.slots) if commits_lazily() else self.nbytes
 
     def append(self, disk: DiskRows, new: Sequence[mx.array]) -> list[mx.array]:
-        """Adds tokens, ``(batch, heads, new tokens, width)`` for each array. Evaluates them, and with them what was
-        computed from the other slot.
+        """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Evaluate them, and so the other slot's use.
 
         Returns:
             All tokens of the layer, in a slot.
@@ -68,18 +67,18 @@ class SlotRing:
         return self._hand_out(disk, slot, fresh[0].shape[1])
 
     def fetch(self, disk: DiskRows) -> list[mx.array]:
-        """All tokens of a layer, in a slot. Raises: ReadError."""
+        """Return all tokens of a layer, in a slot. Raises: ReadError."""
         return self._hand_out(disk, self._filled_slot(disk, disk.length), 0)
 
     def forget(self, disk: object, length: int) -> None:
-        """Notes that a layer's tokens from ``length`` on are others now, or none."""
+        """Invalidate a layer's tokens from ``length`` on."""
         for slot in self.slots:
             if slot.belongs_to(disk):
                 slot.wait()
                 slot.tokens = min(slot.tokens, length)
 
     def release(self) -> None:
-        """Ends reads, and gives the memory of the slots back."""
+        """End reads, and free the memory of the slots."""
         for slot in self.slots:
             slot.release()
 
@@ -94,7 +93,7 @@ class SlotRing:
         return arrays
 
     def _filled_slot(self, disk: DiskRows, end: int) -> Slot:
-        """A slot with all tokens of a layer and room up to ``end``, from which nothing is computed."""
+        """Return a slot with all tokens of a layer and room up to ``end``, which no pending computation reads."""
         slot = next((slot for slot in self.slots if slot.belongs_to(disk)), None)
         if slot is None:
             slot = min(self.slots, key=lambda slot: slot.used_at)
@@ -107,9 +106,9 @@ class SlotRing:
         return slot
 
     def _assign(self, slot: Slot, disk: DiskRows, tokens: int) -> None:
-        """Empties a slot for a layer of so many tokens."""
+        """Empty a slot for a layer of so many tokens."""
         most, least = self._options.slot_tokens(tokens), round_up(tokens, self._options.step)
-        # Large pages that are taken as they are written to would be taken by the room behind each head too.
+        # Lazily committed large pages would be committed for the room behind each head too.
         has_room = not commits_lazily() or disk.layout.slot_bytes(least) < LARGE_SLOT_BYTES
         slot.assign(disk, most if has_room else least, most)
 
@@ -122,14 +121,14 @@ class SlotRing:
         slot.tokens = disk.length
 
     def _read(self, slot: Slot, disk: DiskRows, first: int, *, urgent: bool = False) -> None:
-        """Starts reading the pages from number ``first`` on."""
+        """Start reading the pages from number ``first`` on."""
         disk.file.flush()
         segments = disk.file.segments(disk.pages, first, slot.capacity)
         ticket = disk.file.reader.submit(segments, slot.memory, urgent=urgent)
         slot.expect(ticket, disk, disk.paged_tokens)
 
     def _read_ahead(self, disk: DiskRows, busy: Slot, num_new: int) -> None:
-        """Starts filling the other slot for the layer that is expected next."""
+        """Prefetch the layer that is expected next into the other slot."""
         link = self._successor.get(disk)
         upcoming = link() if link is not None else None
         if upcoming is None or not upcoming.pages or any(slot.belongs_to(upcoming) for slot in self.slots):

@@ -1,8 +1,7 @@
-"""Rows of tokens that several sequences begin with, held once, and which sequences these are.
+"""Shared prefixes in memory: rows that several sequences begin with, stored once.
 
-A sequence that is not being computed is *parked*: it is a list of parts, which its copies hold too. Nobody writes to
-them, and Python's own count says who still needs them. A lineage says how much two sequences have in common, wherever
-their rows are.
+A sequence that is not being computed is *parked*: it is a list of immutable parts, which its copies share. Python's
+reference counts free them. A lineage records how many first tokens two sequences have in common, in memory or on disk.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ T = TypeVar("T")
 
 
 class SharedRows:
-    """Rows of tokens that do not change.
+    """Immutable rows of tokens.
 
     Args:
-        arrays: ``(batch, heads, tokens, width)`` each, perhaps of a longer buffer; they are copied.
+        arrays: ``(batch, heads, tokens, width)`` each. They may be slices of a longer buffer; they are copied.
 
     Attributes:
         arrays: the copies, evaluated.
-        length: how many tokens there are.
-        nbytes: what they take in memory.
+        length: number of tokens.
+        nbytes: bytes in memory.
     """
 
     __slots__ = ("arrays", "length", "nbytes")
@@ -43,7 +42,7 @@ class Part(NamedTuple):
 
     Attributes:
         rows: the rows.
-        length: how many tokens.
+        length: number of tokens.
     """
 
     rows: SharedRows
@@ -55,12 +54,12 @@ Parts = tuple[Part, ...]
 
 
 def num_tokens(parts: Parts) -> int:
-    """Tokens of some parts."""
+    """Return the number of tokens of some parts."""
     return sum(part.length for part in parts)
 
 
 def cut(parts: Parts, length: int) -> Parts:
-    """The first tokens of some parts."""
+    """Return the first tokens of some parts."""
     kept: list[Part] = []
     for part in parts:
         if length <= 0:
@@ -71,7 +70,7 @@ def cut(parts: Parts, length: int) -> Parts:
 
 
 def slices(parts: Parts, start: int, stop: int) -> list[list[mx.array]]:
-    """For each array of a layer the pieces whose tokens, one after another, are those from ``start`` to ``stop``."""
+    """Return for each array of a layer its pieces with the tokens from ``start`` to ``stop``, in order."""
     found: list[list[mx.array]] = [[] for _ in parts[0].rows.arrays]
     begin = 0
     for part in parts:
@@ -84,12 +83,12 @@ def slices(parts: Parts, start: int, stop: int) -> list[list[mx.array]]:
 
 
 def sizes(holders: Iterable[Parts]) -> dict[int, int]:
-    """Bytes of all shared rows among some parts, each counted once, by their identity."""
+    """Return the bytes of all shared rows among some parts, each once, by identity."""
     return {id(part.rows): part.rows.nbytes for parts in holders for part in parts}
 
 
 class _Origin:
-    """A moment at which a sequence was copied."""
+    """The point at which a sequence was copied."""
 
     __slots__ = ("holders",)
 
@@ -98,7 +97,7 @@ class _Origin:
 
 
 class Lineage(Generic[T]):
-    """Of a sequence: with whom its first tokens are the same, since one of them is a copy of the other.
+    """The sequences that share their first tokens with one, because one is a copy of the other.
 
     Args:
         owner: the sequence.
@@ -109,7 +108,7 @@ class Lineage(Generic[T]):
         self._ends: dict[_Origin, int] = {}
 
     def relatives(self) -> Iterator[tuple[T, int]]:
-        """Other sequences, and how many tokens they have in common with this one; the most come last for each."""
+        """Yield other sequences, each with its number of common tokens; the largest number comes last for each."""
         for origin, end in self._ends.items():
             for other in origin.holders:
                 owner = other._owner()
@@ -117,7 +116,7 @@ class Lineage(Generic[T]):
                     yield owner, min(end, other._ends[origin])
 
     def cut(self, length: int) -> None:
-        """Notes that the tokens from ``length`` on are others now, or none."""
+        """Record that the tokens from ``length`` on were changed or removed."""
         for origin, end in list(self._ends.items()):
             if not length:
                 del self._ends[origin]
@@ -126,9 +125,9 @@ class Lineage(Generic[T]):
                 self._ends[origin] = length
 
     def copy_to(self, other: Lineage[T], length: int) -> None:
-        """Notes that another sequence is a copy of this one, with so many tokens."""
+        """Record that another sequence is a copy of this one, with so many tokens."""
         for origin in [origin for origin in self._ends if len(origin.holders) == 1]:
-            del self._ends[origin]  # the others are gone
+            del self._ends[origin]  # no other sequence has it any more
         if length and length not in self._ends.values():
             self._hold(_Origin(), length)
         for origin, end in self._ends.items():

@@ -1,8 +1,8 @@
-"""The buffers that the pages of layers are read into, and that attention computes from.
+"""The buffers that pages of layers are read into, and that attention reads.
 
-MLX tells nobody when it is done with an array. But it writes in place only while nobody else holds an array's memory,
-and into a copy otherwise. So before a slot is written to again, MLX is asked to write one byte of it: where something
-is still to be computed from the slot, that leaves the old memory to it, and the slot is another one from then on.
+MLX does not report when it is done with an array. But it writes in place only while nothing else refers to the array's
+memory, and into a copy otherwise. So before a slot is reused, MLX writes one byte of it: if a pending computation needs
+the slot, that computation keeps the old memory, and the slot continues in the copy.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class Slot:
-    """One layer's rows, all tokens of a head one after another, as attention wants them.
+    """One layer's rows, with all tokens of a head one after another, as attention needs them.
 
     Attributes:
-        tokens: how many of its owner's tokens are in it, or will be when the ticket was waited for.
-        capacity: tokens there is room for, as the owner's rows lie.
-        used_at: when it was last handed out, in seconds.
-        touched: bytes that were written to since its memory was had.
-        num_moved: how often something was still to be computed from it when it was needed again.
+        tokens: number of the owner's tokens in the slot, or after :meth:`wait`.
+        capacity: number of tokens that there is room for, in the owner's layout.
+        used_at: time of the last use, in seconds.
+        touched: bytes written to since the memory was allocated.
+        num_moved: number of times that a pending computation kept the old memory.
     """
 
     def __init__(self) -> None:
@@ -54,26 +54,26 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """The size of its memory in bytes."""
+        """Size of the memory in bytes."""
         return 0 if self._arena is None else self._arena.nbytes
 
     @property
     def memory(self) -> memoryview:
-        """Its bytes."""
+        """The bytes of the slot."""
         assert self._arena is not None
         return self._arena.memory
 
     def belongs_to(self, rows: object) -> bool:
-        """Whether it holds rows of this layer."""
+        """Return whether the slot holds rows of this layer."""
         return self._owner is not None and self._owner() is rows
 
     def assign(self, rows: DiskRows, capacity: int, most: int = 0) -> None:
-        """Empties it for another layer, or for more tokens. Returns when nothing reads from or writes to it.
+        """Empty the slot for another layer, or for more tokens. Wait until nothing reads or writes it.
 
         Args:
             rows: the layer.
-            capacity: tokens to make room for.
-            most: tokens that there may be soon: memory is had for as many.
+            capacity: number of tokens to make room for.
+            most: number of tokens expected soon: memory is allocated for as many.
         """
         self.clear()
         needed = rows.layout.slot_bytes(capacity)
@@ -90,7 +90,7 @@ class Slot:
         self._owner, self.capacity = weakref.ref(rows), capacity
 
     def release(self) -> None:
-        """Empties it, and gives its memory back."""
+        """Empty the slot, and free its memory."""
         self.clear()
         if self._pages is None:
             return
@@ -99,17 +99,17 @@ class Slot:
         give_back_freed()
 
     def clear(self) -> None:
-        """Forgets what is in it."""
+        """Empty the slot, and cancel reads into it."""
         if self._reading is not None:
             self._reading[0].cancel()
         self._owner, self._reading, self.tokens, self.capacity = None, None, 0, 0
 
     def expect(self, ticket: Ticket, rows: DiskRows, tokens: int) -> None:
-        """Notes reads under way that fill it up to so many tokens."""
+        """Note reads in flight that fill the slot up to so many tokens."""
         self._reading, self.tokens = (ticket, rows), tokens
 
     def wait(self) -> float:
-        """Returns when what was expected is there: after so many seconds.
+        """Wait for the reads in flight. Return the seconds waited.
 
         Raises:
             ReadError: bytes could not be read; the slot is empty then.
@@ -126,31 +126,31 @@ class Slot:
         return time.perf_counter() - began
 
     def claim(self) -> None:
-        """Makes sure that nothing is computed from its memory any more; if something is, it is empty, and elsewhere."""
+        """Make sure that no pending computation reads the memory. If one does, the slot becomes empty and moves."""
         if not self._is_handed_out or self._pages is None or self._arena is None:
             return
         nbytes, address = self._arena.nbytes, _address(self._arena.memory)
         self._arena = None
         pages = self._pages
-        pages[-1:, -1:] = mx.array(0, mx.uint8)  # the last byte is never used: a page is there to align the others
+        pages[-1:, -1:] = mx.array(0, mx.uint8)  # the last byte is unused: an extra page aligns the others
         mx.eval(pages)
         self._arena, self._is_handed_out = Arena(nbytes, pages), False
         if _address(self._arena.memory) != address:
             self.num_moved += 1
-            self.tokens = 0  # what was copied may lie elsewhere in the page
+            self.tokens = 0  # the copy may have another offset in its page
             self._is_large, self.touched = False, 0
             if commits_lazily():
-                give_back(pages)  # a copy takes all of its memory
+                give_back(pages)  # a copy is committed as a whole
 
     def write(self, layout: RowLayout, rows: RowBytes, at: int) -> None:
-        """Puts rows, ``(heads, tokens, bytes)`` for each array, at a token. The slot must be claimed."""
+        """Write rows, ``(heads, tokens, bytes)`` for each array, from token ``at`` on. The slot must be claimed."""
         for offset, component, new in zip(layout.slot_offsets(self.capacity), layout.components, rows, strict=True):
             size = component.heads * self.capacity * component.width_bytes
             whole = np.frombuffer(self.memory, np.uint8)[offset : offset + size]
             whole.reshape(component.heads, self.capacity, -1)[:, at : at + new.shape[1]] = new
 
     def hand_out(self, layout: RowLayout, length: int) -> list[mx.array]:
-        """The first tokens as arrays, ``(batch, heads, length, width)``, that share its memory."""
+        """Return the first tokens as arrays, ``(batch, heads, length, width)``, that share the slot's memory."""
         assert self._arena is not None
         self.touched = max(self.touched, slot_memory(layout.slot_bytes(self.capacity if self._is_large else length)))
         arrays = []
@@ -166,7 +166,7 @@ def _address(memory: memoryview) -> int:
 
 
 def row_bytes(arrays: Sequence[mx.array]) -> RowBytes:
-    """The bytes of evaluated, contiguous arrays ``(batch, heads, tokens, width)`` as ``(heads, tokens, bytes)``."""
+    """Return the bytes of evaluated, contiguous arrays as ``(heads, tokens, bytes)``, the heads of all sequences."""
     found = []
     for array in arrays:
         batch, heads, length, width = array.shape

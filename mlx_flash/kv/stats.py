@@ -1,4 +1,4 @@
-"""What the KV caches of a model did and take, in numbers."""
+"""Counters and sizes of the KV caches of a model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class KVStats:
-    """What they did so far.
+    """Counters since the pool was made.
 
     Attributes:
-        num_spilled: layers that went to disk.
-        num_fetched: times that a layer on disk was computed from.
-        num_unpredicted: those for which a read had to be started then.
+        num_spilled: layers evicted to disk.
+        num_fetched: uses of a layer on disk.
+        num_unpredicted: uses whose read had not been started ahead.
         wait_seconds: time spent waiting for reads.
     """
 
@@ -24,13 +24,13 @@ class KVStats:
 
 @dataclass(frozen=True, slots=True)
 class KVUsage:
-    """What the caches of a pool took when it was last noted, in bytes.
+    """Sizes of a pool's caches at one moment, in bytes.
 
     Attributes:
-        memory_bytes, disk_bytes: where keys and values are; slots count as memory.
-        reserved_bytes: what MLX counts as active for the part of them that is in its arrays.
-        read_bytes, written_bytes: from and to the disk, so far.
-        num_spilled: layers that went to disk so far.
+        memory_bytes, disk_bytes: keys and values in memory, slots included, and on disk.
+        reserved_bytes: bytes that MLX counts as active for them.
+        read_bytes, written_bytes: disk traffic so far.
+        num_spilled: layers evicted to disk so far.
         wait_seconds: time spent waiting for reads.
     """
 

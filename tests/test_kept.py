@@ -163,9 +163,7 @@ def lengths(served: Served) -> list[int]:
 
 
 @pytest.mark.parametrize("form", [None, "lazy"])
-def test_conversations_hold_the_prompt_that_they_have_in_common_once(
-    model: str, expected: list[Answer], form: str | None
-) -> None:
+def test_kept_conversations_share_their_common_prompt(model: str, expected: list[Answer], form: str | None) -> None:
     with serving(model, kv_cache=form, context_length=16384) as mine:
         answers = [mine.ask(*turn(text)) for text in QUESTIONS]
         pool, common = mine.pool, 640
@@ -186,7 +184,7 @@ def test_conversations_hold_the_prompt_that_they_have_in_common_once(
         assert pool.memory_bytes < copies(common + rests + lengths(mine)[0], 40)
 
 
-def test_one_conversation_takes_what_it_took(model: str, expected: list[Answer]) -> None:
+def test_one_conversation_takes_no_additional_memory(model: str, expected: list[Answer]) -> None:
     with serving(model, context_length=4096) as mine:
         first = mine.ask(*turn(QUESTIONS[0]))
         (length,) = lengths(mine)
@@ -232,7 +230,7 @@ def _nothing_remembered() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_nothing_remembered")
 @pytest.mark.parametrize("mode", ["longest", "exact"])
-def test_the_next_turn_is_known_to_another_process(model: str, expected: list[Answer], mode: str) -> None:
+def test_another_process_finds_the_prefix_of_the_next_turn(model: str, expected: list[Answer], mode: str) -> None:
     messages = turn(LONG, *turn(QUESTIONS[0]), said(expected[0]))
     with serving(model, context_length=4096, kv_prefixes=mode) as mine:
         assert [mine.ask(*turn(QUESTIONS[0])), mine.ask(*messages)] == [expected[0], expected[5]]
@@ -269,7 +267,7 @@ def pool() -> KVPool:
     return KVPool(KVOptions(step=16, budget_bytes=0))
 
 
-def test_what_is_let_go_is_held_by_nobody(pool: KVPool) -> None:
+def test_released_caches_free_their_rows(pool: KVPool) -> None:
     """A short beginning that is shared does not keep the long rest of a conversation that ended."""
     kept, one, two = KeptCaches(), extracted((1, 100), (2, 900)), extracted((1, 100), (3, 50))
     still: tuple[Any, ...] = ()
@@ -291,7 +289,7 @@ def test_what_is_let_go_is_held_by_nobody(pool: KVPool) -> None:
     assert pool.stats.num_spilled == 0
 
 
-def test_only_what_is_equal_bit_for_bit_is_shared(pool: KVPool) -> None:
+def test_only_bitwise_equal_rows_are_shared(pool: KVPool) -> None:
     kept, one, two, three = KeptCaches(), *(extracted((1, 2000)) for _ in range(3))
     two[1].values[..., 1500, 3] += 0.5
     three[2].keys = three[2].keys * 0.0
@@ -314,7 +312,7 @@ def test_only_what_is_equal_bit_for_bit_is_shared(pool: KVPool) -> None:
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_conversations_of_both_kinds(on_disk: bool, pool: KVPool) -> None:
+def test_kept_conversations_beside_active_ones(on_disk: bool, pool: KVPool) -> None:
     """Some were computed in caches of the pool, one after another, perhaps on disk."""
     alone: list[Any] = make_caches([KVCache() for _ in range(LAYERS)], pool.options, pool)
     pool.budget_bytes = 10_000_000
@@ -342,7 +340,7 @@ def test_conversations_of_both_kinds(on_disk: bool, pool: KVPool) -> None:
             assert equal(entry.keys_and_values(), like.keys_and_values())
 
 
-def test_rows_that_differ_in_kind_have_nothing_in_common(pool: KVPool) -> None:
+def test_rows_of_different_types_are_not_equal(pool: KVPool) -> None:
     cache = extracted((1, 40))
     KeptCaches().take(cache, [1] * 40, pool)
     arrays = list(cache[0].keys_and_values())
@@ -351,7 +349,7 @@ def test_rows_that_differ_in_kind_have_nothing_in_common(pool: KVPool) -> None:
     assert num_equal(cache[0].rows, [mx.concatenate([a, a], axis=1) for a in arrays], 40) == 0
 
 
-def test_a_sequence_is_not_taken_for_one_that_was_there_before(pool: KVPool) -> None:
+def test_a_new_sequence_is_not_mistaken_for_a_former_one(pool: KVPool) -> None:
     """Its history is known as long as it was always alone."""
 
     def batch(seed: int, history: History | None) -> Any:

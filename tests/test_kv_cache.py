@@ -271,7 +271,7 @@ PROMPT = mx.array([i * 7 % 1000 for i in range(1, 300)])
 @pytest.mark.parametrize("form", ["step", "preallocated", "lazy"])
 @settings(deadline=None, max_examples=30)
 @given(news=st.lists(st.sampled_from([1, 1, 1, 3, 70, 300]), min_size=1, max_size=12))
-def test_new_tokens_take_more_memory_when_that_is_said(form: str, news: list[int]) -> None:
+def test_takes_more_predicts_memory_of_new_tokens(form: str, news: list[int]) -> None:
     rows = MemoryRows(KVOptions(form=form, max_context_length=4096))
     for num_new in news:
         said, before = rows.takes_more(num_new), rows.held
@@ -400,7 +400,7 @@ def test_it_is_a_cache_of_mlx_lm(options: Callable[..., KVOptions]) -> None:
     assert equal(masks[0], masks[1])
 
 
-def test_the_server_keeps_and_copies_it(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+def test_mlx_lms_prompt_cache_keeps_and_copies_it(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
     def answers(make: Callable[[], list[Any]]) -> list[Any]:
         kept, outputs = LRUPromptCache(), []
         for request in ([1, 2, 3, 4, 5] * 9, [1, 2, 3, 4, 5] * 9 + [9] * 20, [1, 2, 3, 4, 5] * 7, [1, 2, 3, 4, 5] * 9):
@@ -420,7 +420,7 @@ def test_the_server_keeps_and_copies_it(llama: nn.Module, options: Callable[...,
     assert pool.memory_bytes <= budget
 
 
-def test_batches_begin_with_it_and_give_it_back(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+def test_batches_merge_and_extract_it(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
     pool = KVPool(options(step=16))
 
     def texts(make: Callable[[], list[Any]]) -> list[Any]:
@@ -456,7 +456,7 @@ def feed(mine: list[Any], theirs: list[Any], seed: int, length: int) -> None:
         assert equal(found[0], found[1])
 
 
-def test_what_is_not_computed_yet_keeps_what_it_is_computed_from(options: Callable[..., KVOptions]) -> None:
+def test_pending_computations_keep_their_slot_contents(options: Callable[..., KVOptions]) -> None:
     """Nothing evaluates what one layer computes before its slot is needed again."""
     mine, theirs = filled(options(step=16), (100,), 5)
     spill_all(mine[0].pool)
@@ -469,16 +469,14 @@ def test_what_is_not_computed_yet_keeps_what_it_is_computed_from(options: Callab
     assert all(equal(found, expected) for found, expected in pending)
 
 
-def test_slots_stay_where_they_are_while_everything_is_computed(
-    llama: nn.Module, options: Callable[..., KVOptions]
-) -> None:
+def test_slots_do_not_move_without_pending_computations(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
     cache = make_caches(make_prompt_cache(llama), options(step=16))
     generated(llama, cache, 20, spills=True)
     assert cache[0].pool.read_bytes
     assert [slot.num_moved for slot in cache[0].pool.ring.slots] == [0, 0]
 
 
-def test_pages_are_read_through_bounce_buffers_where_they_must(
+def test_unaligned_pages_are_read_through_bounce_buffers(
     options: Callable[..., KVOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA, where a disk must not write beside what is computed from."""
@@ -517,7 +515,7 @@ def test_the_order_of_layers_is_learned(options: Callable[..., KVOptions]) -> No
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_context_length": 600}])
-def test_slots_on_large_pages_hold_the_same(
+def test_slots_on_large_pages_have_equal_contents(
     settings: dict[str, Any], options: Callable[..., KVOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There heads follow one another closely, and what a layer needs is laid out anew as it grows."""
@@ -542,7 +540,7 @@ def test_two_layers_on_disk_stay_in_their_slots(options: Callable[..., KVOptions
     assert pool.read_bytes == before
 
 
-def test_layers_that_differ(options: Callable[..., KVOptions]) -> None:
+def test_layers_of_different_shapes(options: Callable[..., KVOptions]) -> None:
     shapes = [(1, 64, mx.float16), (8, 16, mx.bfloat16), (3, 24, mx.float32), (2, 1, mx.float16)]
     theirs: list[Any] = [KVCache() for _ in shapes]
     mine = make_caches(theirs, options(step=32))
@@ -576,14 +574,14 @@ def test_the_budget_is_kept(options: Callable[..., KVOptions]) -> None:
     assert 0 < sum(entry.is_on_disk for entry in mine)
 
 
-def test_a_budget_without_room_for_slots_says_what_it_needs(options: Callable[..., KVOptions]) -> None:
+def test_a_budget_without_room_for_slots_names_the_needed_memory(options: Callable[..., KVOptions]) -> None:
     mine, theirs = filled(options(step=16, budget_bytes=60_000), (16,), 2)
     with pytest.raises(BudgetError, match="slots") as error:
         feed(mine, theirs, 1, 2000)
     assert error.value.minimum_bytes > 60_000
 
 
-def test_layers_that_go_to_disk_are_spread(options: Callable[..., KVOptions]) -> None:
+def test_evicted_layers_are_spread_over_the_depth(options: Callable[..., KVOptions]) -> None:
     mine, _ = filled(options(step=16), (64,), 8)
     pool = mine[0].pool
     order = []
@@ -595,7 +593,7 @@ def test_layers_that_go_to_disk_are_spread(options: Callable[..., KVOptions]) ->
     assert order == [0, 4, 2, 6]
 
 
-def test_the_conversation_used_longest_ago_goes_first(options: Callable[..., KVOptions]) -> None:
+def test_the_conversation_used_longest_ago_is_evicted_first(options: Callable[..., KVOptions]) -> None:
     pool = KVPool(options(step=16))
     old, new = (make_caches([KVCache(), KVCache()], pool.options, pool) for _ in range(2))
     for seed, caches in enumerate((old, new)):
@@ -641,7 +639,7 @@ class Forgetful(KVCache):
 
 @pytest.mark.parametrize("keep", [0, 5])
 @pytest.mark.parametrize("form", FORGETFUL)
-def test_the_older_half_is_forgotten(llama: nn.Module, form: str, keep: int, options: Callable[..., KVOptions]) -> None:
+def test_the_older_half_is_dropped(llama: nn.Module, form: str, keep: int, options: Callable[..., KVOptions]) -> None:
     cache = make_caches(make_prompt_cache(llama), options(**FORGETFUL[form] | {"max_tokens": 200, "keep": keep}))
     reference = [Forgetful(200, keep, 16) for _ in cache]
     expected = generated(llama, reference, 150)  # type: ignore[arg-type]
@@ -652,7 +650,9 @@ def test_the_older_half_is_forgotten(llama: nn.Module, form: str, keep: int, opt
     assert not cache[0].is_trimmable()
 
 
-def test_what_has_forgotten_is_not_taken_for_complete(tmp_path: Path, options: Callable[..., KVOptions]) -> None:
+def test_a_cache_that_dropped_tokens_is_not_taken_for_complete(
+    tmp_path: Path, options: Callable[..., KVOptions]
+) -> None:
     mine, _ = filled(options(step=16, max_tokens=64), (60,), 1)
     rows = rows_of(5, 30, mx.float16)
     mine[0].update_and_fetch(rows, rows)
@@ -698,7 +698,7 @@ def test_lazy_takes_memory_as_tokens_come(options: Callable[..., KVOptions]) -> 
     assert footprint() - before < 2 * expected + 8_000_000
 
 
-def test_lazy_grows_in_steps_where_pages_cannot_be_had(
+def test_lazy_grows_in_steps_without_lazy_commitment(
     monkeypatch: pytest.MonkeyPatch, options: Callable[..., KVOptions]
 ) -> None:
     monkeypatch.setattr("mlx_flash.kv.memory.commits_lazily", lambda: False)
@@ -707,7 +707,7 @@ def test_lazy_grows_in_steps_where_pages_cannot_be_had(
     assert mine[0].nbytes == theirs[0].nbytes
 
 
-def test_a_copy_does_not_hold_the_original(options: Callable[..., KVOptions]) -> None:
+def test_a_copy_does_not_keep_the_original_in_memory(options: Callable[..., KVOptions]) -> None:
     """Or each token of either would copy the whole reserve."""
     mine, theirs = filled(options(form="preallocated", max_context_length=2000), (10,), 1)
     at = address(mine[0].keys)
@@ -733,14 +733,14 @@ def test_copies_share_pages_until_they_differ(options: Callable[..., KVOptions])
     assert before < pool.disk_bytes < 4 * before
 
 
-def test_arrays_of_other_caches_are_not_found_through_one(options: Callable[..., KVOptions]) -> None:
+def test_arrays_in_one_cache_exclude_those_of_others(options: Callable[..., KVOptions]) -> None:
     mine, _ = filled(options(step=16), (40,), 4)
     assert len(arrays_in(mine[0])) == 2
     spill_all(mine[0].pool)
     assert arrays_in(mine) == []
 
 
-def test_a_closed_pool_says_so(options: Callable[..., KVOptions]) -> None:
+def test_a_closed_pool_raises(options: Callable[..., KVOptions]) -> None:
     mine, theirs = filled(options(step=16), (40,), 2)
     spill_all(mine[0].pool)
     mine[0].pool.close()
@@ -759,7 +759,7 @@ def test_a_closed_pool_says_so(options: Callable[..., KVOptions]) -> None:
         ({"max_tokens": 64, "step": 16, "keep": 20}, "first 32 tokens"),
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         KVOptions(**settings)
 

@@ -76,7 +76,7 @@ def equal(left: Any, right: Any) -> bool:
 @pytest.mark.parametrize("layout", [WIDE, NARROW], ids=["in place", "bounced"])
 @settings(max_examples=25, deadline=None)
 @given(steps=st.lists(st.tuples(st.sampled_from(["append", "truncate", "drop", "fork"]), st.integers(1, 300))))
-def test_rows_are_what_was_appended(
+def test_rows_equal_what_was_appended(
     layout: RowLayout, steps: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     reader, writer = PageReader(()), WriteBehind()
@@ -126,7 +126,7 @@ def test_reads_are_large_and_in_place(make: Make) -> None:
     assert all(segment.buffer_offset is not None for segment in segments)
 
 
-def test_pages_that_nobody_holds_are_used_again(make: Make) -> None:
+def test_free_pages_are_reused(make: Make) -> None:
     file = make(WIDE)
     rows = DiskRows(file)
     rows.append(random_rows(WIDE, 640))
@@ -141,7 +141,7 @@ def test_pages_that_nobody_holds_are_used_again(make: Make) -> None:
     assert file.path.stat().st_size <= WIDE.chunk_bytes
 
 
-def test_a_file_goes_with_the_last_who_holds_it(make: Make) -> None:
+def test_a_file_is_removed_with_its_last_holder(make: Make) -> None:
     rows = DiskRows(make(WIDE))
     path = rows.file.path
     rows.append(random_rows(WIDE, 640))
@@ -170,7 +170,7 @@ def feed(caches: list[Any], num_tokens: int) -> None:
         mx.eval(cache.update_and_fetch(rows, rows))
 
 
-def test_a_full_disk_is_told_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_with_file_and_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, caches = on_disk(tmp_path)
     feed(caches, 1)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -185,7 +185,7 @@ def test_a_full_disk_is_told_and_where(tmp_path: Path, monkeypatch: pytest.Monke
     pool.close()
 
 
-def test_what_is_written_in_parts_is_whole(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_writes_are_completed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:1000], at))
     rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 300)
@@ -200,7 +200,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(os, "preadv", preadv)
 
 
-def test_a_read_that_fails_is_told_and_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_read_raises_and_can_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, caches = on_disk(tmp_path)
     fails(monkeypatch, errno.EIO)
     with pytest.raises(ReadError, match=r"KV cache, tokens from 0 on.* in .*layer-0\.kv: .* at offset 0"):
@@ -213,7 +213,7 @@ def test_a_read_that_fails_is_told_and_can_be_tried_again(tmp_path: Path, monkey
     pool.close()
 
 
-def test_a_file_that_was_cut_or_replaced_is_told(tmp_path: Path) -> None:
+def test_a_truncated_or_replaced_file_raises(tmp_path: Path) -> None:
     pool, caches = on_disk(tmp_path)
     path = caches[0].rows.disk.file.path
     caches[0].rows.disk.file.flush()
@@ -238,7 +238,7 @@ def test_writing_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None
     assert equal(read(rows), expected)
 
 
-def test_the_folder_goes_with_the_pool(tmp_path: Path) -> None:
+def test_the_folder_is_removed_with_the_pool(tmp_path: Path) -> None:
     pool, caches = on_disk(tmp_path)
     (folder,) = (tmp_path / "kv").iterdir()
     assert {path.name for path in folder.iterdir()} == {"layer-0.kv", "layer-1.kv", "layer-2.kv"}
@@ -264,7 +264,7 @@ if {crash}:
 
 
 @pytest.mark.parametrize("crash", [True, False])
-def test_nothing_is_left_by_processes_that_ended(tmp_path: Path, crash: bool) -> None:
+def test_the_next_process_removes_files_of_a_crashed_one(tmp_path: Path, crash: bool) -> None:
     code = CRASHES.format(here=__file__, base=str(tmp_path), crash=crash)
     subprocess.run([sys.executable, "-c", code], check=not crash, timeout=120)
     assert bool(list((tmp_path / "kv").iterdir())) == crash
@@ -273,7 +273,7 @@ def test_nothing_is_left_by_processes_that_ended(tmp_path: Path, crash: bool) ->
     assert list((tmp_path / "kv").iterdir()) == [mine.path]
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WriteError, match=r"cannot make a folder for the KV cache in .*Hint"):
         PrivateFolder(tmp_path / "file" / "kv")
@@ -304,7 +304,7 @@ def make_holes() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("heap", ["as it is", "with holes"])
-def test_a_slot_takes_the_memory_that_is_counted(heap: str, tmp_path: Path) -> None:
+def test_a_slot_takes_the_counted_memory(heap: str, tmp_path: Path) -> None:
     """Of room for many tokens, what is there, on large pages too; and no more when it is released."""
     if not commits_lazily():
         pytest.skip("arrays take all of their memory here")
@@ -332,7 +332,7 @@ def test_a_slot_takes_the_memory_that_is_counted(heap: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("heap", ["as it is", "with holes"])
-def test_layers_sent_to_disk_leave_the_memory_that_is_counted(heap: str, tmp_path: Path) -> None:
+def test_evicted_layers_leave_the_counted_memory(heap: str, tmp_path: Path) -> None:
     """But for what may have waited to be written."""
     if not commits_lazily():
         pytest.skip("arrays take all of their memory here")

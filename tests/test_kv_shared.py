@@ -66,7 +66,7 @@ class Conversation:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_idle_copies_hold_what_they_begin_with_once(form: str, options: Callable[..., KVOptions]) -> None:
+def test_idle_copies_share_their_prefix(form: str, options: Callable[..., KVOptions]) -> None:
     pool = KVPool(options(**FORMS[form]))
     first = Conversation(pool)
     first.feed(0, 1000)
@@ -90,7 +90,7 @@ def test_idle_copies_hold_what_they_begin_with_once(form: str, options: Callable
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_mlx_has_as_much_in_memory_as_is_counted(form: str, options: Callable[..., KVOptions]) -> None:
+def test_counted_memory_is_what_mlx_has_allocated(form: str, options: Callable[..., KVOptions]) -> None:
     pool = KVPool(options(**FORMS[form]))
     gc.collect()  # what other tests left is not to go meanwhile
     before = mx.get_active_memory()
@@ -113,7 +113,7 @@ def test_mlx_has_as_much_in_memory_as_is_counted(form: str, options: Callable[..
             assert pool.memory_bytes <= pool.reserved_bytes
 
 
-def test_who_shares_nothing_is_never_touched(options: Callable[..., KVOptions]) -> None:
+def test_conversations_that_share_nothing_are_not_parked(options: Callable[..., KVOptions]) -> None:
     pool = KVPool(options(form="preallocated", max_context_length=1000))
     conversations = [Conversation(pool) for _ in range(3)]
     for seed, conversation in enumerate(conversations):
@@ -127,7 +127,7 @@ def test_who_shares_nothing_is_never_touched(options: Callable[..., KVOptions]) 
     assert forked.num_parked == 0
 
 
-def test_a_conversation_that_goes_on_alone_is_written_in_place(options: Callable[..., KVOptions]) -> None:
+def test_a_single_conversation_is_written_in_place(options: Callable[..., KVOptions]) -> None:
     """Copies are kept of it; that does not slow it down."""
     first = Conversation(KVPool(options(form="preallocated", max_context_length=1000)))
     first.feed(0, 500)
@@ -162,7 +162,7 @@ def test_pages_of_copies_are_written_once(form: str, options: Callable[..., KVOp
         conversation.check()
 
 
-def test_pages_are_shared_with_the_one_that_is_computed(options: Callable[..., KVOptions]) -> None:
+def test_pages_are_shared_with_the_active_conversation(options: Callable[..., KVOptions]) -> None:
     """It has all of its tokens in a buffer of its own, and nobody in memory shares them any more."""
     pool = KVPool(options(step=16))
     first = Conversation(pool)
@@ -190,9 +190,7 @@ def test_pages_are_shared_with_the_one_that_is_computed(options: Callable[..., K
 
 @pytest.mark.parametrize("goes_to_disk", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_became_another_text_is_not_shared(
-    form: str, goes_to_disk: bool, options: Callable[..., KVOptions]
-) -> None:
+def test_changed_tokens_are_not_shared(form: str, goes_to_disk: bool, options: Callable[..., KVOptions]) -> None:
     """Copies that were cut, or had tokens taken out, and went on: only what they still begin with is the same."""
     pool = KVPool(options(**FORMS[form]))
     conversations = [Conversation(pool)]
@@ -254,7 +252,7 @@ def test_the_budget_holds_while_conversations_take_turns(
 
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_a_call_takes_is_known_before(form: str, is_shared: bool, options: Callable[..., KVOptions]) -> None:
+def test_admit_predicts_the_memory_of_a_call(form: str, is_shared: bool, options: Callable[..., KVOptions]) -> None:
     """Whether others hold the beginning, or nobody does any more."""
     pool = KVPool(options(**FORMS[form]))
     first = Conversation(pool)
@@ -282,9 +280,7 @@ def test_what_a_call_takes_is_known_before(form: str, is_shared: bool, options: 
 
 @pytest.mark.parametrize("entry", [KVCache, lambda: QuantizedKVCache(32, 4)])
 @pytest.mark.parametrize("goes_to_disk", [False, True])
-def test_what_is_put_in_the_place_of_rows_is_nobody_elses(
-    entry: Any, goes_to_disk: bool, options: Callable[..., KVOptions]
-) -> None:
+def test_replaced_rows_are_not_shared(entry: Any, goes_to_disk: bool, options: Callable[..., KVOptions]) -> None:
     pool = KVPool(options(step=16))
     rows = rows_of(0, 100, mx.float16)
     theirs = [entry()]
@@ -309,7 +305,7 @@ def test_what_is_put_in_the_place_of_rows_is_nobody_elses(
 
 
 @pytest.mark.parametrize("entry", [KVCache, lambda: QuantizedKVCache(32, 4)])
-def test_no_tokens_are_not_no_cache(entry: Any, options: Callable[..., KVOptions]) -> None:
+def test_a_cache_trimmed_to_nothing_keeps_its_shapes(entry: Any, options: Callable[..., KVOptions]) -> None:
     """As with mlx-lm's own, whose arrays stay when all is taken back."""
     rows = rows_of(0, 100, mx.float16)
     caches: list[Any] = make_caches([entry()], options(step=16))

@@ -147,7 +147,7 @@ def test_stock_caches_are_mlx_lms(directories: Callable[[str], Path]) -> None:
         assert all(type(entry) is KVCache for entry in make_prompt_cache(model))
 
 
-def test_rotating_caches_are_asked_for_as_ever(directories: Callable[[str], Path]) -> None:
+def test_max_kv_size_gives_mlx_lms_rotating_caches(directories: Callable[[str], Path]) -> None:
     directory = directories("qwen3")
     with load_model(directory, settings(directory))[0] as model:
         cache = make_prompt_cache(model, max_kv_size=64)
@@ -231,7 +231,7 @@ def test_the_servers_prompt_caches(directories: Callable[[str], Path]) -> None:
         assert model.kv is not None and model.kv.memory_bytes <= (model.plan.kv.limit or 0)
 
 
-def test_conversations_with_one_system_prompt_hold_it_once(directories: Callable[[str], Path]) -> None:
+def test_conversations_share_their_system_prompt(directories: Callable[[str], Path]) -> None:
     """In a server's prompt cache: less than two caches, the same tokens."""
     directory, system = directories("llama"), list(range(150))
     turns = [[*system, 7, 8, 9], [*system, 30, 31], [*system, 7, 8, 9, 40, 41], [*system, 30, 31, 50]]
@@ -280,7 +280,7 @@ def test_prompt_caches_are_saved_and_loaded(directories: Callable[[str], Path], 
         assert trim_prompt_cache(cache, 20) == 20
 
 
-def test_forgetting_is_refused_to_drafts_and_batches(directories: Callable[[str], Path], tmp_path: Path) -> None:
+def test_drafts_and_batches_refuse_kv_max_tokens(directories: Callable[[str], Path], tmp_path: Path) -> None:
     directory, small = directories("llama"), save(tmp_path, SMALL | {"num_hidden_layers": 2})
     forgetful = {"kv_max_tokens": 128, "kv_keep": 4}
     with (
@@ -299,13 +299,13 @@ def test_forgetting_is_refused_to_drafts_and_batches(directories: Callable[[str]
         assert not model.is_batchable
 
 
-def test_what_forgets_says_what_contradicts_it(directories: Callable[[str], Path]) -> None:
+def test_contradicting_kv_settings_are_refused(directories: Callable[[str], Path]) -> None:
     for changes in ({"kv_cache": "stock", "kv_max_tokens": 1000}, {"kv_cache": "lazy", "kv_ram_gb": 1.0}):
         with pytest.raises(ConfigError, match="Hint: kv_cache='disk'"):
             prepare(directories("llama"), FlashConfig(ram_budget_gb=4, **changes))
 
 
-def test_a_share_that_is_too_small_says_what_would_do(directories: Callable[[str], Path]) -> None:
+def test_a_kv_ram_gb_that_is_too_small_names_the_minimum(directories: Callable[[str], Path]) -> None:
     directory = directories("llama")
     config = settings(directory)
     too_small = replace(config, kv_ram_gb=1e-5)
@@ -407,7 +407,7 @@ def test_a_kv_directory_that_goes_while_running_ends_the_call(tmp_path: Path) ->
         pool._spill(caches[1].rows, ())
 
 
-def test_a_disk_that_is_full_is_told_before_a_call(spilled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_before_the_call(spilled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = spilled
     before = [entry.offset for entry in cache]
     with monkeypatch.context() as patch:
@@ -445,7 +445,7 @@ def _is_kv(fd: int) -> bool:
     return Path(f"/proc/self/fd/{fd}").readlink().suffix == ".kv"
 
 
-def test_files_go_with_the_model(directories: Callable[[str], Path], tmp_path: Path) -> None:
+def test_files_are_removed_with_the_model(directories: Callable[[str], Path], tmp_path: Path) -> None:
     directory, base = directories("llama"), tmp_path / "kv"
     model = load_model(directory, settings(directory, kv_directory=base))[0]
     cache = make_prompt_cache(model)

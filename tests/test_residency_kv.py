@@ -78,7 +78,7 @@ def test_caches_stay_within_their_share(
 
 
 @pytest.mark.parametrize("form", ["stock", "preallocated", "lazy", None])
-def test_what_is_in_memory_is_set_aside(sizes: ModelSizes, form: Any) -> None:
+def test_the_share_covers_caches_in_memory(sizes: ModelSizes, form: Any) -> None:
     share = in_memory(sizes, FlashConfig(kv_cache=form), CONTEXT, STEP)
     caches: list[Any] = [KVCache() for _ in sizes.kv_rows]
     if share.options is not None:
@@ -100,7 +100,7 @@ def test_prefix_cache_takes_memory_only_when_it_is_on(
     assert bool(prefix_bytes(sizes, FlashConfig(**change), CONTEXT)) == expected
 
 
-def test_a_share_below_the_least_is_refused(sizes: ModelSizes) -> None:
+def test_a_share_below_the_minimum_is_refused(sizes: ModelSizes) -> None:
     config = FlashConfig(kv_cache="disk", kv_step=STEP, kv_ram_gb=1e-6)
     with pytest.raises(ConfigError, match="a context of 300 tokens needs at least"):
         on_disk(sizes, config, CONTEXT, STEP, 0)
@@ -114,7 +114,7 @@ def test_a_share_below_the_least_is_refused(sizes: ModelSizes) -> None:
         ({"kv_cache": "stock", "kv_max_tokens": 1000}, "forget nothing"),
     ],
 )
-def test_settings_that_leave_no_use_for_each_other(change: dict[str, Any], message: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_kv(FlashConfig(**change))
 

@@ -6,8 +6,9 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -25,6 +26,7 @@ from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
 from mlx_flash.engine.facade import ModelFacade
 from mlx_flash.engine.headroom import check_headroom
+from mlx_flash.engine.meter import SpeedMeter
 from mlx_flash.engine.status import PassCounters, Status
 from mlx_flash.errors import CheckpointNotFoundError, ClosedError, ConfigError, FlashError
 from mlx_flash.kv.cache import make_caches
@@ -167,6 +169,7 @@ class FlashLLM(ModelFacade):
         experts = ExpertOptions(self._prepared.machine.exact_tiles, config.expert_lookahead)
         engine = Engine(layout, plan, reader, kernel_alignment(), config.poison_released_slots, progress, experts)
         self.layout, self.plan, self.engine = layout, plan, engine
+        self._meter = SpeedMeter(plan, reader.stats, engine.stream.stats)
         if fingerprint is not None:
             self.prefixes = open_prefixes(config, fingerprint, self.name, plan.prefix_bytes, self._governor)
         cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
@@ -178,7 +181,9 @@ class FlashLLM(ModelFacade):
                 status.tell("prefixes", self.prefixes.telemetry)
             publisher = Publisher(status.collect)
             publisher.start()
-        self._release = weakref.finalize(self, _let_go, reader, cache_limit, publisher, self.prefixes)
+        machine = self._prepared.machine
+        save_speed = partial(self._meter.save, machine.speed_key, machine.speed)
+        self._release = weakref.finalize(self, _let_go, reader, cache_limit, publisher, save_speed, self.prefixes)
 
     def _fingerprint(self) -> str | None:
         """Of the model, its adapters included; None when its prompts are not to be remembered, or cannot be."""
@@ -258,7 +263,9 @@ class FlashLLM(ModelFacade):
 
     def _counted(self, *args: Any, **kwargs: Any) -> Any:
         tokens = args[0] if args and isinstance(args[0], mx.array) and args[0].ndim == 2 else None
-        self.counters.begin(1 if tokens is None else tokens.size, 1 if tokens is None else len(tokens))
+        num_tokens, batch_size = (1, 1) if tokens is None else (tokens.size, len(tokens))
+        self.counters.begin(num_tokens, batch_size)
+        self._meter.begin()
         try:
             output = self._model(*args, **kwargs)
         except BaseException:
@@ -269,6 +276,7 @@ class FlashLLM(ModelFacade):
         if self.kv is not None:
             self.kv.note()
         self.counters.end()
+        self._meter.end(num_tokens, batch_size)
         return output
 
     @property
@@ -353,12 +361,14 @@ def _let_go(
     reader: BackgroundPrefetcher,
     cache_limit: int | None,
     publisher: Publisher | None,
+    save_speed: Callable[[], None],
     prefixes: PrefixCache | None,
 ) -> None:
     if publisher is not None:
         publisher.close()
     if prefixes is not None:
         prefixes.close()
+    save_speed()
     reader.close()
     if cache_limit is not None:
         mx.set_cache_limit(cache_limit)

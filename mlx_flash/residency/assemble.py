@@ -23,6 +23,10 @@ LEAST_TILE_BYTES = 8 << 20
 MAX_TILES = 60
 """Each tile is waited for."""
 
+GPU_TOKENS_AT_ONCE = 16
+"""A GPU computes about so many tokens of a prompt in the time of one: it waits for weights, not for arithmetic. The
+CPU back end computes them one after another."""
+
 TILE_ROW_MULTIPLE = 64
 TILE_SLACK_BYTES = 12 * DIRECT_ALIGNMENT
 """Padding to pages and alignment that a tile may need beside its rows."""
@@ -241,13 +245,24 @@ def timed(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
     between = sum(unit.nbytes for unit in task.sizes.kept) / compute / max(1, len(steps))
     steps = [(read, seconds + between) for read, seconds in steps]
     seconds = simulate(steps, streaming.num_slots, unevenness=DISK_UNEVENNESS)
-    plan = replace(plan, streaming=replace(streaming, seconds=seconds))
+    computing = sum([seconds for _, seconds in steps])
+    plan = replace(
+        plan,
+        streaming=replace(streaming, seconds=seconds, compute_seconds=computing),
+        prompt_seconds_per_token=machine.prompt_seconds_per_token or _prompt_seconds(task, computing),
+        is_measured=machine.is_measured,
+    )
     if not plan.kv.num_on_disk:
         return plan
     # Pages are read while layers compute, from the disk that weights are read from.
     reading = (plan.read_bytes + plan.kv.disk_bytes) / disk
     waiting = max(0.0, reading - plan.weights_seconds) + plan.kv.num_on_disk * barrier
     return replace(plan, kv_seconds=waiting)
+
+
+def _prompt_seconds(task: Task, decode_seconds: float) -> float:
+    """Return a guess of the time to compute one token of a prompt, from the time to compute one that is decoded."""
+    return decode_seconds / (GPU_TOKENS_AT_ONCE if task.machine.has_buffer_cache else 1)
 
 
 def simulate(

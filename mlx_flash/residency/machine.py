@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from mlx_flash.layout.swap import clone_with
 from mlx_flash.memory.arena import Arena, reads_beside
 from mlx_flash.memory.footprint import available_memory, footprint, total_memory
 from mlx_flash.residency.plan import Machine
+from mlx_flash.residency.speed import Speed, load_speed, save_speed
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.probe import DiskProfile, disk_profile
 
@@ -32,6 +34,9 @@ RUNTIME_BYTES = {"cpu": 16_000_000, "metal": 64_000_000, "cuda": 320_000_000}
 """Seen: 3 MB on the CPU back end once a matrix product has run, 255 MB on CUDA, which loads libraries and compiles
 kernels as it goes. Metal's is a guess."""
 
+MIN_PROBED_BYTES = 128 << 20
+"""Smaller files are probed anew for each plan: reading them says little of a disk."""
+
 _FALLBACK_BYTES_PER_SECOND = 10e9
 
 
@@ -43,8 +48,9 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         layout: the model, whose kind of matrix product is timed.
         config: its ``io``, ``read_size_mb`` and ``queue_depth`` replace what the probe finds best.
     """
-    compute = compute_bytes_per_second(layout)
     disk = disk_profile(shard, config.io != "buffered")
+    key = speed_key(shard, layout, disk)
+    speed = _speed(key, shard, layout, disk)
     return Machine(
         total_memory=total_memory(),
         available_memory=available_memory(),
@@ -52,18 +58,39 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         active_bytes=int(mx.get_active_memory()),
         runtime_bytes=RUNTIME_BYTES[_back_end()],
         disk=DiskProfile(
-            disk.bytes_per_second,
+            speed.disk_bytes_per_second,
             int(config.read_size_mb * 1e6) if config.read_size_mb else disk.read_size,
             config.queue_depth or disk.queue_depth,
             disk.direct,
         ),
-        compute_bytes_per_second=compute,
-        barrier_seconds=barrier_seconds(),
+        compute_bytes_per_second=speed.compute_bytes_per_second,
+        barrier_seconds=speed.barrier_seconds,
         has_buffer_cache=mx.default_device() == mx.gpu,
         reads_beside=reads_beside(),
         kv_disk_bytes=free_bytes(Path(config.kv_directory or cache_directory()).expanduser()),
         exact_tiles=mx.default_device() == mx.cpu,  # tests show it there; CUDA chooses kernels by the number of rows
+        prompt_seconds_per_token=speed.prompt_seconds_per_token,
+        is_measured=speed.is_measured,
+        speed_key=key,
     )
+
+
+def speed_key(shard: Path, layout: ModelLayout, disk: DiskProfile) -> str:
+    """Return the name under which the speeds of a model on its disk are kept."""
+    kind = "direct" if disk.direct else "buffered"
+    place = f"{platform.node()}:{shard.stat().st_dev}:{kind}:{_back_end()}"
+    return f"{place}:{shard.resolve().parent}:{layout.nbytes}"
+
+
+def _speed(key: str, shard: Path, layout: ModelLayout, disk: DiskProfile) -> Speed:
+    """Return the speeds that the last run reached; without one, those of a probe, which later plans use too."""
+    known = load_speed(key)
+    if known is not None:
+        return known
+    speed = Speed(disk.bytes_per_second, compute_bytes_per_second(layout), barrier_seconds())
+    if shard.stat().st_size >= MIN_PROBED_BYTES:
+        save_speed(key, speed)
+    return speed
 
 
 def look_at_memory(machine: Machine, promised_bytes: int) -> Machine:

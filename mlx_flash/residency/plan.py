@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from mlx_flash.config import GB
 from mlx_flash.residency.kv import KVShare
 from mlx_flash.residency.sizes import ActivationSizes
+from mlx_flash.residency.speed import Speed
 from mlx_flash.storage.probe import DiskProfile
 
 MB = 1_000_000
 
 DEFAULT_PREFILL_STEP_SIZE = 2048
 """mlx-lm's own. Its name for it is newer than the oldest mlx-lm supported."""
+
+PROBE_OPTIMISM = 3.0
+"""A pass may take so many times what a short probe makes of it: docs/lab-notes.md."""
 
 PREFILL_STEPS = (DEFAULT_PREFILL_STEP_SIZE, 1024, 512, 256, 128, 64, 32, 16)
 
@@ -36,6 +40,9 @@ class Machine:
         reads_beside: whether the disk may write to MLX's memory while MLX computes from other arrays. If not, all reads
             that are direct go through bounce buffers.
         kv_disk_bytes: free where files of the KV cache are put.
+        prompt_seconds_per_token: computing one token of a prompt, as a run measured it; 0 while unknown.
+        is_measured: True when the speeds are those of a run, False when a short probe found them.
+        speed_key: the name under which the speeds of this model on this disk are kept.
     """
 
     total_memory: int
@@ -50,6 +57,20 @@ class Machine:
     exact_tiles: bool
     reads_beside: bool = True
     kv_disk_bytes: int = 1 << 62
+    prompt_seconds_per_token: float = 0.0
+    is_measured: bool = False
+    speed_key: str = ""
+
+    @property
+    def speed(self) -> Speed:
+        """The speeds that plans are made with."""
+        return Speed(
+            self.disk.bytes_per_second,
+            self.compute_bytes_per_second,
+            self.barrier_seconds,
+            self.prompt_seconds_per_token,
+            self.is_measured,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +86,7 @@ class Streaming:
         slot_bytes: size of each.
         read_bytes: bytes read on a pass that decodes one token, embedding rows aside.
         seconds: predicted time of that pass.
+        compute_seconds: the part of it that is not spent reading.
     """
 
     layers: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -75,6 +97,7 @@ class Streaming:
     slot_bytes: int = 0
     read_bytes: int = 0
     seconds: float = 0.0
+    compute_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +153,8 @@ class ResidencyPlan:
         kv_bytes_per_token: what one more token adds to the KV cache of all layers.
         activations: what a forward call allocates, by its size.
         kv_seconds: what reading the KV cache of that context adds to a pass.
+        prompt_seconds_per_token: predicted time to compute one token of a prompt, without reading.
+        is_measured: True when predictions use the speeds that an earlier run reached, False for those of a short probe.
     """
 
     budget_bytes: int
@@ -154,6 +179,8 @@ class ResidencyPlan:
     kv_bytes_per_token: int
     activations: ActivationSizes
     kv_seconds: float = 0.0
+    prompt_seconds_per_token: float = 0.0
+    is_measured: bool = False
 
     @property
     def kv_bytes(self) -> int:
@@ -184,6 +211,33 @@ class ResidencyPlan:
     def seconds(self) -> float:
         """Predicted time of that pass, in a context of the planned length."""
         return self.weights_seconds + self.kv_seconds
+
+    @property
+    def seconds_range(self) -> tuple[float, float]:
+        """Predicted time of that pass, from and to: a short probe sees the disk and the processor at their best."""
+        return self.seconds, self.seconds * (1.0 if self.is_measured else PROBE_OPTIMISM)
+
+    def seconds_to_first_token(self, num_tokens: int) -> float:
+        """Return the predicted time from a prompt to its first token.
+
+        Args:
+            num_tokens: tokens of the prompt. All of them are computed: none is found in a cache.
+        """
+        num_passes = -(-num_tokens // self.prefill_step_size)
+        reading = self.prompt_read_bytes(num_tokens) / self.disk_bytes_per_second
+        computing = num_tokens * self.prompt_seconds_per_token
+        if self.streaming.num_slots > 1:
+            return max(reading, computing, num_passes * self.seconds)
+        return max(reading + computing, num_passes * self.seconds)
+
+    def prompt_read_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that a prompt of so many tokens reads: all streamed weights once a pass."""
+        num_passes = -(-num_tokens // self.prefill_step_size)
+        if self.pool is None:
+            return num_passes * self.streaming.read_bytes
+        missing = (self.pool.num_experts - min(self.pool.num_slots, self.pool.num_experts)) * self.pool.slot_bytes
+        experts = min(missing, self.pool.read_bytes * min(num_tokens, self.prefill_step_size))
+        return num_passes * (self.streaming.read_bytes + experts)
 
     @property
     def peak_bytes(self) -> int:

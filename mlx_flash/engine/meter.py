@@ -1,0 +1,95 @@
+"""A meter of the speed that a running model reaches, for the predictions of later plans."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.speed import Speed, save_speed
+from mlx_flash.storage.reader import ReadStats
+from mlx_flash.streaming.stream import StreamStats
+
+MIN_PASSES = 8
+"""Fewer decoding passes say little: the first one reads what later ones find in memory."""
+
+MIN_READ_BYTES = 64 << 20
+"""Less that was read says little of a disk."""
+
+
+@dataclass(slots=True)
+class _Passes:
+    num_passes: int = 0
+    num_tokens: int = 0
+    compute_seconds: float = 0.0
+
+
+class SpeedMeter:
+    """A stopwatch for the passes of a model. Called by the thread that calls the model.
+
+    Args:
+        plan: the plan that is carried out.
+        read: counters of its reader.
+        stream: counters of its ring.
+    """
+
+    def __init__(self, plan: ResidencyPlan, read: ReadStats, stream: StreamStats) -> None:
+        self._plan = plan
+        self._read = read
+        self._stream = stream
+        self._read_before = replace(read)
+        self._began = self._waited = 0.0
+        self._decode_ended: float | None = None
+        self._decode = _Passes()
+        self._prompt = _Passes()
+
+    def begin(self) -> None:
+        """Note that a pass begins."""
+        self._began, self._waited = time.perf_counter(), self._stream.wait_seconds
+
+    def end(self, num_tokens: int, num_sequences: int) -> None:
+        """Note that the pass ended well.
+
+        Args:
+            num_tokens: new tokens in it, over all sequences.
+            num_sequences: sequences.
+        """
+        now = time.perf_counter()
+        seconds = now - self._began
+        is_decode = num_tokens == num_sequences
+        passes = self._decode if is_decode else self._prompt
+        passes.num_passes += 1
+        passes.num_tokens += num_tokens
+        passes.compute_seconds += seconds - (self._stream.wait_seconds - self._waited)
+        if is_decode and self._decode_ended is not None:  # the caller evaluates what the pass returned lazily
+            passes.compute_seconds += min(self._began - self._decode_ended, seconds)
+        self._decode_ended = now if is_decode else None
+
+    def save(self, key: str, planned: Speed) -> None:
+        """Keep the speed that the run reached for later plans, if it was long enough to tell."""
+        speed = self.speed(planned)
+        if speed is not None:
+            save_speed(key, speed)
+
+    def speed(self, planned: Speed) -> Speed | None:
+        """Return the speed that the run reached; None when it was too short to tell.
+
+        Args:
+            planned: the speed that the plan was made with. It stands for what could not be measured.
+        """
+        decode, prompt, plan = self._decode, self._prompt, self._plan
+        nbytes = self._read.nbytes - self._read_before.nbytes
+        seconds = self._read.busy_seconds - self._read_before.busy_seconds
+        if decode.num_passes < MIN_PASSES or nbytes < MIN_READ_BYTES or seconds <= 0:
+            return None
+        found = replace(planned, disk_bytes_per_second=nbytes / seconds, is_measured=True)
+        if plan.pool is None and not plan.kv.num_on_disk and plan.streaming.compute_seconds > 0:
+            times = decode.compute_seconds / decode.num_passes / plan.streaming.compute_seconds
+            found = replace(
+                found,
+                compute_bytes_per_second=planned.compute_bytes_per_second / max(times, 1e-9),
+                barrier_seconds=planned.barrier_seconds * times,
+            )
+        if prompt.num_tokens:
+            found = replace(found, prompt_seconds_per_token=prompt.compute_seconds / prompt.num_tokens)
+        return found if found.is_usable else None

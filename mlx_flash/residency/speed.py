@@ -1,0 +1,87 @@
+"""Speeds that runs of a model reached on this machine, kept in the cache folder for later plans."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_flash.files import cache_directory, write_atomically
+
+MAX_AGE_SECONDS = 30 * 24 * 3600
+MAX_PROBE_AGE_SECONDS = 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Speeds of a model on one disk of this machine.
+
+    Attributes:
+        disk_bytes_per_second: reading while streaming.
+        compute_bytes_per_second: weight bytes that the processor works through when it decodes.
+        barrier_seconds: waiting for the result of a unit before the next one begins.
+        prompt_seconds_per_token: computing one token of a prompt, without reading; 0 while unknown.
+        is_measured: True when a run reached these speeds, False when a short probe found them.
+    """
+
+    disk_bytes_per_second: float
+    compute_bytes_per_second: float
+    barrier_seconds: float
+    prompt_seconds_per_token: float = 0.0
+    is_measured: bool = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a plan can be made with these numbers."""
+        speeds = (self.disk_bytes_per_second, self.compute_bytes_per_second)
+        seconds = (self.barrier_seconds, self.prompt_seconds_per_token)
+        return all(0 < value < math.inf for value in speeds) and all(0 <= value < math.inf for value in seconds)
+
+
+def load_speed(key: str) -> Speed | None:
+    """Return what is known of a model on a disk; None when nothing is, or it is too old or damaged."""
+    match _load().get(key):
+        case {
+            "time": float(written),
+            "disk_bytes_per_second": float(disk),
+            "compute_bytes_per_second": float(compute),
+            "barrier_seconds": float(barrier),
+            "prompt_seconds_per_token": float(prompt),
+            "is_measured": bool(is_measured),
+        } if 0 <= time.time() - written <= (MAX_AGE_SECONDS if is_measured else MAX_PROBE_AGE_SECONDS):
+            speed = Speed(disk, compute, barrier, prompt, is_measured)
+            return speed if speed.is_usable else None
+    return None
+
+
+def save_speed(key: str, speed: Speed) -> None:
+    """Keep the speed of a model on a disk for later plans. Entries that are too old are removed."""
+    now = time.time()
+    entries = {name: entry for name, entry in _load().items() if _is_fresh(entry, now)}
+    entries[key] = {**asdict(speed), "time": now}
+    file = _file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(entries, indent=1))
+    except OSError:
+        return  # no place to keep it, such as a read-only home: the next plan probes again
+
+
+def _file() -> Path:
+    return cache_directory() / "speeds.json"
+
+
+def _load() -> dict[str, Any]:
+    try:
+        entries = json.loads(_file().read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}  # not there, not readable or not JSON: the next run replaces it
+    return entries if isinstance(entries, dict) else {}
+
+
+def _is_fresh(entry: object, now: float) -> bool:
+    written = entry.get("time") if isinstance(entry, dict) else None
+    return isinstance(written, float) and 0 <= now - written <= MAX_AGE_SECONDS

@@ -1,0 +1,160 @@
+"""Predictions use the speeds that the last run of a model reached."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_flash.storage.reader import ReadStats
+
+from mlx_flash.config import FlashConfig
+from mlx_flash.engine import meter
+from mlx_flash.engine.meter import MIN_PASSES, MIN_READ_BYTES, SpeedMeter
+from mlx_flash.files import cache_directory
+from mlx_flash.residency import speed as speeds
+from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.search import make_plan
+from mlx_flash.residency.speed import Speed, load_speed, save_speed
+from mlx_flash.streaming.stream import StreamStats
+from test_plan import FIXED, GB, MB, make_machine, make_model, minimum_of, with_budget
+
+MEASURED = Speed(1e9, 2e9, 1e-4, 0.01, is_measured=True)
+PROBED = replace(MEASURED, prompt_seconds_per_token=0.0, is_measured=False)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+class Clock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(meter.time, "perf_counter", lambda: self.now)
+
+
+def plan_of(machine: Any = None, share: float = 0.3, config: FlashConfig = FIXED) -> ResidencyPlan:
+    sizes, machine = make_model(), machine or make_machine()
+    least = minimum_of(sizes, config, machine)
+    return make_plan(sizes, with_budget(config, least + int(share * sizes.nbytes)), machine)
+
+
+def test_speed_is_kept_for_a_model_and_a_disk() -> None:
+    save_speed("one", MEASURED)
+    save_speed("other", PROBED)
+    assert (load_speed("one"), load_speed("other"), load_speed("third")) == (MEASURED, PROBED, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", "null", '{"one": 3}', '{"one": {"time": "now"}}', "[" * 5000, "\x00\xff"],
+)
+def test_damaged_record_is_ignored_and_replaced(text: str) -> None:
+    file = cache_directory() / "speeds.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    assert load_speed("one") is None
+    save_speed("one", MEASURED)
+    assert load_speed("one") == MEASURED
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("disk_bytes_per_second", 0.0), ("compute_bytes_per_second", -1.0), ("barrier_seconds", 1e999), ("time", 1e12)],
+)
+def test_record_with_an_impossible_number_is_ignored(field: str, value: float) -> None:
+    save_speed("one", MEASURED)
+    file = cache_directory() / "speeds.json"
+    entries = json.loads(file.read_text())
+    entries["one"][field] = value
+    file.write_text(json.dumps(entries))
+    assert load_speed("one") is None
+
+
+@pytest.mark.parametrize(("speed", "age"), [(MEASURED, speeds.MAX_AGE_SECONDS), (PROBED, speeds.MAX_PROBE_AGE_SECONDS)])
+def test_old_record_is_ignored(monkeypatch: pytest.MonkeyPatch, speed: Speed, age: float) -> None:
+    save_speed("one", speed)
+    later = time.time() + age
+    monkeypatch.setattr(speeds.time, "time", lambda: later - 60)
+    assert load_speed("one") == speed
+    monkeypatch.setattr(speeds.time, "time", lambda: later + 60)
+    assert load_speed("one") is None
+
+
+def test_record_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    save_speed("one", MEASURED)
+    assert load_speed("one") is None
+
+
+def test_meter_finds_the_speed_of_disk_and_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes that compute for twice as long as planned halve the speed of later plans."""
+    plan, clock = plan_of(), Clock(monkeypatch)
+    read, stream = ReadStats(nbytes=5 * GB, busy_seconds=1.0), StreamStats()
+    found = SpeedMeter(plan, read, stream)
+    assert found.speed(PROBED) is None
+    for num_tokens in [64] + [1] * MIN_PASSES:
+        found.begin()
+        stream.wait_seconds += 3.0
+        clock.now += 3.0 + num_tokens * 2 * plan.streaming.compute_seconds
+        read.nbytes += MIN_READ_BYTES
+        read.busy_seconds += 0.5
+        found.end(num_tokens, 1)
+    speed = found.speed(PROBED)
+    assert speed is not None and speed.is_measured
+    assert speed.disk_bytes_per_second == pytest.approx(MIN_READ_BYTES / 0.5)
+    assert speed.compute_bytes_per_second == pytest.approx(PROBED.compute_bytes_per_second / 2)
+    assert speed.barrier_seconds == pytest.approx(PROBED.barrier_seconds * 2)
+    assert speed.prompt_seconds_per_token == pytest.approx(2 * plan.streaming.compute_seconds)
+
+
+def test_short_run_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    read = ReadStats()
+    found = SpeedMeter(plan_of(), read, StreamStats())
+    for _ in range(MIN_PASSES):
+        found.begin()
+        found.end(1, 1)
+    read.busy_seconds, read.nbytes = 1.0, MIN_READ_BYTES - 1
+    found.save("one", PROBED)
+    assert load_speed("one") is None
+    read.nbytes += 1
+    found.save("one", PROBED)
+    assert load_speed("one") is not None
+
+
+def test_prediction_is_a_range_until_a_run_was_measured() -> None:
+    low, high = plan_of().seconds_range
+    assert high > 2 * low
+    plan = plan_of(make_machine(is_measured=True))
+    assert plan.is_measured and plan.seconds_range == (plan.seconds, plan.seconds)
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 0.9, 2])
+def test_time_to_first_token_is_at_least_that_of_reading_and_of_computing(share: float) -> None:
+    plan = plan_of(make_machine(prompt_seconds_per_token=0.2, is_measured=True), share)
+    for num_tokens in (1, 64, 65, 1315):
+        passes = -(-num_tokens // plan.prefill_step_size)
+        assert plan.prompt_read_bytes(num_tokens) == passes * plan.read_bytes
+        seconds = plan.seconds_to_first_token(num_tokens)
+        assert seconds >= plan.prompt_read_bytes(num_tokens) / plan.disk_bytes_per_second
+        assert seconds >= 0.2 * num_tokens
+        assert seconds >= plan.seconds
+    assert plan.seconds_to_first_token(1315) > 10 * plan.seconds_to_first_token(64)
+
+
+def test_prediction_does_not_fall_as_the_budget_rises() -> None:
+    for machine in (make_machine(), make_machine(compute_bytes_per_second=1e12), make_machine(barrier_seconds=5e-3)):
+        sizes = make_model()
+        least = minimum_of(sizes, FIXED, machine)
+        budgets = [least + 25 * MB * i for i in range(100)]
+        seconds = [make_plan(sizes, with_budget(FIXED, budget), machine).seconds for budget in budgets]
+        worst = max(more / min(seconds[: i + 1]) for i, more in enumerate(seconds))
+        assert worst <= 1.0 / 0.99 + 1e-9  # plans that are this close count as equally fast

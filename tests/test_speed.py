@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlx_flash.storage.reader import ReadStats
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine import meter
@@ -19,6 +18,7 @@ from mlx_flash.residency import speed as speeds
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
+from mlx_flash.storage.prefetcher import ReadStats
 from mlx_flash.streaming.stream import StreamStats
 from test_plan import FIXED, GB, MB, make_machine, make_model, minimum_of, with_budget
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.speed import Speed, save_speed
-from mlx_flash.storage.reader import ReadStats
+from mlx_flash.storage.prefetcher import ReadStats
 from mlx_flash.streaming.stream import StreamStats
 
 MIN_PASSES = 8

@@ -24,7 +24,14 @@ from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.assemble import TILE_ROW_MULTIPLE, TILE_SLACK_BYTES, simulate, tile_rows
 from mlx_flash.residency.kv import KV_SHARE
-from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, PREFILL_STEPS, Machine, ResidencyPlan
+from mlx_flash.residency.plan import (
+    DEFAULT_PREFILL_STEP_SIZE,
+    PREFILL_STEPS,
+    Machine,
+    ResidencyPlan,
+    in_gb,
+    in_mb,
+)
 from mlx_flash.residency.search import (
     ACTIVATION_SHARE,
     CONTEXT_LENGTHS,
@@ -414,6 +421,16 @@ def test_the_number_in_the_message_can_be_typed_back_in() -> None:
     told, _ = told_minimum(sizes, machine)
     assert told == "1.001"
     make_plan(sizes, replace(FIXED, ram_budget_gb=float(told)), machine)
+
+
+@pytest.mark.parametrize("base", range(100 * MB, 102 * MB, 199_999))
+@pytest.mark.parametrize("sizes", [make_model(), make_model(head=None), make_model(layers=[[70_001]] * 3)])
+def test_smallest_budget_in_gb_and_in_mb_can_be_typed_back(sizes: ModelSizes, base: int) -> None:
+    machine = make_machine(base_bytes=base)
+    least = minimum_of(sizes, FIXED, machine)
+    for gigabytes in (float(in_gb(least)), float(in_mb(least)) / 1000):
+        plan = make_plan(sizes, replace(FIXED, ram_budget_gb=gigabytes), machine)
+        assert plan.budget_bytes - least < MB
 
 
 def test_what_a_refusal_says() -> None:

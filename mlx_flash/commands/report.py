@@ -26,7 +26,7 @@ from mlx_flash.kv.stats import KVUsage
 from mlx_flash.layout.load import ModelLayout, Unit
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM
-from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, Pool, ResidencyPlan
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, Pool, ResidencyPlan, in_mb
 
 Json = dict[str, Any]
 
@@ -329,7 +329,7 @@ def render_plan(model: str, layout: ModelLayout, plan: ResidencyPlan) -> Rendera
     memory.add_section()
     memory.add_row("predicted peak", f"{plan.peak_bytes / MB:.1f}")
     memory.add_row("budget", f"{plan.budget_bytes / MB:.1f}")
-    memory.add_row("smallest workable budget", f"{plan.minimum_bytes / MB:.1f}")
+    memory.add_row("smallest workable budget", in_mb(plan.minimum_bytes))
     heading = f"{model}: {size(plan.model_bytes)} of weights"
     return Group(heading, memory, Padding(_lines(_plan_lines(layout, plan)), (0, 0, 0, 2), expand=False))
 

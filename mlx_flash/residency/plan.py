@@ -267,5 +267,15 @@ class ResidencyPlan:
 
 
 def in_gb(nbytes: int) -> str:
-    """A size in GB that is not below it when it is typed back in."""
-    return f"{-(-nbytes // MB) * MB / GB:.3f}"
+    """Return a size in GB, rounded up to a whole MB: a budget of so much holds it."""
+    return f"{round_up_to_mb(nbytes) / GB:.3f}"
+
+
+def in_mb(nbytes: int) -> str:
+    """Return a size in MB, rounded up as in :func:`in_gb`."""
+    return f"{round_up_to_mb(nbytes) / MB:.1f}"
+
+
+def round_up_to_mb(nbytes: int) -> int:
+    """Return the next whole MB, in bytes."""
+    return -(-nbytes // MB) * MB

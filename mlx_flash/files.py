@@ -9,6 +9,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ PARTIAL_SUFFIX = ".partial"
 """Ends the names of files and folders that are not complete."""
 
 _PREFIX = "session-"
+_RETRY_SECONDS = 0.002
 _UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 """Errors of file systems without locks."""
 
@@ -232,7 +234,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def open_locked(
-    path: Path, *, create: int | None = None, shared: bool = False, wait: bool = True, required: bool = True
+    path: Path, *, create: int | None = None, shared: bool = False, wait: bool | float = True, required: bool = True
 ) -> int:
     """Open a file or folder and lock it against other processes and other descriptors of this one.
 
@@ -244,7 +246,7 @@ def open_locked(
         create: permissions, less the umask, of a file that is made if it is missing and opened for writing. None opens
             an existing file or folder for reading.
         shared: whether other shared locks are allowed beside this one.
-        wait: whether to wait for other holders.
+        wait: whether to wait for other holders; a number waits so many seconds at most.
         required: whether to fail on file systems without locks. Otherwise the descriptor is returned without a lock.
 
     Returns:
@@ -252,7 +254,7 @@ def open_locked(
 
     Raises:
         FileNotFoundError: the file does not exist and ``create`` is None.
-        BlockingIOError: another holder has it, and ``wait`` is False.
+        BlockingIOError: another holder has it, and ``wait`` is False or the seconds have passed.
         OSError: it cannot be opened or locked.
     """
     access = os.O_RDONLY if create is None else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -270,7 +272,7 @@ def open_locked(
 
 @contextmanager
 def locked(
-    path: Path, *, create: int | None = None, shared: bool = False, wait: bool = True, required: bool = True
+    path: Path, *, create: int | None = None, shared: bool = False, wait: bool | float = True, required: bool = True
 ) -> Iterator[int]:
     """Hold a lock during a block. Arguments, value and errors are those of :func:`open_locked`."""
     fd = open_locked(path, create=create, shared=shared, wait=wait, required=required)
@@ -280,12 +282,21 @@ def locked(
         os.close(fd)
 
 
-def _lock(fd: int, shared: bool, wait: bool, required: bool) -> None:
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        if required or error.errno not in _UNSUPPORTED:
-            raise
+def _lock(fd: int, shared: bool, wait: bool | float, required: bool) -> None:
+    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait is True else fcntl.LOCK_NB)
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            fcntl.flock(fd, kind)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= deadline:
+                raise BlockingIOError(error.errno, "another process holds the lock") from None
+            time.sleep(_RETRY_SECONDS)
+        except OSError as error:
+            if required or error.errno not in _UNSUPPORTED:
+                raise
+            return
 
 
 def _is_at(path: Path, fd: int) -> bool:

@@ -31,13 +31,14 @@ from mlx_flash.engine.status import PassCounters, Status
 from mlx_flash.errors import CheckpointNotFoundError, ClosedError, ConfigError, FlashError
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.wear import open_governor
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of
 from mlx_flash.layout.identity import ModelIdentity
 from mlx_flash.layout.load import LoadedModel, ModelLayout, load_config, load_lazily, model_name
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import kernel_alignment
-from mlx_flash.prefixes.cache import PrefixCache, open_governor, open_prefixes
+from mlx_flash.prefixes.cache import PrefixCache, open_prefixes
 from mlx_flash.prefixes.leaves import forget
 from mlx_flash.residency.machine import look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan

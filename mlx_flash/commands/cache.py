@@ -14,9 +14,8 @@ from mlx_flash.commands.common import print_json, print_rich
 from mlx_flash.commands.report import Json
 from mlx_flash.config import GB
 from mlx_flash.convert.copies import Copy, derived_directory, list_copies, remove
-from mlx_flash.prefixes.access import clear_prefixes, list_prefixes
 from mlx_flash.prefixes.cache import prefix_directory
-from mlx_flash.prefixes.index import StoredModel
+from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
 from mlx_flash.storage.probe import _load_profiles, _profiles_file
 
 DAY = 24 * 3600

@@ -12,8 +12,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 from mlx_flash.errors import StreamedWeightsError
 from mlx_flash.kv.base import PooledCache, forgetful, pair
-from mlx_flash.kv.history import pass_on
-from mlx_flash.kv.lone import merged
+from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool, LayerRows
 

@@ -1,4 +1,4 @@
-"""Which tokens a cache holds, and what besides them decided the bits of their keys and values."""
+"""The tokens in a cache, and everything else that decided the bits of their keys and values."""
 
 from __future__ import annotations
 
@@ -6,38 +6,33 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from mlx_lm.models.cache import BatchKVCache, KVCache
 
 Labels = np.ndarray[Any, np.dtype[np.int64]]
-"""``(tokens, 4)``: the token; begin and end of the call it was computed in, or 0 where they do not matter; and the form
-of the cache at that call."""
+"""``(tokens, 4)``: the token; begin and end of the call that computed it, or 0 where they do not matter; the form of
+the cache at that call."""
 
 NO_LABELS: Labels = np.empty((0, 4), np.int64)
 
 ATTRIBUTE = "prefix_history"
-"""Of an entry of a cache, where its history is noted."""
+"""Attribute of an entry of a cache with its history."""
 
 Unread = Callable[[], Sequence[int]]
-"""Tokens that were computed, but not looked at: that would wait for the computation."""
+"""Returns tokens that were computed but not read yet, because reading waits for the computation."""
 
 
 def make_labels(tokens: Sequence[int], begin: int, end: int, form: int) -> Labels:
-    """Labels of tokens that were computed in one call."""
+    """Return the labels of tokens that were computed in one call."""
     labels = np.empty((len(tokens), 4), np.int64)
     labels[:, 0], labels[:, 1:] = tokens, (begin, end, form)
     return labels
 
 
 class History:
-    """What is in a cache, all full pages of which are stored. It does not change, so copies of a cache may share it.
-
-    Args:
-        labels: of the tokens.
-        ends: with how many tokens each page ends.
-        unread: functions that return tokens which come after those, each with the form of the cache.
-        num_unread: how many tokens these are.
+    """The content of a cache, all full pages of which are stored. It is immutable, so copies of a cache share it.
 
     Attributes:
-        length: number of tokens.
+        length: number of tokens, unread ones included.
         ends: with how many tokens each page ends.
     """
 
@@ -51,45 +46,76 @@ class History:
         self._labels = labels
         self._unread = unread
         self.ends = ends
-        self.length = len(labels) + num_unread
+        self.length = len(self._labels) + num_unread
 
     def __deepcopy__(self, memo: dict[int, Any]) -> History:
         return self
 
     @property
     def labels(self) -> Labels:
-        """Of all tokens; reads those that were not looked at."""
+        """Labels of all tokens; reads the unread ones."""
         if self._unread:
             read = [make_labels(tokens(), 0, 0, form) for tokens, form in self._unread]
             self._labels, self._unread = np.concatenate([self._labels, *read]), ()
         return self._labels
 
     def with_unread(self, tokens: Unread, count: int, form: int) -> History:
-        """This, and some more tokens that are looked at when that is needed."""
+        """Return this history with more tokens, which are read when they are needed."""
         unread = (*self._unread, (tokens, form))
         return History(self._labels, self.ends, unread, self.length - len(self._labels) + count)
 
     def with_labels(self, labels: Labels, ends: Sequence[int]) -> History:
-        """This, and some more tokens and pages."""
+        """Return this history with more tokens and pages."""
         return History(np.concatenate([self.labels, labels]), (*self.ends, *ends))
 
     def cut(self, length: int) -> History:
-        """The beginning of this, and of the pages in it."""
+        """Return the first tokens of this history, and the pages in them."""
         return History(self.labels[:length], tuple(end for end in self.ends if end <= length))
 
 
 def pass_on(entry: object, successor: object, anchor: object = None) -> None:
-    """Notes the history of an entry of a cache on one that holds the same tokens.
+    """Note the history of an entry on another one that holds the same tokens.
 
-    Args:
-        entry: whose history still holds.
-        successor: the other one.
-        anchor: an object that it replaces when sequences are added to it or taken out; None when that cannot be.
+    The anchor is an object that the other one replaces when sequences are added or removed; None if that cannot be.
     """
     if ATTRIBUTE in vars(entry):
         vars(successor)[ATTRIBUTE] = (vars(entry)[ATTRIBUTE][0], anchor)
 
 
 def is_anchored(entry: object, anchor: object) -> bool:
-    """Whether the history that is noted on an entry still holds."""
+    """Return whether the history that is noted on an entry still holds."""
     return ATTRIBUTE in vars(entry) and vars(entry)[ATTRIBUTE][1] is anchor
+
+
+class LoneKVCache(BatchKVCache):  # type: ignore[misc]
+    """mlx-lm's ``BatchKVCache`` of one sequence, which keeps its history. It computes the same.
+
+    The history stays when mlx-lm moves the sequence from one batch to another, and goes to the extracted cache. It ends
+    when other sequences are added.
+    """
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keep just the given sequences."""
+        is_known = is_anchored(self, self.left_padding)  # then there is one sequence, and it is kept
+        super().filter(batch_indices)
+        if is_known:
+            pass_on(self, self, self.left_padding)
+
+    def extract(self, idx: int) -> KVCache:
+        """Return a plain cache of one sequence."""
+        cache = super().extract(idx)
+        if is_anchored(self, self.left_padding):
+            pass_on(self, cache)
+        return cache
+
+
+LoneKVCache.__name__ = BatchKVCache.__name__
+
+
+def merged(plain: Sequence[KVCache], caches: Sequence[object]) -> BatchKVCache:
+    """Return one cache for some sequences. ``caches`` know the history of the plain ones, which were made of them."""
+    if len(plain) > 1:
+        return BatchKVCache.merge(plain)
+    batch = LoneKVCache.merge(plain) if plain[0].size() else LoneKVCache([0])
+    pass_on(caches[0], batch, batch.left_padding)
+    return batch

@@ -1,7 +1,7 @@
-"""How much may be written to the disk, and how much was: in this session, today, and ever.
+"""The count and the daily cap of disk writes: in this session, today, and ever.
 
-The count of all processes is one small file, ``writes.json``. It is changed in place under a lock, one record of fixed
-length in one write, so that a process that is killed leaves the old record or the new one.
+All processes count in one small file, ``writes.json``. It is changed in place under a lock, one record of fixed length
+in one write, so a killed process leaves the old record or the new one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
-from mlx_flash.files import locked, open_locked
+from mlx_flash.files import cache_directory, locked, open_locked
 
 GB = 10**9
 
 DEFAULT_GB_PER_DAY = 20.0
-"""The SSDs of laptops are made for 150 (256 GB) to 600 TB of writes (1 TB). Over five years, the smallest of them takes
-82 GB a day of everything that its owner does. 20 GB are a quarter of that: 36 TB in five years if every day reached the
-cap. It is 150 000 new tokens a day of a model that takes 128 KiB for each (8B, 16 bits)."""
+"""SSDs of laptops are rated for 150 TB (256 GB) to 600 TB (1 TB) of writes. Over five years the smallest takes 82 GB a
+day. 20 GB are a quarter of that: 36 TB in five years if every day reached the cap, or 150 000 new tokens a day of a
+model with 128 KiB for each (8B, 16 bits)."""
 
 FILE_NAME = "writes.json"
 
@@ -35,24 +36,24 @@ _log = logging.getLogger("mlx_flash")
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What the file says: the day, as ``2026-11-21``, and bytes written on it and ever."""
+    """The content of the file: the day, as ``2026-11-21``, and the bytes written on it and ever."""
 
     day: str = ""
     day_bytes: int = 0
     total_bytes: int = 0
 
     def encode(self) -> bytes:
-        """One line of a fixed length, so that no record is a mixture of two."""
+        """Return one line of a fixed length, so that no record is a mixture of two."""
         values = {"day": self.day, "day_bytes": self.day_bytes, "total_bytes": self.total_bytes}
         text = json.dumps({**values, "check": self._check()})
         return text.ljust(_RECORD_BYTES - 1).encode() + b"\n"
 
     @classmethod
     def decode(cls, data: bytes) -> _Record:
-        """The record; an empty file is one of nothing.
+        """Return the record in a file; an empty file counts as no writes.
 
         Raises:
-            ValueError: it is none of our files.
+            ValueError: it is another file, or damaged.
         """
         if not data:
             return cls()
@@ -68,19 +69,18 @@ class _Record:
 
 
 class WriteGovernor:
-    """Counts what is written to the disk, and says when it is enough. Any number of threads and processes may ask.
+    """The counter and the cap of disk writes, shared by threads and processes.
 
-    Whatever is wrong with the file costs a warning, never a run: this process then counts for itself.
+    A fault of the file costs a warning, never a run: this process then counts for itself.
 
     Args:
-        directory: of the file; made when something is counted.
-        gb_per_day: the most that may be written on a calendar day, in GB (10⁹ bytes), by all processes together; None
-            for no cap.
-        zero_write: whether nothing may be written at all; the count is not written either.
+        directory: of the file; made at the first count.
+        gb_per_day: the cap of all processes together in a calendar day, in GB (10⁹ bytes); None for no cap.
+        zero_write: whether to write nothing at all; the count is not written either.
         clock: seconds since 1970.
 
     Raises:
-        ConfigError: the cap is no number of 0 or more.
+        ConfigError: the cap is not a number of 0 or more.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class WriteGovernor:
         self._warned = False
 
     def may_write(self, nbytes: int) -> bool:
-        """Whether so many bytes more would stay within the cap. Counts nothing."""
+        """Return whether more bytes would stay within the cap. Counts nothing."""
         if self.zero_write:
             return False
         with self._lock:
@@ -114,18 +114,18 @@ class WriteGovernor:
             return self._fits(nbytes)
 
     def claim(self, nbytes: int) -> bool:
-        """Counts bytes that are about to be written, unless they would exceed the cap. Returns whether they may be.
+        """Count bytes that are about to be written, unless they exceed the cap. Return whether they may be written.
 
-        Of several processes that claim at the same time, no two get the same rest of a day.
+        Processes that claim at the same time never get the same part of the cap.
         """
         return self._change(nbytes, only_if_it_fits=True)
 
     def count(self, nbytes: int) -> None:
-        """Counts bytes that have to be written, cap or not. In zero-write mode they count for this session only."""
+        """Count bytes that are written in any case. In zero-write mode they count for this session only."""
         self._change(nbytes, only_if_it_fits=False)
 
     def telemetry(self) -> dict[str, int | bool | None]:
-        """Bytes written in this session, today and ever, and the cap; JSON's types."""
+        """Return the bytes written in this session, today and ever, and the cap."""
         with self._lock:
             self._look()
             return {
@@ -184,7 +184,7 @@ class WriteGovernor:
         return self._cap is None or self._record.day_bytes + nbytes <= self._cap
 
     def _look(self) -> None:
-        """Learns what other processes counted; writes nothing."""
+        """Read what other processes counted; writes nothing."""
         try:
             with locked(self._path, shared=True) as fd:
                 self._parse(os.pread(fd, _RECORD_BYTES, 0))
@@ -195,7 +195,7 @@ class WriteGovernor:
             self._begin_day()
 
     def _parse(self, data: bytes) -> None:
-        """Takes over what the file says. One that is damaged or gone says less than this process knows."""
+        """Take over the content of the file. A damaged or missing one tells less than this process knows."""
         try:
             found = _Record.decode(data)
         except (ValueError, RecursionError) as error:
@@ -214,3 +214,10 @@ class WriteGovernor:
         if not self._warned:
             self._warned = True
             _log.warning("%s is not used: %s. Bytes written are counted from here on.", self._path, reason)
+
+
+def open_governor(config: FlashConfig) -> WriteGovernor:
+    """Return the counter of disk writes, with the cap of the settings."""
+    cap = config.ssd_write_gb_per_day
+    gb_per_day = DEFAULT_GB_PER_DAY if cap is None else cap
+    return WriteGovernor(cache_directory(), gb_per_day=gb_per_day, zero_write=config.writes_nothing)

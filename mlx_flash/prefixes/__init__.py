@@ -1,1 +1,1 @@
-"""The prefix cache: the beginnings of prompts, kept on disk for later sessions and processes."""
+"""The prefix cache: keys and values of prompts, kept on disk for later processes."""

@@ -1,16 +1,16 @@
-"""Prompts that need not be computed again: caches filled from the store, and the store filled from caches.
+"""The prefix cache of a model: calls that are answered from disk instead of being computed.
 
-Two modes, which differ in what names a page. A row's last bits depend on how many tokens were computed in one call, so
-in the mode ``exact`` a page is named by its tokens and by the bounds of the calls they were computed in, and a call is
-answered wholly or not at all: what follows is what would have followed. In the mode ``longest`` tokens alone name a
-page and the longest cached prefix is used, as mlx-lm's server does with the caches that it keeps.
+The last bits of a row depend on how many tokens were computed in one call. In the mode ``exact`` a page's name covers
+its tokens and the bounds of the calls that computed them, and a call is restored completely or not at all: the output
+is bit for bit the same. In the mode ``longest`` tokens alone name a page, and the longest cached prefix is restored, as
+mlx-lm's server does with the caches that it keeps.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,29 +20,22 @@ import numpy as np
 
 from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.files import cache_directory
-from mlx_flash.kv.history import History, make_labels
+from mlx_flash.kv.history import History, Labels, make_labels
 from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
-from mlx_flash.kv.wear import DEFAULT_GB_PER_DAY, WriteGovernor
-from mlx_flash.prefixes.files import Blob, full_pages
-from mlx_flash.prefixes.leaves import Leaf, RowLeaf, StateLeaf, forget, form_of, leaves_of, new_array, to_array
+from mlx_flash.kv.wear import WriteGovernor
+from mlx_flash.prefixes.leaves import Leaf, RowLeaf, StateLeaf, forget, form_of, leaves_of, new_array
+from mlx_flash.prefixes.pages import Blob, BlobInfo, full_pages
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
 Mode = Literal["exact", "longest"]
 
 STATE = "state"
-"""The kind of snapshot that holds what is no row of a token."""
+"""The kind of snapshot that holds windows and recurrent states."""
 
 
 @dataclass(slots=True)
 class PrefixCounters:
-    """What was taken from a store instead of being computed, and what was not found.
-
-    Attributes:
-        num_restored: tokens.
-        restored_bytes: what the caches hold of them.
-        num_calls_restored: calls for which nothing was computed.
-        num_computed: tokens of prompts that were looked for, and not found.
-    """
+    """Restored tokens, their bytes in the caches, calls that computed nothing, and prompt tokens that were computed."""
 
     num_restored: int = 0
     restored_bytes: int = 0
@@ -50,18 +43,9 @@ class PrefixCounters:
     num_computed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
-    """A forward call on a cache whose contents are known.
-
-    Attributes:
-        leaves: of the cache.
-        history: what was in it when the call began.
-        tokens: the new ones, ``(1, length)``.
-        form: of the cache.
-        is_prompt: whether nobody looks at the logits.
-        num_restored: how many of the new tokens are in the cache now.
-    """
+    """A forward call on a cache whose content is known: ``history`` is the content when the call began."""
 
     leaves: list[Leaf]
     history: History
@@ -71,21 +55,32 @@ class Call:
     num_restored: int = 0
 
     @property
+    def end(self) -> int:
+        """Tokens in the cache after the call."""
+        return self.history.length + int(self.tokens.shape[1])
+
+    @property
     def is_answered(self) -> bool:
         """Whether nothing is left to be computed."""
         return self.num_restored == self.tokens.shape[1]
 
+    @property
+    def rows(self) -> list[RowLeaf]:
+        """Leaves with a row for each token."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, RowLeaf)]
+
+    @property
+    def states(self) -> list[StateLeaf]:
+        """Leaves with a state."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, StateLeaf)]
+
 
 class PrefixCache:
-    """The prompts of one model that are remembered. One forward call at a time; its thread is the one that uses MLX.
+    """The prefix cache of one model. Calls come one at a time, from the thread that uses MLX.
 
     Args:
-        store: where they are.
-        mode: what has to be the same for a page to be used again.
-
-    Attributes:
-        store: where they are.
-        counters: what was taken from it.
+        store: the pages.
+        mode: what has to be equal for a page to be used again.
     """
 
     def __init__(self, store: PrefixStore, mode: Mode) -> None:
@@ -94,57 +89,52 @@ class PrefixCache:
         self._is_exact = mode == "exact"
 
     def begin(self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool) -> Call | None:
-        """Fills a cache with what is stored of a call's tokens.
+        """Restore the cached part of a call.
 
         Args:
             tokens: the new ones, ``(sequences, length)``.
             cache: mlx-lm's prompt cache.
-            is_prompt: whether nobody looks at the logits; else nothing is taken from the store.
+            is_prompt: whether the logits are dropped; otherwise nothing is restored.
 
         Returns:
-            What is to be given to :meth:`end` when the rest of the call was computed; None when it is not known what
-            the cache holds.
+            The call, for :meth:`end` when the rest was computed. None if the content of the cache is not known.
         """
         leaves = leaves_of(cache)
         history = self._history(leaves) if leaves and len(tokens) == 1 and tokens.shape[1] else None
         forget(cache)
         if leaves is None or history is None or (self._is_exact and not is_prompt):
             return None
-        form = form_of(leaves, of_batches=self._is_exact)
-        call = Call(leaves, history, tokens, form, is_prompt)
-        if not is_prompt:
-            return call
-        num_restored = self._restore(call)
-        self.counters.num_computed += tokens.shape[1] - num_restored
-        self.counters.num_calls_restored += num_restored == tokens.shape[1]
-        return Call(leaves, history, tokens, form, is_prompt, num_restored)
+        call = Call(leaves, history, tokens, form_of(leaves, of_batches=self._is_exact), is_prompt)
+        if is_prompt:
+            call.num_restored = self._restore(call)
+            self.counters.num_restored += call.num_restored
+            self.counters.num_computed += tokens.shape[1] - call.num_restored
+            self.counters.num_calls_restored += call.is_answered
+        return call
 
     def end(self, call: Call) -> None:
-        """Stores what was computed, page by page, and notes what the cache holds now."""
-        end = call.history.length + call.tokens.shape[1]
-        if any(leaf.length not in (end, None) for leaf in call.leaves):
+        """Store the pages that a call completed, and note what the cache holds now."""
+        if any(leaf.length not in (call.end, None) for leaf in call.leaves):
             return
-        known = self._ends(call)
-        if not call.is_prompt and not known:
-            tokens = call.tokens
-            history = call.history.with_unread(lambda: np.array(tokens)[0], tokens.shape[1], call.form)
+        ends, tokens = self._ends(call), call.tokens
+        if call.is_prompt or ends:
+            history = call.history.with_labels(self._labels(call), ends)
         else:
-            history = call.history.with_labels(self._labels(call), known)
-        restored = call.history.length + call.num_restored
-        if self._store(call, history, restored):
+            history = call.history.with_unread(lambda: np.array(tokens)[0], tokens.shape[1], call.form)
+        if self._store(call, history):
             for leaf in call.leaves:
                 leaf.note(history)
 
     def telemetry(self) -> dict[str, int]:
-        """What was restored and stored so far."""
-        return {**asdict(self.counters), **self.store.written()}
+        """Return what was restored and stored so far."""
+        return {**asdict(self.counters), **self.store.telemetry()}
 
     def close(self) -> None:
-        """Writes what waits to be stored."""
+        """Write the pages that wait to be stored."""
         self.store.close()
 
     def _history(self, leaves: Sequence[Leaf]) -> History | None:
-        """What a cache holds; None when that is not known."""
+        """Return the content of a cache; None if it is not known."""
         if all(leaf.is_empty for leaf in leaves):
             return History()
         history = leaves[0].history
@@ -159,131 +149,108 @@ class PrefixCache:
         is_known = length in (0, *history.ends) if self._is_exact else all(isinstance(leaf, RowLeaf) for leaf in leaves)
         return history.cut(length) if is_known else None
 
-    def _labels(self, call: Call) -> np.ndarray[Any, np.dtype[np.int64]]:
-        begin = call.history.length
-        bounds = (begin, begin + call.tokens.shape[1]) if self._is_exact else (0, 0)
+    def _labels(self, call: Call) -> Labels:
+        bounds = (call.history.length, call.end) if self._is_exact else (0, 0)
         return make_labels(np.array(call.tokens)[0], *bounds, call.form)
 
     def _ends(self, call: Call) -> list[int]:
-        """Where the pages end that a call fills; in the mode ``exact`` the last one ends with the call."""
-        begin, end = call.history.length, call.history.length + call.tokens.shape[1]
-        ends = [i for i in full_pages(end, self.store.page_tokens) if i > begin]
-        return [*ends, end] if self._is_exact and end not in ends else ends
+        """Return the ends of the pages that a call completes; in the mode ``exact`` the last one ends with the call."""
+        ends = [i for i in full_pages(call.end, self.store.page_tokens) if i > call.history.length]
+        return [*ends, call.end] if self._is_exact and call.end not in ends else ends
 
-    # --- from the store ---
+    # --- restoring ---
 
     def _restore(self, call: Call) -> int:
-        """Fills the cache. Returns with how many tokens: all or none of them in the mode ``exact``."""
-        begin, end = call.history.length, call.history.length + call.tokens.shape[1]
-        states = [leaf for leaf in call.leaves if isinstance(leaf, StateLeaf)]
-        rows = [leaf for leaf in call.leaves if isinstance(leaf, RowLeaf)]
-        whole = begin if self._is_exact else max(call.history.ends, default=0)
-        looked_for = call.history.with_labels(self._labels(call), self._ends(call))
-        reached = end + 1
+        """Fill the cache. Return with how many tokens: all or none of them in the mode ``exact``."""
+        begin, limit = call.history.length, call.end
+        history = call.history.with_labels(self._labels(call), self._ends(call))
         while True:
-            prefix = self.store.find(looked_for.labels, ends=looked_for.ends, snapshot=STATE if states else "")
+            prefix = self.store.find(history.labels, ends=history.ends, snapshot=STATE if call.states else "")
             prefix = self.store.pin(prefix)
             try:
-                if not begin < prefix.num_tokens < reached or (self._is_exact and prefix.num_tokens < end):
+                end = prefix.num_tokens
+                if not begin < end <= limit or (self._is_exact and end < call.end):
                     return 0
-                # what does not fill a page is taken from the store too: the cache is as if it had been cut there
-                rest = [leaf.read(whole, begin) for leaf in rows] if whole < begin else []
-                for leaf in rows:
-                    leaf.trim(whole)
-                if (not states or prefix.snapshot) and self._fill(prefix, whole, rows, states):
-                    self.counters.num_restored += prefix.num_tokens - begin
-                    return prefix.num_tokens - begin
+                if (not call.states or prefix.snapshot) and self._fill(call, prefix):
+                    return end - begin
             finally:
                 self.store.release(prefix)
-            for leaf in rows:
-                leaf.trim(whole)
-            for leaf, blobs in zip(rows, rest, strict=False):
-                leaf.append([to_array(blob) for blob in blobs])
-            reached = prefix.num_tokens  # a page was damaged: what is before it may be used
+            for leaf in call.rows:
+                leaf.trim(begin)
+            limit = end - 1  # a page is damaged; the pages before it may be used
 
-    def _fill(self, prefix: Prefix, begin: int, rows: Sequence[RowLeaf], states: Sequence[StateLeaf]) -> bool:
-        """Adds the pages after a token. Returns whether all could be read; if not, some rows may have been added."""
-        snapshot = self._read_states(prefix.snapshot, states) if states else []
-        pages = [page for page, end in zip(prefix.pages, prefix.ends, strict=True) if end > begin]
-        if snapshot is None:
+    def _fill(self, call: Call, prefix: Prefix) -> bool:
+        """Add the pages of a prefix. Return whether all could be read; if not, some of them may have been added.
+
+        A page in which the call begins replaces its tokens in the cache, as if the cache had been cut before it.
+        """
+        states = self._read(prefix.snapshot, len(call.states)) if call.states else []
+        if states is None:
             return False
-        for page in pages if rows else ():
-            found = self._read_rows(page, rows)
-            if found is None:
-                return False
-            for leaf, arrays in zip(rows, found, strict=True):
-                leaf.append(arrays)
-        for holder, state in zip(states, snapshot, strict=True):
+        for page, start, end in zip(prefix.pages, (0, *prefix.ends), prefix.ends, strict=False):
+            if call.rows and end > call.history.length:
+                found = self._read(page, len(call.rows))
+                if found is None:
+                    return False
+                for leaf, arrays in zip(call.rows, found, strict=True):
+                    leaf.trim(start)
+                    leaf.append([*arrays.values()])
+        for holder, state in zip(call.states, states, strict=True):
             holder.set_state(state)
         return True
 
-    def _read_rows(self, page: str, rows: Sequence[RowLeaf]) -> list[list[mx.array]] | None:
-        """For each leaf its arrays of a page; None when it is damaged or gone."""
-        info = self.store.describe(page)
-        if info is None:
+    def _read(self, page: str, num_leaves: int) -> list[dict[str, mx.array]] | None:
+        """Return the arrays of a page or snapshot for each leaf, by name; None if it is damaged or gone."""
+        arrays: list[dict[str, mx.array]] = [{} for _ in range(num_leaves)]
+        views: dict[str, memoryview] = {}
+
+        def allocate(blobs: Mapping[str, BlobInfo]) -> dict[str, memoryview]:
+            for name, blob in blobs.items():
+                leaf, _, key = name.partition(".")
+                arrays[int(leaf)][key], views[name] = new_array(blob.dtype, blob.shape)
+            return views
+
+        if not self.store.read(page, allocate):
             return None
-        arrays: list[list[mx.array]] = [[] for _ in rows]
-        views = {}
-        for name, blob in info.blobs.items():
-            array, views[name] = new_array(blob.dtype, blob.shape)
-            arrays[int(name.partition(".")[0])].append(array)
-        is_read = self.store.read_into(page, views)
-        self.counters.restored_bytes += sum(view.nbytes for view in views.values()) if is_read else 0
-        return arrays if is_read else None
+        self.counters.restored_bytes += sum(view.nbytes for view in views.values())
+        return arrays
 
-    def _read_states(self, snapshot: str, states: Sequence[StateLeaf]) -> list[dict[str, Blob]] | None:
-        info, found = self.store.describe(snapshot), self.store.read(snapshot)
-        if info is None or found is None:
-            return None
-        parts: list[dict[str, Blob]] = [{} for _ in states]
-        for name, blob in info.blobs.items():
-            number, _, key = name.partition(".")
-            parts[int(number)][key] = Blob(found[name], blob.dtype, blob.shape)
-        self.counters.restored_bytes += sum(len(data) for data in found.values())
-        return parts
+    # --- storing ---
 
-    # --- to the store ---
-
-    def _store(self, call: Call, history: History, restored: int) -> bool:
-        """Stores the pages that were computed. Returns whether all of them are stored, so that others may follow."""
-        known = call.history.ends
-        for number in range(len(known), len(history.ends)):
+    def _store(self, call: Call, history: History) -> bool:
+        """Store the pages that were computed. Return whether all of them are stored, so that others may follow."""
+        restored = call.history.length + call.num_restored
+        for number in range(len(call.history.ends), len(history.ends)):
             end = history.ends[number]
-            if end <= restored:
-                continue
             start = history.ends[number - 1] if number else 0
-            blobs: dict[str, Blob] = {}
-            for i, leaf in enumerate(leaf for leaf in call.leaves if isinstance(leaf, RowLeaf)):
-                blobs |= {f"{i}.{j}": blob for j, blob in enumerate(leaf.read(start, end))}
-            if not self._put(history, number, blobs):
+            if end > restored and not self._put(history, number, [leaf.read(start, end) for leaf in call.rows]):
                 return False
         ends_with_page = bool(history.ends) and history.ends[-1] == history.length
-        states = [leaf for leaf in call.leaves if isinstance(leaf, StateLeaf)]
-        if states and call.is_prompt and ends_with_page and restored < history.length:
-            blobs = {f"{i}.{name}": b for i, leaf in enumerate(states) for name, b in leaf.read_state().items()}
-            return self._put(history, len(history.ends) - 1, blobs, snapshot=STATE) or not self._is_exact
+        if call.states and call.is_prompt and ends_with_page and restored < history.length:
+            states = [leaf.read_state() for leaf in call.states]
+            return self._put(history, len(history.ends) - 1, states, STATE) or not self._is_exact
         return True
 
-    def _put(self, history: History, number: int, blobs: dict[str, Blob], snapshot: str = "") -> bool:
-        # where tokens alone name a page, the one that is there may have been computed in other calls
+    def _put(self, history: History, number: int, leaves: Sequence[Mapping[str, Blob]], snapshot: str = "") -> bool:
+        blobs = {f"{i}.{name}": blob for i, leaf in enumerate(leaves) for name, blob in leaf.items()}
+        # in the mode longest, the cached page of a name may have been computed in other calls than its successors here
         only_new = not self._is_exact
-        ends = history.ends
         return self.store.put(
-            history.labels, number, blobs, snapshot=snapshot, ends=ends, waits=True, only_new=only_new
+            history.labels, number, blobs, snapshot=snapshot, ends=history.ends, waits=True, only_new=only_new
         )
 
 
 def open_prefixes(
     config: FlashConfig, model: str, title: str, prefix_bytes: int, governor: WriteGovernor
 ) -> PrefixCache | None:
-    """The remembered prompts of a model; None where the settings want none.
+    """Return the prefix cache of a model; None where the settings want none.
 
     Args:
         config: the settings.
         model: fingerprint of everything that decides what it computes.
         title: its name, for people.
-        prefix_bytes: set aside for pages on their way.
-        governor: of what is written.
+        prefix_bytes: memory for pages on their way.
+        governor: counts writes and caps them.
     """
     mode = config.kv_prefixes
     if mode == "off":
@@ -302,27 +269,20 @@ def open_prefixes(
 
 
 def _device() -> dict[str, str]:
-    """What decides the bits that a model gives here: the device, and how MLX was told to use it.
+    """Return what decides the bits that a model computes here: the device and MLX's environment variables.
 
-    Not all that MLX says of a device: on CUDA its free memory is among that, which is never the same again.
+    The rest of MLX's description is left out: on CUDA it includes the free memory, which is never the same again.
     """
     known = mx.device_info()
     device = {key: str(known[key]) for key in ("architecture", "device_name") if key in known}
-    settings = {
+    variables = {
         name: value
         for name, value in os.environ.items()
         if name.startswith("MLX_") and not name.startswith(VARIABLE_PREFIX)
     }
-    return device | settings
+    return device | variables
 
 
 def prefix_directory() -> Path:
-    """Where all prompts are remembered; it need not exist."""
+    """Return the directory of the prefix cache of all models; it need not exist."""
     return cache_directory() / "prefixes"
-
-
-def open_governor(config: FlashConfig) -> WriteGovernor:
-    """What counts the bytes that are written, and says when it is enough."""
-    cap = config.ssd_write_gb_per_day
-    gb_per_day = DEFAULT_GB_PER_DAY if cap is None else cap
-    return WriteGovernor(cache_directory(), gb_per_day=gb_per_day, zero_write=config.writes_nothing)

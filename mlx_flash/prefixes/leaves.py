@@ -1,14 +1,10 @@
-"""What a prompt cache is made of, seen alike: rows of tokens that are appended, and states that are replaced.
-
-A list of mlx-lm's caches, one entry a layer, some of them lists themselves. What is not known here has no leaves, and
-is not remembered.
-"""
+"""The entries of a prompt cache, seen alike: rows of tokens that are appended, and states that are replaced."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -26,19 +22,17 @@ from mlx_lm.models.cache import (
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.caches import count_tokens, is_right_padded, num_tokens
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
-from mlx_flash.kv.history import ATTRIBUTE, History, is_anchored
-from mlx_flash.kv.lone import LoneKVCache
+from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
 from mlx_flash.kv.options import round_up
-from mlx_flash.prefixes.files import Blob
+from mlx_flash.prefixes.pages import Blob
 
 _SKELETON = "state"
-
 _ROWS = (KVCache, QuantizedKVCache, BatchKVCache, LoneKVCache, DiskKVCache, DiskQuantizedKVCache)
 _STATES = (RotatingKVCache, ChunkedKVCache, ArraysCache, BatchRotatingKVCache)
 
 
 def leaves_of(cache: Sequence[Any]) -> list[Leaf] | None:
-    """The leaves of a prompt cache of one sequence; None when there is something that is not known, or forgets."""
+    """Return the leaves of a prompt cache of one sequence; None if an entry is unknown, or forgets tokens."""
     leaves: list[Leaf] = []
     for entry in _entries(cache):
         leaf = RowLeaf(entry) if type(entry) in _ROWS else StateLeaf(entry) if type(entry) in _STATES else None
@@ -57,17 +51,13 @@ def _entries(cache: Sequence[Any]) -> Iterator[Any]:
 
 
 def forget(cache: Sequence[Any]) -> None:
-    """Notes that it is not known what a prompt cache holds."""
+    """Note that the content of a prompt cache is not known."""
     for entry in _entries(cache):
         getattr(entry, "__dict__", {}).pop(ATTRIBUTE, None)
 
 
 class Leaf:
-    """An entry of a prompt cache.
-
-    Args:
-        entry: mlx-lm's, or one of ours.
-    """
+    """An entry of a prompt cache: mlx-lm's, or one of ours."""
 
     def __init__(self, entry: Any) -> None:
         self.entry = entry
@@ -86,33 +76,32 @@ class Leaf:
 
     @property
     def length(self) -> int | None:
-        """Tokens it was given; None when it does not say."""
+        """Number of tokens; None for entries that do not count them."""
         entry = self.entry
         return None if isinstance(entry, ArraysCache) else num_tokens(entry)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing that is in it matters."""
+        """Whether its content does not matter."""
         return bool(self.entry.empty())
 
     @property
     def form(self) -> list[object]:
-        """What of its class and settings decides the bytes that it holds."""
-        entry = self.entry
+        """Class and settings that decide the bytes that it holds."""
         names = ("bits", "group_size", "max_size", "keep", "chunk_size")
-        return [type(entry).__name__, *(getattr(entry, name, None) for name in names)]
+        return [type(self.entry).__name__, *(getattr(self.entry, name, None) for name in names)]
 
     @property
     def history(self) -> History | None:
-        """What was noted by :meth:`note`, if it still holds: not when sequences were added or taken out since."""
+        """The content noted by :meth:`note`; None once sequences were added or removed."""
         return vars(self.entry)[ATTRIBUTE][0] if is_anchored(self.entry, self._anchor()) else None
 
     def note(self, history: History) -> None:
-        """Notes what is in it, until :func:`forget`."""
+        """Note the content, until :func:`forget`."""
         vars(self.entry)[ATTRIBUTE] = (history, self._anchor())
 
     def _anchor(self) -> object:
-        """An object that the entry replaces when sequences are added to it or taken out."""
+        """Return an object that the entry replaces when sequences are added or removed."""
         entry = self.entry
         if isinstance(entry, ArraysCache):
             return entry.cache
@@ -128,32 +117,29 @@ class RowLeaf(Leaf):
 
     @property
     def form(self) -> list[object]:
-        kind, *settings = super().form
-        return [kind, *settings[:2]]
+        return super().form[:3]
 
-    def read(self, start: int, stop: int) -> list[Blob]:
-        """The rows of some tokens, ``(1, heads, tokens, width)`` for each array."""
+    def read(self, start: int, stop: int) -> dict[str, Blob]:
+        """Return the rows of some tokens, ``(1, heads, tokens, width)`` for each array."""
         if isinstance(self.entry, DiskKVCache | DiskQuantizedKVCache):
             arrays = self.entry.rows.read(start, stop)
         else:
             arrays = [array[..., start:stop, :] for array in self._arrays()]
-        return [to_blob(array) for array in arrays]
+        return {str(i): to_blob(array) for i, array in enumerate(arrays)}
 
     def append(self, arrays: Sequence[mx.array]) -> None:
-        """Adds rows as :meth:`read` returned them, and evaluates them."""
+        """Add rows as :meth:`read` returned them, and evaluate them."""
         if isinstance(self.entry, DiskKVCache | DiskQuantizedKVCache):
             self.entry.append_rows(arrays)
             mx.eval(self.entry.rows.memory.arrays)
             return
         entry, count, length = self.entry, arrays[0].shape[2], self.length or 0
-        # room behind them as mlx-lm's caches have it when they grow
-        room = round_up(count, entry.step) - count
-        old = self._arrays()
+        room = round_up(count, entry.step) - count  # as much as mlx-lm's caches have when they grow
+        old = [array[..., :length, :] for array in self._arrays()]
         longer = []
         for i, array in enumerate(arrays):
-            parts = [old[i][..., :length, :]] if old else []
-            parts += [array, mx.zeros((*array.shape[:2], room, array.shape[3]), array.dtype)]
-            longer.append(mx.concatenate(parts, axis=2))
+            zeros = mx.zeros((*array.shape[:2], room, array.shape[3]), array.dtype)
+            longer.append(mx.concatenate([*old[i : i + 1], array, zeros], axis=2))
         half = len(longer) // 2
         is_quantized = isinstance(entry, QuantizedKVCache)
         entry.keys, entry.values = (tuple(longer[:half]), tuple(longer[half:])) if is_quantized else longer
@@ -161,7 +147,7 @@ class RowLeaf(Leaf):
         mx.eval(longer, entry.offset)
 
     def trim(self, length: int) -> None:
-        """Takes the newest tokens back."""
+        """Remove the newest tokens."""
         self.entry.trim((self.length or 0) - length)
 
     def _arrays(self) -> list[mx.array]:
@@ -172,17 +158,17 @@ class RowLeaf(Leaf):
 
 
 class StateLeaf(Leaf):
-    """A window of tokens, or a recurrent state: what it holds at the end of a call says all."""
+    """A window of tokens, or a recurrent state: its content at the end of a call decides everything after it."""
 
     def read_state(self) -> dict[str, Blob]:
-        """Its state, as :meth:`set_state` takes it."""
+        """Return its state: arrays, and a skeleton in JSON that says where they belong."""
         blobs: dict[str, Blob] = {}
         skeleton = json.dumps(_skeleton(self.entry.state, blobs)).encode()
         return {_SKELETON: Blob(skeleton, "uint8", (len(skeleton),)), **blobs}
 
-    def set_state(self, found: dict[str, Blob]) -> None:
-        """Puts a state in the place of the one there is."""
-        skeleton = json.loads(bytes(found[_SKELETON].data))
+    def set_state(self, found: Mapping[str, mx.array]) -> None:
+        """Replace the state by one that :meth:`read_state` returned."""
+        skeleton = json.loads(bytes(memory_of(found[_SKELETON])))
         self.entry.state = _filled(skeleton, found)
 
 
@@ -191,7 +177,6 @@ def _is_zero(padding: mx.array | None) -> bool:
 
 
 def _skeleton(value: Any, blobs: dict[str, Blob]) -> Any:
-    """A state in JSON; its arrays are among the blobs."""
     if isinstance(value, mx.array):
         name = str(len(blobs))
         blobs[name] = to_blob(value)
@@ -203,37 +188,29 @@ def _skeleton(value: Any, blobs: dict[str, Blob]) -> Any:
     raise TypeError(f"the state of a cache holds a {type(value).__name__}")
 
 
-def _filled(value: Any, found: dict[str, Blob]) -> Any:
+def _filled(value: Any, found: Mapping[str, mx.array]) -> Any:
     if isinstance(value, dict):
-        return to_array(found[value["array"]])
+        return found[value["array"]]
     return [_filled(item, found) for item in value] if isinstance(value, list) else value
 
 
 def to_blob(array: mx.array) -> Blob:
-    """An array's bytes; evaluates it."""
+    """Return an array's bytes; evaluates it."""
     flat = mx.contiguous(array).reshape(-1)
     mx.eval(flat)
     return Blob(memory_of(flat), str(array.dtype).removeprefix("mlx.core."), tuple(array.shape))
 
 
 def new_array(dtype: str, shape: Sequence[int]) -> tuple[mx.array, memoryview]:
-    """An array to be filled, and its memory."""
+    """Return an array to be filled, and its memory."""
     kind: mx.Dtype = getattr(mx, dtype)
     array = mx.zeros(tuple(shape), kind)
     mx.eval(array)
     return array, memory_of(array)
 
 
-def to_array(blob: Blob) -> mx.array:
-    """The array that a blob was made of."""
-    array, memory = new_array(blob.dtype, blob.shape)
-    memory[:] = memoryview(blob.data).cast("B") if memory.nbytes else b""
-    return array
-
-
 def form_of(leaves: Sequence[Leaf], *, of_batches: bool) -> int:
-    """A number for what of a cache decides the bytes that it holds; with ``of_batches``, also whether it is one for
-    several sequences, whose masks are others."""
+    """Return a number for what decides a cache's bytes. With ``of_batches``, a batch of one has another number."""
     forms = [leaf.form for leaf in leaves]
     if not of_batches:
         forms = [[str(kind).removeprefix("Batch"), *settings] for kind, *settings in forms]

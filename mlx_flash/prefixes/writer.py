@@ -1,159 +1,126 @@
-"""Writing the pages of a store behind the caller's back, as far as its limits and the day's writes allow."""
+"""The thread that writes pages of the prefix cache, within the limits of memory, disk and daily writes."""
 
 from __future__ import annotations
 
 import logging
-import shutil
-import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.prefixes.access import StoreAccess
-from mlx_flash.prefixes.files import Blob, PageKey, encode_page, write_page
-from mlx_flash.prefixes.index import Index
-from mlx_flash.prefixes.queue import WriteQueue
-
-FREE_SHARE = 1 / 10
-"""Of the disk; so much is left free when no floor is set."""
-
-_TOLD = {
-    "room": "the disk, or the store's share of it, is full, and what is there is in use.",
-    "wear": "enough was written to the disk today. Hint: ssd_write_gb_per_day is the cap.",
-}
-"""Reasons that users can do something about."""
+from mlx_flash.prefixes.folder import PageFolder
+from mlx_flash.prefixes.pages import Blob, PageKey, encode_page
 
 REASONS = ("stopped", "parent", "queue", "room", "wear")
-"""Why a page is not stored: storing has stopped, the page before it is not there, too much is waiting, the disk or the
-limit is full, enough was written today."""
+"""Reasons for not storing a page: storing has stopped, the page before it is missing, too much waits to be written, the
+disk or the limit is full, the cap of daily writes is reached."""
+
+_WARNINGS = {
+    "room": "the disk, or the cache's share of it, is full, and all of its pages are in use.",
+    "wear": "the cap of today's disk writes is reached. Hint: it is ssd_write_gb_per_day.",
+}
+"""Texts for reasons that users can change."""
 
 _log = logging.getLogger("mlx_flash")
 
 
 class PageWriter:
-    """Writes pages in a thread of its own, which begins with the first of them.
+    """A queue of pages and the thread that writes them. Threads may share it.
 
     Args:
-        access: to the store.
-        governor: counts what is written, and says when it is enough.
-        limit_bytes: the most that all pages may take; None for no limit.
-        free_space_floor: bytes of the disk that are left free; None for a tenth of it.
-        queue_bytes: the most that may wait.
+        folder: the pages.
+        governor: counts writes and caps them.
+        queue_bytes: the most bytes that may wait or be written.
     """
 
-    def __init__(
-        self,
-        access: StoreAccess,
-        governor: WriteGovernor,
-        limit_bytes: int | None,
-        free_space_floor: int | None,
-        queue_bytes: int,
-    ) -> None:
-        self._access = access
+    def __init__(self, folder: PageFolder, governor: WriteGovernor, queue_bytes: int) -> None:
+        self._folder = folder
         self._governor = governor
-        self._limit = limit_bytes
-        self._floor = free_space_floor
-        self._queue = WriteQueue(queue_bytes)
-        self._lock = threading.Lock()
+        self._queue_bytes = queue_bytes
+        self._pending: dict[str, int] = {}
+        self._changed = threading.Condition()
+        self._executor = ThreadPoolExecutor(1, "mlx-flash-prefixes")
+        self._is_closed = False
         self._counts: Counter[str] = Counter()
 
-    def put(self, key: PageKey, blobs: Mapping[str, Blob], *, waits: bool = False, only_new: bool = False) -> bool:
-        """Has a page written; with ``waits`` when there is room for it in the queue. Returns whether it is there, or
-        going to be; with ``only_new`` whether these bytes are.
-
-        Raises:
-            ClosedError: the store was closed.
-        """
+    def put(self, key: PageKey, blobs: Mapping[str, Blob], *, waits: bool, only_new: bool) -> bool:
+        """Queue a page, see :meth:`PrefixStore.put`."""
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
-        if self._has(key.page) or key.page in self._queue:
-            return not only_new
-        if reason := self._reason_against(key, nbytes, waits):
-            self._refuse(reason)
-            return False
-        try:
+        with self._changed:
+            if self._has(key.page):
+                return not only_new
+            reason = self._reason_against(key, nbytes)
+            if not reason and waits and nbytes <= self._queue_bytes:
+                self._changed.wait_for(lambda: self._is_closed or self._fits(nbytes))
+            if not reason and (self._is_closed or not self._fits(nbytes)):
+                reason = "queue"
+            self._count(reason)
+            if reason:
+                return False
             copies = {name: Blob(_as_bytes(blob), blob.dtype, blob.shape) for name, blob in blobs.items()}
-        except BaseException:
-            self._queue.give_up(key.page)
-            raise
-        self._queue.submit(key.page, lambda: self._store(key, copies))
-        return True
+            self._pending[key.page] = nbytes
+            self._executor.submit(self._write, key, copies).add_done_callback(_raise)
+            return True
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until nothing waits to be written. Returns whether that is so, after so many seconds at most."""
-        return self._queue.flush(timeout)
+        """Wait until the queue is empty, at most so many seconds. Return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, timeout)
 
     def close(self) -> None:
-        """Writes what waits, and ends the thread. Again does nothing."""
-        self._queue.close()
+        """Write what is queued, and end the thread. Further calls do nothing."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._executor.shutdown()
 
-    def stats(self) -> dict[str, int]:
-        """How many pages were stored and not stored, and why; and the bytes that wait."""
-        with self._lock:
+    def telemetry(self) -> dict[str, int]:
+        """Return how many pages were stored and not stored, by reason, and the bytes that wait."""
+        with self._changed:
             refused = {f"refused_{reason}": self._counts[reason] for reason in REASONS}
-            return {"queued_bytes": self._queue.nbytes, "stored": self._counts[""], **refused}
+            return {"queued_bytes": sum(self._pending.values()), "stored": self._counts["stored"], **refused}
 
     def _has(self, page: str) -> bool:
-        return self._access.ask(lambda index: index.has(page))
+        return page in self._pending or self._folder.has(page)
 
-    def _reason_against(self, key: PageKey, nbytes: int, waits: bool) -> str:
-        """Why a page is not stored; empty when it is, and then it has a place in the queue."""
-        if not self._access.is_writable:
+    def _fits(self, nbytes: int) -> bool:
+        return sum(self._pending.values()) + nbytes <= self._queue_bytes
+
+    def _reason_against(self, key: PageKey, nbytes: int) -> str:
+        if not self._folder.is_writable:
             return "stopped"
-        if key.parent and key.parent not in self._queue and not self._has(key.parent):
+        if key.parent and not self._has(key.parent):
             return "parent"
-        if not self._governor.may_write(self._queue.nbytes + nbytes):
-            return "wear"
-        return "" if self._queue.reserve(key.page, nbytes, waits=waits) else "queue"
+        return "" if self._governor.may_write(sum(self._pending.values()) + nbytes) else "wear"
 
-    def _refuse(self, reason: str) -> None:
-        """Counts a page that is not stored, and tells once why."""
-        if self._count(reason) == 1 and reason in _TOLD:
-            _log.warning("what is computed is not stored in %s for now: %s", self._access.directory, _TOLD[reason])
+    def _count(self, reason: str) -> None:
+        """Count a page that is not stored. Warn about the first one of a reason that users can change."""
+        self._counts[reason] += 1
+        if self._counts[reason] == 1 and reason in _WARNINGS:
+            _log.warning("%s: pages are not stored for now: %s", self._folder.path, _WARNINGS[reason])
 
-    def _count(self, reason: str) -> int:
-        with self._lock:
-            self._counts[reason] += 1
-            return self._counts[reason]
-
-    def _store(self, key: PageKey, blobs: Mapping[str, Blob]) -> None:
+    def _write(self, key: PageKey, blobs: Mapping[str, Blob]) -> None:
+        reason = ""
         try:
-            reason = self._write(self._access.index, key, blobs)
-        except (OSError, sqlite3.DatabaseError) as error:
-            self._access.stop_storing(error)
+            if self._folder.is_writable:
+                reason = self._folder.add(encode_page(key, blobs), self._governor.claim) or "stored"
+            else:
+                reason = "stopped"
+        except OSError as error:
+            self._folder.stop(error)
             reason = "stopped"
-        if reason:
-            self._refuse(reason)
-        else:
-            self._count("")
-
-    def _write(self, index: Index, key: PageKey, blobs: Mapping[str, Blob]) -> str:
-        """Writes a page unless it is there. Returns why it is not; empty when it is."""
-        if not index.is_stored:
-            return "stopped"
-        if index.has(key.page):  # another process was faster
-            return ""
-        if key.parent and not index.has(key.parent):
-            return "parent"
-        page = encode_page(key, blobs)
-        if not index.make_room(page.info.nbytes, key.parent, self._limit, self._free_floor()):
-            return "room"
-        is_written = False
-        try:
-            if not self._governor.claim(page.info.nbytes):
-                return "wear"
-            write_page(self._access.folder, page, self._access.session)
-            is_written = True
         finally:
-            if not is_written:
-                index.give_up()
-        return "" if index.add(page.info) else "parent"
-
-    def _free_floor(self) -> int:
-        if self._floor is None:
-            self._floor = int(shutil.disk_usage(self._access.folder).total * FREE_SHARE)
-        return self._floor
+            with self._changed:
+                self._count(reason)
+                del self._pending[key.page]
+                self._changed.notify_all()
 
 
 def _as_bytes(blob: Blob) -> bytes:
     return blob.data if isinstance(blob.data, bytes) else memoryview(blob.data).tobytes()
+
+
+def _raise(done: Future[None]) -> None:
+    """Raise an unexpected error, which the executor logs."""
+    done.result()

@@ -1,0 +1,333 @@
+"""The folder of page files, which is the index of the prefix cache.
+
+A page is cached when its file exists, so a lookup is one look per page, and every process sees at once what others
+store and remove. Files are added and removed under one lock, the last page of a prefix first, so prefixes have no
+holes. A process that uses a prefix holds a shared lock on its last page, which ends with the process; eviction takes
+only pages that nobody holds and that no other page follows. A file's modification time is when it was last used.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_flash.errors import ReadError, WriteError
+from mlx_flash.files import PARTIAL_SUFFIX, flush_folder, locked, open_locked
+from mlx_flash.memory.pagecache import drop_cached
+from mlx_flash.prefixes.pages import SUFFIX, EncodedPage, PageFile, PageKey, path_of
+
+LOCK_SECONDS = 10.0
+"""Longest wait for the lock. Others hold it for milliseconds, so a longer wait is for a stopped process."""
+
+FREE_SHARE = 1 / 10
+"""Share of the disk that is left free when no floor is set."""
+
+_log = logging.getLogger("mlx_flash")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """The pages of one model: ``pages`` includes snapshots, ``last_used`` is in seconds since 1970."""
+
+    model: str
+    title: str
+    pages: int
+    tokens: int
+    nbytes: int
+    last_used: float
+
+
+@dataclass(slots=True)
+class _Page:
+    key: PageKey
+    nbytes: int
+    last_used: int = 0
+
+
+class PageFolder:
+    """The page files in a directory. Threads and processes may share it.
+
+    Args:
+        directory: of the prefix cache.
+        limit: the most bytes of all pages; None for no limit.
+        free_floor: bytes of the disk that are left free; None for a tenth of it.
+
+    Attributes:
+        path: of the folder of pages.
+        is_writable: whether pages can be added and removed: from :meth:`open` until :meth:`stop`.
+    """
+
+    def __init__(self, directory: Path, limit: int | None = None, free_floor: int | None = None) -> None:
+        self.path = directory / "pages"
+        self.is_writable = False
+        self._directory = directory
+        self._limit = limit
+        self._free_floor = free_floor
+        self._known: dict[str, _Page] = {}
+        self._hidden: set[str] = set()
+
+    def open(self) -> None:
+        """Make the folder writable, and remove what killed processes and damage have left in it."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        if self._free_floor is None:
+            self._free_floor = int(shutil.disk_usage(self.path).total * FREE_SHARE)
+        with self._locked():
+            self._repair()
+        self.is_writable = True
+
+    def stop(self, error: OSError) -> None:
+        """Add and remove nothing any more; pages are still read."""
+        self.is_writable = False
+        text = "nothing more is stored in %s: %s. Cached pages are still read. Hint: make room, or check who may write."
+        _log.warning(text, self._directory, error)
+
+    def has(self, page: str) -> bool:
+        """Return whether a page is cached."""
+        return page not in self._hidden and path_of(self.path, page).exists()
+
+    def open_page(self, page: str) -> PageFile:
+        """Open a page. Errors are those of :class:`PageFile`."""
+        return PageFile(path_of(self.path, page))
+
+    def num_leading(self, pages: Sequence[str]) -> int:
+        """Return how many of the pages are cached, up to the first that is not."""
+        return next((i for i, page in enumerate(pages) if not self.has(page)), len(pages))
+
+    def hold(self, pages: Sequence[str]) -> tuple[int, int | None]:
+        """Keep pages that follow one another from being evicted, and note that they were used.
+
+        Return how many are cached, up to the first that is not; and a descriptor that holds them until it is closed.
+        """
+        while count := self.num_leading(pages):
+            pages = pages[:count]
+            try:
+                fd = open_locked(path_of(self.path, pages[-1]), shared=True, wait=False, required=False)
+            except OSError:  # it is being evicted, or cannot be read
+                pages = pages[:-1]
+                continue
+            if self.num_leading(pages) == count:
+                if self.is_writable:
+                    self._touch(pages[-1], time.time_ns())
+                return count, fd
+            os.close(fd)
+        return 0, None
+
+    def add(self, page: EncodedPage, claim: Callable[[int], bool]) -> str:
+        """Write a page, unless it is cached. After an error nothing is left of it.
+
+        Args:
+            page: what to write.
+            claim: counts bytes that are about to be written, or returns False.
+
+        Returns:
+            Why it is not cached now: ``"parent"``, ``"room"`` or ``"wear"``; empty if it is.
+        """
+        with self._locked():
+            if self.has(page.key.page):
+                return ""
+            if not self._has_parent(page.key):
+                return "parent"
+            if not self._make_room(page):
+                return "room"
+            if not claim(page.nbytes):
+                return "wear"
+            partial = self.path / f"{page.key.page}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+            fd = open_locked(partial, create=0o600, shared=True)  # as long as its writer lives
+        try:
+            os.ftruncate(fd, page.nbytes)  # other writers count it from now on
+            page.write(fd)
+            # macOS leaves it to the disk when to write what it was sent; after a loss of power checksums tell
+            os.fsync(fd)
+            drop_cached(fd, 0, page.nbytes)  # weights need the memory
+            with self._locked():
+                if not self._has_parent(page.key):
+                    return "parent"
+                if not self.has(page.key.page):
+                    os.utime(fd, ns=(time.time_ns(),) * 2)
+                    partial.replace(path_of(self.path, page.key.page))
+            flush_folder(self.path)
+            return ""
+        finally:
+            partial.unlink(missing_ok=True)
+            os.close(fd)
+
+    def drop(self, page: str) -> int:
+        """Remove an unreadable page and all that follow it, whoever uses them. Return how many followed it."""
+        self._hidden.add(page)
+        if self.is_writable:
+            try:
+                with self._locked():
+                    _, useless = self._repair()
+                    path_of(self.path, page).unlink(missing_ok=True)
+                    self._hidden.discard(page)
+                    return len(useless)
+            except OSError as error:
+                self.stop(error)
+        _, useless = self._look()
+        self._hidden.update(useless)
+        return len(useless)
+
+    def clear(self, model: str | None) -> None:
+        """Remove all pages, or those of one model, that nobody holds."""
+        with self._locked():
+            pages, _ = self._repair()
+            self._evict(pages, sum(page.nbytes for page in pages.values()), lambda key: model in (None, key.model))
+
+    def models(self) -> list[StoredModel]:
+        """Return what is cached, the model used last first. Nothing is changed."""
+        groups: dict[str, list[_Page]] = defaultdict(list)
+        for page in self._look()[0].values():
+            groups[page.key.model].append(page)
+        models = [
+            StoredModel(
+                model,
+                title=max(page.key.title for page in pages),
+                pages=len(pages),
+                tokens=sum(page.key.tokens for page in pages),
+                nbytes=sum(page.nbytes for page in pages),
+                last_used=max(page.last_used for page in pages) / 1e9,
+            )
+            for model, pages in groups.items()
+        ]
+        return sorted(models, key=lambda model: model.last_used, reverse=True)
+
+    def _has_parent(self, key: PageKey) -> bool:
+        return not key.parent or self.has(key.parent)
+
+    def _touch(self, page: str, when: int) -> None:
+        with suppress(OSError):  # only the order of eviction depends on it
+            os.utime(path_of(self.path, page), ns=(when, when))
+
+    def _locked(self) -> AbstractContextManager[int]:
+        return locked(self._directory / "lock", create=0o600, wait=LOCK_SECONDS)
+
+    # --- looking at files ---
+
+    def _look(self) -> tuple[dict[str, _Page], list[str]]:
+        """Return the usable pages, parents first, and the names of useless ones: damaged, or without their parent."""
+        found: dict[str, _Page] = {}
+        useless = []
+        for path in self.path.glob(f"*{SUFFIX}"):
+            if path.stem in self._hidden:
+                continue
+            try:
+                found[path.stem] = self._describe(path)
+            except FileNotFoundError:
+                pass  # it was removed meanwhile
+            except ReadError as error:
+                _log.warning("%s. It is not used; its tokens are computed again when they are needed.", error)
+                useless.append(path.stem)
+            except OSError as error:
+                _log.warning("%s is not used: %s", path, error.strerror or error)
+        self._known = found
+        usable: dict[str, _Page] = {}
+        for name, page in sorted(found.items(), key=lambda item: item[1].key.depth):
+            if page.key.parent in usable or not page.key.parent:
+                usable[name] = page
+            else:
+                useless.append(name)
+        return usable, useless
+
+    def _describe(self, path: Path) -> _Page:
+        """Return a page; opens only files that are new to this process."""
+        status = path.stat()
+        page = self._known.get(path.stem)
+        if page is None or page.nbytes != status.st_size:
+            with PageFile(path) as file:
+                page = _Page(file.key, status.st_size)
+        page.last_used = status.st_mtime_ns
+        return page
+
+    def _repair(self) -> tuple[dict[str, _Page], list[str]]:
+        """Remove useless pages and the unfinished files of killed processes. Return what :meth:`_look` found."""
+        for path in self.path.glob(f"*{PARTIAL_SUFFIX}"):
+            with suppress(FileNotFoundError, BlockingIOError):
+                os.close(open_locked(path, wait=False))
+                path.unlink()
+        pages, useless = self._look()
+        for page in reversed(useless):
+            path_of(self.path, page).unlink(missing_ok=True)
+        return pages, useless
+
+    # --- eviction ---
+
+    def _make_room(self, page: EncodedPage) -> bool:
+        """Evict pages until another one fits. Return whether it does."""
+        excess = page.nbytes - self._spare_bytes()
+        if self._limit is None and excess <= 0:
+            return True
+        pages, _ = self._repair()
+        taken = sum(other.nbytes for other in pages.values())
+        if self._limit is not None:
+            unfinished = sum(path.stat().st_size for path in self.path.glob(f"*{PARTIAL_SUFFIX}"))
+            excess = max(excess, taken + unfinished + page.nbytes - self._limit)
+        if excess > taken:
+            return False  # evicting all would not be enough
+        freed = self._evict(pages, excess, lambda key: key.page != page.key.parent)
+        return freed >= excess and page.nbytes <= self._spare_bytes()
+
+    def _evict(self, pages: dict[str, _Page], excess: int, may_go: Callable[[PageKey], bool]) -> int:
+        """Remove pages, least recently used first, until so many bytes are gone. Return how many are.
+
+        A page counts as used whenever a page that follows it was used.
+        """
+        for page in reversed(pages.values()):
+            if parent := pages.get(page.key.parent):
+                parent.last_used = max(parent.last_used, page.last_used)
+        num_children = Counter(page.key.parent for page in pages.values())
+        freed = 0
+        for page in sorted(pages.values(), key=lambda page: (page.last_used, -page.key.depth)):
+            key = page.key
+            if freed >= excess:
+                break
+            if num_children[key.page] or not may_go(key) or not self._remove_unheld(key.page):
+                continue
+            freed += page.nbytes
+            num_children[key.parent] -= 1
+            if key.parent:
+                self._touch(key.parent, pages[key.parent].last_used)
+        return freed
+
+    def _remove_unheld(self, page: str) -> bool:
+        path = path_of(self.path, page)
+        try:
+            fd = open_locked(path, wait=False)
+        except BlockingIOError:
+            return False
+        path.unlink(missing_ok=True)
+        os.close(fd)
+        return True
+
+    def _spare_bytes(self) -> int:
+        return shutil.disk_usage(self.path).free - (self._free_floor or 0)
+
+
+def list_prefixes(directory: Path) -> list[StoredModel]:
+    """Return what a prefix cache holds of each model, the one used last first. The directory need not exist."""
+    return PageFolder(directory).models()
+
+
+def clear_prefixes(directory: Path, model: str | None = None) -> list[StoredModel]:
+    """Remove the pages of all models, or of one fingerprint, that nobody uses. Return what is left.
+
+    Raises:
+        WriteError: they cannot be removed.
+    """
+    folder = PageFolder(directory)
+    if not folder.path.is_dir():
+        return []
+    try:
+        folder.open()
+        folder.clear(model)
+        return folder.models()
+    except OSError as error:
+        raise WriteError(f"cannot clear {directory}: {error}. Hint: check who may write there.") from error

@@ -588,7 +588,7 @@ def test_description_that_cannot_be_parsed_is_damage(
     put(store, TOKENS)
     prefix = store.find(TOKENS)
     path = opened.path(prefix.pages[2])
-    with PageFile(path) as file:
+    with PageFile(path.parent, path.stem) as file:
         key = json.dumps(asdict(file.key)).encode()
     path.write_bytes(page_of(key + b"\n" + table))
     with caplog.at_level(logging.WARNING):

@@ -92,11 +92,12 @@ class PageFolder:
 
     def has(self, page: str) -> bool:
         """Return whether a page is cached."""
-        return page not in self._hidden and path_of(self.path, page).exists()
+        # a Path object would take ten times as long
+        return page not in self._hidden and os.access(f"{self.path}/{page}{SUFFIX}", os.F_OK)
 
     def open_page(self, page: str) -> PageFile:
         """Open a page. Errors are those of :class:`PageFile`."""
-        return PageFile(path_of(self.path, page))
+        return PageFile(self.path, page)
 
     def num_leading(self, pages: Sequence[str]) -> int:
         """Return how many of the pages are cached, up to the first that is not."""
@@ -216,18 +217,19 @@ class PageFolder:
         """Return the usable pages, parents first, and the names of useless ones: damaged, or without their parent."""
         found: dict[str, _Page] = {}
         useless = []
-        for path in self.path.glob(f"*{SUFFIX}"):
-            if path.stem in self._hidden:
+        for entry in os.scandir(self.path) if self.path.is_dir() else ():
+            name = entry.name.removesuffix(SUFFIX)
+            if name == entry.name or name in self._hidden:
                 continue
             try:
-                found[path.stem] = self._describe(path)
+                found[name] = self._describe(name, entry.stat())
             except FileNotFoundError:
                 pass  # it was removed meanwhile
             except ReadError as error:
                 _log.warning("%s. It is not used; its tokens are computed again when they are needed.", error)
-                useless.append(path.stem)
+                useless.append(name)
             except OSError as error:
-                _log.warning("%s is not used: %s", path, error.strerror or error)
+                _log.warning("%s is not used: %s", entry.path, error.strerror or error)
         self._known = found
         usable: dict[str, _Page] = {}
         for name, page in sorted(found.items(), key=lambda item: item[1].key.depth):
@@ -237,12 +239,11 @@ class PageFolder:
                 useless.append(name)
         return usable, useless
 
-    def _describe(self, path: Path) -> _Page:
+    def _describe(self, name: str, status: os.stat_result) -> _Page:
         """Return a page; opens only files that are new to this process."""
-        status = path.stat()
-        page = self._known.get(path.stem)
+        page = self._known.get(name)
         if page is None or page.nbytes != status.st_size:
-            with PageFile(path) as file:
+            with PageFile(self.path, name) as file:
                 page = _Page(file.key, status.st_size)
         page.last_used = status.st_mtime_ns
         return page

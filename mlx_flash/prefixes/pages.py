@@ -40,7 +40,7 @@ SUFFIX = ".page"
 
 _HEAD = struct.Struct("<8sQII")
 _LENGTHS = struct.Struct("<QI")
-_FIRST_READ = 32 << 10
+_FIRST_READ = 8 << 10
 """Bytes that hold nearly every description; a longer one takes a second read."""
 
 Tokens = Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
@@ -163,10 +163,11 @@ def _aligned(nbytes: int) -> int:
 class PageFile:
     """An open page file, which is a context manager. A damaged one raises :class:`ReadError`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, folder: Path, page: str) -> None:
+        self._path = f"{folder}/{page}{SUFFIX}"  # Path objects take most of the time of a look at a folder
+        self._page = page
         self._is_read = False
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self.key, self._table, self._start = self._parse()
         except BaseException as error:
@@ -232,7 +233,7 @@ class PageFile:
             raise ValueError("the checksum of its description is wrong")
         line, _, table = text.partition(b"\n")
         key = PageKey(**json.loads(line))
-        if key.page != self._path.stem or not isinstance(key.depth, int):
+        if key.page != self._page or not isinstance(key.depth, int):
             raise ValueError(f"it describes page {key.page}")
         return key, table, _aligned(start)
 

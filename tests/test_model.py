@@ -151,6 +151,7 @@ def streamed_whole(
         num_units=len(units) + sum(-(-unit.num_rows // tile_rows) for unit in heads),
         num_slots=num_slots,
         slot_bytes=slot,
+        cut=len(cuts) - 1 if cut == "tiles" else int(cut),
         read_bytes=sum(unit.nbytes for unit in [*units, *heads]),
     )
     budget_bytes = plan.budget_bytes + num_slots * slot + 50_000_000

@@ -212,9 +212,7 @@ def all_units(sizes: ModelSizes) -> list[UnitSize]:
 def streamed_tensors(sizes: ModelSizes, plan: ResidencyPlan) -> list[list[TensorSize]]:
     """The tensors that each streamed layer reads. Checks that they are tensors of the model, none twice."""
     names = [name for name, _ in plan.streaming.layers]
-    units = next(
-        units for cut in (sizes.layers, *sizes.finer) if set(names) <= (units := {u.name: u for u in cut}).keys()
-    )
+    units = {unit.name: unit for unit in (sizes.layers, *sizes.finer)[plan.streaming.cut]}
     assert names == [name for name in units if name in set(names)]
     found = []
     for name, tensors in plan.streaming.layers:

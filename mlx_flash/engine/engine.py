@@ -143,7 +143,8 @@ class Engine:
 
     def _start_streaming(self, layout: ModelLayout, plan: ResidencyPlan) -> None:
         layers, heads, tables = dict(plan.streaming.layers), dict(plan.streaming.heads), set(plan.streaming.tables)
-        for unit in [*_in_calling_order(layout, {*layers, *heads}), *layout.heads]:
+        cut = (layout.layers, *layout.finer)[plan.streaming.cut]
+        for unit in [*cut, *layout.heads]:
             if unit.name in layers:
                 self._stream_layer(unit, set(layers[unit.name]))
             elif unit.name in heads:
@@ -233,12 +234,6 @@ class Engine:
         self.stream.stats = stats
         self.experts = None
         self.reader.close()
-
-
-def _in_calling_order(layout: ModelLayout, names: set[str]) -> list[Unit]:
-    """The layers, or the units they are cut into, that have these names. A plan streams units of one cut only."""
-    cuts = [[unit for unit in cut if unit.name in names] for cut in (layout.layers, *layout.finer)]
-    return max(cuts, key=len)
 
 
 def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Parameter]]:

@@ -44,6 +44,7 @@ class Task:
         pool_slots: of the pool of experts that was asked for; 0 leaves that open.
         kv_on_disk: whether the KV cache is planned to be on disk.
         kv_room: memory that it may take then, if that is of use.
+        cut: the way its layers are cut, as in ``Streaming.cut``.
     """
 
     sizes: ModelSizes
@@ -53,11 +54,12 @@ class Task:
     pool_slots: int = 0
     kv_on_disk: bool = False
     kv_room: int = 0
+    cut: int = 0
 
     @cached_property
     def finer(self) -> tuple[Task, ...]:
         """The task with smaller and smaller units in the place of its layers."""
-        return tuple(replace(self, sizes=self.sizes.cut(units)) for units in self.sizes.finer)
+        return tuple(replace(self, sizes=self.sizes.cut(units), cut=i) for i, units in enumerate(self.sizes.finer, 1))
 
     @cached_property
     def streamed(self) -> Callable[[int, bool], Streamed]:
@@ -123,6 +125,7 @@ def assemble(task: Task, reserve: Reserve, num_slots: int, streamed: Streamed, t
         num_slots=min(num_slots, num_units),
         slot_bytes=slot if num_units else 0,
         read_bytes=streamed.nbytes + sum(head.nbytes for head in tiled),
+        cut=task.cut,
     )
     return _add_up(task, reserve, pinned, streaming)
 

@@ -81,6 +81,7 @@ class Streaming:
         layers: of each layer that is not in memory whole, its name and the names of the parameters that are read.
         heads: rows a tile of each head, or embedding table serving as head, that is computed tile by tile.
         tables: names of the embedding tables of which rows are read on demand.
+        cut: the cut whose units ``layers`` names: 0 for whole layers, ``i`` for ``finer[i - 1]`` of the layout.
         num_units: number of units that take turns in the slots: layers, and tiles of heads.
         num_slots: number of slots.
         slot_bytes: size of each.
@@ -98,6 +99,7 @@ class Streaming:
     read_bytes: int = 0
     seconds: float = 0.0
     compute_seconds: float = 0.0
+    cut: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,7 +246,7 @@ def _tiled(task: Task, target: int | None = None) -> Task | None:
     if not linears or not task.machine.exact_tiles:
         return None
     chosen = linears if target is None else spread_whole(linears, target)
-    return replace(task, sizes=task.sizes.tiled({unit.name for unit in chosen}))
+    return replace(task, sizes=task.sizes.tiled({unit.name for unit in chosen}), cut=len(task.sizes.finer))
 
 
 def _least(config: FlashConfig) -> Reserve:

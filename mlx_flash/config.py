@@ -1,16 +1,17 @@
-"""The settings of the engine: what they are, and where they come from. Validated when they are made."""
+"""The settings of the engine and their sources. Settings are validated when they are made."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mlx_flash.errors import ConfigError
 
@@ -29,63 +30,66 @@ KVMode = Literal["stock", "preallocated", "lazy", "disk"]
 PrefixMode = Literal["off", "exact", "longest"]
 
 _BUDGET_WORDS = ("min", *get_args(Profile))
-_IO_MODES = get_args(IOMode)
-_KV_MODES = get_args(KVMode)
-_PREFIX_MODES = get_args(PrefixMode)
+_OR_A_WORD = f"or one of {', '.join(map(repr, _BUDGET_WORDS))}"
+_BOUNDS = {"queue_depth": (1, 64), "kv_keep": (0, None)}
+"""The least and the greatest count. All other counts are at least 1."""
+
+_MAY_BE_ZERO = {"expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day"}
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 VARIABLE_PREFIX = "MLX_FLASH_"
 OTHER_VARIABLES = frozenset({"MLX_FLASH_TRACEBACK"})
-"""Environment variables with the prefix that are no settings of the engine."""
+"""Environment variables with the prefix that are not settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlashConfig:
-    """How a model is streamed.
+    """Settings of one streamed model.
+
+    The command line makes a flag of each field and takes its help from the first sentence here.
 
     Attributes:
-        enabled: False makes the patch of mlx-lm leave everything to mlx-lm.
-        ram_budget_gb: what the whole process may use at its peak, in decimal GB, or a word. ``"min"`` is the smallest
-            workable budget; of a mixture, the smallest with experts that are read one by one. ``"safe"``,
-            ``"balanced"`` and ``"performance"`` take 50, 70 and 90 % of the memory that is free when the model is
-            loaded, at most 40, 70 and 80 % of the machine's, and never less than ``"min"``. None is ``"balanced"``.
-        context_length: tokens of KV cache the plan sets memory aside for, over all sequences. None plans for 4096, or
-            for less where those would take more than a quarter of the budget. A call that would need more memory than
-            the budget has left is refused.
-        prefill_step_size: the most new tokens in one forward call the plan sets memory aside for. None plans for
-            mlx-lm's default, or for less where that would take more than a fifth of the budget.
-        kv_cache: how the KV cache is kept. ``"stock"`` leaves it to mlx-lm. ``"preallocated"`` takes the memory of
-            ``context_length`` tokens at once, ``"lazy"`` takes it as tokens come; neither copies old tokens.
-            ``"disk"`` keeps in memory what ``kv_ram_gb`` has room for, the rest in files: the disk limits the context.
-            None keeps it in memory as mlx-lm does, and has it on disk where the plan, or a call, has no room for it.
-        kv_ram_gb: memory for keys and values, beyond which they are on disk, in decimal GB. None lets the plan choose.
-        kv_max_tokens: when a cache would hold more tokens, the older half is forgotten, which changes the output. None
-            forgets nothing.
-        kv_keep: so many tokens at the beginning are not forgotten with ``kv_max_tokens``.
+        enabled: stream models. False makes the patch of mlx-lm leave everything to mlx-lm.
+        ram_budget_gb: peak memory of the whole process in GB (10**9 bytes), or min, safe, balanced, performance.
+            ``"min"`` is the smallest workable budget; for a mixture of experts, the smallest that reads experts one by
+            one. ``"safe"``, ``"balanced"`` and ``"performance"`` take 50, 70 and 90 % of the memory that is free at
+            load time, at most 40, 70 and 80 % of the machine's memory, and never less than ``"min"``. None is
+            ``"balanced"``.
+        context_length: tokens of KV cache to reserve memory for, over all sequences. None reserves 4096, or fewer
+            where those would take more than a quarter of the budget. A call that needs more memory than the budget has
+            left is refused.
+        prefill_step_size: prompt tokens in one forward call. None takes mlx-lm's default, or fewer where that would
+            take more than a fifth of the budget.
+        kv_cache: storage of the KV cache. ``"stock"`` leaves it to mlx-lm. ``"preallocated"`` takes the memory of
+            ``context_length`` tokens at once, ``"lazy"`` commits memory as tokens arrive; neither copies old tokens.
+            ``"disk"`` keeps ``kv_ram_gb`` in memory and the rest in files, so that the disk limits the context. None
+            keeps it in memory as mlx-lm does, and offloads it to disk where the plan or a call has no room for it.
+        kv_ram_gb: memory for keys and values, in GB; the rest is on disk. None lets the plan choose.
+        kv_max_tokens: length at which a cache forgets its older half, which changes the output. None forgets nothing.
+        kv_keep: tokens at the beginning that ``kv_max_tokens`` never forgets.
         kv_step: tokens by which a cache grows, and tokens of a page on disk.
-        kv_directory: where the files of a KV cache are, while its model is there. None is mlx-flash's cache folder.
-        kv_prefixes: mode of the prefix cache, which keeps prompts on disk so that later runs need not compute them
-            again. ``"exact"`` restores only calls of the same length, and the output is bit for bit the same;
-            ``"longest"`` restores the longest cached prefix, as mlx-lm's server does with the caches that it keeps.
-        kv_prefix_tenant: name of a private part of the prefix cache; tenants find nothing of each other.
-        kv_prefix_gb: limit of the prefix cache of all models on disk, in decimal GB; the least recently used pages are
-            evicted to keep it. None leaves a tenth of the disk free.
-        ssd_write_gb_per_day: limit of what all processes together write to the prefix cache in a day, in decimal GB. A
-            KV cache on disk counts too, but goes on beyond it. 0 writes neither. None is 20.
-        num_slots: buffers that the streamed units take turns in. None lets the plan choose.
-        expert_pool_gb: memory for experts of mixture-of-experts models that are kept between tokens, in decimal GB.
-            None: what the rest of the plan leaves of the budget. 0 keeps none; layers are read whole then, with all of
-            their experts, as those of other models are.
-        expert_lookahead: whether experts are read early that the router of the next layer is likely to choose. A wrong
-            guess costs a read; the output is the same either way.
-        io: ``"direct"`` reads past the operating system's page cache, ``"buffered"`` through it; ``"auto"`` is direct
-            where the file system can.
-        read_size_mb: size of one read in MB (10**6 bytes). None takes what a probe of the disk found best.
-        queue_depth: reads in flight at once. None takes what a probe of the disk found best.
-        derived_cache_gb: what packed copies of parameters that mlx-lm computes while loading may take on disk, those of
-            all models together, in decimal GB; the ones used longest ago are removed to keep it. None: as much as
-            leaves a tenth of the disk free. 0 writes none, and such parameters stay in memory.
-        telemetry: whether the engine's state is published for ``flash-monitor``.
+        kv_directory: folder for the files of a KV cache on disk. None is mlx-flash's cache folder.
+        kv_prefixes: mode of the prefix cache, which keeps prompts on disk for later runs. ``"exact"`` restores only
+            calls of the same length, and the output is bit for bit the same; ``"longest"`` restores the longest cached
+            prefix, as mlx-lm's server does with the caches that it keeps.
+        kv_prefix_tenant: name of a private part of the prefix cache. Tenants find nothing of each other.
+        kv_prefix_gb: limit of the prefix cache of all models on disk, in GB. The least recently used pages are evicted.
+            None leaves a tenth of the disk free.
+        ssd_write_gb_per_day: limit of what all processes write to the prefix cache in a day, in GB. A KV cache on disk
+            counts too, but goes on beyond the limit. 0 writes neither. None is 20.
+        num_slots: buffers that streamed units take turns in. None lets the plan choose.
+        expert_pool_gb: memory for experts that stay between tokens, in GB. None takes what the rest of the plan leaves
+            of the budget. 0 keeps none and reads layers whole, with all of their experts.
+        expert_lookahead: prefetch of the experts that the next router will probably choose. A wrong guess costs a read;
+            the output is the same either way.
+        io: way of reading. ``"direct"`` bypasses the operating system's page cache, ``"buffered"`` uses it, ``"auto"``
+            is direct where the file system supports that.
+        read_size_mb: size of one read in MB (10**6 bytes). None takes the result of a disk probe.
+        queue_depth: reads in flight at once. None takes the result of a disk probe.
+        derived_cache_gb: disk space for packed copies of parameters that mlx-lm computes while loading, in GB. It holds
+            for all models together; the least recently used copies are evicted. None leaves a tenth of the disk free.
+            0 writes none and keeps such parameters in memory.
+        telemetry: publish the engine's state for ``flash-monitor``.
         poison_released_slots: fill every released slot with NaN bytes, so that a read of stale weights shows at once.
             For tests; costs a pass over the memory.
     """
@@ -117,44 +121,21 @@ class FlashConfig:
     def __post_init__(self) -> None:
         if isinstance(self.ram_budget_gb, str) and self.ram_budget_gb not in _BUDGET_WORDS:
             raise ConfigError(
-                f"ram_budget_gb is {self.ram_budget_gb!r}: it must be a number of GB, {_or_budget_words()}"
+                f"ram_budget_gb is {self.ram_budget_gb!r}: it must be a number of GB, {_OR_A_WORD}"
                 + did_you_mean(self.ram_budget_gb, _BUDGET_WORDS)
             )
         parse_budget(self.ram_budget_gb)
-        _check_count("context_length", self.context_length, 1)
-        _check_count("prefill_step_size", self.prefill_step_size, 1)
-        _check_count("num_slots", self.num_slots, 1)
-        _check_count("queue_depth", self.queue_depth, 1, 64)
-        _check_number("read_size_mb", self.read_size_mb)
-        for name in ("expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day"):
-            _check_number(name, getattr(self, name), may_be_zero=True)
-        _check_word("io", self.io, _IO_MODES)
-        self._check_kv()
-        for name in ("enabled", "expert_lookahead", "telemetry", "poison_released_slots"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ConfigError(f"{name} is {value!r}: it must be True or False")
-
-    def _check_kv(self) -> None:
-        if self.kv_cache is not None:
-            _check_word("kv_cache", self.kv_cache, _KV_MODES)
-        _check_number("kv_ram_gb", self.kv_ram_gb)
-        _check_count("kv_max_tokens", self.kv_max_tokens, 1)
-        for name, least in (("kv_keep", 0), ("kv_step", 1)):
-            _check_count(name, getattr(self, name), least, is_open=False)
-        if not isinstance(self.kv_directory, Path | str | None):
-            raise ConfigError(f"kv_directory is {self.kv_directory!r}: it must be a path")
-        _check_word("kv_prefixes", self.kv_prefixes, _PREFIX_MODES)
-        if not isinstance(self.kv_prefix_tenant, str | None):
-            raise ConfigError(f"kv_prefix_tenant is {self.kv_prefix_tenant!r}: it must be text")
+        for field in fields(self):
+            _check(field.name, getattr(self, field.name))
 
     @property
     def writes_nothing(self) -> bool:
-        """Whether neither keys and values nor prompts may be written to a disk."""
+        """True when neither a KV cache nor a prefix cache may write to a disk."""
         return self.ssd_write_gb_per_day == 0
 
     @property
     def budget_bytes(self) -> int | Literal["min"] | Profile:
-        """The budget in bytes, or the word that stands for one."""
+        """The budget in bytes, or its word."""
         budget = self.ram_budget_gb
         if budget is None:
             return "balanced"
@@ -171,32 +152,32 @@ class FlashConfig:
         file: Path | None = None,
         **keywords: Any,
     ) -> FlashConfig:
-        """Gathers the settings from wherever they are given. For each of them the first of these wins: ``keywords``,
-        ``settings``, the environment, the file, the Modelfile, the default.
+        """Return the settings of all sources. The first source that gives a setting wins: ``keywords``, ``settings``,
+        the environment, the Modelfile, the TOML file, the default.
 
         Text is parsed to the type of its field: ``true``, ``yes``, ``on``, ``1`` and their opposites in any case are
         booleans; ``none`` and ``auto`` in any case are None for a field that can be None (for ``io``, which cannot,
-        ``auto`` is a mode). Everything that is given is checked, also what does not win.
+        ``auto`` is a mode). Every value is checked, even where another source wins.
 
         Args:
-            settings: names and values. None as a value counts: it leaves the field open whatever ranks lower.
+            settings: names and values. None as a value counts: it unsets what sources of lower rank give.
             modelfile: names and text, such as ``Modelfile.flash``.
-            environment: where variables such as ``MLX_FLASH_RAM_BUDGET_GB`` are looked up; None is the process's own
-                environment. An empty variable counts as not given.
-            file: a TOML file whose top-level keys are names of settings. None reads :func:`default_file`, which need
-                not exist.
-            keywords: names and values. None as a value counts as not given.
+            environment: variables such as ``MLX_FLASH_RAM_BUDGET_GB``; None is the process's own environment. An empty
+                variable counts as unset.
+            file: a TOML file whose top-level keys are names of settings. None reads :func:`default_file`, which may be
+                missing.
+            keywords: names and values. None as a value counts as unset.
 
         Raises:
-            ConfigError: an unknown name or a wrong value, with its source; the file cannot be read.
+            ConfigError: a name is unknown, a value is wrong (the message names its source), or the file is unreadable.
         """
         path = default_file() if file is None else file
         from_file = _read_toml(path, must_exist=file is not None)
         variables = _own_variables(os.environ if environment is None else environment)
         known = {field.name for field in fields(cls)}
         given = {name: value for name, value in keywords.items() if value is not None or name not in known}
-        merged = _settings(modelfile or {}, lambda name: f"Modelfile, {name}")
-        merged |= _settings(from_file, lambda name: f"{path}, key {name}")
+        merged = _settings(from_file, lambda name: f"{path}, key {name}")
+        merged |= _settings(modelfile or {}, lambda name: f"Modelfile, {name}")
         merged |= _settings(variables, lambda name: f"environment variable {name}", variables_of_fields())
         merged |= _settings(settings or {}, lambda name: f"settings, key {name}")
         merged |= _settings(given, lambda name: f"keyword {name}")
@@ -204,13 +185,13 @@ class FlashConfig:
 
 
 def parse_budget(value: object) -> Budget:
-    """Turns what a person wrote for the budget into a budget.
+    """Return the budget that a user wrote.
 
     Args:
-        value: a number of decimal GB, a string holding one, one of the words of ``ram_budget_gb``, or None.
+        value: a number of decimal GB, text with such a number, a word of ``ram_budget_gb``, or None.
 
     Raises:
-        ConfigError: neither a word nor a positive, finite number.
+        ConfigError: the value is neither a word nor a positive, finite number.
     """
     if value is None or (isinstance(value, str) and value in _BUDGET_WORDS):
         return value  # type: ignore[return-value]
@@ -221,7 +202,7 @@ def parse_budget(value: object) -> Budget:
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(
             f"ram_budget_gb is {value!r}: it must be a number of GB (10**9 bytes), such as 2 or 1.5, "
-            f"{_or_budget_words()}{did_you_mean(value, _BUDGET_WORDS)}"
+            f"{_OR_A_WORD}{did_you_mean(value, _BUDGET_WORDS)}"
         ) from None
     if not math.isfinite(number * GB) or number <= 0:
         raise ConfigError(f"ram_budget_gb is {value!r}: it must be a finite number above 0, in GB (10**9 bytes)")
@@ -229,10 +210,10 @@ def parse_budget(value: object) -> Budget:
 
 
 def parse_setting(name: str, value: object) -> Any:
-    """A value for a field of :class:`FlashConfig`, checked; text is parsed as :meth:`FlashConfig.resolve` says.
+    """Return a checked value for a field of :class:`FlashConfig`. Text is parsed as in :meth:`FlashConfig.resolve`.
 
     Raises:
-        ConfigError: the value is not one for this field.
+        ConfigError: the field does not take this value.
     """
     parsed: Any = _from_text(name, value.strip()) if isinstance(value, str) else value
     FlashConfig(**{name: parsed})
@@ -240,19 +221,26 @@ def parse_setting(name: str, value: object) -> Any:
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """The end of an error that names the nearest of the known words; empty when none is near."""
+    """Return the end of an error message: a suggestion of the nearest known word, or nothing when none is near."""
     words = {word.lower(): word for word in known}
     near = difflib.get_close_matches(given.lower(), words, n=1) if isinstance(given, str) else []
     return f". Did you mean {words[near[0]]!r}?" if near else ""
 
 
+@functools.cache
+def setting_kinds(name: str) -> tuple[Any, ...]:
+    """Return the types of a field; text is parsed to the first of them."""
+    kind = get_type_hints(FlashConfig)[name]
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
 def variables_of_fields() -> dict[str, str]:
-    """The environment variables that are settings, each with the field it sets."""
+    """Return the environment variables that are settings, each with the field it sets."""
     return {VARIABLE_PREFIX + field.name.upper(): field.name for field in fields(FlashConfig)}
 
 
 def default_file() -> Path:
-    """Where a user's own settings are."""
+    """Return the path of the user's settings file."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "mlx-flash" / "config.toml"
 
@@ -260,12 +248,12 @@ def default_file() -> Path:
 def _settings(
     values: Mapping[str, Any], source: Callable[[str], str], fields_of: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The settings of one source, parsed and checked.
+    """Return the settings of one source, parsed and checked.
 
     Args:
-        values: what is given there.
-        source: what an error calls a key of it.
-        fields_of: the keys there are, each with its field; None takes the names of the fields.
+        values: the keys and values of the source.
+        source: returns the name of a key for error messages.
+        fields_of: the known keys, each with its field; None takes the names of the fields.
     """
     fields_of = fields_of or {field.name: field.name for field in fields(FlashConfig)}
     found = {}
@@ -281,8 +269,8 @@ def _settings(
 
 
 def _from_text(name: str, text: str) -> object:
-    """Text as a value of the field's type."""
-    kinds = get_args(kind := get_type_hints(FlashConfig)[name]) or (kind,)
+    """Return the text as a value of the field's type."""
+    kinds = setting_kinds(name)
     if NoneType in kinds and text.lower() in {"none", "auto"}:
         return None
     if name == "ram_budget_gb":
@@ -318,8 +306,21 @@ def _read_toml(path: Path, *, must_exist: bool) -> dict[str, Any]:
     return values
 
 
-def _or_budget_words() -> str:
-    return f"or one of {', '.join(map(repr, _BUDGET_WORDS))}"
+def _check(name: str, value: object) -> None:
+    """Refuse a value that the field's type does not allow. The budget has its own check."""
+    kinds = setting_kinds(name)
+    kind = kinds[0]
+    if name == "ram_budget_gb" or (value is None and NoneType in kinds):
+        return
+    if get_origin(kind) is Literal:
+        _check_word(name, value, get_args(kind))
+    elif kind is int:
+        _check_count(name, value, *_BOUNDS.get(name, (1, None)))
+    elif kind is float:
+        _check_number(name, value, may_be_zero=name in _MAY_BE_ZERO)
+    elif not isinstance(value, kinds):
+        words = {bool: "True or False", str: "text", Path: "a path"}
+        raise ConfigError(f"{name} is {value!r}: it must be {words[kind]}")
 
 
 def _check_word(name: str, value: object, words: Sequence[str]) -> None:
@@ -328,9 +329,7 @@ def _check_word(name: str, value: object, words: Sequence[str]) -> None:
         raise ConfigError(f"{name} is {value!r}: it must be one of {', '.join(map(repr, words))}{hint}")
 
 
-def _check_count(name: str, value: object, least: int, most: int | None = None, *, is_open: bool = True) -> None:
-    if value is None and is_open:
-        return
+def _check_count(name: str, value: object, least: int, most: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} is {value!r}: it must be a whole number")
     if value < least or (most is not None and value > most):
@@ -338,9 +337,7 @@ def _check_count(name: str, value: object, least: int, most: int | None = None, 
         raise ConfigError(f"{name} is {value}: it must be {bounds}")
 
 
-def _check_number(name: str, value: object, *, may_be_zero: bool = False) -> None:
-    if value is None:
-        return
+def _check_number(name: str, value: object, *, may_be_zero: bool) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} is {value!r}: it must be a number")
     if not 0 <= value <= sys.float_info.max / GB or (value == 0 and not may_be_zero):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -14,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.generate import setup_arg_parser
 
 from mlx_flash import __version__, cli
+from mlx_flash.commands.arguments import COMMANDS, parse_arguments
 from mlx_flash.config import GB
+from mlx_flash.monitor.words import speed
 from models import make_random_model
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +97,28 @@ def test_text_is_that_of_mlx_lm(model: Path, flags: str) -> None:
     assert run(*command, "--resident").stdout == expected.stdout
 
 
+@pytest.mark.parametrize("flags", ["", "--draft-model {model} --num-draft-tokens 2"])
+def test_draft_models_and_saved_prompt_caches_give_the_text_of_mlx_lm(model: Path, tmp_path: Path, flags: str) -> None:
+    file = tmp_path / "cache.safetensors"
+    made = run("cache_prompt", "--model", model, "--prompt", "Once", "--prompt-cache-file", file, module="mlx_lm")
+    assert made.returncode == 0, made.stderr
+    saved = ["--prompt-cache-file", file] if not flags else []
+    more = [word.format(model=model) for word in flags.split()]
+    command = ["generate", "--model", model, "--prompt", PROMPT, "-m", 20, "--prefill-step-size", 16, *saved, *more]
+    expected = run(*command, "--verbose", "False", module="mlx_lm")
+    streamed = run(*command, "--ram-budget-gb", 0.25)
+    assert streamed.returncode == expected.returncode == 0, streamed.stderr.decode()
+    assert streamed.stdout == expected.stdout and b"within the budget" in streamed.stderr
+    assert run(*command, "--resident").stdout == expected.stdout
+
+
+def test_a_prompt_cache_of_another_model_is_refused(model: Path, mixture: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cache.safetensors"
+    run("cache_prompt", "--model", model, "--prompt", "Once", "--prompt-cache-file", file, module="mlx_lm")
+    line = error_of("generate", "--model", mixture, "--prompt-cache-file", file)
+    assert str(model) in line and str(mixture) in line
+
+
 def test_tokens_are_those_of_a_resident_run(model: Path, report: dict[str, Any]) -> None:
     step = report["prefill_step_size"]
     command = ["generate", "--model", model, "--prompt", PROMPT, "-m", 24, "--prefill-step-size", step]
@@ -109,6 +136,11 @@ def test_report_adds_up(report: dict[str, Any]) -> None:
     assert report["bytes_read"] == report["prompt_bytes_read"] + report["generation_bytes_read"] > 0
     assert report["bytes_read_per_token"] == pytest.approx(plan["streaming"]["read_bytes"], rel=0.25)
     assert report["read_bytes_per_second"] > 0 and report["disk_speed_share"] > 0
+    wall = report["time_to_first_token_seconds"] + report["generation_seconds"]
+    assert report["read_bytes_per_second"] == pytest.approx(report["bytes_read"] / wall)
+    assert report["reading_bytes_per_second"] >= 0.9 * report["read_bytes_per_second"]
+    probed = report["disk_bytes_per_second"]
+    assert report["disk_speed_share"] == pytest.approx(report["reading_bytes_per_second"] / probed)
     assert 0 <= report["generation_wait_share"] <= 1 and 0 <= report["prompt_wait_share"] <= 1
     assert report["generation_tokens"] == len(report["tokens"])
     assert plan["context_length"] == report["prompt_tokens"] + 24
@@ -143,6 +175,55 @@ def test_one_token(model: Path) -> None:
     report = run_json("generate", "--model", model, "-m", 1, "--ram-budget-gb", "min")
     assert report["generation_tokens"] == 1 and report["generation_tokens_per_second"] is None
     assert report["bytes_read_per_token"] is None and report["time_to_first_token_seconds"] > 0
+
+
+def test_slow_speeds_are_seconds_per_token() -> None:
+    assert speed(2.5) == "2.500 tokens-per-sec" and speed(0.1) == "0.100 tokens-per-sec"
+    assert speed(0.0004) == "2500.0 s per token" and speed(0) == "0.000 tokens-per-sec"
+
+
+def test_pack_reports_in_words_and_in_json(model: Path, tmp_path: Path) -> None:
+    done = run("pack", model, tmp_path / "a", "--verify")
+    text = done.stdout.decode()
+    assert done.returncode == 0 and "PackReport" not in text
+    assert text.startswith(f"{tmp_path / 'a'}: 30 tensors, 299 kB in 1 safetensors file, packed in ")
+    assert "one pass reads, before: " in text and "every tensor was read back and is equal" in text
+    report = run_json("pack", model, tmp_path / "b")
+    assert report["target"] == str(tmp_path / "b") and report["num_tensors"] == 30
+    assert report["before"]["num_reads"] > report["after"]["num_reads"]
+
+
+def test_bench_measures_a_cold_run_against_its_plan(model: Path) -> None:
+    command = ["bench", "--model", model, "--ram-budget-gb", "min", "--prompt-tokens", 20, "--max-tokens", 5]
+    report = run_json(*command)
+    assert (report["prompt_tokens"], report["generation_tokens"], report["finish_reason"]) == (20, 5, "length")
+    assert report["peak_memory_bytes"] <= report["budget_bytes"] and "dropped before loading" in report["cold"]
+    assert report["generation_tokens_per_second"] > 0 and report["load_seconds"] > 0
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.decode().split())
+    for words in ("Cold: the cached pages", "Load: ", "First token: after ", "Generation: ", "planned: ", "budget: "):
+        assert words in text
+
+
+def test_cache_lists_downloaded_models_with_their_sizes(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub/models--org--tiny/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "blobs").mkdir()
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("abc")
+    (snapshot / "model.safetensors").write_bytes(bytes(303_000))
+    command = [sys.executable, "-m", "mlx_flash", "cache", "list"]
+    env = {**ENV, "HF_HUB_CACHE": str(tmp_path / "hub"), "XDG_CACHE_HOME": str(tmp_path)}
+    text = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, check=True).stdout
+    assert re.search(r"^org/tiny +303 kB +used today", text, re.MULTILINE)
+    (listed,) = json.loads(subprocess.run([*command, "--json"], capture_output=True, env=env, cwd=ROOT).stdout)[
+        "models"
+    ]
+    assert (listed["model"], listed["bytes"]) == ("org/tiny", 303_000)
+    env["HF_HUB_CACHE"] = str(tmp_path / "none")
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+    assert done.returncode == 0 and "0 models of 0 kB" in done.stdout
 
 
 def test_plan_table(model: Path) -> None:
@@ -193,14 +274,93 @@ def test_usage_errors(flags: str) -> None:
     assert exit_.value.code == 2
 
 
+def flags_in(text: str) -> list[str]:
+    return re.findall(r"^  (?:-\w[^,]*, )?(--[a-z-]+)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("command", "program"), [("serve", "server"), ("chat", "chat")])
+def test_help_lists_the_flags_of_mlx_lm(command: str, program: str) -> None:
+    found = flags_in(run("help", command).stdout.decode())
+    expected = flags_in(run(program, "--help", module="mlx_lm").stdout.decode())
+    assert set(expected) - {"--help"} <= set(found) and len(expected) > 10
+    assert found.index("--model") < found.index("--ram-budget-gb") < found.index("--temp") < found.index("--kv-cache")
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_help_shows_the_basics_first_and_tuning_last(command: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0 and done.stdout == run("help", command).stdout
+    basics, *tuning = done.stdout.decode().split("\ntuning:\n")
+    assert len(tuning) == COMMANDS[command].streams
+    if tuning:
+        assert {"--ram-budget-gb", "--context-length", "--prefill-step-size"} <= set(flags_in(basics))
+        assert {"--queue-depth", "--kv-cache", "--io"} <= set(flags_in(tuning[0]))
+
+
+def test_generate_takes_the_flags_and_defaults_of_mlx_lm() -> None:
+    ours = vars(parse_arguments(["generate", "--model", "x"]))
+    theirs = vars(setup_arg_parser().parse_args([]))
+    not_supported = {"image", "quantize_activations"}
+    of_its_own = {"model", "prefill_step_size"}  # required here; chosen by the plan
+    for name in theirs.keys() - not_supported - of_its_own:
+        assert ours[name] == theirs[name], name
+
+
+@pytest.mark.parametrize("command", [["--help"], ["help", "serve"], ["generate", "--help"], ["-V"]])
+def test_help_imports_no_mlx_and_takes_less_than_half_a_second(command: list[str]) -> None:
+    program = f"""
+import sys
+from mlx_flash import cli
+try:
+    cli.main({command})
+finally:
+    assert not {{"mlx", "mlx.core", "mlx_lm", "numpy", "rich"}} & set(sys.modules)
+"""
+    times = []
+    for _ in range(3):  # processor time: the machine may be busy
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=ROOT, env=ENV)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(times) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("generate --model x --ram-bugdet-gb 2", "Did you mean '--ram-budget-gb'?"),
+        ("generate --modle x", "unrecognized arguments: --modle x. Did you mean '--model'?"),
+        ("plan --model x --kv-prefixs=exact", "Did you mean '--kv-prefixes'?"),
+        ("serve --model x --prot 80", "Did you mean '--port'?"),
+        ("chat --model x --tmep 1", "Did you mean '--temp'?"),
+        ("genrate --model x", "there is no command 'genrate'. Did you mean 'generate'?"),
+        ("generate --prompt x", "the following arguments are required: --model"),
+    ],
+)
+def test_misspelt_flags_and_commands_get_a_suggestion(
+    words: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(words.split())
+    assert exit_.value.code == 2 and hint in capsys.readouterr().err
+
+
+def test_flags_of_mlx_lm_are_passed_on_as_typed() -> None:
+    words = ["--model", "m", "--port=80", "--trust-remote-code", "--ram-budget-gb", "2", "--temp", "0.5"]
+    args = parse_arguments(["serve", *words])
+    assert args.rest == ["--model", "m", "--port", "80", "--trust-remote-code", "--temp", "0.5"]
+    assert args.ram_budget_gb == 2
+
+
 def test_no_arguments_show_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "generate" in capsys.readouterr().err
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        cli.main(["--version"])
+        cli.main([flag])
     assert exit_.value.code == 0 and capsys.readouterr().out == f"mlx-flash {__version__}\n"
 
 

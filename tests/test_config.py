@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mlx_flash
-from mlx_flash.commands.arguments import DIAL, Commands, make_parser
+from mlx_flash.commands.arguments import SETTINGS, parse_arguments
 from mlx_flash.config import (
     OTHER_VARIABLES,
     FlashConfig,
@@ -433,7 +433,7 @@ subsets = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.tuples(subsets, subsets, subsets, subsets, subsets))
 def test_the_highest_source_wins(tmp_path_factory: pytest.TempPathFactory, layers: tuple[dict[str, Any], ...]) -> None:
-    modelfile, toml, environment, given_settings, keywords = layers
+    toml, modelfile, environment, given_settings, keywords = layers
     file = write(tmp_path_factory.getbasetemp() / "highest.toml", as_toml(toml))
     found = resolve(
         given_settings,
@@ -545,16 +545,15 @@ def test_every_variable_that_the_package_reads_is_known() -> None:
 
 def from_flags(*flags: str) -> FlashConfig:
     """The settings that the command line gives."""
-    commands = Commands(**{field.name: lambda args, out: 0 for field in dataclasses.fields(Commands)})
-    args = make_parser(commands).parse_args(["plan", "--model", "x", *flags])
-    return resolve(**{name: getattr(args, name) for name in DIAL})
+    args = parse_arguments(["plan", "--model", "x", *flags])
+    return resolve(**{name: getattr(args, name) for name in SETTINGS})
 
 
-def test_flags_that_are_not_given_leave_settings_open() -> None:
+def test_flags_that_are_not_given_leave_settings_unset() -> None:
     assert from_flags() == FlashConfig()
 
 
-@pytest.mark.parametrize("name", DIAL)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_every_flag_sets_its_field(name: str) -> None:
     flag = f"--{name.replace('_', '-')}"
     for value in RIGHT[name]:

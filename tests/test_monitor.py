@@ -26,12 +26,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from mlx_flash.monitor import app, system
-from mlx_flash.monitor.glyphs import ASCII, UNICODE, Glyphs, bar, choose, duration, size, sparkline, strip
+from mlx_flash.monitor.glyphs import ASCII, UNICODE, Glyphs, bar, chart, choose, sparkline, strip
 from mlx_flash.monitor.history import IDLE_SECONDS, MINUTE, History
 from mlx_flash.monitor.render import Canvas, frame
 from mlx_flash.monitor.state import STATES, Unit, printable
 from mlx_flash.monitor.system import SystemMemory
 from mlx_flash.monitor.terminal import print_lines
+from mlx_flash.monitor.watch import Watcher
+from mlx_flash.monitor.words import duration, size
 from mlx_flash.telemetry import INTERVAL_SECONDS, SCHEMA, Json, Published, Publisher
 from models import LLAMA, save
 
@@ -152,6 +154,26 @@ def test_rates_are_differences() -> None:
     assert history.rates.shares is shares, "the same moment again tells nothing new"
 
 
+def test_read_rates_are_bytes_over_wall_time_and_over_reading_time() -> None:
+    looks = [(100.0, 4_000_000_000, 1.0), (102.0, 6_200_000_000, 1.7), (104.0, 8_400_000_000, 2.4)]
+    histories = [published(state(read={"nbytes": n, "busy_seconds": busy}), clock) for clock, n, busy in looks]
+    history = History(histories[0])
+    for look in histories[1:]:
+        history.add(look)
+    assert history.rates.read_bytes_per_second == pytest.approx(4_400_000_000 / 4)
+    assert history.rates.reading_bytes_per_second == pytest.approx(8_400_000_000 / 2.4)
+    assert "1.10 of 2.20 probed (50%), 3.50 busy" in "\n".join(text_of(history))
+
+
+def test_speeds_count_the_evaluation_of_lazy_calls() -> None:
+    """The calls of a model in memory return at once: a server showed 82678 prompt tokens/s."""
+    passes = {"num_tokens_in": 2010, "num_tokens_out": 10, "pass_seconds": 0.03, "decode_seconds": 0.01}
+    gaps = {"prompt_gap_seconds": 19.98, "decode_gap_seconds": 1.99}
+    rates = History(published(state(passes={**passes, **gaps}))).rates
+    assert rates.mean_prompt_tokens_per_second == pytest.approx(100)
+    assert rates.mean_tokens_per_second == pytest.approx(5)
+
+
 @given(st.lists(st.tuples(*[st.floats(0, 50)] * 4), min_size=2, max_size=20))
 def test_shares_add_up_whatever_the_counters_say(steps: list[tuple[float, ...]]) -> None:
     history, clock = History(published(state(), 0.0)), 0.0
@@ -230,7 +252,7 @@ def test_everything_is_on_a_screen_of_80_by_24(num_layers: int) -> None:
     for words in (
         "model      llama-big",
         "pid 4321, 2.43 GB, ",
-        "tokens: 30 in, 10 out; running",
+        "tokens: 20 in, 10 out; running",
         "pass       12: decode, 1 token, 500 ms; ",
         f"{num_layers} layers",
         "computing",
@@ -266,6 +288,57 @@ def test_a_frame_fits_every_terminal(num_layers: int, glyphs: Glyphs) -> None:
                 lines = text_of(*histories, chosen=chosen, on=canvas(width, height, glyphs))
                 assert len(lines) <= height and all(len(line) <= width for line in lines)
                 assert glyphs is UNICODE or "".join(lines).isascii()
+
+
+def test_60_columns_lose_no_words() -> None:
+    history = History(published(state(), 98.0))
+    history.add(published(state()))
+    wide, narrow = (text_of(history, on=canvas(width, None)) for width in (200, 60))
+    assert all(len(line) <= 60 for line in narrow)
+
+    def words(lines: list[str]) -> list[str]:
+        return [word for line in lines for word in line.split() if re.search(r"[0-9a-z]", word)]
+
+    assert words(narrow) == words(wide)
+
+
+def test_a_large_terminal_is_filled() -> None:
+    history = History(published(state(), 50.0))
+    for i in range(1, 200):
+        done = {"num_tokens_out": i, "last_ended": 50 + i * 0.25}
+        history.add(published(state(passes=done, read={"nbytes": 5e8 * i}), 50 + i * 0.25))
+    lines = text_of(history, on=canvas(200, 50))
+    assert 44 <= len(lines) <= 50 and max(map(len, lines)) > 180
+    assert sum(bool(line.strip()) for line in lines) >= 40
+    assert len(text_of(history, on=canvas(200, 24))) <= 24
+
+
+def test_charts_of_several_rows() -> None:
+    assert chart([0, 0.5, 1, None], 1, 1, ASCII) == [sparkline([0, 0.5, 1, None], 1, ASCII)]
+    assert chart([0, 0.5, 1, None], 1, 2, ASCII) == ["  # ", "_## "]
+    assert chart([0], 0, 3, ASCII) == [" ", " ", "_"]
+
+
+def test_an_engine_that_ended_keeps_its_last_figures(runtime: Path) -> None:
+    publisher = Publisher(lambda: state(), 0.05)
+    publisher.start()
+    watcher = Watcher()
+    while not watcher.histories:
+        watcher.look()
+    publisher.close()
+    watcher.look()
+    assert watcher.histories == [] and watcher.to_json() == []
+    args = app.make_parser().parse_args([])
+    lines = [line.plain for line in app.draw(watcher, args, Console(width=80), 24)]
+    assert "llama-big" in lines[0] and "tokens: 20 in, 10 out; ended " in lines[1]
+    watcher.look()
+    assert watcher.ended is not None
+    publisher = Publisher(lambda: state(model={"name": "next"}), 0.05)
+    publisher.start()
+    while not watcher.histories:
+        watcher.look()
+    assert watcher.ended is None
+    publisher.close()
 
 
 def test_several_engines_are_listed() -> None:
@@ -642,8 +715,8 @@ def test_it_waits_for_an_engine_and_outlives_it(model: Path, terminal: Any) -> N
     with subprocess.Popen([sys.executable, "-c", ENGINE, str(model)], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         tmux.wait_for("tiny-model")
         process.kill()
-    text = tmux.wait_for("No engine is running; waiting.")
-    assert "tiny-model" not in text
+    text = tmux.wait_for(r"ended [0-9.]+ m?s ago")
+    assert "tiny-model" in text and re.search(r"tokens: [1-9]\d* in, [1-9]\d* out", text)
     tmux.do("send-keys", "q")
 
 

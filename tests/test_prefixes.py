@@ -29,7 +29,7 @@ from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
 from mlx_flash.monitor import app as monitor
-from mlx_flash.monitor.glyphs import size
+from mlx_flash.monitor.words import size
 from mlx_flash.prefixes.cache import prefix_directory
 from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import pty
+import select
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_flash import FlashConfig, FlashLLM, cli
+from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
 from mlx_flash.commands.run import loaded, opening, server_flags
 from mlx_flash.config import GB
 from mlx_flash.memory.footprint import footprint
@@ -149,6 +157,125 @@ def test_server_flags_say_what_they_can_and_stderr_the_rest(
     assert "--max-tokens" not in said and "Hi" in said["--chat-template"]
     told = capsys.readouterr().err
     assert "PARAMETER seed" in told and "PARAMETER num_predict" in told
+
+
+@pytest.fixture
+def _handled_sigint() -> Iterator[None]:
+    """Ctrl-C as in a terminal, also where pytest runs in the background and ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_handled_sigint")
+def test_the_first_ctrl_c_sets_a_flag_and_the_second_ends_the_program() -> None:
+    with Interrupts() as interrupts:
+        interrupts.check(0, 10)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.stopped
+        with pytest.raises(AnswerStoppedError):
+            interrupts.check(5, 10)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_stopped_answer_stays_in_the_conversation_and_a_stopped_prompt_does_not(model_dir: Path) -> None:
+    described = modelfile(model_dir, "PARAMETER num_predict 12")
+    config = FlashConfig.resolve(modelfile=described.flash, environment={})
+
+    def stop(done: int, total: int) -> None:
+        raise AnswerStoppedError
+
+    with loaded(described, config) as (model, tokenizer):
+        conversation = Conversation(model, tokenizer, described)
+        with pytest.raises(AnswerStoppedError):
+            list(conversation.answer("Never answered", stop))
+        assert conversation.messages == []
+        pieces = conversation.answer("Tell me about the sea")
+        begun = next(pieces)
+        pieces.close()
+        assert [message["content"] for message in conversation.messages] == ["Tell me about the sea", begun]
+        (answer,) = ["".join(conversation.answer("Go on"))]
+        assert answer == expected_answer(described, conversation.messages[:-1], 12)
+        conversation.clear()
+        assert conversation.messages == []
+
+
+class Shell:
+    """A command in a pseudo-terminal."""
+
+    def __init__(self, *command: object) -> None:
+        self.master, slave = pty.openpty()
+        words = [sys.executable, "-m", "mlx_flash", *map(str, command)]
+        start = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+        self.process = subprocess.Popen(words, stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, preexec_fn=start)
+        os.close(slave)
+        self.text = ""
+
+    def wait_for(self, words: str, seconds: float = 100) -> None:
+        """Read until words come that were not seen yet, and forget what came before them."""
+        end = time.monotonic() + seconds
+        while words not in self.text:
+            assert time.monotonic() < end, self.text
+            if select.select([self.master], [], [], 0.5)[0]:
+                self.text += os.read(self.master, 10_000).decode(errors="replace")
+        self.text = self.text[self.text.index(words) + len(words) :]
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def end(self) -> int:
+        status = self.process.wait(60)
+        os.close(self.master)
+        return status
+
+
+MLX_LM_PROMPT = "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
+
+
+@pytest.mark.parametrize(
+    ("command", "prompt"),
+    [(["run", "--max-tokens", "-1"], ">>> "), (["chat", "--max-tokens", "100000", "--model"], MLX_LM_PROMPT)],
+)
+def test_ctrl_c_stops_an_answer_and_slash_commands_work(model_dir: Path, command: list[str], prompt: str) -> None:
+    shell = Shell(*command, model_dir)
+    shell.wait_for(prompt)
+    shell.type("/?\n")
+    shell.wait_for("/clear forget the conversation")
+    shell.wait_for(prompt)
+    shell.type("Hello\n")
+    shell.wait_for("Hello")
+    time.sleep(1)
+    shell.process.send_signal(signal.SIGINT)
+    shell.wait_for("stopping; Ctrl-C again ends the program")
+    shell.wait_for(prompt)
+    shell.type("/clear\n")
+    shell.wait_for(prompt)
+    shell.type("/bye\n")
+    assert shell.end() == 0
+
+
+def test_a_model_is_prompted_without_a_modelfile(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = modelfile(model_dir)
+    monkeypatch.setenv("MLX_FLASH_RAM_BUDGET_GB", described.flash["ram_budget_gb"])
+    monkeypatch.setenv("MLX_FLASH_CONTEXT_LENGTH", "1024")
+    assert cli.main(["run", str(model_dir), "Hello", "-m", "8", "--verbose"]) == 0
+    told = capsys.readouterr()
+    assert told.out.rstrip("\n") == say(described_with(described, 8), ["Hello"])[0].rstrip("\n")
+    for words in ("Prompt:", "Generation:", "8 tokens", "Peak memory:", "within the budget of"):
+        assert words in told.err
+    assert cli.main(["run", str(model_dir), "Hello", "there"]) == 1
+    assert "put a prompt of several words in quotes" in capsys.readouterr().err
+    monkeypatch.chdir(model_dir)
+    assert cli.main(["run", "Hello"]) == 1
+    assert "neither a model nor ./Modelfile" in capsys.readouterr().err
+
+
+def described_with(described: Modelfile, num_predict: int) -> Modelfile:
+    return replace(described, parameters=replace(described.parameters, num_predict=num_predict))
 
 
 def test_the_command_tells_what_it_does_not_do(

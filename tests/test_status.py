@@ -175,6 +175,21 @@ def test_counters_of_a_prefill_and_some_decoding() -> None:
     assert 0 < counters.decode_seconds < counters.pass_seconds
 
 
+def test_lazy_calls_count_the_time_of_their_evaluation() -> None:
+    """A call of a model that is in memory returns before MLX computes: its work is done before the next call."""
+    counters = PassCounters()
+    for num_tokens, gap in [(1000, 0.05), (1, 0.02), (1, 0.02), (1, 0.04), (1000, 0.0)]:
+        counters.begin(num_tokens, 1)
+        counters.end()
+        time.sleep(gap)
+    assert 0.05 <= counters.prompt_gap_seconds < 0.5
+    assert 0.04 <= counters.decode_gap_seconds < 0.5
+    counters.last_ended = counters.last_began = counters.last_ended - 100
+    before = counters.prompt_gap_seconds
+    counters.begin(1, 1)
+    assert counters.prompt_gap_seconds == before, "100 s of idle time count"
+
+
 def test_counters_of_a_call_that_raised() -> None:
     counters = PassCounters()
     counters.begin(1, 1)

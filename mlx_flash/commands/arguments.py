@@ -1,209 +1,274 @@
-"""The flags of the command line. Those that mlx-lm has keep its names and defaults."""
+"""Flags of the command line. Flags that mlx-lm has too keep its names and defaults.
+
+Nothing here imports MLX, so that help appears at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TextIO, get_args
-
-from mlx_lm.generate import (
-    DEFAULT_MAX_TOKENS,
-    DEFAULT_MIN_P,
-    DEFAULT_MIN_TOKENS_TO_KEEP,
-    DEFAULT_PROMPT,
-    DEFAULT_QUANTIZED_KV_START,
-    DEFAULT_SEED,
-    DEFAULT_TEMP,
-    DEFAULT_TOP_K,
-    DEFAULT_TOP_P,
-    DEFAULT_XTC_PROBABILITY,
-    DEFAULT_XTC_THRESHOLD,
-    str2bool,
-)
+from typing import Any, Literal, get_args, get_origin
 
 from mlx_flash import __version__
-from mlx_flash.config import Budget, IOMode, KVMode, PrefixMode, parse_budget
+from mlx_flash.commands.borrowed import borrow_flags
+from mlx_flash.config import Budget, FlashConfig, did_you_mean, parse_budget, setting_kinds
 from mlx_flash.errors import ConfigError
 
-Command = Callable[[argparse.Namespace, TextIO], int]
+EXIT_USAGE = 2
 
-DIAL = (
-    *("ram_budget_gb", "context_length", "prefill_step_size", "num_slots"),
-    *("kv_cache", "kv_ram_gb", "kv_max_tokens", "kv_keep", "kv_step", "kv_directory"),
-    *("kv_prefixes", "kv_prefix_tenant", "kv_prefix_gb", "ssd_write_gb_per_day"),
-    *("expert_pool_gb", "expert_lookahead", "io", "read_size_mb", "queue_depth"),
-)
+SETTINGS = tuple(field.name for field in fields(FlashConfig) if field.name not in {"enabled", "poison_released_slots"})
 """The fields of ``FlashConfig`` that are flags of every command."""
+
+BASICS = ("ram_budget_gb", "context_length", "prefill_step_size")
+"""The settings that help shows first; the others are for tuning."""
+
+Parser = argparse.ArgumentParser
 
 
 @dataclass(frozen=True, slots=True)
-class Commands:
-    """What runs each command: it is given the flags, and where output goes, and returns the exit status."""
+class Command:
+    """A subcommand.
 
-    generate: Command
-    plan: Command
-    run: Command
-    serve: Command
-    chat: Command
-    execute: Command
-    pack: Command
-    cache: Command
+    Attributes:
+        usage: the arguments in a usage line.
+        help: one line about the command.
+        add_flags: adds its own flags to a parser; or the program of mlx-lm that has the flags.
+        streams: the command loads models, so it takes the flags of all settings.
+        model: the command requires ``--model``.
+    """
 
-
-def make_parser(commands: Commands) -> argparse.ArgumentParser:
-    """The parser of all commands. ``args.command`` is one of them, or None; ``args.rest`` what mlx-lm shall parse."""
-    parser = argparse.ArgumentParser(prog="mlx-flash", description="Run mlx-lm models larger than memory, bit for bit.")
-    parser.add_argument("--version", action="version", version=f"mlx-flash {__version__}")
-    parser.set_defaults(command=None, passes_on=False, traceback=False, verbose=True)
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
-    add = partial(_add_command, subparsers)
-    generating = add("generate", "generate text", "--model MODEL [flags]", commands.generate)
-    _add_model_flags(generating)
-    _add_dial_flags(generating)
-    _add_prompt_flags(generating)
-    _add_sampling_flags(generating)
-    _add_cache_flags(generating)
-    planning = add(
-        "plan", "show what stays in memory, and how fast that will be", "--model MODEL [flags]", commands.plan
-    )
-    _add_model_flags(planning)
-    _add_dial_flags(planning)
-    running = add(
-        "run", "chat with, prompt, or serve what a Modelfile describes", "-f MODELFILE [PROMPT]", commands.run
-    )
-    _add_run_flags(running)
-    _add_dial_flags(running)
-    serving = add("serve", "mlx-lm's OpenAI-compatible server, streaming", "--model MODEL [flags]", commands.serve)
-    _add_dial_flags(serving, "all other flags are those of mlx_lm.server")
-    chatting = add("chat", "mlx-lm's chat, streaming", "--model MODEL [flags]", commands.chat)
-    _add_dial_flags(chatting, "all other flags are those of mlx_lm.chat")
-    for passing_on in (serving, chatting):
-        passing_on.set_defaults(passes_on=True)
-    executing = add(
-        "exec", "run any program that uses mlx-lm, streaming", "[flags] -- PROGRAM [its flags]", commands.execute
-    )
-    _add_dial_flags(executing)
-    executing.add_argument(
-        "program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL"
-    )
-    packing = add("pack", "rewrite a checkpoint in the order in which it is read", "SOURCE TARGET", commands.pack)
-    packing.add_argument("source", help="model directory, or Hugging Face repository")
-    packing.add_argument("target", help="directory to make")
-    packing.add_argument("--verify", action="store_true", help="read everything back and compare")
-    packing.add_argument("--json", action="store_true", help="write one JSON object to stdout")
-    caching = add("cache", "show or remove what is kept to be found again faster", "list|clear", commands.cache)
-    caching.add_argument("action", choices=("list", "clear"), help="clear removes all of it that is not in use")
-    caching.add_argument("--json", action="store_true", help="write one JSON object to stdout")
-    return parser
+    usage: str
+    help: str
+    add_flags: Callable[[Parser], None] | str
+    streams: bool = True
+    model: bool = True
 
 
-def _add_command(subparsers: Any, name: str, words: str, usage: str, run: Command) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name,
-        help=words,
-        description=f"{words}.",
-        usage=f"mlx-flash {name} {usage}",
-        allow_abbrev=False,
-    )
-    parser.set_defaults(command=run)
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed arguments. Errors and help end the program, as argparse does.
+
+    ``args.command`` is a name in :data:`COMMANDS`, or None; ``args.rest`` has the flags for mlx-lm's own parser.
+    """
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:2], "--help"]
+    name = argv[0] if argv and not argv[0].startswith("-") else None
+    parser, command = make_parser(name)
+    args, unknown = parser.parse_known_args(argv)
+    if command is not None and unknown:
+        command.error(_unrecognized(unknown, re.findall(r"--[a-z][a-z-]+", command.format_help())))
+    if command is not None and COMMANDS[args.command].model and args.model is None:
+        command.error("the following arguments are required: --model")
+    return args
+
+
+def _unrecognized(unknown: list[str], known: Iterable[str]) -> str:
+    """Return an error that suggests the nearest flag for the first unknown one."""
+    flag = next((word for word in unknown if word.startswith("-")), unknown[0])
+    return f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(flag.partition('=')[0], known)}"
+
+
+def make_parser(chosen: str | None = None) -> tuple[Parser, Parser | None]:
+    """Return the parser of the command line, and the parser of the chosen command, the only one that gets flags."""
+    parser = Parser(prog="mlx-flash", description="Run mlx-lm models larger than memory, bit for bit.")
+    parser.add_argument("-V", "--version", action="version", version=f"mlx-flash {__version__}")
+    parser.set_defaults(command=None, traceback=False, verbose=True, rest=[])
+    if chosen is not None and chosen not in COMMANDS:
+        parser.error(f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)}")
+    adding = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    found = None
+    for name, command in COMMANDS.items():
+        words = f"{command.help[0].upper()}{command.help[1:]}."
+        usage = f"mlx-flash {name} {command.usage}"
+        made = adding.add_parser(name, help=command.help, description=words, usage=usage, allow_abbrev=False)
+        if name == chosen:
+            _add_flags(found := made, command)
+    return parser, found
+
+
+def _add_flags(parser: Parser, command: Command) -> None:
+    """Add all flags of a command: the basics first, those for tuning last."""
+    help_texts = setting_help() if command.streams else {}
+    if command.model:
+        parser.add_argument("--model", help="model directory, or Hugging Face repository")
+    if isinstance(command.add_flags, str):
+        borrow_flags(parser, command.add_flags, "--model")
+    for setting in BASICS if command.streams else ():
+        _add_setting(parser, setting, help_texts.get(setting, ""))
+    if isinstance(command.add_flags, str):
+        borrow_flags(parser, command.add_flags)
+    else:
+        command.add_flags(parser)
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    return parser
+    tuning = parser.add_argument_group("tuning")
+    for setting in SETTINGS if command.streams else ():
+        if setting not in BASICS:
+            _add_setting(tuning, setting, help_texts.get(setting, ""))
 
 
-def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="model directory, or Hugging Face repository")
+def setting_help() -> dict[str, str]:
+    """Return the first sentence of each setting's documentation, by field of ``FlashConfig``."""
+    text = inspect.cleandoc(FlashConfig.__doc__ or "")
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text, re.MULTILINE)
+    return {name: re.split(r"\.\s", " ".join(words.split()) + " ")[0].replace("`", "") for name, words in entries}
+
+
+def _add_setting(parser: Any, name: str, words: str) -> None:
+    """Add the flag of a field of ``FlashConfig``: its type and choices are the field's, and it has no default."""
+    kind, default = setting_kinds(name)[0], getattr(FlashConfig, name)
+    if default is not None:
+        words += f" (default: {('off', 'on')[default] if isinstance(default, bool) else default})"
+    options: dict[str, Any] = {"help": words, "default": None}
+    if kind is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif get_origin(kind) is Literal:
+        options["choices"] = get_args(kind)
+    else:
+        metavar = {int: "N", Path: "DIR", str: "NAME"}.get(kind, name.rpartition("_")[2].upper())
+        options |= {"metavar": "GB" if name == "ssd_write_gb_per_day" else metavar}
+        options |= {"type": _budget if name == "ram_budget_gb" else kind if kind in (int, float) else str}
+    parser.add_argument(f"--{name.replace('_', '-')}", **options)
+
+
+# The flags of each command
+
+
+def _add_generate_flags(parser: Parser) -> None:
+    _add_prompt_flags(parser)
+    parser.add_argument("--verbose", type=_boolean, default=True, metavar="BOOL", help="False: text alone on stdout")
+    _add_output_flags(parser)
+    _add_chat_template_flags(parser)
+    _add_sampling_flags(parser)
+    _add_model_flags(parser)
+
+
+def _add_output_flags(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="write one JSON object to stdout")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer")
+
+
+def _add_bench_flags(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--prompt-tokens", type=_count, default=64, metavar="N", help="length of the prompt (default: 64)")
+    add("--max-tokens", "-m", type=_count, default=16, metavar="N", help="tokens to generate (default: 16)")
+    add("--json", action="store_true", help="write one JSON object to stdout")
+
+
+def _add_run_flags(parser: Parser) -> None:
+    add = parser.add_argument
+    add("words", nargs="*", metavar="MODEL | PROMPT", help="a model to run without a Modelfile; a prompt to answer")
+    add("-f", "--file", metavar="MODELFILE", help="default: ./Modelfile")
+    add("--max-tokens", "-m", type=_max_tokens, metavar="N", help="overrides num_predict of the Modelfile")
+    add("--verbose", action="store_true", help="print budget, speed and peak memory after each answer")
+    add("--serve", action="store_true", help="serve it, as mlx-flash serve does")
+    add("--host", default="127.0.0.1", help="for --serve")
+    add("--port", type=int, default=8080, help="for --serve")
+
+
+def _add_exec_flags(parser: Parser) -> None:
+    words = "such as: mlx_lm.generate --model MODEL"
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help=words)
+
+
+def _add_pack_flags(parser: Parser) -> None:
+    parser.add_argument("source", help="model directory, or Hugging Face repository")
+    parser.add_argument("target", help="directory to make")
+    parser.add_argument("--verify", action="store_true", help="read everything back and compare")
     parser.add_argument("--json", action="store_true", help="write one JSON object to stdout")
 
 
-def _add_dial_flags(parser: argparse.ArgumentParser, note: str | None = None) -> None:
-    add = parser.add_argument_group("streaming", note).add_argument
-    add(
-        "--ram-budget-gb",
-        type=_budget,
-        metavar="GB",
-        help="memory for the whole process in GB (10**9 bytes), or min, safe, balanced, performance",
-    )
-    add("--context-length", type=int, metavar="N", help="tokens of KV cache to set memory aside for")
-    add("--prefill-step-size", type=int, metavar="N", help="prompt tokens in one forward call; default: what fits")
-    add("--kv-cache", choices=get_args(KVMode), help="how the KV cache is kept; default: on disk when it has to be")
-    add("--kv-ram-gb", type=float, metavar="GB", help="memory for the KV cache, beyond which it is on disk")
-    add("--kv-max-tokens", type=int, metavar="N", help="forget the older half of more tokens; changes the output")
-    add("--kv-keep", type=int, metavar="N", help="tokens at the beginning that are not forgotten then")
-    add("--kv-step", type=int, metavar="N", help="tokens by which the KV cache grows")
-    add("--kv-directory", metavar="DIR", help="where a KV cache on disk is put")
-    add("--kv-prefixes", choices=get_args(PrefixMode), help="mode of the prefix cache on disk; default: off")
-    add("--kv-prefix-tenant", metavar="NAME", help="name of a private part of the prefix cache")
-    add("--kv-prefix-gb", type=float, metavar="GB", help="limit of the prefix cache on disk")
-    add(
-        "--ssd-write-gb-per-day", type=float, metavar="GB", help="what may be written on a day; 0: nothing; default: 20"
-    )
-    add("--num-slots", type=int, metavar="N", help="buffers that streamed weights take turns in")
-    add("--expert-pool-gb", type=float, metavar="GB", help="memory for experts of a mixture that are kept; 0: none")
-    either = argparse.BooleanOptionalAction
-    add("--expert-lookahead", action=either, help="whether experts are read early that the next layer may need")
-    add("--expert-warm-start", action=either, help="whether experts used most are remembered, and read first next time")
-    add("--io", choices=get_args(IOMode), help="read past the page cache (direct) or through it")
-    add("--read-size-mb", type=float, metavar="MB", help="size of one read")
-    add("--queue-depth", type=int, metavar="N", help="reads in flight at once")
+def _add_cache_flags(parser: Parser) -> None:
+    parser.add_argument("action", choices=("list", "clear"), help="clear removes everything that is not in use")
+    parser.add_argument("--json", action="store_true", help="write one JSON object to stdout")
 
 
-def _add_run_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-f", "--file", default="Modelfile", metavar="MODELFILE", help="default: ./Modelfile")
-    parser.add_argument("prompt", nargs="?", help="answer this and end; without it: a conversation")
-    parser.add_argument("--serve", action="store_true", help="serve it, as mlx-flash serve does")
-    parser.add_argument("--host", default="127.0.0.1", help="for --serve")
-    parser.add_argument("--port", type=int, default=8080, help="for --serve")
-    parser.add_argument(
-        "--max-tokens", "-m", type=_max_tokens, metavar="N", help="instead of the Modelfile's num_predict"
-    )
+def _add_prompt_flags(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--prompt", "-p", default="hello", metavar="TEXT", help="the prompt ('-' reads it from stdin)")
+    words = "tokens to generate at most; -1: no limit"
+    add("--max-tokens", "-m", type=_max_tokens, default=100, metavar="N", help=words)
+    add("--resident", action="store_true", help="keep everything in memory, by mlx-lm alone, to compare with")
 
 
-def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("prompt and output").add_argument
-    add("--prompt", "-p", default=DEFAULT_PROMPT, metavar="TEXT", help="the prompt ('-' reads it from stdin)")
-    add(
-        "--max-tokens",
-        "-m",
-        type=_max_tokens,
-        default=DEFAULT_MAX_TOKENS,
-        metavar="N",
-        help="the most to generate; -1: no limit",
-    )
+def _add_chat_template_flags(parser: Parser) -> None:
+    add = parser.add_argument_group("chat template").add_argument
     add("--system-prompt", metavar="TEXT", help="system prompt for the chat template")
     add("--prefill-response", metavar="TEXT", help="beginning of the answer, for the chat template")
-    add("--ignore-chat-template", action="store_true", help="take the prompt as it is")
-    add("--use-default-chat-template", action="store_true", help="accepted, without effect, as mlx-lm does")
-    add("--chat-template-config", type=_json_object, default={}, metavar="JSON", help="for the chat template")
+    add("--ignore-chat-template", action="store_true", help="use the prompt without the chat template")
+    add("--use-default-chat-template", action="store_true", help="accepted without effect, as in mlx-lm")
+    add("--chat-template-config", type=_json_object, default=None, metavar="JSON", help="for the chat template")
     add("--extra-eos-token", nargs="+", default=(), metavar="TOKEN", help="tokens that end generation")
-    add("--adapter-path", metavar="DIR", help="LoRA or DoRA adapter to apply")
-    add("--resident", action="store_true", help="everything in memory, by mlx-lm alone: to compare with")
-    add("--routing-trace", type=Path, metavar="FILE", help="record which experts are routed to, for benchmarks")
-    add("--verbose", type=str2bool, default=True, metavar="BOOL", help="False: no progress bars and no summary")
 
 
-def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+def _add_sampling_flags(parser: Parser) -> None:
     add = parser.add_argument_group("sampling").add_argument
-    add("--temp", type=float, default=DEFAULT_TEMP, metavar="T", help="temperature; 0 takes the likeliest token")
-    add("--top-p", type=float, default=DEFAULT_TOP_P, metavar="P", help="keep the likeliest of this share")
-    add("--min-p", type=float, default=DEFAULT_MIN_P, metavar="P", help="keep those of this share of the likeliest")
-    add("--top-k", type=int, default=DEFAULT_TOP_K, metavar="K", help="keep the K likeliest; 0 keeps all")
-    add("--min-tokens-to-keep", type=int, default=DEFAULT_MIN_TOKENS_TO_KEEP, metavar="N", help="for --min-p")
-    add("--xtc-probability", type=float, default=DEFAULT_XTC_PROBABILITY, metavar="P", help="how often XTC is used")
-    add("--xtc-threshold", type=float, default=DEFAULT_XTC_THRESHOLD, metavar="P", help="what XTC takes for likely")
-    add("--seed", type=int, default=DEFAULT_SEED, metavar="N", help="of the random numbers")
+    add("--temp", type=float, default=0.0, metavar="T", help="temperature; 0 takes the likeliest token")
+    add("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens of this total probability")
+    add("--min-p", type=float, default=0.0, metavar="P", help="keep tokens of this share of the top probability")
+    add("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0 keeps all")
+    add("--min-tokens-to-keep", type=int, default=1, metavar="N", help="tokens that --min-p keeps at least")
+    add("--xtc-probability", type=float, default=0.0, metavar="P", help="probability of XTC sampling")
+    add("--xtc-threshold", type=float, default=0.1, metavar="P", help="probability from which XTC excludes tokens")
+    add("--seed", type=int, default=None, metavar="N", help="seed of the random numbers")
 
 
-def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("KV cache").add_argument
+def _add_model_flags(parser: Parser) -> None:
+    add = parser.add_argument_group("adapters, drafts and mlx-lm's KV cache").add_argument
+    add("--adapter-path", metavar="DIR", help="LoRA or DoRA adapter to apply")
+    add("--draft-model", metavar="MODEL", help="smaller model for speculative decoding; it shares the budget")
+    add("--num-draft-tokens", type=int, default=3, metavar="N", help="tokens to draft at a time")
+    add(
+        "--prompt-cache-file",
+        metavar="FILE",
+        help="prompt cache, saved by mlx_lm.cache_prompt, that the prompt extends",
+    )
     add("--max-kv-size", type=int, metavar="N", help="tokens to keep")
     add("--kv-bits", type=int, metavar="N", help="quantize to N bits")
     add("--kv-group-size", type=int, default=64, metavar="N", help="values that share a scale")
-    add("--quantized-kv-start", type=int, default=DEFAULT_QUANTIZED_KV_START, metavar="N", help="from this token on")
+    add("--quantized-kv-start", type=int, default=5000, metavar="N", help="first token to quantize from")
+    add("--routing-trace", type=Path, metavar="FILE", help="record the experts of each token, for benchmarks")
+
+
+COMMANDS = {
+    "generate": Command("--model MODEL [flags]", "generate text", _add_generate_flags),
+    "run": Command(
+        "[MODEL] [PROMPT] | -f MODELFILE [PROMPT]",
+        "chat with, prompt, or serve a model or a Modelfile",
+        _add_run_flags,
+        model=False,
+    ),
+    "chat": Command("--model MODEL [flags]", "run mlx-lm's chat, streaming", "chat", model=False),
+    "serve": Command(
+        "--model MODEL [flags]", "run mlx-lm's OpenAI-compatible server, streaming", "server", model=False
+    ),
+    "plan": Command("--model MODEL [flags]", "show what stays in memory, and the expected speed", _add_output_flags),
+    "bench": Command("--model MODEL [flags]", "measure a model against its plan", _add_bench_flags),
+    "exec": Command(
+        "[flags] -- PROGRAM [its flags]", "run any program that uses mlx-lm, streaming", _add_exec_flags, model=False
+    ),
+    "pack": Command(
+        "SOURCE TARGET",
+        "rewrite a checkpoint in the order in which it is read",
+        _add_pack_flags,
+        streams=False,
+        model=False,
+    ),
+    "cache": Command(
+        "list|clear",
+        "list models and cached data, or remove the cached data",
+        _add_cache_flags,
+        streams=False,
+        model=False,
+    ),
+}
+"""The commands by name, in the order of help."""
+
+
+# Types of values
 
 
 def _budget(text: str) -> Budget:
@@ -211,6 +276,17 @@ def _budget(text: str) -> Budget:
         return parse_budget(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _boolean(text: str) -> bool:
+    """Return False for ``false`` and ``f``, as mlx-lm does."""
+    return text.lower() not in {"false", "f"}
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
 
 
 def _max_tokens(text: str) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -15,54 +16,100 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.generate import stream_generate
+from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from rich.progress import DownloadColumn, MofNCompleteColumn
 
-from mlx_flash.commands.common import load_tokenizer, make_config, print_json, print_rich, shows_progress
-from mlx_flash.commands.report import GenerationReport, ProgressBar, Recorder, make_report, render_generation
+from mlx_flash.commands.common import ProgressBar, load_tokenizer, make_config, print_json, print_rich, shows_progress
+from mlx_flash.commands.render import render_generation
+from mlx_flash.commands.report import GenerationReport, Recorder, make_report
 from mlx_flash.compat.loading import makes_own_cache
 from mlx_flash.errors import ConfigError
 from mlx_flash.experts.trace import RoutingTrace
+from mlx_flash.integration.mlx_lm import apply_flash_patch
 from mlx_flash.model import FlashLLM, load_model, resolve
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 
+QUERY = "<query>"
+"""Stands for the user's text, to find where it begins in a chat."""
+
 
 def generate(args: argparse.Namespace, out: TextIO) -> int:
-    """``mlx-flash generate``: text goes to stdout as it comes."""
+    """Run ``mlx-flash generate``: write text to stdout as it is generated."""
     if args.seed is not None:
         mx.random.seed(args.seed)
     path = resolve(args.model)
-    tokenizer = load_tokenizer(path, args)
+    saved = open_prompt_cache(args)
+    tokenizer = load_tokenizer(path, args, saved.tokenizer_config)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     prompt = encode_prompt(tokenizer, args)
     began = time.perf_counter()
-    model = load(path, args, len(prompt))
-    with model if isinstance(model, FlashLLM) else contextlib.nullcontext():
+    model, draft = load(path, args, saved.num_tokens + len(prompt))
+    with contextlib.ExitStack() as stack:
+        for streamed in (model, draft):
+            if isinstance(streamed, FlashLLM):
+                stack.enter_context(streamed)
         run = Recorder(model, len(prompt), time.perf_counter() - began)
         step = run.plan.prefill_step_size if run.plan else args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
-        with (
-            ProgressBar("Prefill", MofNCompleteColumn(), shows_progress(args)) as progress,
-            routing_trace(model, args),
-        ):
-            options = generation_options(args, tokenizer)
-            responses = stream_generate(
-                model, tokenizer, prompt, prefill_step_size=step, prompt_progress_callback=progress, **options
-            )
-            interrupted = follow(responses, run, None if args.json else out)
+        progress = stack.enter_context(ProgressBar("Prefill", MofNCompleteColumn(), shows_progress(args)))
+        stack.enter_context(routing_trace(model, args))
+        options = generation_options(args, tokenizer)
+        options |= {"prompt_cache": saved.cache, "draft_model": draft, "num_draft_tokens": args.num_draft_tokens}
+        responses = stream_generate(
+            model, tokenizer, prompt, prefill_step_size=step, prompt_progress_callback=progress, **options
+        )
+        interrupted = follow(responses, run, None if args.json else out)
     if run.tokens:
-        tell(args, make_report(run, args.model, step), out)
+        print_report(args, make_report(run, args.model, step), out)
     if interrupted:
         raise KeyboardInterrupt
     return 0
 
 
-@contextlib.contextmanager
-def routing_trace(model: nn.Module, args: argparse.Namespace) -> Iterator[None]:
-    """Records which experts are routed to, if that was asked for.
+@dataclass(frozen=True, slots=True)
+class SavedCache:
+    """A prompt cache from ``--prompt-cache-file``.
+
+    Attributes:
+        cache: the cache; None without a file.
+        num_tokens: tokens in it.
+        tokenizer_config: settings of the tokenizer that made its prompt.
+    """
+
+    cache: list[Any] | None = None
+    num_tokens: int = 0
+    tokenizer_config: dict[str, Any] = field(default_factory=dict)
+
+
+def open_prompt_cache(args: argparse.Namespace) -> SavedCache:
+    """Return the prompt cache that ``--prompt-cache-file`` names, checked as ``mlx_lm.generate`` checks it.
 
     Raises:
-        ConfigError: experts are not read one by one.
+        ConfigError: the cache is of another model, or quantized otherwise.
+    """
+    file = args.prompt_cache_file
+    if file is None:
+        return SavedCache()
+    cache, metadata = load_prompt_cache(file, return_metadata=True)
+    if metadata["model"] != args.model:
+        raise ConfigError(f"--prompt-cache-file {file} is of the model {metadata['model']!r}, not {args.model!r}")
+    first = cache[0]
+    if isinstance(first, QuantizedKVCache) and (
+        args.kv_bits not in (None, first.bits) or args.kv_group_size != first.group_size
+    ):
+        found = f"--kv-bits {first.bits} --kv-group-size {first.group_size}"
+        raise ConfigError(f"--prompt-cache-file {file} is quantized with {found}: give these flags")
+    num_tokens = max((entry.offset for entry in cache if isinstance(getattr(entry, "offset", None), int)), default=0)
+    return SavedCache(cache, num_tokens, json.loads(metadata["tokenizer_config"]))
+
+
+@contextlib.contextmanager
+def routing_trace(model: nn.Module, args: argparse.Namespace) -> Iterator[None]:
+    """Record the experts of each call when ``--routing-trace`` is given.
+
+    Raises:
+        ConfigError: the plan does not read experts one by one.
     """
     if args.routing_trace is None:
         yield
@@ -70,8 +117,8 @@ def routing_trace(model: nn.Module, args: argparse.Namespace) -> Iterator[None]:
     experts = model.engine.experts if isinstance(model, FlashLLM) and model.engine is not None else None
     if experts is None:
         raise ConfigError(
-            "--routing-trace records experts that are read one by one, and none are. Hint: this needs a mixture of "
-            "experts, a budget that holds some of them but not all, and neither --resident nor --expert-pool-gb 0."
+            "--routing-trace records experts that are read one by one, and this run reads none that way. Hint: it "
+            "needs a mixture of experts, a budget for some of them, and neither --resident nor --expert-pool-gb 0."
         )
     with RoutingTrace(args.routing_trace, args.model, experts.stacks) as trace:
         experts.listeners.append(trace)
@@ -82,16 +129,18 @@ def routing_trace(model: nn.Module, args: argparse.Namespace) -> Iterator[None]:
 
 
 def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:
-    """The tokens that ``mlx_lm.generate`` makes of the same flags.
+    """Return the tokens that ``mlx_lm.generate`` makes of the same flags.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the prompt is empty.
     """
     prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     prompt = sys.stdin.read() if prompt == "-" else prompt
     use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
     if use_chat_template:
         prompt = apply_chat_template(tokenizer, prompt, args)
+        if args.prompt_cache_file is not None:  # the saved cache holds what comes before the user's text
+            prompt = prompt[apply_chat_template(tokenizer, QUERY, args).index(QUERY) :]
     tokens = cast(list[int], tokenizer.encode(prompt, add_special_tokens=not use_chat_template))
     if not tokens:
         raise ConfigError("the prompt has no tokens. Hint: --prompt takes text, or - to read it from stdin.")
@@ -99,7 +148,7 @@ def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:
 
 
 def apply_chat_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -> str:
-    """The prompt as the user's turn of a chat, the system's before it and the begun answer after it."""
+    """Return the prompt as a chat: system prompt, user's turn, beginning of the answer."""
     turns = [("system", args.system_prompt), ("user", prompt), ("assistant", args.prefill_response)]
     has_prefill = args.prefill_response is not None
     text = tokenizer.apply_chat_template(
@@ -107,21 +156,42 @@ def apply_chat_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -
         tokenize=False,
         continue_final_message=has_prefill,
         add_generation_prompt=not has_prefill,
-        **args.chat_template_config,
+        **(args.chat_template_config or {}),
     )
     return cast(str, text)
 
 
-def load(path: Path, args: argparse.Namespace, num_prompt_tokens: int) -> nn.Module:
-    """The model: streamed, or for a ``--resident`` run as mlx-lm loads it."""
+def load(path: Path, args: argparse.Namespace, num_prompt_tokens: int) -> tuple[nn.Module, nn.Module | None]:
+    """Return the model, and the draft model or None: streamed, or with ``--resident`` as mlx-lm loads them."""
     config = make_config(args)
-    if args.resident or not config.enabled:
-        model = cast(nn.Module, mlx_lm_utils.load_model(path)[0])
-        return mlx_lm_utils.load_adapters(model, args.adapter_path) if args.adapter_path else model
-    if config.context_length is None:
+    is_streamed = config.enabled and not args.resident
+    if is_streamed and config.context_length is None:
         config = replace(config, context_length=needed_context(args, num_prompt_tokens, path))
     with ProgressBar("Loading", DownloadColumn(), shows_progress(args)) as progress:
-        return load_model(path, config, adapter_path=args.adapter_path, progress=progress)[0]
+        if is_streamed and args.draft_model is None:
+            return load_model(path, config, adapter_path=args.adapter_path, progress=progress)[0], None
+        with apply_flash_patch(config) if is_streamed else contextlib.nullcontext():
+            model, draft = mlx_lm_utils.load_model(path)[0], load_draft(args, path)
+        if args.adapter_path:
+            model = mlx_lm_utils.load_adapters(model, args.adapter_path)
+        if isinstance(model, FlashLLM):
+            model.start(progress)  # both start here, since they share the budget
+        return model, draft
+
+
+def load_draft(args: argparse.Namespace, path: Path) -> nn.Module | None:
+    """Return the model of ``--draft-model``, or None.
+
+    Raises:
+        ConfigError: its vocabulary is not the model's.
+    """
+    if args.draft_model is None:
+        return None
+    draft = resolve(args.draft_model)
+    sizes = [mlx_lm_utils.load_tokenizer(folder).vocab_size for folder in (draft, path)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(f"--draft-model {args.draft_model} has {sizes[0]} tokens, the model has {sizes[1]}")
+    return cast(nn.Module, mlx_lm_utils.load_model(draft)[0])
 
 
 def needed_context(args: argparse.Namespace, num_prompt_tokens: int, path: Path) -> int | None:
@@ -130,13 +200,13 @@ def needed_context(args: argparse.Namespace, num_prompt_tokens: int, path: Path)
     if args.max_tokens > 0:
         lengths.append(num_prompt_tokens + args.max_tokens)
     if args.max_kv_size is not None and not makes_own_cache(path):
-        # a rotating cache adds the tokens of a call to those it keeps
+        # A rotating cache adds the tokens of a call to those it keeps.
         lengths.append(args.max_kv_size + (args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE))
     return min(lengths, default=None)
 
 
 def generation_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
-    """What ``mlx_lm.generate`` gives to ``stream_generate`` for the same flags."""
+    """Return what ``mlx_lm.generate`` gives to ``stream_generate`` for the same flags."""
     sampler = make_sampler(
         args.temp,
         args.top_p,
@@ -158,7 +228,7 @@ def generation_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, An
 
 
 def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | None) -> bool:
-    """Notes responses as they come, and writes their text. Returns whether the user ended it."""
+    """Record responses as they come, and write their text. Return True when the user interrupts."""
     try:
         with contextlib.closing(responses):
             for response in responses:
@@ -173,8 +243,8 @@ def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | N
     return False
 
 
-def tell(args: argparse.Namespace, report: GenerationReport, out: TextIO) -> None:
-    """Writes the summary of a run, as JSON to stdout or for people to stderr."""
+def print_report(args: argparse.Namespace, report: GenerationReport, out: TextIO) -> None:
+    """Print the summary of a run: JSON to stdout, or text to stderr."""
     if args.json:
         print_json(report.to_json(), out)
     elif args.verbose:

@@ -13,18 +13,19 @@ from typing import TextIO
 
 from mlx_lm import utils as mlx_lm_utils
 
+from mlx_flash.commands.chat import HELP, chat_habits
 from mlx_flash.commands.common import dial, make_config
-from mlx_flash.commands.report import size
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.integration.mlx_lm import apply_flash_patch
 from mlx_flash.integration.server import surviving_server
 from mlx_flash.model import prepare, resolve
+from mlx_flash.monitor.words import size, speed
 from mlx_flash.residency.plan import ResidencyPlan
 
 
 def execute(args: argparse.Namespace, out: TextIO) -> int:
-    """``mlx-flash exec``: a program that uses mlx-lm, in this process."""
+    """Run ``mlx-flash exec``: a program that uses mlx-lm, in this process."""
     command = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not command:
         raise ConfigError("exec: no program is named. Hint: mlx-flash exec -- mlx_lm.generate --model MODEL")
@@ -33,21 +34,21 @@ def execute(args: argparse.Namespace, out: TextIO) -> int:
 
 
 def serve(args: argparse.Namespace, out: TextIO) -> int:
-    """``mlx-flash serve``: mlx-lm's server."""
+    """Run ``mlx-flash serve``: mlx-lm's server."""
     return serve_with(make_config(args), _with_prefill_step(args), out)
 
 
 def serve_with(config: FlashConfig, flags: Sequence[str], out: TextIO) -> int:
-    """Runs mlx-lm's server.
+    """Run mlx-lm's server.
 
     Args:
         config: how to stream.
-        flags: those of ``mlx_lm.server``. Without ``--prompt-cache-bytes`` the prompt caches that it keeps get half of
-            the memory that the plan sets aside for the KV cache.
+        flags: flags of ``mlx_lm.server``. Without ``--prompt-cache-bytes`` its prompt caches get half of the memory
+            that the plan reserves for the KV cache.
         out: standard output.
 
     Raises:
-        BudgetError: the budget cannot hold the model, before the server is there.
+        BudgetError: the budget cannot hold the model. Raised before the server starts.
     """
     flags = list(flags)
     plan = _plan(_model_of(flags), config)
@@ -58,15 +59,16 @@ def serve_with(config: FlashConfig, flags: Sequence[str], out: TextIO) -> int:
 
 
 def chat(args: argparse.Namespace, out: TextIO) -> int:
-    """``mlx-flash chat``: mlx-lm's chat."""
+    """Run ``mlx-flash chat``: mlx-lm's chat."""
     config, flags = make_config(args), _with_prefill_step(args)
     _plan(_model_of(flags), config)
-    with apply_flash_patch(config), contextlib.redirect_stdout(out):
+    print(HELP, file=sys.stderr)
+    with apply_flash_patch(config), chat_habits(), contextlib.redirect_stdout(out):
         return run_program(["mlx_lm.chat", *flags])
 
 
 def _with_prefill_step(args: argparse.Namespace) -> list[str]:
-    """The flags that mlx-lm shall parse; the one that both have goes to both."""
+    """Return the flags for mlx-lm's own parser. ``--prefill-step-size`` goes to both parsers."""
     step = dial(args)["prefill_step_size"]
     return [*args.rest, *(() if step is None else ("--prefill-step-size", str(step)))]
 
@@ -79,34 +81,34 @@ def _model_of(flags: Sequence[str]) -> str | None:
 
 
 def _plan(model: str | None, config: FlashConfig) -> ResidencyPlan | None:
-    """Plans ahead, so that what cannot be is said at once, and tells what will be."""
+    """Plan ahead, to refuse an impossible budget at once, and print the plan in one line."""
     if model is None or not config.enabled:
         return None
     path = resolve(model)
     tokenizer = mlx_lm_utils.load_tokenizer(path)  # takes memory too
     plan = prepare(path, config, writes=False).plan
     del tokenizer
-    speed = f", about {1 / plan.seconds:.2g} tokens/s" if plan.seconds else ""
+    expected = f", about {speed(1 / plan.seconds)}" if plan.seconds else ""
     print(
         f"mlx-flash: {size(plan.model_bytes)} of weights in a budget of {plan.budget_bytes / GB:.3f} GB: "
-        f"{size(plan.read_bytes)} read for each token{speed}",
+        f"{size(plan.read_bytes)} read for each token{expected}",
         file=sys.stderr,
     )
     return plan
 
 
 def run_program(command: Sequence[str]) -> int:
-    """Runs a Python program in this process, as if it had been typed.
+    """Run a Python program in this process, as if typed in a shell.
 
     Args:
-        command: a console script that is installed beside us, such as ``mlx_lm.generate``; ``python -m MODULE``; or a
+        command: a console script of this installation, such as ``mlx_lm.generate``; ``python -m MODULE``; or a
             path to a Python file; then its arguments.
 
     Returns:
-        Its exit status, if it does not leave through ``SystemExit``.
+        Its exit status, unless it raises ``SystemExit``.
 
     Raises:
-        ConfigError: there is no such program.
+        ConfigError: the program is unknown.
     """
     name, *arguments = command
     if Path(name).stem.startswith("python") and arguments[:1] == ["-m"] and len(arguments) > 1:
@@ -135,7 +137,7 @@ def _status(result: object) -> int:
 
 @contextlib.contextmanager
 def _arguments(command: Sequence[str]) -> Iterator[None]:
-    """``sys.argv`` and the import path, as the program would find them."""
+    """Set ``sys.argv`` and the import path as the program expects them."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = list(command)
     if Path(command[0]).is_file():

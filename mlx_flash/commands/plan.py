@@ -7,7 +7,8 @@ import contextlib
 from typing import TextIO
 
 from mlx_flash.commands.common import load_tokenizer, make_config, print_json, print_rich
-from mlx_flash.commands.report import planning_to_json, render_plan
+from mlx_flash.commands.render import render_plan
+from mlx_flash.commands.report import planning_to_json
 from mlx_flash.model import prepare, resolve
 
 

@@ -1,48 +1,126 @@
-"""``mlx-flash run``: what a Modelfile describes, prompted, in conversation, or served."""
+"""``mlx-flash run``: a model or a Modelfile, prompted, in conversation, or served."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
 import mlx.nn as nn
 import mlx_lm
 from mlx_lm import utils as mlx_lm_utils
 
-from mlx_flash.commands.common import dial
+from mlx_flash.commands.chat import BYE, HELP
+from mlx_flash.commands.common import dial, print_rich
+from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
 from mlx_flash.commands.mlx_lm import serve_with
-from mlx_flash.config import FlashConfig
+from mlx_flash.commands.render import render_generation
+from mlx_flash.commands.report import Recorder, make_report
+from mlx_flash.config import FlashConfig, did_you_mean
+from mlx_flash.errors import ConfigError
 from mlx_flash.model import FlashLLM, load, resolve
 from mlx_flash.modelfile.conversation import Conversation, first_messages
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 
-BYE = ("/bye", "/exit", "/quit")
+COMMANDS = (*BYE, "/clear", "/?", "/help")
 
 
 def run(args: argparse.Namespace, out: TextIO) -> int:
-    """``mlx-flash run``."""
-    modelfile = read_modelfile(args.file)
+    """Run ``mlx-flash run``."""
+    modelfile, prompt = _described(args)
     for note in modelfile.notes:
-        print(f"{args.file}:{note.line}: {note.text}", file=sys.stderr)
+        print(f"{modelfile.path}:{note.line}: {note.text}", file=sys.stderr)
     config = FlashConfig.resolve(modelfile=modelfile.flash, **dial(args))
     if args.serve:
         return serve_with(config, server_flags(modelfile, args), out)
+    began = time.perf_counter()
     with loaded(modelfile, config) as (model, tokenizer):
         conversation = Conversation(model, tokenizer, modelfile, args.max_tokens)
-        for text in _prompts(args.prompt):
-            for piece in conversation.answer(text):
-                print(piece, end="", file=out, flush=True)
-            print(file=out, flush=True)
+        answer = partial(_answer, conversation, model, time.perf_counter() - began, args.verbose, out)
+        if prompt is not None or not sys.stdin.isatty():
+            answer(sys.stdin.read() if prompt is None else prompt)
+        else:
+            _converse(conversation, answer)
     return 0
+
+
+def _described(args: argparse.Namespace) -> tuple[Modelfile, str | None]:
+    """Return the Modelfile, or one that only names a model, and the prompt of the command line.
+
+    Raises:
+        ConfigError: there are too many words, or neither a model nor a Modelfile.
+    """
+    words = list(args.words)
+    model = None
+    if args.file is None and words and (len(words) > 1 or _names_model(words[0])):
+        model = words.pop(0)
+    if len(words) > 1:
+        raise ConfigError(f"run takes one prompt, not {len(words)}. Hint: put a prompt of several words in quotes.")
+    prompt = words[0] if words else None
+    if model is not None:
+        return Modelfile(path=Path(model), base=model), prompt
+    if args.file is None and not Path("Modelfile").exists():
+        raise ConfigError('run found neither a model nor ./Modelfile. Hint: mlx-flash run DIR_OR_REPO "PROMPT"')
+    return read_modelfile(args.file or "Modelfile"), prompt
+
+
+def _names_model(word: str) -> bool:
+    """Return True for a folder, and for the form of a Hugging Face repository."""
+    return Path(word).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+", word) is not None
+
+
+def _answer(
+    conversation: Conversation, model: nn.Module, load_seconds: float, verbose: bool, out: TextIO, text: str
+) -> None:
+    """Print the answer to a message until it ends or the user presses Ctrl-C."""
+    recorder = Recorder(model, 0, load_seconds)
+    with Interrupts() as interrupts, closing(conversation.answer(text, interrupts.check, recorder.add)) as pieces:
+        try:
+            for piece in pieces:
+                print(piece, end="", file=out, flush=True)
+                if interrupts.stopped:
+                    break
+        except AnswerStoppedError:
+            pass  # stopped before the first token
+    print(file=out, flush=True)
+    if verbose and recorder.tokens:
+        recorder.num_prompt_tokens = conversation.num_new_tokens
+        step = recorder.plan.prefill_step_size if recorder.plan else DEFAULT_PREFILL_STEP_SIZE
+        print_rich(render_generation(make_report(recorder, "", step)), sys.stderr)
+
+
+def _converse(conversation: Conversation, answer: Callable[[str], None]) -> None:
+    """Answer line by line, until the user ends the conversation."""
+    print(HELP, file=sys.stderr)
+    while True:
+        try:
+            print(">>> ", end="", file=sys.stderr, flush=True)
+            text = input().strip()
+        except EOFError:
+            return
+        if text in BYE:
+            return
+        if text == "/clear":
+            conversation.clear()
+        elif text in COMMANDS:
+            print(HELP, file=sys.stderr)
+        elif text.startswith("/") and len(text.split()) == 1:
+            print(f"there is no command {text}{did_you_mean(text, COMMANDS)}", file=sys.stderr)
+        elif text:
+            answer(text)
 
 
 @contextmanager
 def loaded(modelfile: Modelfile, config: FlashConfig) -> Iterator[tuple[nn.Module, Any]]:
-    """The model and its tokenizer, streamed unless the Modelfile says ``FLASH false``."""
+    """Yield the model and its tokenizer, streamed unless the Modelfile says ``FLASH false``."""
     adapter = None if modelfile.adapter is None else str(modelfile.adapter)
     settings = {} if modelfile.chat_template is None else {"chat_template": modelfile.chat_template}
     if config.enabled:
@@ -53,32 +131,8 @@ def loaded(modelfile: Modelfile, config: FlashConfig) -> Iterator[tuple[nn.Modul
         yield model, tokenizer
 
 
-def _prompts(given: str | None) -> Iterator[str]:
-    """What the user says: one prompt, all of a piped stdin, or line by line."""
-    if given is not None:
-        yield given
-    elif not sys.stdin.isatty():
-        yield sys.stdin.read()
-    else:
-        print(f"Ctrl-D or {BYE[0]} ends the conversation.", file=sys.stderr)
-        yield from _lines()
-
-
-def _lines() -> Iterator[str]:
-    while True:
-        try:
-            print(">>> ", end="", file=sys.stderr, flush=True)
-            text = input()
-        except EOFError:
-            return
-        if text.strip() in BYE:
-            return
-        if text.strip():
-            yield text
-
-
 def server_flags(modelfile: Modelfile, args: argparse.Namespace) -> list[str]:
-    """The flags of ``mlx_lm.server`` that say what the Modelfile does; what none of them can say goes to stderr."""
+    """Return the Modelfile as flags of ``mlx_lm.server``. Parameters without a flag are reported on stderr."""
     parameters = modelfile.parameters
     max_tokens = parameters.max_tokens(0) if args.max_tokens is None else args.max_tokens
     flags = {
@@ -101,12 +155,12 @@ def server_flags(modelfile: Modelfile, args: argparse.Namespace) -> list[str]:
         "num_predict": max_tokens if max_tokens is not None and max_tokens <= 0 else None,
     }
     for name in (name for name, value in unsaid.items() if value is not None):
-        print(f"{args.file}: PARAMETER {name} has no default in the server: clients say it", file=sys.stderr)
+        print(f"{modelfile.path}: PARAMETER {name} has no effect here: clients of the server set it", file=sys.stderr)
     return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
 
 
 def _chat_template(modelfile: Modelfile) -> str | None:
-    """The chat template, with what every conversation begins with made part of it."""
+    """Return the chat template, extended by the messages that every conversation begins with."""
     first = first_messages(modelfile)
     template = modelfile.chat_template
     if not first:
@@ -120,7 +174,7 @@ def _chat_template(modelfile: Modelfile) -> str | None:
 
 
 def opening(messages: list[dict[str, str]]) -> str:
-    """Jinja that puts messages before those of a request, whose own system prompt replaces theirs."""
+    """Return Jinja that puts messages before those of a request. The request's own system prompt wins."""
     system = [message for message in messages if message["role"] == "system"]
     others = [message for message in messages if message["role"] != "system"]
     return (
@@ -133,5 +187,5 @@ def opening(messages: list[dict[str, str]]) -> str:
 
 
 def _jinja(messages: list[dict[str, str]]) -> str:
-    """A literal: Jinja reads JSON's, but joins no surrogate pairs."""
+    """Return a Jinja literal: JSON, without surrogate pairs, which Jinja does not join."""
     return json.dumps(messages, ensure_ascii=False)

@@ -20,6 +20,9 @@ from mlx_flash.streaming.stream import UnitState
 
 Json = dict[str, Any]
 
+LONGEST_GAP_SECONDS = 60.0
+"""A longer time between two calls is idle time, not the evaluation of what a call left lazy."""
+
 
 @dataclass(slots=True)
 class PassCounters:
@@ -32,6 +35,8 @@ class PassCounters:
         num_tokens_out: tokens that they generated: one for each sequence in a call with one new token a sequence.
         pass_seconds: time spent in calls.
         decode_seconds: the part of it in which ``num_tokens_out`` were generated.
+        prompt_gap_seconds, decode_gap_seconds: time between a call that ended and the next one, in which MLX evaluates
+            what the call left lazy: after calls for prompts, and between calls that generate. Idle time is not counted.
         began: when the call under way began (``time.perf_counter()``), or None.
         last_began: when it or, between calls, the last one began.
         last_ended: when the last one ended.
@@ -44,6 +49,8 @@ class PassCounters:
     num_tokens_out: int = 0
     pass_seconds: float = 0.0
     decode_seconds: float = 0.0
+    prompt_gap_seconds: float = 0.0
+    decode_gap_seconds: float = 0.0
     began: float | None = None
     last_began: float = 0.0
     last_ended: float = 0.0
@@ -57,8 +64,15 @@ class PassCounters:
             num_tokens: new tokens, over all sequences.
             batch_size: sequences.
         """
+        now = time.perf_counter()
+        gap = now - self.last_ended
+        if self.num_passes and self.last_ended >= self.last_began and gap < LONGEST_GAP_SECONDS:
+            if self.num_tokens != self.batch_size:
+                self.prompt_gap_seconds += gap
+            elif num_tokens == batch_size:
+                self.decode_gap_seconds += gap
         self.num_tokens, self.batch_size = num_tokens, batch_size
-        self.began = self.last_began = time.perf_counter()
+        self.began = self.last_began = now
 
     def end(self, *, failed: bool = False) -> None:
         """Notes that the call ended; when it ``failed``, no tokens are counted. Harmless when none has begun."""

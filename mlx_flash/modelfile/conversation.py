@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +15,8 @@ from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.parse import Modelfile, Parameters
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+Progress = Callable[[int, int], None]
+Listener = Callable[[Any], None]
 
 DEFAULT_MAX_TOKENS = 512
 DEFAULT_REPEAT_LAST_N = 64
@@ -24,22 +26,24 @@ _ALL = 2**31 - 1
 
 
 class Conversation:
-    """Turns of user and assistant; what the prompt cache holds already is not worked through again.
+    """Turns of user and assistant, over one prompt cache: tokens that it holds are not computed again.
 
     Args:
         model: streamed or not.
         tokenizer: mlx-lm's wrapper.
-        modelfile: messages to begin with, sampling, and texts that end an answer.
-        max_tokens: the most tokens of an answer, -1 for no limit; None takes the Modelfile's.
+        modelfile: first messages, sampling, and texts that end an answer.
+        max_tokens: tokens of an answer at most, -1 for no limit; None takes the Modelfile's.
 
     Attributes:
-        messages: so far, as the chat template takes them.
-        finish_reason: why the last answer ended: ``"stop"`` or ``"length"``.
+        messages: the turns so far, as the chat template takes them.
+        finish_reason: ``"stop"`` or ``"length"``, of the last answer.
+        num_new_tokens: prompt tokens of the last answer that the cache did not hold.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, modelfile: Modelfile, max_tokens: int | None = None) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        self._modelfile = modelfile
         self._parameters = modelfile.parameters
         self._stop = modelfile.stop
         self._max_tokens = max_tokens
@@ -47,21 +51,43 @@ class Conversation:
         self._cached: list[int] = []
         self.messages = first_messages(modelfile)
         self.finish_reason: str | None = None
+        self.num_new_tokens = 0
 
-    def answer(self, text: str) -> Iterator[str]:
-        """Says something to the model and gives its answer as it comes.
+    def clear(self) -> None:
+        """Forget everything but the messages that the Modelfile begins with."""
+        self.messages = first_messages(self._modelfile)
+
+    def answer(
+        self, text: str, on_progress: Progress | None = None, on_response: Listener | None = None
+    ) -> Generator[str, None, None]:
+        """Yield the model's answer to a message, piece by piece.
+
+        Closing the iterator keeps the answer so far. An answer that ends before its first piece leaves no trace.
+
+        Args:
+            text: the user's message.
+            on_progress: called with the prompt tokens done and to do. What it raises ends the answer.
+            on_response: called with each response of ``mlx_lm.stream_generate``.
 
         Raises:
             ConfigError: the conversation has no tokens.
         """
         self.messages.append({"role": "user", "content": text})
-        prompt = self._encode()
-        rest = self._trim(prompt)
         said = ""
-        for piece in cut_at(self._generate(prompt, rest), self._stop):
-            said += piece
-            yield piece
-        self.messages.append({"role": "assistant", "content": said})
+        try:
+            prompt = self._encode()
+            rest = self._trim(prompt)
+            self.num_new_tokens = len(rest)
+            for piece in cut_at(self._generate(prompt, rest, on_progress, on_response), self._stop):
+                said += piece
+                yield piece
+            self.messages.append({"role": "assistant", "content": said})
+        except BaseException:
+            if said:
+                self.messages.append({"role": "assistant", "content": said})
+            else:
+                self.messages.pop()
+            raise
 
     def _encode(self) -> list[int]:
         if self._tokenizer.has_chat_template:
@@ -73,7 +99,7 @@ class Conversation:
         return tokens
 
     def _trim(self, prompt: list[int]) -> list[int]:
-        """Makes the cache hold a beginning of the prompt, the longest that it can; returns what is left to do."""
+        """Trim the cache to the longest prefix of the prompt that it can hold. Return the tokens left to compute."""
         common = 0
         for old, new in zip(self._cached, prompt[:-1], strict=False):
             if old != new:
@@ -87,7 +113,9 @@ class Conversation:
         self._cached = prompt[:common]
         return prompt[common:]
 
-    def _generate(self, prompt: list[int], rest: list[int]) -> Iterator[str]:
+    def _generate(
+        self, prompt: list[int], rest: list[int], on_progress: Progress | None, on_response: Listener | None
+    ) -> Iterator[str]:
         parameters = self._parameters
         if parameters.seed is not None:
             mx.random.seed(parameters.seed)
@@ -102,6 +130,7 @@ class Conversation:
             rest,
             max_tokens=DEFAULT_MAX_TOKENS if given is None else given,
             prompt_cache=self._cache,
+            **({} if on_progress is None else {"prompt_progress_callback": on_progress}),
             **options,
         )
         self._cached += rest
@@ -109,13 +138,15 @@ class Conversation:
             for response in responses:
                 self.finish_reason = response.finish_reason
                 self._cached.append(response.token)
+                if on_response is not None:
+                    on_response(response)
                 yield response.text
         finally:
             responses.close()
             self._agree_with_cache()
 
     def _agree_with_cache(self) -> None:
-        """mlx-lm may or may not have worked through the last token. A cache that does not say is not used again."""
+        """Drop tokens that mlx-lm has not computed from the record. A cache without an offset is replaced."""
         offsets = [offset for entry in self._cache if isinstance(offset := getattr(entry, "offset", None), int)]
         if len(offsets) == len(self._cache):
             self._cached = self._cached[: max(offsets, default=0)]
@@ -124,19 +155,19 @@ class Conversation:
 
 
 def _seeing(before: list[int], process: LogitsProcessor) -> LogitsProcessor:
-    """A logits processor that also sees the tokens that were in the cache already."""
+    """Return a logits processor that also sees the tokens that the cache held before."""
     seen = mx.array(before)
     return lambda tokens, logits: process(mx.concatenate([seen, tokens]), logits)
 
 
 def first_messages(modelfile: Modelfile) -> list[dict[str, str]]:
-    """What every conversation begins with."""
+    """Return the messages that every conversation begins with."""
     system = [] if modelfile.system is None else [{"role": "system", "content": modelfile.system}]
     return system + [{"role": message.role, "content": message.content} for message in modelfile.messages]
 
 
 def sampling(parameters: Parameters) -> dict[str, Any]:
-    """Sampler and logits processors for ``mlx_lm.stream_generate``."""
+    """Return sampler and logits processors for ``mlx_lm.stream_generate``."""
     sampler = make_sampler(
         temp=parameters.temperature or 0.0,
         top_p=parameters.top_p or 0.0,
@@ -152,7 +183,7 @@ def sampling(parameters: Parameters) -> dict[str, Any]:
 
 
 def cut_at(pieces: Iterator[str], stop: Sequence[str]) -> Iterator[str]:
-    """The text up to the first of some texts that end it. What may become one of them is held back."""
+    """Yield text up to the first stop text. Text that may become a stop text is held back."""
     held = ""
     for piece in pieces:
         held += piece

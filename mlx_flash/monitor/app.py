@@ -21,16 +21,16 @@ from mlx_flash.telemetry import INTERVAL_SECONDS
 EXIT_NONE, EXIT_ERROR, EXIT_BROKEN_PIPE = 1, 1, 141
 SHORTEST_INTERVAL = 0.05
 ONCE_SECONDS = 1.0
-"""Between the two looks that the speeds of a single frame come from."""
+"""Time between the two looks that give the speeds of a single frame."""
 
-HINT = "Hint: engines show up by themselves; start one with: mlx-flash generate --model DIR_OR_REPO"
+HINT = "Hint: start one with: mlx-flash generate --model DIR_OR_REPO"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the monitor.
+    """Run the monitor.
 
     Args:
-        argv: the arguments; None takes the process's.
+        argv: the arguments; None takes those of the process.
 
     Returns:
         The exit status.
@@ -52,18 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the flags."""
+    """Return the parser of the flags."""
     parser = argparse.ArgumentParser(
         prog="flash-monitor",
-        description="Show what the mlx-flash engines of this user do. Keys: q quits, Tab shows the next engine.",
+        description="Show the running mlx-flash engines of this user. Keys: q quits, Tab shows the next engine.",
     )
     add = parser.add_argument
     add("--once", action="store_true", help="print one frame and exit; exit status 1 when no engine runs")
-    add("--json", action="store_true", help="print JSON, one object an engine and look, instead of frames")
+    add("--json", action="store_true", help="print one JSON object for each engine and look, instead of frames")
     add("--pid", type=int, metavar="N", help="show only the engines of this process")
-    add("--interval", type=_interval, default=INTERVAL_SECONDS, metavar="SECONDS", help="between two looks (0.25)")
-    add("--no-color", action="store_true", help="no colours; the variable NO_COLOR does the same")
-    add("--ascii", action="store_true", help="only ASCII characters; chosen by itself where the output has no other")
+    add(
+        "--interval",
+        type=_interval,
+        default=INTERVAL_SECONDS,
+        metavar="SECONDS",
+        help="time between two looks (default: 0.25)",
+    )
+    add("--no-color", action="store_true", help="no colours, as with the variable NO_COLOR")
+    add("--ascii", action="store_true", help="only ASCII characters (default where the encoding has no others)")
     return parser
 
 
@@ -75,7 +81,7 @@ def _interval(text: str) -> float:
 
 
 def once(args: argparse.Namespace, console: Console) -> int:
-    """One frame, or one JSON object an engine."""
+    """Print one frame, or one JSON object for each engine."""
     watcher = Watcher(args.pid)
     watcher.look()
     if watcher.histories:
@@ -92,7 +98,7 @@ def once(args: argparse.Namespace, console: Console) -> int:
 
 
 def live(args: argparse.Namespace, console: Console) -> int:
-    """Frames until the user ends it; without an engine it waits for one."""
+    """Draw frames until the user quits. Without an engine, wait for one."""
     watcher = Watcher(args.pid)
     with Terminal(console) as terminal:
         while True:
@@ -106,7 +112,7 @@ def live(args: argparse.Namespace, console: Console) -> int:
 
 
 def stream_json(args: argparse.Namespace) -> int:
-    """A line of JSON for each engine and look."""
+    """Print a line of JSON for each engine and look."""
     watcher = Watcher(args.pid)
     was_told = False
     while True:
@@ -119,18 +125,19 @@ def stream_json(args: argparse.Namespace) -> int:
 
 
 def draw(watcher: Watcher, args: argparse.Namespace, console: Console, height: int | None) -> list[Text]:
-    """The frame of what was seen last."""
+    """Return the frame of the last look."""
     chosen = glyphs.ASCII if args.ascii else glyphs.choose(console.encoding)
     canvas = Canvas(console.width, height, chosen)
-    if not watcher.histories:
+    shown = [*watcher.histories, *([watcher.ended] if watcher.ended else [])]
+    if not shown:
         return message(f"{_nothing(watcher, args).capitalize()}; waiting.", HINT, canvas)
-    return frame(watcher.histories, watcher.chosen, watcher.system, canvas)
+    return frame(shown, watcher.chosen, watcher.system, canvas)
 
 
 def print_json(watcher: Watcher) -> None:
-    """One object on one line for each engine."""
+    """Print one object on one line for each engine."""
     for told in watcher.to_json():
-        # A file may hold NaN, which is no JSON.
+        # A file may hold NaN, which JSON lacks.
         finite = json.loads(json.dumps(told), parse_constant=lambda name: None)
         print(json.dumps(finite, allow_nan=False))
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Characters to draw with: block elements, or ASCII where the output has nothing else; and words for numbers."""
+"""Characters to draw with: block elements, or ASCII where the encoding has nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STYLES = {
 WORDS = {"resident": "in slot"}
 
 _MOST_TO_SEE = ("computing", "reading", "resident", "waiting", "done", "pinned")
-"""Of several layers in one cell, the first of these states is shown."""
+"""A cell of several layers shows the first of these states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Glyphs:
     Attributes:
         states: of a unit, by state.
         parts: of a bar, from its first part on.
-        rest: what no part of a bar takes.
+        rest: the rest of a bar.
         levels: of a sparkline, the lowest first.
-        gap: of a sparkline, where nothing was seen.
+        gap: of a sparkline, where no sample lies.
         marker: of the chosen engine.
     """
 
@@ -61,24 +61,34 @@ ASCII = Glyphs(
 
 
 def choose(encoding: str) -> Glyphs:
-    """The characters that an encoding has."""
+    """Return the characters for an encoding."""
     return UNICODE if encoding.lower().replace("-", "").replace("_", "") in {"utf8", "utf8sig"} else ASCII
 
 
 def sparkline(values: Sequence[float | None], top: float, glyphs: Glyphs) -> str:
-    """One character for each value, from 0 to ``top``; what is beyond is shown as the nearer of the two."""
+    """Return one character for each value. Values are clamped to 0 and ``top``."""
     last = len(glyphs.levels) - 1
     scale = last / top if top > 0 else 0.0
     levels = (None if value is None else min(last, max(0, round(value * scale))) for value in values)
     return "".join(glyphs.gap if level is None else glyphs.levels[level] for level in levels)
 
 
+def chart(values: Sequence[float | None], top: float, num_rows: int, glyphs: Glyphs) -> list[str]:
+    """Return a bar chart of several rows, the highest first; of one row, a sparkline."""
+    scale, rows = num_rows / top if top > 0 else 0.0, []
+    for row in reversed(range(num_rows)):
+        heights = (None if value is None else value * scale - row for value in values)
+        shown = [None if height is None or (row and height <= 0) else height for height in heights]
+        rows.append(sparkline(shown, 1.0, glyphs))
+    return rows
+
+
 def bar(parts: Sequence[float], whole: float, width: int) -> list[int]:
-    """Columns of each part of a bar.
+    """Return the columns of each part of a bar.
 
     Args:
         parts: sizes; together at most about ``whole``.
-        whole: what the full width stands for.
+        whole: size of the full width.
         width: in columns.
     """
     columns, done, passed = [], 0, 0.0
@@ -91,7 +101,7 @@ def bar(parts: Sequence[float], whole: float, width: int) -> list[int]:
 
 
 def strip(units: Sequence[Unit], width: int, max_rows: int) -> list[list[str]]:
-    """States in rows of cells for a strip of units: a cell a unit, or, when there are too many, for several.
+    """Return a strip of units as rows of states, one cell for each unit or, when there are too many, for several.
 
     Args:
         units: in calling order.
@@ -107,42 +117,3 @@ def strip(units: Sequence[Unit], width: int, max_rows: int) -> list[list[str]]:
 
 def _shown(states: Sequence[str]) -> str:
     return min(states, key=_MOST_TO_SEE.index)
-
-
-def size(nbytes: float) -> str:
-    """A number of bytes in decimal units, three digits or so."""
-    if nbytes >= 1e10:
-        return f"{nbytes / 1e9:.1f} GB"
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB" if nbytes >= 1e7 else _small(nbytes)
-
-
-def _small(nbytes: float) -> str:
-    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.0f} kB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words."""
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
-
-
-def percent(part: float | None) -> str:
-    """A share in per cent."""
-    return "-" if part is None else f"{part:.0%}"
-
-
-def amount(number: float | None) -> str:
-    """A mean number of things."""
-    return "-" if number is None else f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
-
-
-def rate(per_second: float | None) -> str:
-    """Tokens a second."""
-    if per_second is None:
-        return "-"
-    return f"{per_second:.1f}" if per_second >= 9.995 else f"{per_second:.2f}"

@@ -1,4 +1,4 @@
-"""The last minute of one engine: speeds and shares of time, from the differences between what it told."""
+"""The last minute of one engine: speeds and shares of time, from differences between published states."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from mlx_flash.telemetry import Published
 
 MINUTE = 60.0
 WINDOW_SECONDS = 4.0
-"""What "now" means: long enough for a few of a large model's reads, short enough to see a change."""
+"""Length of "now": enough for a few reads of a large model, and short enough to show a change."""
 
 SHORTEST_SECONDS = 1e-6
-"""Nothing is told from a shorter time."""
+"""Shorter times give no rate."""
 
 IDLE_SECONDS = 2.0
-"""Between calls for this long at least, and for several times a usual call, is idle."""
+"""An engine is idle after this time without a call, and after several times the mean call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Where the time goes; together 1.
+    """Shares of the time; they add up to 1.
 
     Attributes:
         disk: waiting for weights, experts included.
-        compute: from the arrival of a unit's weights to their release, without waiting for experts.
-        calls: the rest of forward calls: what is not streamed.
-        between: between calls: sampling, the program around it; everything when idle.
+        compute: from the arrival of a unit's weights to their release, without waits for experts.
+        calls: the rest of forward calls, which is not streamed.
+        between: between calls, such as sampling; everything when idle.
     """
 
     disk: float
@@ -40,23 +40,23 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Speeds now. None where there is nothing to tell from yet.
+    """Speeds now. None where they are unknown yet.
 
     Attributes:
-        tokens_per_second: generated, over the last seconds, or, in a slow model, the last tokens; 0 when idle.
-        mean_tokens_per_second: over all calls that generated one, time between calls not counted.
-        mean_prompt_tokens_per_second: over all other calls, which work through prompts.
-        read_bytes_per_second: over the last seconds.
-        mean_read_bytes_per_second: while at least one read was in flight, loading included.
-        shares: of the last seconds.
-        experts: over the last seconds, or, in a slow model, the last calls; None without a pool of experts.
+        tokens_per_second: tokens generated in the last seconds or, in a slow model, the last tokens; 0 when idle.
+        mean_tokens_per_second: generated tokens over the time of their calls and of the evaluation after them.
+        mean_prompt_tokens_per_second: prompt tokens over the time of their calls and of the evaluation after them.
+        read_bytes_per_second: bytes read in the last seconds over their wall time.
+        reading_bytes_per_second: all bytes over the time with at least one read in flight, loading included.
+        shares: shares of the last seconds.
+        experts: rates over the last seconds or, in a slow model, the last calls; None without a pool of experts.
     """
 
     tokens_per_second: float | None = None
     mean_tokens_per_second: float | None = None
     mean_prompt_tokens_per_second: float | None = None
     read_bytes_per_second: float | None = None
-    mean_read_bytes_per_second: float | None = None
+    reading_bytes_per_second: float | None = None
     shares: Shares | None = None
     experts: ExpertRates | None = None
 
@@ -77,7 +77,7 @@ class Sample:
 
     @classmethod
     def of(cls, published: Published) -> Sample:
-        """The sample in what an engine told."""
+        """Return the sample of a published state."""
         state = published.state
         began = optional(state, "passes", "began")
         under_way = 0.0 if began is None else max(0.0, published.clock - began)
@@ -96,14 +96,16 @@ class Sample:
 
 @dataclass(slots=True)
 class History:
-    """Samples of the last minute, and what was told last.
+    """Samples of the last minute.
 
     Attributes:
-        latest: what was told last.
+        latest: the last published state.
         rates: the speeds at that moment.
+        ended: when the engine was found gone, in seconds since the epoch; None while it runs.
     """
 
     latest: Published
+    ended: float | None = None
     rates: Rates = field(default_factory=Rates)
     _samples: deque[Sample] = field(default_factory=deque)
     _values: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
@@ -112,7 +114,7 @@ class History:
         self.add(self.latest)
 
     def add(self, published: Published) -> None:
-        """Notes what the engine told, unless that was noted already."""
+        """Add a published state, unless it was added before."""
         sample = Sample.of(published)
         self.latest = published
         if self._samples and sample.clock - self._samples[-1].clock < SHORTEST_SECONDS:
@@ -131,7 +133,7 @@ class History:
             self._values.popleft()
 
     def is_idle(self) -> bool:
-        """Whether no call is under way, nor one about to come, by what came before."""
+        """Return True when no call is under way, and none is likely to follow soon."""
         state = self.latest.state
         passes = number(state, "passes", "num_passes")
         mean = number(state, "passes", "pass_seconds") / passes if passes else 0.0
@@ -139,11 +141,11 @@ class History:
         return optional(state, "passes", "began") is None and since > max(IDLE_SECONDS, 2 * mean)
 
     def series(self, name: str, num_cells: int) -> list[float | None]:
-        """Means over equal parts of the last minute, the oldest first; None where nothing was seen.
+        """Return means over equal parts of the last minute, the oldest first; None where no sample lies.
 
         Args:
             name: ``"tokens"``, ``"read"`` or ``"footprint"``.
-            num_cells: how many parts.
+            num_cells: number of parts.
         """
         cells: list[list[float]] = [[] for _ in range(num_cells)]
         now = self._samples[-1].clock
@@ -155,28 +157,29 @@ class History:
     def _rates_now(self) -> Rates:
         state, now, before = self.latest.state, self._samples[-1], self._window_start()
         seconds = now.clock - before.clock
-        decode, busy = number(state, "passes", "decode_seconds"), number(state, "read", "busy_seconds")
+        in_decoding, busy = number(state, "passes", "decode_seconds"), number(state, "read", "busy_seconds")
+        decode = in_decoding + number(state, "passes", "decode_gap_seconds")
         prompt = now.tokens_in - now.tokens_out
-        prefill = number(state, "passes", "pass_seconds") - decode
+        prefill = number(state, "passes", "pass_seconds") - in_decoding + number(state, "passes", "prompt_gap_seconds")
         return Rates(
             tokens_per_second=self._tokens_per_second(),
             mean_tokens_per_second=now.tokens_out / decode if decode > SHORTEST_SECONDS else None,
             mean_prompt_tokens_per_second=prompt / prefill if prompt > 0 and prefill > SHORTEST_SECONDS else None,
             read_bytes_per_second=max(0.0, now.nbytes - before.nbytes) / seconds if seconds > 0 else None,
-            mean_read_bytes_per_second=now.nbytes / busy if busy > SHORTEST_SECONDS else None,
+            reading_bytes_per_second=now.nbytes / busy if busy > SHORTEST_SECONDS else None,
             shares=_shares(before, now) if seconds > 0 else None,
             experts=None if Pool.of(state) is None else self._expert_rates(before),
         )
 
     def _window_start(self) -> Sample:
-        """The oldest sample within the window, or the one before the last where samples are further apart."""
+        """Return the oldest sample in the window, or the last but one where samples are further apart."""
         now = self._samples[-1]
         within = (sample for sample in self._samples if now.clock - sample.clock <= WINDOW_SECONDS)
         start = next(within)
         return self._samples[-2] if start is now and len(self._samples) > 1 else start
 
     def _tokens_per_second(self) -> float | None:
-        """From the ends of calls: exact however seldom they come."""
+        """Return the rate between ends of calls, which is exact even when they are rare."""
         if self.is_idle():
             return 0.0
         now = self._samples[-1]
@@ -193,20 +196,20 @@ class History:
         return (s for s in reversed(self._samples) if s.tokens_out < now.tokens_out and s.last_ended > 0)
 
     def _expert_rates(self, before: Sample) -> ExpertRates:
-        """From whole calls where two were seen to end, so that all layers count alike; else from the last seconds."""
+        """Return rates over whole calls, so that all layers count alike; over the last seconds until two have ended."""
         now, calls = self._samples[-1], self._calls()
         lately, seconds = now.experts.since(before.experts), now.clock - before.clock
         if calls is None:
             return expert_rates(lately, 0.0, lately, seconds)
         start, end = calls
         lasted, num_tokens = end.last_ended - start.last_ended, end.tokens_in - start.tokens_in
-        # The first sample of all may be from anywhere within a call: its counters grew for another time.
+        # The very first sample may lie anywhere within a call, so its counters grew for another time.
         is_known = num_tokens >= 1 and lasted > SHORTEST_SECONDS
         num_tokens *= (end.clock - start.clock) / lasted if is_known else 0.0
         return expert_rates(end.experts.since(start.experts), num_tokens, lately, seconds)
 
     def _calls(self) -> tuple[Sample, Sample] | None:
-        """The first samples after the ends of two calls: the last one, and the earliest one within the window."""
+        """Return the samples after the ends of two calls: the earliest in the window, and the last one."""
         ends = self._call_ends()
         end, start = next(ends, None), None
         if end is None:
@@ -218,7 +221,7 @@ class History:
         return None if start is None else (start, end)
 
     def _call_ends(self) -> Iterator[Sample]:
-        """The first sample after each end of a call, the newest first."""
+        """Yield the first sample after each end of a call, the newest first."""
         samples = list(self._samples)
         for earlier, sample in reversed(list(zip([None, *samples[:-1]], samples, strict=True))):
             if sample.last_ended > 0 and (earlier is None or earlier.tokens_in != sample.tokens_in):
@@ -226,7 +229,7 @@ class History:
 
 
 def _shares(before: Sample, now: Sample) -> Shares:
-    """Counters move when something ends, so a share may come out a little too large: they are cut to fit."""
+    """Return the shares of the time. Counters move at ends, so a share can be too large: cut it to fit."""
     seconds = now.clock - before.clock
     experts = now.experts.since(before.experts).wait_seconds or 0.0
     disk = _cut(now.wait_seconds - before.wait_seconds + experts, seconds)

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.text import Text
 
 from mlx_flash.monitor.experts import ExpertRates, Pool
-from mlx_flash.monitor.glyphs import STYLES, WORDS, Glyphs, amount, bar, duration, percent, rate, size, sparkline, strip
+from mlx_flash.monitor.glyphs import STYLES, WORDS, Glyphs, bar, chart, strip
 from mlx_flash.monitor.history import History, Shares
 from mlx_flash.monitor.state import STATES, Unit, count, model_name, number, optional, units
 from mlx_flash.monitor.system import SystemMemory
+from mlx_flash.monitor.words import amount, duration, percent, rate, size
 from mlx_flash.telemetry import SCHEMA, SILENT_SECONDS
 
 LABEL = 11
 """Columns before the text of a line."""
 
-MAX_WIDTH = 120
+NARROWEST = 40
+"""Columns below which lines are cut instead of wrapped."""
+
 MAX_ENGINES = 4
 MAX_STRIP_ROWS = 3
-SPARK_CELLS = 30
-LEGEND_WIDTH = 80
+NUM_CHARTS = 3
+MAX_CHART_ROWS = 12
+USUAL_HEIGHT = 24
+"""Lines above which charts grow."""
+
+CHART_WORDS = 40
+"""Columns beside a chart for its numbers."""
 
 PART_STYLES = ("magenta", "blue", "cyan", "bright_magenta", "yellow", "green", "dim")
 SHARE_STYLES = ("yellow", "green", "cyan", "dim")
@@ -30,58 +38,78 @@ SHARE_STYLES = ("yellow", "green", "cyan", "dim")
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """Where a frame is drawn.
+    """Place for a frame.
 
     Attributes:
-        width, height: columns and lines of the terminal; a height of None is a print-out of any length, without keys.
-        glyphs: what it can show.
+        width, height: columns and lines of the terminal. A height of None is a print-out of any length, without keys.
+        glyphs: characters that the terminal has.
+        chart_rows: lines of each chart.
     """
 
     width: int
     height: int | None
     glyphs: Glyphs
+    chart_rows: int = 1
 
     @property
     def columns(self) -> int:
         """Columns beside the label."""
-        return max(1, min(self.width, MAX_WIDTH) - LABEL - 1)
+        return max(1, self.width - LABEL - 1)
 
 
 def frame(histories: Sequence[History], chosen: int, system: SystemMemory, canvas: Canvas) -> list[Text]:
-    """The lines of a frame.
+    """Return the lines of a frame. Charts grow into the lines that the terminal has left.
 
     Args:
-        histories: of the running engines, at least one.
+        histories: at least one engine.
         chosen: index of the one to show in detail.
         system: memory of the machine.
-        canvas: where it is drawn. Where it is too low, empty lines go first, then the last lines.
+        canvas: place for the frame. Where it is too low, empty lines are dropped first, then the last lines.
     """
+    lines = _frame(histories, chosen, system, canvas)
+    if canvas.height is None:
+        return lines
+    extra = (canvas.height - max(len(lines), USUAL_HEIGHT)) // NUM_CHARTS
+    if extra > 0:
+        lines = _frame(histories, chosen, system, replace(canvas, chart_rows=1 + min(extra, MAX_CHART_ROWS - 1)))
+    if len(lines) > canvas.height:
+        lines = [line for line in lines if line.plain]
+    return lines[: canvas.height]
+
+
+def _frame(histories: Sequence[History], chosen: int, system: SystemMemory, canvas: Canvas) -> list[Text]:
     history = histories[chosen]
+    keys = "q quits" + ", Tab shows the next engine" * (sum(each.ended is None for each in histories) > 1)
     sections = [
         [*_engines(histories, chosen, canvas), *_model(history)],
         list(_layers(history, canvas)),
         list(_speeds(history, canvas)),
         list(_memory(history, system, canvas)),
-        []
-        if canvas.height is None
-        else [Text("q quits" + ", Tab shows the next engine" * (len(histories) > 1), "dim")],
+        [] if canvas.height is None else [Text(keys, "dim")],
     ]
     lines = [line for section in sections if section for line in [*section, Text()]][:-1]
-    excess = 0 if canvas.height is None else max(0, len(lines) - canvas.height)
-    kept = [line for line in lines if line.plain] if excess else lines
-    return [_fit(line, canvas) for line in (kept if canvas.height is None else kept[: canvas.height])]
+    return [part for line in lines for part in _fit(line, canvas)]
 
 
 def message(words: str, hint: str, canvas: Canvas) -> list[Text]:
-    """A frame without an engine."""
-    return [_fit(Text(words, "bold"), canvas), _fit(Text(hint), canvas)]
+    """Return a frame without an engine."""
+    return [*_fit(Text(words, "bold"), canvas), *_fit(Text(hint), canvas)][: canvas.height]
 
 
-def _fit(line: Text, canvas: Canvas) -> Text:
-    text = line.copy()
-    text.no_wrap, text.overflow = True, "crop"
-    text.truncate(max(1, canvas.width))
-    return text
+def _fit(line: Text, canvas: Canvas) -> Iterator[Text]:
+    """Yield the line as lines that fit: wrapped at spaces, indented by the label. Where that is too narrow, cut."""
+    rest, indent = line.copy(), 0
+    while canvas.width >= NARROWEST and len(rest) > canvas.width:
+        cut = rest.plain.rfind(" ", indent + 1, canvas.width + 1)
+        if cut <= indent or not rest.plain[indent:cut].strip():
+            break
+        yield rest[:cut]
+        rest, indent = Text(" " * LABEL).append_text(rest[cut + 1 :]), LABEL
+        if not rest.plain.strip():
+            return
+    rest.no_wrap, rest.overflow = True, "crop"
+    rest.truncate(max(1, canvas.width))
+    yield rest
 
 
 def _line(label: str, *parts: str | tuple[str, str]) -> Text:
@@ -92,7 +120,7 @@ def _line(label: str, *parts: str | tuple[str, str]) -> Text:
 
 
 def _engines(histories: Sequence[History], chosen: int, canvas: Canvas) -> Iterator[Text]:
-    """The list, when there are several."""
+    """Yield the list of engines when there are several."""
     if len(histories) < 2:
         return
     first = max(0, min(chosen - 1, len(histories) - MAX_ENGINES))
@@ -101,7 +129,9 @@ def _engines(histories: Sequence[History], chosen: int, canvas: Canvas) -> Itera
         marker = canvas.glyphs.marker if i == chosen else " "
         speed = rate(history.rates.tokens_per_second)
         memory = size(number(history.latest.state, "memory", "footprint"))
-        text = f"{marker} {history.latest.pid:<8} {speed:>7} tokens/s  {memory:>8}  {model_name(history.latest.state)}"
+        ended = "" if history.ended is None else " (ended)"
+        name = f"{model_name(history.latest.state)}{ended}"
+        text = f"{marker} {history.latest.pid:<8} {speed:>7} tokens/s  {memory:>8}  {name}"
         yield Text(text, "bold" if i == chosen else "")
     if len(histories) > MAX_ENGINES:
         yield Text(f"  {len(histories)} engines", "dim")
@@ -112,13 +142,15 @@ def _model(history: History) -> Iterator[Text]:
     yield _line("model", (model_name(published.state), "bold"))
     silent = time.time() - published.written
     doing: tuple[str, str] = ("idle", "dim") if history.is_idle() else ("running", "bold green")
-    if silent > SILENT_SECONDS:
+    if history.ended is not None:
+        doing = (f"ended {duration(time.time() - history.ended)} ago", "bold magenta")
+    elif silent > SILENT_SECONDS:
         doing = (f"silent for {duration(silent)}: stopped?", "bold red")
     total = number(published.state, "model", "bytes")
     streamed = sum(unit.streamed_bytes for unit in units(published.state))
     share = f", {streamed / total:.0%} streamed" if total else ""
     given, made = (number(published.state, "passes", key) for key in ("num_tokens_in", "num_tokens_out"))
-    words = f"pid {published.pid}, {size(total)}{share}; tokens: {given:.0f} in, {made:.0f} out; "
+    words = f"pid {published.pid}, {size(total)}{share}; tokens: {max(0.0, given - made):.0f} in, {made:.0f} out; "
     yield _line("engine", words, doing)
     if published.is_newer:
         words = f"A newer mlx-flash runs there (schema {published.schema}, known here: {SCHEMA}): update."
@@ -136,8 +168,8 @@ def _layers(history: History, canvas: Canvas) -> Iterator[Text]:
     for i, row in enumerate(rows):
         label = f"{sum(unit.kind == 'layer' for unit in found)} layers" if i == 0 else ""
         yield _line(label, *((canvas.glyphs.states[state] * repeat, STYLES[state]) for state in row))
-    legend = [(f"{canvas.glyphs.states[state]} {WORDS.get(state, state)}  ", STYLES[state]) for state in STATES]
-    yield _line("", *legend)
+    legend = [(f"{canvas.glyphs.states[state]} {WORDS.get(state, state)}", STYLES[state]) for state in STATES]
+    yield from _legend(legend, canvas)
 
 
 def _pass(history: History, found: Sequence[Unit]) -> Text:
@@ -161,15 +193,16 @@ def _pass(history: History, found: Sequence[Unit]) -> Text:
 
 def _speeds(history: History, canvas: Canvas) -> Iterator[Text]:
     state, rates = history.latest.state, history.rates
-    words = f" {rate(rates.tokens_per_second)} now, mean {rate(rates.mean_tokens_per_second)}"
+    words = f"{rate(rates.tokens_per_second)} now, mean {rate(rates.mean_tokens_per_second)}"
     words += f", prompt {rate(rates.mean_prompt_tokens_per_second)}"
-    yield _line("tokens/s", *_spark(history, "tokens", None, "green", canvas), words)
+    yield from _chart("tokens/s", history, ("tokens", None, "green"), canvas, words)
     disk = number(state, "plan", "disk_bytes_per_second")
-    speed = rates.read_bytes_per_second
-    words = f" {'-' if speed is None else f'{speed / 1e9:.2f}'} of {disk / 1e9:.2f} probed"
+    speed, reading = rates.read_bytes_per_second, rates.reading_bytes_per_second
+    words = f"{'-' if speed is None else f'{speed / 1e9:.2f}'} of {disk / 1e9:.2f} probed"
     if speed is not None and disk > 0:
         words += f" ({speed / disk:.0%})"
-    yield _line("read GB/s", *_spark(history, "read", disk, "yellow", canvas), words)
+    words += "" if reading is None else f", {reading / 1e9:.2f} busy"
+    yield from _chart("read GB/s", history, ("read", disk, "yellow"), canvas, words)
     if rates.shares is not None:
         yield from _time(rates.shares, canvas)
     pool = Pool.of(state)
@@ -177,11 +210,17 @@ def _speeds(history: History, canvas: Canvas) -> Iterator[Text]:
         yield from _experts(pool, rates.experts or ExpertRates())
 
 
-def _spark(history: History, name: str, top: float | None, style: str, canvas: Canvas) -> list[tuple[str, str]]:
-    cells = max(1, min(SPARK_CELLS, canvas.columns - 40))
-    values = history.series(name, cells)
+def _chart(
+    label: str, history: History, series: tuple[str, float | None, str], canvas: Canvas, words: str, style: str = ""
+) -> Iterator[Text]:
+    """Yield the chart of a series (its name, the top of its scale, its style) with numbers beside the first line."""
+    name, top, colour = series
+    values = history.series(name, max(1, canvas.columns - CHART_WORDS))
     highest = max((value for value in values if value is not None), default=0.0)
-    return [(sparkline(values, max(highest, top or 0.0), canvas.glyphs), style)]
+    first, *others = chart(values, max(highest, top or 0.0), canvas.chart_rows, canvas.glyphs)
+    yield _line(label, (first, colour), (f" {words}", style))
+    for row in others:
+        yield _line("", (row, colour))
 
 
 def _time(shares: Shares, canvas: Canvas) -> Iterator[Text]:
@@ -190,8 +229,8 @@ def _time(shares: Shares, canvas: Canvas) -> Iterator[Text]:
     glyphs = (*canvas.glyphs.parts[: len(values) - 1], canvas.glyphs.rest)
     columns = bar(values, 1.0, canvas.columns)
     yield _line("time", *((g * n, style) for g, n, style in zip(glyphs, columns, SHARE_STYLES, strict=True)))
-    words = (f"{g} {name} {v:.0%}  " for g, name, v in zip(glyphs, names, values, strict=True))
-    yield _line("", *zip(words, SHARE_STYLES, strict=True))
+    words = (f"{g} {name} {v:.0%}" for g, name, v in zip(glyphs, names, values, strict=True))
+    yield from _legend(list(zip(words, SHARE_STYLES, strict=True)), canvas)
 
 
 def _experts(pool: Pool, rates: ExpertRates) -> Iterator[Text]:
@@ -215,9 +254,9 @@ def _memory(history: History, system: SystemMemory, canvas: Canvas) -> Iterator[
     budget, used = number(state, "plan", "budget_bytes"), number(state, "memory", "footprint")
     share = f" ({used / budget:.0%})" if budget > 0 else ""
     peak = size(number(state, "memory", "peak_footprint"))
-    words = f" {size(used)} of {size(budget)}{share}, peak {peak}"
+    words = f"{size(used)} of {size(budget)}{share}, peak {peak}"
     over = "bold red" if used > budget else ""
-    yield _line("budget", *_spark(history, "footprint", budget, "magenta", canvas), (words, over))
+    yield from _chart("budget", history, ("footprint", budget, "magenta"), canvas, words, over)
     yield from _parts(history, budget, used, canvas)
     yield from _kv(history)
     yield from _prompts(history)
@@ -228,7 +267,7 @@ def _memory(history: History, system: SystemMemory, canvas: Canvas) -> Iterator[
 
 
 def _kv(history: History) -> Iterator[Text]:
-    """Keys and values, when some of them are on disk or were."""
+    """Yield a line about keys and values when some are or were on disk."""
     memory, disk, read, written = (
         count(history.latest.state, "kv", f"{name}_bytes") or 0.0 for name in ("memory", "disk", "read", "written")
     )
@@ -250,7 +289,7 @@ def _prompts(history: History) -> Iterator[Text]:
 
 
 def _writes(history: History) -> Iterator[Text]:
-    """What was written to the disk, when something was, or nothing may be."""
+    """Yield a line about writes when something was written, or nothing may be."""
     state = history.latest.state
     session, day, total, cap = (
         count(state, "writes", f"{name}_bytes") for name in ("session", "day", "total", "day_limit")
@@ -264,7 +303,7 @@ def _writes(history: History) -> Iterator[Text]:
 
 
 def _parts(history: History, budget: float, used: float, canvas: Canvas) -> Iterator[Text]:
-    """The budget as a bar of what fills it now, and what it is in numbers."""
+    """Yield the budget as a bar of its parts now, and their sizes."""
     state = history.latest.state
     weights = number(state, "plan", "pinned_bytes") + number(state, "plan", "resident_bytes")
     slots, tokens = number(state, "plan", "slots_bytes"), number(state, "memory", "kv_and_activations")
@@ -280,14 +319,14 @@ def _parts(history: History, budget: float, used: float, canvas: Canvas) -> Iter
     words = [f"{glyph} {name} {size(value)}" for glyph, name, value in zip(glyphs, names, values, strict=True)]
     words[5] += f" of {size(reserved)}"
     shown = [part for part in zip(words, PART_STYLES, strict=True) if part[0] != words[3] or pool > 0]
-    yield from _legend(shown)
+    yield from _legend(shown, canvas)
 
 
-def _legend(parts: Sequence[tuple[str, str]]) -> Iterator[Text]:
-    """As many in a line as fit 80 columns. A wider terminal changes nothing, a narrower one cuts."""
+def _legend(parts: Sequence[tuple[str, str]], canvas: Canvas) -> Iterator[Text]:
+    """Yield lines of as many parts as fit."""
     line = _line("")
     for words, style in parts:
-        if len(line) > LABEL and len(line) + len(words) > LEGEND_WIDTH:
+        if len(line) > LABEL and len(line) + len(words) > canvas.width:
             yield line
             line = _line("")
         line.append(f"{words}  ", style)

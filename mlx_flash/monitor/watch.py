@@ -1,7 +1,8 @@
-"""Follows the engines of this user."""
+"""The engines of this user, followed over time."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 
 from mlx_flash.monitor.history import History
@@ -12,13 +13,15 @@ Key = tuple[int, int, float]
 
 
 class Watcher:
-    """The running engines and their last minute.
+    """The running engines, and the one that ended last.
 
     Args:
         pid: follow only this process, or None.
 
     Attributes:
-        histories: of the engines running now, by process and number.
+        histories: the engines running now, by process and number.
+        ended: the engine that ended last, until another one starts.
+        other_pids: processes with engines that are not followed.
         system: memory of the machine.
     """
 
@@ -28,16 +31,17 @@ class Watcher:
         self._chosen: Key | None = None
         self.other_pids: list[int] = []
         self.histories: list[History] = []
+        self.ended: History | None = None
         self.system: SystemMemory = system_memory()
 
     @property
     def chosen(self) -> int:
-        """Index of the engine to show: the one that was chosen, or the first while that is gone."""
+        """Index of the engine to show: the chosen one, or the first where that is gone."""
         keys = list(self._known)
         return keys.index(self._chosen) if self._chosen in keys else 0
 
     def look(self) -> None:
-        """Reads what engines told since the last look.
+        """Read what engines published since the last look.
 
         Raises:
             PermissionError: a folder is not private to the user.
@@ -49,19 +53,25 @@ class Watcher:
                 key = (published.pid, published.number, published.started)
                 history = running[key] = self._known.get(key) or History(published)
                 history.add(published)
+        gone = [history for key, history in self._known.items() if key not in running]
+        if gone:
+            self.ended = gone[-1]
+            self.ended.ended = time.time()
+        elif running.keys() - self._known.keys():
+            self.ended = None
         self._known = running
         self.histories = list(running.values())
         self.other_pids = sorted({published.pid for published in found} - {key[0] for key in running})
         self.system = system_memory()
 
     def choose_next(self) -> None:
-        """Moves on to the next engine of the list."""
+        """Choose the next engine of the list."""
         keys = list(self._known)
         if keys:
             self._chosen = keys[(self.chosen + 1) % len(keys)]
 
     def to_json(self) -> list[Json]:
-        """What is known of each engine, one object each."""
+        """Return one JSON object for each running engine."""
         return [_to_json(history, self.system) for history in self.histories]
 
 

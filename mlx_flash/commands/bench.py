@@ -1,0 +1,74 @@
+"""``mlx-flash bench``: one cold run of a model, measured against its plan."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TextIO
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+from rich.progress import DownloadColumn
+
+from mlx_flash.commands.common import ProgressBar, make_config, print_json, print_rich, shows_progress
+from mlx_flash.commands.render import labelled_lines
+from mlx_flash.commands.report import GenerationReport, Recorder, make_report
+from mlx_flash.config import GB
+from mlx_flash.memory.pagecache import drop_cached, open_buffered
+from mlx_flash.model import load_model, resolve
+from mlx_flash.monitor.words import duration, size, speed
+from mlx_flash.residency.plan import ResidencyPlan
+
+
+def bench(args: argparse.Namespace, out: TextIO) -> int:
+    """Load a model with a cold page cache, generate tokens, and report the measurements beside the plan."""
+    path = resolve(args.model)
+    _drop_pages(path)
+    began = time.perf_counter()
+    with ProgressBar("Loading", DownloadColumn(), shows_progress(args)) as progress:
+        model, _ = load_model(path, make_config(args), progress=progress)
+    with model:
+        engine = model.engine
+        assert engine is not None
+        run = Recorder(model, args.prompt_tokens, time.perf_counter() - began)
+        prompt = mx.array([1 + i % 97 for i in range(args.prompt_tokens)])
+        step = model.plan.prefill_step_size
+        # Beyond max_tokens, mlx-lm computes one token ahead; it is not part of the measured time.
+        for token, _ in generate_step(prompt, model, max_tokens=args.max_tokens, prefill_step_size=step):
+            run.add(SimpleNamespace(token=token, text="", finish_reason=None))
+        cold = "the cached pages of the checkpoint were dropped before loading"
+        cold += ", and reads bypass the page cache" if engine.reader.is_direct else " (a hint to the system)"
+    run.finish_reason = "length"
+    report = make_report(run, args.model, step)
+    if args.json:
+        print_json({**report.to_json(), "cold": cold}, out)
+    else:
+        print_rich(labelled_lines(_lines(report, model.plan, cold)), out)
+    return 0
+
+
+def _drop_pages(path: Path) -> None:
+    for file in path.glob("*.safetensors"):
+        with open(open_buffered(file), "rb", buffering=0) as opened:
+            drop_cached(opened.fileno(), 0, file.stat().st_size)
+
+
+def _lines(report: GenerationReport, plan: ResidencyPlan, cold: str) -> Iterator[tuple[str, str]]:
+    per_second, per_token = report.generation_tokens_per_second, report.bytes_read_per_token
+    yield "Model:", f"{report.model}, {size(plan.model_bytes)} of weights"
+    yield "Cold:", cold
+    yield "Load:", duration(report.load_seconds)
+    prompt = f"for a prompt of {report.prompt_tokens} tokens"
+    yield "First token:", f"after {duration(report.time_to_first_token_seconds)}, {prompt}"
+    measured = "one token only" if per_second is None else speed(per_second)
+    yield "Generation:", f"{measured}; planned: {speed(1 / plan.weights_seconds)}"
+    peak, planned = report.peak_memory_bytes / GB, plan.peak_bytes / GB
+    yield "Peak memory:", f"{peak:.3f} GB; planned: {planned:.3f} GB; budget: {plan.budget_bytes / GB:.3f} GB"
+    if per_token is not None:
+        yield "Read:", f"{size(per_token)} per token; planned: {size(plan.read_bytes)}"
+    if report.reading_bytes_per_second:
+        probed = plan.disk_bytes_per_second / GB
+        yield "Disk:", f"{report.reading_bytes_per_second / GB:.2f} GB/s while reading; probed: {probed:.2f} GB/s"

@@ -1,0 +1,172 @@
+"""Summaries of runs and plans for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+
+from mlx_flash.commands.report import GenerationReport, ratio
+from mlx_flash.config import GB
+from mlx_flash.layout.load import ModelLayout, Unit
+from mlx_flash.monitor.words import size, speed
+from mlx_flash.residency.plan import MB, Pool, ResidencyPlan, in_mb
+
+
+def render_generation(report: GenerationReport) -> RenderableType:
+    """Return the summary of a run."""
+    return labelled_lines(_generation_lines(report))
+
+
+def _generation_lines(report: GenerationReport) -> Iterator[tuple[str, str]]:
+    yield (
+        "Prompt:",
+        (
+            f"{report.prompt_tokens} tokens{_at(report.prompt_tokens_per_second)}, "
+            f"first token after {report.time_to_first_token_seconds:.2f} s"
+        ),
+    )
+    speed = _at(report.generation_tokens_per_second)
+    yield "Generation:", f"{report.generation_tokens} tokens{speed}, ended by: {report.finish_reason}"
+    yield "Loading:", f"{report.load_seconds:.2f} s"
+    yield "Peak memory:", _against_budget(report)
+    yield from _disk_lines(report)
+    if report.kv_bytes_written:
+        read, written = report.kv_bytes_read or 0, report.kv_bytes_written
+        yield "KV cache:", f"{size(written)} written to the disk, {size(read)} read"
+    if report.expert_hit_rate is not None:
+        yield "Experts:", _experts_used(report, report.expert_hit_rate)
+    if not report.prefill_as_mlx_lm:
+        step = report.prefill_step_size
+        yield "Prefill:", f"{step} tokens a call; the output equals mlx-lm's with --prefill-step-size {step}"
+
+
+def _against_budget(report: GenerationReport) -> str:
+    peak = f"{report.peak_memory_bytes / GB:.3f} GB"
+    if report.budget_bytes is None:
+        return f"{peak}, the whole model in memory"
+    return f"{peak}, {'within' if report.within_budget else 'OVER'} the budget of {report.budget_bytes / GB:.3f} GB"
+
+
+def _experts_used(report: GenerationReport, hit_rate: float) -> str:
+    text = f"{hit_rate:.0%} in memory when they were needed"
+    if report.expert_bytes_read_per_token is not None:
+        text += f", {size(report.expert_bytes_read_per_token)} read per token"
+    if report.expert_prediction_rate is not None:
+        text += f"; {report.expert_prediction_rate:.0%} of {report.expert_predictions} predicted ones right"
+    return text
+
+
+def _disk_lines(report: GenerationReport) -> Iterator[tuple[str, str]]:
+    if not report.bytes_read:
+        return
+    per_token = report.bytes_read_per_token
+    words = size(report.bytes_read) + (f", {size(per_token)} per token" if per_token is not None else "")
+    yield "Read:", words + (f", {report.read_bytes_per_second / GB:.2f} GB/s" if report.read_bytes_per_second else "")
+    if report.reading_bytes_per_second and report.disk_bytes_per_second and report.disk_speed_share:
+        speed, probed = report.reading_bytes_per_second / GB, report.disk_bytes_per_second / GB
+        yield "Disk:", f"{speed:.2f} GB/s while reading, {report.disk_speed_share:.0%} of the probed {probed:.2f} GB/s"
+    if report.generation_wait_share is not None:
+        yield "Waiting:", f"for the disk in {report.generation_wait_share:.0%} of the generation time"
+
+
+def render_plan(model: str, layout: ModelLayout, plan: ResidencyPlan) -> RenderableType:
+    """Return the plan of a model: the contents of memory, and the reads of every pass."""
+    memory = Table("In memory", box=box.SIMPLE_HEAD)
+    memory.add_column("MB", justify="right")
+    for name, nbytes in plan.parts():
+        memory.add_row(name, f"{nbytes / MB:.1f}")
+    memory.add_section()
+    memory.add_row("predicted peak", f"{plan.peak_bytes / MB:.1f}")
+    memory.add_row("budget", f"{plan.budget_bytes / MB:.1f}")
+    memory.add_row("smallest workable budget", in_mb(plan.minimum_bytes))
+    heading = f"{model}: {size(plan.model_bytes)} of weights"
+    return Group(heading, memory, Padding(labelled_lines(_plan_lines(layout, plan)), (0, 0, 0, 2), expand=False))
+
+
+def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str, str]]:
+    yield "Streamed layers:", _streamed_layers(layout, plan)
+    if plan.pool is not None:
+        yield "Experts:", _experts(plan.pool)
+    for unit in layout.heads:
+        yield "Head:", f"{unit.name} {_residence(unit, plan)}"
+    for unit in layout.embeddings:
+        yield "Embedding:", f"{unit.name} {_residence(unit, plan)}"
+    yield "Read per token:", f"{size(plan.read_bytes)}, through {_count(plan.streaming.num_slots, 'slot')}"
+    yield (
+        "Disk:",
+        (
+            f"{plan.disk_bytes_per_second / GB:.2f} GB/s probed, "
+            f"{_count(plan.queue_depth, 'read')} of {size(plan.read_size)} in flight"
+        ),
+    )
+    yield "Prediction:", planned_speed(plan)
+    if plan.kv.num_on_disk:
+        yield "KV cache:", _kv_on_disk(plan)
+    yield "Prefill:", f"{plan.prefill_step_size} tokens a call, {plan.context_length} tokens of context"
+    yield "MLX cache limit:", size(plan.cache_limit)
+
+
+def planned_speed(plan: ResidencyPlan) -> str:
+    """Return the predicted speed of generation in a short context."""
+    return f"{plan.weights_seconds:.3g} s per token{_at(ratio(1, plan.weights_seconds))}"
+
+
+def _kv_on_disk(plan: ResidencyPlan) -> str:
+    kv = plan.kv
+    return (
+        f"on disk for {kv.num_on_disk} of {len(kv.rows)} layers at {plan.context_length} tokens, where "
+        f"{size(kv.disk_bytes)} are read and a token takes {plan.seconds:.3g} s"
+    )
+
+
+def _experts(pool: Pool) -> str:
+    return (
+        f"{pool.num_slots} of {pool.num_experts} in memory, {pool.hit_rate:.0%} of those a token needs expected there, "
+        f"{size(pool.read_bytes)} read for each token"
+    )
+
+
+def _streamed_layers(layout: ModelLayout, plan: ResidencyPlan) -> str:
+    names = [name for _, names in plan.streaming.layers for name in names]
+    units = {*dict(plan.streaming.layers), *dict(plan.streaming.heads)} - {unit.name for unit in layout.heads}
+    touched = [unit for unit in layout.layers if any(_is_inside(name, unit.name) for name in units)]
+    partly = sum(not {p.name for p in unit.large} <= set(names) for unit in touched)
+    cut = units - {unit.name for unit in layout.layers} - {unit.name for unit in layout.embeddings}
+    text = f"{len(touched)} of {len(layout.layers)}"
+    if any(dict(plan.streaming.heads).get(name) for name in cut):
+        return f"{text}, their parts in tiles of rows"
+    text += f", {partly} of them in part" if partly else ""
+    return text + (f", cut into {_count(len(cut), 'unit')}" if cut else "")
+
+
+def _is_inside(name: str, unit: str) -> bool:
+    return name == unit or name.startswith(f"{unit}.")
+
+
+def _residence(unit: Unit, plan: ResidencyPlan) -> str:
+    rows = dict(plan.streaming.heads).get(unit.name)
+    places = ["rows read on demand"] if unit.name in plan.streaming.tables else []
+    places += [f"computed in tiles of {rows} rows"] if rows is not None else []
+    return ", ".join(places) or "in memory"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def labelled_lines(lines: Iterator[tuple[str, str]]) -> Table:
+    """Return a table of labels and texts."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for label, text in lines:
+        table.add_row(label, text)
+    return table
+
+
+def _at(tokens_per_second: float | None) -> str:
+    """Return a speed as the end of a phrase; nothing when it is unknown."""
+    return "" if tokens_per_second is None else f", {speed(tokens_per_second)}"

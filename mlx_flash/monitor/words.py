@@ -1,0 +1,49 @@
+"""Numbers in words."""
+
+from __future__ import annotations
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes in decimal units, with about three digits."""
+    if nbytes >= 1e10:
+        return f"{nbytes / 1e9:.1f} GB"
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB" if nbytes >= 1e7 else _small(nbytes)
+
+
+def _small(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.0f} kB"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration for people."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def percent(part: float | None) -> str:
+    """Return a share in per cent."""
+    return "-" if part is None else f"{part:.0%}"
+
+
+def amount(number: float | None) -> str:
+    """Return a mean number of things."""
+    return "-" if number is None else f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
+
+
+def rate(per_second: float | None) -> str:
+    """Return tokens per second, without the unit."""
+    if per_second is None:
+        return "-"
+    return f"{per_second:.1f}" if per_second >= 9.995 else f"{per_second:.2f}"
+
+
+def speed(tokens_per_second: float) -> str:
+    """Return a speed with its unit; below one token in ten seconds, the seconds for a token."""
+    if 0 < tokens_per_second < 0.1:
+        return f"{1 / tokens_per_second:.1f} s per token"
+    return f"{tokens_per_second:.3f} tokens-per-sec"

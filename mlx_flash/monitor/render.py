@@ -69,7 +69,7 @@ def frame(histories: Sequence[History], chosen: int, system: SystemMemory, canva
     lines = _frame(histories, chosen, system, canvas)
     if canvas.height is None:
         return lines
-    extra = (canvas.height - max(len(lines), USUAL_HEIGHT)) // NUM_CHARTS
+    extra = (canvas.height - len(lines)) // NUM_CHARTS if canvas.height > USUAL_HEIGHT else 0
     if extra > 0:
         lines = _frame(histories, chosen, system, replace(canvas, chart_rows=1 + min(extra, MAX_CHART_ROWS - 1)))
     if len(lines) > canvas.height:
@@ -151,7 +151,8 @@ def _model(history: History) -> Iterator[Text]:
     share = f", {streamed / total:.0%} streamed" if total else ""
     given, made = (number(published.state, "passes", key) for key in ("num_tokens_in", "num_tokens_out"))
     words = f"pid {published.pid}, {size(total)}{share}; tokens: {max(0.0, given - made):.0f} in, {made:.0f} out; "
-    yield _line("engine", words, doing)
+    is_silent = history.ended is None and silent > SILENT_SECONDS
+    yield _line("engine", *((doing, f"; {words[:-2]}") if is_silent else (words, doing)))
     if published.is_newer:
         words = f"A newer mlx-flash runs there (schema {published.schema}, known here: {SCHEMA}): update."
         yield Text(words, "bold red")

@@ -1,8 +1,8 @@
 """What running engines tell about themselves: one small file for each model, in a folder private to the user.
 
-A thread of the engine's process writes the file a few times a second, whole or not at all. It is removed when the model
-is closed and when the process ends; after a crash, by whoever looks next. No connection, no port: who reads costs the
-engine nothing, and there need not be anybody.
+A thread of the engine's process replaces the file a few times a second, and removes it when the model is closed or the
+process ends. The next look removes the file of a crashed process. No connection, no port: readers cost the engine
+nothing. A reader that calls :func:`watch` gets the final state, which a later look removes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from mlx_flash.files import write_atomically
+from mlx_flash.files import open_locked, write_atomically
 
 SCHEMA = 1
 """Raised when a value changes its meaning or goes away; new ones may come without."""
@@ -65,6 +65,7 @@ class Published:
         written: when it was told, in seconds since the epoch.
         clock: the same by the process's own ``time.perf_counter()``, which the times in the state are of.
         state: what ``collect`` returned.
+        ended: this is the final state of a model that was closed.
     """
 
     path: Path
@@ -75,6 +76,7 @@ class Published:
     written: float
     clock: float
     state: Json
+    ended: bool = False
 
     @property
     def is_newer(self) -> bool:
@@ -112,7 +114,7 @@ class Publisher:
     def start(self) -> None:
         """Begins to publish. Where there is no folder that is private, it says so and does nothing."""
         try:
-            folder = _make_folder()
+            folder = _make_folder(folders()[0])
             for published in _look(folder):
                 del published  # looking removes the files of dead processes
         except OSError as error:
@@ -135,11 +137,11 @@ class Publisher:
             return
         self._closed = True
         self._wake.put(None)
-        self._remove()
         atexit.unregister(self.close)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             # A limit, since a finalizer may run while its thread holds a lock that collect() waits for.
             self._thread.join(_JOIN_SECONDS)
+        self._remove()
 
     def _run(self) -> None:
         try:
@@ -160,15 +162,18 @@ class Publisher:
                 last, last_clock = state, clock
             with contextlib.suppress(Empty):
                 self._wake.get(timeout=self._interval)
+        if self.path is not None and _is_watched(self.path.parent):
+            self._write(time.perf_counter(), self._collect(), ended=True)
+            self.path = None  # the reader removes it
 
-    def _write(self, clock: float, state: Json) -> None:
-        told = {**self._envelope, "written": time.time(), "clock": clock, "state": state}
+    def _write(self, clock: float, state: Json, *, ended: bool = False) -> None:
+        told = {**self._envelope, "written": time.time(), "clock": clock, "state": state, "ended": ended}
         text = json.dumps(told, allow_nan=False, separators=(",", ":"))
         path = self.path
         if path is None:
             return
         write_atomically(path, text)
-        if self._closed:  # meanwhile: closing may have looked for the file before it was there
+        if self.path is None:  # closing may have looked for the file before it was there
             path.unlink(missing_ok=True)
 
     def _remove(self) -> None:
@@ -194,6 +199,25 @@ def find() -> list[Published]:
     return sorted(found, key=lambda published: (published.pid, published.number))
 
 
+def watch() -> list[int]:
+    """Ask the engines that publish here to leave their final state. Ends when the returned descriptors are closed.
+
+    Raises:
+        PermissionError: a folder is not private to the user.
+    """
+    return [open_locked(_make_folder(folder), shared=True, required=False) for folder in folders()]
+
+
+def _is_watched(folder: Path) -> bool:
+    try:
+        os.close(open_locked(folder, wait=False))
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # the folder is gone, or its file system has no locks
+    return False
+
+
 def folders() -> list[Path]:
     """Where this user's engines publish: in the first one; in the others when they were started in another way.
 
@@ -215,8 +239,7 @@ def _is_own(directory: str) -> bool:
         return False  # not there, or another user's that ``su`` left in the environment
 
 
-def _make_folder() -> Path:
-    folder = folders()[0]
+def _make_folder(folder: Path) -> Path:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     _check_private(folder)
@@ -248,7 +271,7 @@ def _look(folder: Path) -> Iterator[Published]:
         published = None if match[3] else _read(path)
         if published is not None and (published.pid, published.number) != (int(match[1]), int(match[2])):
             published = None
-        if not _is_alive(int(match[1]), published):
+        if not _is_wanted(int(match[1]), published):
             path.unlink(missing_ok=True)
         elif published is not None:
             yield published
@@ -283,7 +306,14 @@ def _parse(path: Path, told: Any) -> Published:
             raise ValueError(f"{path}: {key!r} is {told.get(key)!r:.40}, not of type {kind.__name__}")
         if kind is float and not math.isfinite(told[key]):
             raise ValueError(f"{path}: {key!r} is {told[key]}")
-    return Published(path, **{key: told[key] for key in kinds})
+    return Published(path, **{key: told[key] for key in kinds}, ended=told.get("ended") is True)
+
+
+def _is_wanted(pid: int, published: Published | None) -> bool:
+    """Return False for a file of a dead process, and for a final state that every reader has had time to see."""
+    if published is not None and published.ended:
+        return abs(time.time() - published.written) < SILENT_SECONDS
+    return _is_alive(pid, published)
 
 
 def _is_alive(pid: int, published: Published | None) -> bool:

@@ -235,6 +235,10 @@ def test_plan_table(model: Path) -> None:
     assert all(len(line) <= 80 for line in table.splitlines())
 
 
+def test_plan_of_a_kv_cache_on_disk_needs_no_context_length(model: Path) -> None:
+    assert run_json("plan", "--model", model, "--kv-cache", "disk")["kv"]["options"]["form"] == "step"
+
+
 def test_plan_json(model: Path) -> None:
     plan = run_json("plan", "--model", model, "--ram-budget-gb", 1, "--context-length", 100, "--prefill-step-size", 32)
     assert plan["budget_bytes"] == GB and plan["minimum_bytes"] <= GB

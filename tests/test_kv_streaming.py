@@ -395,6 +395,18 @@ def test_a_kv_directory_that_is_no_directory_is_refused(directories: Any, tmp_pa
         load_model(directories("llama"), settings(directories("llama"), kv_directory=path))
 
 
+def test_a_kv_directory_that_cannot_be_made_is_refused(
+    directories: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = directories("llama")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"kv_directory is .*/file/kv, and .*/file is not a directory. Hint"):
+        load_model(directory, settings(directory, kv_directory=tmp_path / "file" / "kv"))
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # tests may run as root
+    with pytest.raises(ConfigError, match=r"kv_directory is .*/kv: this user cannot write to .*. Hint"):
+        load_model(directory, settings(directory, kv_directory=tmp_path / "kv"))
+
+
 def test_a_kv_directory_that_goes_while_running_ends_the_call(tmp_path: Path) -> None:
     pool = KVPool(KVOptions(step=16, directory=tmp_path / "kv"))
     caches = make_caches([KVCache(), KVCache()], pool.options, pool)

@@ -341,6 +341,20 @@ def test_an_engine_that_ended_keeps_its_last_figures(runtime: Path) -> None:
     publisher.close()
 
 
+def test_the_final_state_of_an_engine_is_shown(runtime: Path) -> None:
+    name = "first"
+    publisher = Publisher(lambda: state(model={"name": name}), 60)
+    publisher.start()
+    watcher = Watcher()
+    while not watcher.histories:
+        watcher.look()
+    name = "last"
+    publisher.close()
+    watcher.look()
+    assert watcher.histories == [] and watcher.ended is not None
+    assert watcher.ended.latest.state["model"]["name"] == "last"
+
+
 def test_several_engines_are_listed() -> None:
     histories = [History(published(state(model={"name": f"model-{i}"}), pid=100 + i)) for i in range(3)]
     lines = text_of(*histories, chosen=1)
@@ -713,7 +727,7 @@ def test_it_waits_for_an_engine_and_outlives_it(model: Path, terminal: Any) -> N
     tmux.type(MONITOR)
     tmux.wait_for("No engine is running; waiting.")
     with subprocess.Popen([sys.executable, "-c", ENGINE, str(model)], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        tmux.wait_for("tiny-model")
+        tmux.wait_for(r"tokens: [1-9]\d* in, [1-9]\d* out")
         process.kill()
     text = tmux.wait_for(r"ended [0-9.]+ m?s ago")
     assert "tiny-model" in text and re.search(r"tokens: [1-9]\d* in, [1-9]\d* out", text)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from mlx_flash.monitor.history import History
 from mlx_flash.monitor.system import SystemMemory, system_memory
-from mlx_flash.telemetry import Json, find
+from mlx_flash.telemetry import Json, find, watch
 
 Key = tuple[int, int, float]
 
@@ -18,6 +21,9 @@ class Watcher:
     Args:
         pid: follow only this process, or None.
 
+    Raises:
+        PermissionError: a folder is not private to the user.
+
     Attributes:
         histories: the engines running now, by process and number.
         ended: the engine that ended last, until another one starts.
@@ -27,6 +33,7 @@ class Watcher:
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
+        weakref.finalize(self, _close, watch())
         self._known: dict[Key, History] = {}
         self._chosen: Key | None = None
         self.other_pids: list[int] = []
@@ -49,9 +56,13 @@ class Watcher:
         running: dict[Key, History] = {}
         found = find()
         for published in found:
-            if self._pid in (None, published.pid):
-                key = (published.pid, published.number, published.started)
-                history = running[key] = self._known.get(key) or History(published)
+            if self._pid not in (None, published.pid):
+                continue
+            key = (published.pid, published.number, published.started)
+            history = self._known.get(key)
+            if not published.ended:
+                history = running[key] = history or History(published)
+            if history is not None:
                 history.add(published)
         gone = [history for key, history in self._known.items() if key not in running]
         if gone:
@@ -61,7 +72,9 @@ class Watcher:
             self.ended = None
         self._known = running
         self.histories = list(running.values())
-        self.other_pids = sorted({published.pid for published in found} - {key[0] for key in running})
+        self.other_pids = sorted(
+            {published.pid for published in found if not published.ended} - {key[0] for key in running}
+        )
         self.system = system_memory()
 
     def choose_next(self) -> None:
@@ -73,6 +86,11 @@ class Watcher:
     def to_json(self) -> list[Json]:
         """Return one JSON object for each running engine."""
         return [_to_json(history, self.system) for history in self.histories]
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)
 
 
 def _to_json(history: History, system: SystemMemory) -> Json:

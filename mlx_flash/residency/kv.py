@@ -46,10 +46,8 @@ class KVShare:
 def check_kv(config: FlashConfig) -> None:
     """Refuses settings of which one leaves no use for the other. Raises: ConfigError."""
     directory = None if config.kv_directory is None else Path(config.kv_directory).expanduser()
-    if directory is not None and os.path.lexists(directory) and not directory.is_dir():
-        raise ConfigError(
-            f"kv_directory is {directory}, which is not a directory. Hint: name another one, or remove it."
-        )
+    if directory is not None:
+        _check_directory(directory)
     if config.kv_ram_gb is not None and config.kv_cache in ("stock", "preallocated", "lazy"):
         raise ConfigError(
             f"kv_ram_gb is {config.kv_ram_gb:g}, but nothing goes to disk with kv_cache={config.kv_cache!r}. "
@@ -143,6 +141,20 @@ def on_disk(
     )
 
 
+def _check_directory(directory: Path) -> None:
+    """Refuse a folder that is no folder, or that cannot be made or written to."""
+    at = directory.absolute()
+    while not os.path.lexists(at):
+        at = at.parent
+    if not at.is_dir():
+        what = "which" if at == directory.absolute() else f"and {at}"
+        raise ConfigError(
+            f"kv_directory is {directory}, {what} is not a directory. Hint: name another one, or remove it."
+        )
+    if not os.access(at, os.W_OK | os.X_OK):
+        raise ConfigError(f"kv_directory is {directory}: this user cannot write to {at}. Hint: name another one.")
+
+
 def prefix_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:
     """Return the bytes of pages of the prefix cache on their way to disk and back."""
     if config.kv_prefixes == "off":
@@ -170,7 +182,7 @@ def _options(config: FlashConfig, budget: int, context_length: int) -> KVOptions
     return KVOptions(
         form=_FORMS.get(config.kv_cache, "step"),
         step=config.kv_step,
-        max_context_length=context_length if config.kv_cache is not None else None,
+        max_context_length=context_length or None if config.kv_cache is not None else None,
         budget_bytes=budget if config.kv_cache in (None, "disk") and not config.writes_nothing else None,
         max_tokens=config.kv_max_tokens,
         keep=config.kv_keep,

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import mlx_flash.forks  # before anything that has a finalizer
+
 if TYPE_CHECKING:
     from mlx_flash.config import FlashConfig, parse_budget
     from mlx_flash.errors import (

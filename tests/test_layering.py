@@ -13,7 +13,7 @@ PACKAGE = ROOT / "mlx_flash"
 
 FLOORS = [
     ["errors"],
-    ["compat", "config", "files"],
+    ["compat", "config", "files", "forks"],
     ["memory", "telemetry"],
     ["storage"],
     ["layout"],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from mlx_flash.errors import CheckpointError
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.load import ModelLayout, load_config, load_lazily
 from mlx_flash.layout.units import make_layout
+from mlx_flash.memory.footprint import footprint
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_checkpoint
 from models import GEMMA3, LLAMA, MAMBA2, run, same_bits, save, stock
 from zoo import configuration
@@ -197,3 +200,18 @@ def test_links_to_nothing_and_folders_are_not_looked_at(tmp_path: Path) -> None:
     (tmp_path / "old.json").symlink_to(tmp_path / "nothing")
     (tmp_path / "folder.json").mkdir()
     assert load_config(tmp_path)["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layers"])
+@pytest.mark.parametrize("section", [None, "text_config"])
+def test_more_layers_than_tensors_are_refused_before_they_are_made(
+    tmp_path: Path, key: str, section: str | None
+) -> None:
+    directory = save(tmp_path, LLAMA)
+    config = json.loads((directory / "config.json").read_text())
+    changed = {key: 10**6}
+    (directory / "config.json").write_text(json.dumps({**config, **({section: changed} if section else changed)}))
+    began, before = time.perf_counter(), footprint()
+    with pytest.raises(CheckpointError, match=rf"config.json: {key} is 1000000, but the checkpoint has \d+ tensors"):
+        load_lazily(directory, read_checkpoint(directory))
+    assert time.perf_counter() - began < 1 and footprint() - before < 10_000_000

@@ -29,6 +29,10 @@ METADATA_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 """Ends of the names of the small files that mlx-lm and its tokenizers read."""
 
 
+LAYER_KEYS = {"num_hidden_layers", "num_layers", "n_layers", "n_layer"}
+"""Keys of ``config.json`` that count layers."""
+
+
 @dataclass(slots=True, eq=False)
 class Parameter:
     """One array of the module tree.
@@ -230,6 +234,17 @@ def _check_files(directory: Path) -> None:
         ) from error
 
 
+def _check_num_layers(directory: Path, config: dict[str, Any], num_tensors: int) -> None:
+    """Refuse more layers than tensors: mlx-lm makes the modules of all layers before it looks at the files."""
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in LAYER_KEYS & part.keys():
+            if isinstance(part[key], int) and part[key] > num_tensors:
+                raise CheckpointError(
+                    f"{directory / 'config.json'}: {key} is {part[key]}, but the checkpoint has {num_tensors} tensors. "
+                    "Hint: download it again."
+                )
+
+
 def model_name(directory: str | Path) -> str:
     """The folder's name; of a downloaded repository its own, since the folder is named after a revision."""
     repositories = [part for part in Path(directory).parts if part.startswith("models--")]
@@ -257,7 +272,7 @@ def load_lazily(
     Raises:
         CheckpointError: the model is built by code of its own, beside the checkpoint.
     """
-    load_config(directory)  # for a clear error
+    _check_num_layers(directory, {**load_config(directory), **(model_config or {})}, len(checkpoint.tensors))
     sources = Sources(checkpoint)
     original: list[type[nn.Module]] = []
 

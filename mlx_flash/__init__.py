@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import mlx_flash.forks  # noqa: F401 for the finalizers of everything below
-
 if TYPE_CHECKING:
     from mlx_flash.config import FlashConfig, parse_budget
     from mlx_flash.errors import (

@@ -10,13 +10,13 @@ import stat
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from mlx_flash.errors import WriteError
+from mlx_flash.forks import finalize
 
 PARTIAL_SUFFIX = ".partial"
 """Ends the names of files and folders that are not complete."""
@@ -333,7 +333,7 @@ class PrivateFolder:
             raise WriteError(
                 f"cannot make a folder for the KV cache in {base}: {error.strerror}. Hint: set another directory."
             ) from error
-        self.close = weakref.finalize(self, _remove, self.path, fd)
+        self.close = finalize(self, _remove, self.path, fd)
 
 
 def remove_orphans(base: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -25,10 +26,11 @@ from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
 from mlx_flash.engine.facade import ModelFacade
-from mlx_flash.engine.headroom import check_headroom
+from mlx_flash.engine.headroom import check_headroom, check_not_forked
 from mlx_flash.engine.meter import SpeedMeter
 from mlx_flash.engine.status import PassCounters, Status
 from mlx_flash.errors import CheckpointNotFoundError, ClosedError, ConfigError, FlashError
+from mlx_flash.forks import finalize
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import open_governor
@@ -111,6 +113,7 @@ class FlashLLM(ModelFacade):
         self.kv = None if options is None else KVPool(options, self._governor.count)
         self.name = name
         self._lock = threading.RLock()
+        self._pid = os.getpid()
         self._closed = False
         self._told = False
         self._told_kv_size = False
@@ -133,6 +136,7 @@ class FlashLLM(ModelFacade):
             ReadError: weights could not be read.
             ClosedError: the model was closed.
         """
+        check_not_forked(self._pid)
         if self.engine is not None and not self._closed:
             return
         with _starting:
@@ -184,7 +188,7 @@ class FlashLLM(ModelFacade):
             publisher.start()
         machine = self._prepared.machine
         save_speed = partial(self._meter.save, machine.speed_key, machine.speed)
-        self._release = weakref.finalize(self, _let_go, reader, cache_limit, publisher, save_speed, self.prefixes)
+        self._release = finalize(self, _let_go, reader, cache_limit, publisher, save_speed, self.prefixes)
 
     def _fingerprint(self) -> str | None:
         """Of the model, its adapters included; None when its prompts are not to be remembered, or cannot be."""
@@ -314,6 +318,8 @@ class FlashLLM(ModelFacade):
         Returns:
             mlx-lm's model, lazily loaded, as if it had never been streamed.
         """
+        if os.getpid() != self._pid:
+            return cast(nn.Module, self._model)  # of the parent, which goes on
         with _starting, self._lock:
             if not self._closed:
                 self._closed = True

@@ -32,7 +32,8 @@ tokens = mx.array([[i % 300 for i in range(400)]])
 mx.eval(model(tokens, cache=caches[0]), alone(tokens, cache=caches[1]))
 files = sorted(Path(kv_folder).rglob("*"))
 assert files and model.kv.usage.written_bytes
-published = [engine.path for engine in find()]
+while len(published := [engine.path for engine in find()]) < 2:
+    pass
 pid = os.fork()
 if pid == 0:
     signal.alarm(5)
@@ -72,3 +73,13 @@ def status_of(child: str, model: Path, kv_folder: Path) -> tuple[int, str]:
 )
 def test_a_child_that_ends_leaves_the_parents_files(model: Path, tmp_path: Path, child: str, status: int) -> None:
     assert status_of(child, model, tmp_path)[0] == status
+
+
+@pytest.mark.parametrize("call", ["model(mx.array([[7]]))", "model(mx.array([[7]]), cache=caches[0])", "model.start()"])
+def test_a_child_that_calls_the_model_gets_an_error(model: Path, tmp_path: Path, call: str) -> None:
+    status, text = status_of(f"with model: {call}", model, tmp_path)
+    assert status == 1 and "ClosedError: the model was loaded in process" in text
+
+
+def test_a_child_can_close_the_model(model: Path, tmp_path: Path) -> None:
+    assert status_of("with model: sys.exit(5)", model, tmp_path)[0] == 5

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mlx_flash"
 
 FLOORS = [
-    ["errors"],
-    ["compat", "config", "files", "forks"],
+    ["errors", "forks"],
+    ["compat", "config", "files"],
     ["memory", "telemetry"],
     ["storage"],
     ["layout"],

@@ -1,18 +1,32 @@
-"""Whether a forward call still fits the budget, asked before it begins."""
+"""Checks before a forward call: this process loaded the model, and the call fits the budget."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from mlx_flash.errors import BudgetError
+from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.sizes import update_growth
 from mlx_flash.residency.plan import MB, ResidencyPlan
+
+
+def check_not_forked(pid: int) -> None:
+    """Check that this is the process that loaded a model.
+
+    Raises:
+        ClosedError: it is a forked child.
+    """
+    if os.getpid() != pid:
+        raise ClosedError(
+            f"the model was loaded in process {pid}; its fork {os.getpid()} has no threads that read. Hint: load the "
+            "model after the fork, or use the spawn method of multiprocessing."
+        )
 
 
 def check_headroom(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import mmap
 import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from mlx_flash.errors import WriteError
+from mlx_flash.forks import finalize
 from mlx_flash.kv.layout import RowBytes, RowLayout, Run
 from mlx_flash.kv.options import WRITE_BEHIND_BYTES
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
@@ -110,7 +110,7 @@ class LayerFile:
         self.layout = layout
         self.reader = reader
         self.fd = _create(path)
-        self._close = weakref.finalize(self, _remove_file, path, self.fd, reader)
+        self._close = finalize(self, _remove_file, path, self.fd, reader)
         reader.add(path, direct)
         self._writer = writer
         self._pending: deque[Future[None]] = deque()
@@ -232,7 +232,7 @@ class DiskRows:
         self.pages: list[int] = []
         self.length = 0
         self._tail = [np.empty((c.heads, self.layout.step, c.width_bytes), np.uint8) for c in self.layout.components]
-        weakref.finalize(self, file.release_later, self.pages)
+        finalize(self, file.release_later, self.pages)
 
     @property
     def paged_tokens(self) -> int:

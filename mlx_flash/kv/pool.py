@@ -18,6 +18,7 @@ from math import inf
 import mlx.core as mx
 
 from mlx_flash.errors import ClosedError
+from mlx_flash.forks import finalize
 from mlx_flash.kv.budget import KVBudget, no_room, token_bytes
 from mlx_flash.kv.files import PageFiles
 from mlx_flash.kv.layout import RowLayout
@@ -338,7 +339,7 @@ class KVPool:
 
     def close_at_end(self) -> None:
         """End the threads and remove the files when nothing refers to the pool any more."""
-        weakref.finalize(self, self._files.close)
+        finalize(self, self._files.close)
 
     def close(self) -> None:
         """End the threads and remove the files. The pool's caches cannot be used any more. Idempotent."""

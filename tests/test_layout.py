@@ -152,7 +152,10 @@ def test_a_rehearsal_reads_nothing_and_leaves_no_trace(tmp_path: Path, monkeypat
     assert same_bits(run(model, [[1, 2, 3]]), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mamba2", "deepseek_v3", "qwen3_next", "gpt2", "nanbeige"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "gemma3_text", "mamba2", "deepseek_v3", "deepseek_v32", "falcon_h1", "qwen3_next", "gpt2", "nanbeige"],
+)
 def test_the_size_of_the_cache_is_known_before_there_is_one(tmp_path: Path, name: str) -> None:
     model, layout = layout_of(save(tmp_path, configuration(name)))
     cache = make_prompt_cache(model)
@@ -161,9 +164,9 @@ def test_the_size_of_the_cache_is_known_before_there_is_one(tmp_path: Path, name
         model(mx.array([[5] * 256]), cache=cache)
         num_tokens += 256
         arrays = {id(array): array.nbytes for entry in cache for array in arrays_in(entry)}
-        assert sum(arrays.values()) <= layout.cache_bytes + num_tokens * layout.cache_bytes_per_token
+        assert sum(arrays.values()) <= layout.cache.nbytes(num_tokens)
     if name in ("llama", "gpt2", "nanbeige"):
-        assert sum(arrays.values()) == layout.cache_bytes + num_tokens * layout.cache_bytes_per_token
+        assert sum(arrays.values()) == layout.cache.nbytes(num_tokens)
 
 
 def test_a_model_without_layers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

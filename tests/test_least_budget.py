@@ -16,6 +16,7 @@ from mlx_flash.residency.plan import Machine, ResidencyPlan
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import ModelSizes
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save
+from zoo import configuration
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA | {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 512},
@@ -66,3 +67,22 @@ def test_smallest_budget_holds_the_planned_context(
             mx.eval([entry.state for entry in cache])
         for i in range(4):
             mx.eval(model(mx.array([[i]]), cache=cache))
+
+
+RECURRENT = ("falcon_h1", "jamba", "lfm2", "mamba", "mamba2", "nemotron_h", "qwen3_next", "recurrent_gemma", "rwkv7")
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_plan_counts_the_states_and_intermediate_arrays_of_recurrent_layers(tmp_path: Path, name: str) -> None:
+    config = FlashConfig(ram_budget_gb="min", context_length=600, prefill_step_size=256, telemetry=False)
+    with load_model(save(tmp_path, configuration(name)), config)[0] as model:
+        model.start()
+        cache = make_prompt_cache(model)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        for _ in range(2):
+            model(mx.array([[7 * i % 300 for i in range(256)]]), cache=cache)
+            mx.eval([entry.state for entry in cache])
+        kept, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
+        assert kept <= model.plan.kv_bytes
+        assert peak <= model.plan.kv_bytes + model.plan.activation_bytes

@@ -21,6 +21,7 @@ from mlx_lm.generate import generate_step
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
+from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.assemble import TILE_ROW_MULTIPLE, TILE_SLACK_BYTES, simulate, tile_rows
 from mlx_flash.residency.kv import KV_SHARE
@@ -88,8 +89,7 @@ def make_model(
         heads=() if head is None else (make_unit("lm_head", [math.prod(head)], head[0], copies),),
         tables=tables,
         resident_bytes=MB,
-        kv_bytes_constant=0,
-        kv_bytes_per_token=1700 * len(layers),
+        cache=CacheSizes(token_bytes=1700 * len(layers)),
         activations=ActivationSizes(
             per_token=100_000, scores_per_pair=192, logits_per_token=4 * rows, embedding_per_token=8192
         ),
@@ -164,8 +164,11 @@ def models(draw: Any) -> ModelSizes:
         heads=tuple(heads),
         tables=tuple(TableSize(unit, draw(st.booleans())) for unit in tables),
         resident_bytes=draw(st.integers(0, 50 * MB)),
-        kv_bytes_constant=draw(st.integers(0, 4_000_000)),
-        kv_bytes_per_token=draw(st.integers(0, 400_000)),
+        cache=CacheSizes(
+            constant_bytes=draw(st.integers(0, 4_000_000)),
+            token_bytes=draw(st.integers(0, 400_000)),
+            call_bytes=draw(st.integers(0, 50_000)),
+        ),
         activations=ActivationSizes(
             per_token=draw(st.integers(0, 500_000)),
             scores_per_pair=draw(st.sampled_from([0, 96, 384])),
@@ -280,7 +283,7 @@ def check_reserves(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig) 
     """What is set aside for tokens is what was asked for, or what the shares allow."""
     context = -(-plan.context_length // CACHE_STEP) * CACHE_STEP
     num_layers = max(1, len(sizes.layers))
-    assert plan.kv_bytes >= sizes.kv_bytes_per_token * context
+    assert plan.kv_bytes >= sizes.cache.token_bytes * context
     prefill = sizes.activations.nbytes(plan.prefill_step_size, context, all_logits=False)
     short = sizes.activations.nbytes(min(16, plan.prefill_step_size), context, all_logits=True)
     assert plan.activation_bytes == max(prefill, short)
@@ -451,7 +454,7 @@ def test_smaller_reserves_lower_the_minimum() -> None:
 def test_the_minimum_does_not_grow_with_the_number_of_layers() -> None:
     def without_kv(num_layers: int) -> int:
         sizes = make_model(layers=[LLAMA_LAYER] * num_layers)
-        return minimum_of(replace(sizes, kv_bytes_per_token=0), FlashConfig(), make_machine())
+        return minimum_of(replace(sizes, cache=CacheSizes()), FlashConfig(), make_machine())
 
     assert without_kv(2) == without_kv(200)
 

@@ -32,7 +32,7 @@ def sizes(tmp_path_factory: pytest.TempPathFactory) -> ModelSizes:
     """Of a model with six layers of keys and values."""
     directory = save(tmp_path_factory.mktemp("llama"), LLAMA)
     found = measure(prepare(directory, FlashConfig()).layout, {}, 1)
-    return replace(found, kv_rows=(ROW,) * 6)
+    return replace(found, cache=replace(found.cache, rows=(ROW,) * 6))
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_caches_stay_within_their_share(
     room = round(times * least_bytes(sizes, config, CONTEXT, STEP))
     share = on_disk(sizes, config, CONTEXT, STEP, room)
     assert share.options is not None and share.limit is not None
-    caches = make_caches([KVCache() for _ in sizes.kv_rows], share.options)
+    caches = make_caches([KVCache() for _ in sizes.cache.rows], share.options)
     pool, most = caches[0].pool, 0
     for start in range(0, CONTEXT, chunk):
         rows = mx.ones((1, HEADS, min(chunk, CONTEXT - start), WIDTH), mx.float16)
@@ -80,7 +80,7 @@ def test_caches_stay_within_their_share(
 @pytest.mark.parametrize("form", ["stock", "preallocated", "lazy", None])
 def test_the_share_covers_caches_in_memory(sizes: ModelSizes, form: Any) -> None:
     share = in_memory(sizes, FlashConfig(kv_cache=form), CONTEXT, STEP)
-    caches: list[Any] = [KVCache() for _ in sizes.kv_rows]
+    caches: list[Any] = [KVCache() for _ in sizes.cache.rows]
     if share.options is not None:
         caches = make_caches(caches, replace(share.options, budget_bytes=None))
     rows = mx.ones((1, HEADS, CONTEXT, WIDTH), mx.float16)
@@ -138,7 +138,7 @@ def test_a_cache_with_a_window_runs_in_the_share_that_the_plan_accepts(
     least = least_bytes(sizes, config, context, 100)
     share = on_disk(sizes, replace(config, kv_ram_gb=(times * least + 1) / 1e9), context, 100, 0)
     assert share.options is not None and share.limit is not None
-    caches = make_caches([KVCache() for _ in sizes.kv_rows], share.options)
+    caches = make_caches([KVCache() for _ in sizes.cache.rows], share.options)
     pool = caches[0].pool
     for start in range(0, context, chunk):
         num_new = min(chunk, context - start)

@@ -21,6 +21,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_flash.compat.loading import LoadModel, ModelClasses, model_classes
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError
 from mlx_flash.files import check_regular
+from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.sources import Sources
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, Checkpoint, TensorRecord
 
@@ -152,11 +153,7 @@ class ModelLayout:
         tied: names of the embeddings that serve as the head too.
         finer: ways to cut the layers into smaller units, each finer than the one before: attention and MLP, then their
             parts. What a cut leaves over stays in memory. In calling order; parameters are those of the layers.
-        cache_bytes: what the cache takes however long the context is.
-        cache_bytes_per_token: what each token adds to the cache of all layers.
-        cache_largest_row: the most that a token adds to the cache of one layer.
-        kv_rows: of that, what it adds to each plain ``KVCache``.
-        kv_heads: heads of keys and of values in all of those.
+        cache: sizes of the model's cache.
         experts: the stacks of experts in the layers, in calling order.
     """
 
@@ -166,11 +163,7 @@ class ModelLayout:
     resident: list[Parameter]
     tied: set[str]
     finer: list[list[Unit]] = field(default_factory=list)
-    cache_bytes: int = 0
-    cache_bytes_per_token: int = 0
-    cache_largest_row: int = 0
-    kv_rows: tuple[int, ...] = ()
-    kv_heads: int = 0
+    cache: CacheSizes = field(default_factory=CacheSizes)
     experts: list[ExpertStack] = field(default_factory=list)
 
     @property

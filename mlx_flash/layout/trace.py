@@ -15,10 +15,10 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.experts import is_expert_stack
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.cachesizes import CacheMeter, CacheSizes
 from mlx_flash.layout.load import Parameter
 from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, state_of, swap_class
 
@@ -52,21 +52,13 @@ class CallTrace:
     Attributes:
         called: the modules that were called, each once, in the order of their first calls.
         users: of each array that was used, the ``id`` of every module that was being called at all of its uses.
-        cache_bytes: what the model's cache takes however long the context is: recurrent states.
-        cache_bytes_per_token: what each token adds to it. Sliding windows count as if they grew for good.
-        cache_largest_row: the most that a token adds to any one cache.
-        kv_rows: of each plain ``KVCache`` in it, what a token adds; part of ``cache_bytes_per_token``.
-        kv_heads: heads of keys and of values in all of those.
+        cache: sizes of the model's cache.
         routes: of each module that was called with tokens and the experts for them, what came before.
     """
 
     called: dict[int, nn.Module]
     users: dict[Place, frozenset[int]]
-    cache_bytes: int = 0
-    cache_bytes_per_token: int = 0
-    cache_largest_row: int = 0
-    kv_rows: list[int] = field(default_factory=list)
-    kv_heads: int = 0
+    cache: CacheSizes = field(default_factory=CacheSizes)
     routes: dict[int, Route] = field(default_factory=dict)
 
     def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
@@ -188,34 +180,15 @@ def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
         called.clear()
         watch.outputs.clear()
         cache = make_prompt_cache(model)
+        meter = CacheMeter(cache)
         model(mx.zeros((1, 1), mx.int32), cache=cache)
         compiled = once - set(called)
-        first = [_nbytes(entry) for entry in cache]
-        rows = [_bytes_of_a_row(entry) for entry in cache]
+        meter.note_first()
         model(mx.zeros((1, 2), mx.int32), cache=cache)
-        third = [_nbytes(entry) for entry in cache]
+        watch.trace.cache = meter.sizes()
     for key in compiled:
         called.pop(key, None)
-    for entry, before, row, after in zip(cache, first, rows, third, strict=True):
-        grows_in_steps = isinstance(getattr(entry, "step", None), int)
-        per_token = row if grows_in_steps else max(0, after - before) // 2
-        watch.trace.cache_bytes_per_token += per_token
-        watch.trace.cache_largest_row = max(watch.trace.cache_largest_row, per_token)
-        if type(entry) is KVCache:
-            watch.trace.kv_rows.append(per_token)
-            watch.trace.kv_heads += sum(array.shape[1] for array in arrays_in(entry))
-        watch.trace.cache_bytes += 0 if grows_in_steps else max(0, before - per_token)
     return watch.trace
-
-
-def _nbytes(entry: Any) -> int:
-    return sum({id(array): int(array.nbytes) for array in arrays_in(entry)}.values())
-
-
-def _bytes_of_a_row(entry: Any) -> int:
-    """Bytes of one token in arrays of shape (batch, heads, tokens, width)."""
-    arrays = {id(array): array for array in arrays_in(entry) if array.ndim > 1 and array.size}
-    return sum(array.nbytes // array.shape[-2] for array in arrays.values())
 
 
 @contextmanager

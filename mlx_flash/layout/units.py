@@ -56,11 +56,7 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         resident=[parameter for parameter in tree.parameters if id(parameter) not in taken],
         tied={unit.name for unit in embeddings if not tree.is_covered(unit)},
         finer=list(tree.finer([unit for unit in layers if unit.large])),
-        cache_bytes=tree.trace.cache_bytes,
-        cache_bytes_per_token=tree.trace.cache_bytes_per_token,
-        cache_largest_row=tree.trace.cache_largest_row,
-        kv_rows=tuple(tree.trace.kv_rows),
-        kv_heads=tree.trace.kv_heads,
+        cache=tree.trace.cache,
         experts=find_experts(layers, tree.parameters, tree.trace),
     )
 

@@ -193,7 +193,7 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
         cache_limit=task.cache_limit,
         prefill_step_size=reserve.prefill_step_size,
         context_length=reserve.context_length,
-        kv_bytes_per_token=sizes.kv_bytes_per_token,
+        kv_bytes_per_token=sizes.cache.token_bytes,
         activations=sizes.activations,
     )
 

@@ -74,18 +74,20 @@ def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefi
         context_length: tokens.
         prefill_step_size: the most of them that come in one call.
     """
-    if not sizes.kv_rows or config.kv_cache == "stock":
-        return KVShare(None, sizes.kv_rows, _growing_bytes(sizes, round_up(context_length, CACHE_STEP)))
+    if not sizes.cache.rows or config.kv_cache == "stock":
+        nbytes = _growing_bytes(sizes, round_up(context_length, CACHE_STEP), prefill_step_size)
+        return KVShare(None, sizes.cache.rows, nbytes)
     options = _options(config, 0, context_length)
     tokens = options.held_tokens(context_length, prefill_step_size)
     tokens = round_up(tokens, _growth(options)) if tokens == context_length else tokens + _growth(options)
-    pages = 2 * DIRECT_ALIGNMENT * sizes.kv_heads if options.form == "lazy" else 0
-    return KVShare(options, sizes.kv_rows, _growing_bytes(sizes, tokens) + pages)
+    pages = 2 * DIRECT_ALIGNMENT * sizes.cache.num_heads if options.form == "lazy" else 0
+    return KVShare(options, sizes.cache.rows, _growing_bytes(sizes, tokens, prefill_step_size) + pages)
 
 
-def _growing_bytes(sizes: ModelSizes, tokens: int) -> int:
+def _growing_bytes(sizes: ModelSizes, tokens: int, num_new: int) -> int:
     """Return the bytes of all caches, and of a copy of the largest: it is there for a moment when that layer grows."""
-    return sizes.kv_bytes(tokens) + sizes.kv_largest_row * tokens
+    cache = sizes.cache
+    return cache.nbytes(tokens) + cache.largest_row * tokens + cache.call_bytes * num_new
 
 
 def _growth(options: KVOptions) -> int:
@@ -95,7 +97,7 @@ def _growth(options: KVOptions) -> int:
 
 def _whole(sizes: ModelSizes, options: KVOptions, tokens: int) -> int:
     """Return the most that caches of so many tokens take in memory. They grow by a step at any length."""
-    return (sum(sizes.kv_rows) + max(sizes.kv_rows, default=0)) * (tokens + _growth(options))
+    return (sum(sizes.cache.rows) + max(sizes.cache.rows, default=0)) * (tokens + _growth(options))
 
 
 def on_disk(
@@ -128,11 +130,11 @@ def on_disk(
             f"{-(-least // 1000) / 1e6:.6f}: two slots of a layer each, the last tokens of every layer, and what is "
             "under way to the disk and back. Hint: give more, or set a smaller context_length."
         )
-    others = sizes.kv_bytes(tokens) - sum(sizes.kv_rows) * tokens
-    spilled = _spilled(sizes.kv_rows, tokens, limit - least) if limit < whole else []
+    others = sizes.cache.nbytes(tokens) - sum(sizes.cache.rows) * tokens + sizes.cache.call_bytes * prefill_step_size
+    spilled = _spilled(sizes.cache.rows, tokens, limit - least) if limit < whole else []
     return KVShare(
         options=_options(config, limit, context_length),
-        rows=sizes.kv_rows,
+        rows=sizes.cache.rows,
         nbytes=limit + others,
         limit=limit,
         is_fixed=config.kv_ram_gb is not None,
@@ -159,8 +161,8 @@ def prefix_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int) ->
     """Return the bytes of pages of the prefix cache on their way to disk and back."""
     if config.kv_prefixes == "off":
         return 0
-    rows = sum(sizes.kv_rows)
-    states = sizes.kv_bytes(context_length) - rows * context_length
+    rows = sum(sizes.cache.rows)
+    states = sizes.cache.nbytes(context_length) - rows * context_length
     return PAGES_ON_THEIR_WAY * max(rows * PAGE_TOKENS, states)
 
 
@@ -168,14 +170,14 @@ def least_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int, pre
     """The smallest share with which a context can be, in bytes: on disk, or if it is short in memory."""
     options = _options(config, 0, context_length)
     tokens = options.held_tokens(context_length, prefill_step_size)
-    under_way = options.under_way_bytes(sizes.kv_rows, tokens, prefill_step_size)
+    under_way = options.under_way_bytes(sizes.cache.rows, tokens, prefill_step_size)
     whole = _whole(sizes, options, tokens)
-    return min(whole, options.least_bytes(sizes.kv_rows, tokens) + under_way)
+    return min(whole, options.least_bytes(sizes.cache.rows, tokens) + under_way)
 
 
 def most_on_disk(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:
     """The most that keys and values of a context may take on disk, in bytes."""
-    return sum(sizes.kv_rows) * _options(config, 0, context_length).held_tokens(context_length, 1)
+    return sum(sizes.cache.rows) * _options(config, 0, context_length).held_tokens(context_length, 1)
 
 
 def _options(config: FlashConfig, budget: int, context_length: int) -> KVOptions:

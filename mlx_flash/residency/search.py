@@ -103,7 +103,7 @@ def _places_of_kv(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> t
         ConfigError: it shall be on disk, where there is no room for it; or settings contradict each other.
     """
     check_kv(config)
-    if not sizes.kv_rows or config.kv_cache in ("stock", "preallocated", "lazy") or config.writes_nothing:
+    if not sizes.cache.rows or config.kv_cache in ("stock", "preallocated", "lazy") or config.writes_nothing:
         return (False,)
     needed = most_on_disk(sizes, config, config.context_length or 0)
     if config.kv_cache is None and config.kv_ram_gb is None:
@@ -325,7 +325,7 @@ def _is_modest_context(task: Task, budget: int, context: int) -> bool:
     """Whether keys and values leave the weights their room, and others theirs on the disk."""
     sizes, config = task.sizes, task.config
     if not task.kv_on_disk:
-        return sizes.kv_bytes(context) <= KV_SHARE * budget
+        return sizes.cache.nbytes(context) <= KV_SHARE * budget
     if most_on_disk(sizes, config, context) > DISK_SHARE * task.machine.kv_disk_bytes:
         return False
     room = KV_SHARE * budget if config.kv_ram_gb is None else config.kv_ram_gb * GB
@@ -336,7 +336,8 @@ def _is_modest(task: Task, budget: int, reserve: Reserve) -> bool:
     """Whether the activations leave the weights their room, or are as small as they can be."""
     if task.config.prefill_step_size or reserve == _least(task.config):
         return True
-    return activation_bytes(task, reserve) <= ACTIVATION_SHARE * budget
+    states = task.sizes.cache.call_bytes * reserve.prefill_step_size
+    return activation_bytes(task, reserve) + states <= ACTIVATION_SHARE * budget
 
 
 def _candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[ResidencyPlan]:

@@ -11,12 +11,15 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash.compat.caches import CACHE_STEP as CACHE_STEP
+from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, trunk_of
 from mlx_flash.layout.load import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import padded_bytes, place_groups
 
 _DEFAULT_EXPERTS = 8
+_SCAN_COPIES = 12
+"""Arrays with the states after every token that MLX holds at once in a layer that computes these. Measured: Jamba."""
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
@@ -158,12 +161,8 @@ class ModelSizes:
         heads: linear layers outside the layers.
         tables: embedding tables.
         resident_bytes: everything that is always in memory.
-        kv_bytes_constant: what the caches of all layers take however long the context is: recurrent states.
-        kv_bytes_per_token: what one more token adds to the caches of all layers.
-        kv_largest_row: the most that one more token adds to the cache of one layer.
+        cache: sizes of the caches of all layers.
         activations: what a forward call allocates.
-        kv_rows: of ``kv_bytes_per_token``, what it adds to each cache that can be on disk.
-        kv_heads: heads of keys and of values in all of those.
         finer: the layers cut into smaller units, each cut finer than the one before, in calling order.
         kept: parts of layers that stay in memory, between those that are streamed.
         experts: what is read expert by expert, and is in no layer then.
@@ -174,20 +173,12 @@ class ModelSizes:
     heads: tuple[UnitSize, ...]
     tables: tuple[TableSize, ...]
     resident_bytes: int
-    kv_bytes_constant: int
-    kv_bytes_per_token: int
+    cache: CacheSizes
     activations: ActivationSizes
-    kv_largest_row: int = 0
-    kv_rows: tuple[int, ...] = ()
-    kv_heads: int = 0
     finer: tuple[tuple[UnitSize, ...], ...] = ()
     kept: tuple[UnitSize, ...] = ()
     experts: ExpertSizes | None = None
     trunk: ModelSizes | None = None
-
-    def kv_bytes(self, context_length: int) -> int:
-        """Bytes of the caches of all layers."""
-        return self.kv_bytes_constant + self.kv_bytes_per_token * context_length
 
     def cut(self, units: tuple[UnitSize, ...]) -> ModelSizes:
         """The same model with smaller units in the place of its layers; what they leave over stays in memory."""
@@ -259,12 +250,8 @@ def _measure(layout: ModelLayout, activations: ActivationSizes, alignment: int) 
         heads=tuple(_unit_size(unit, alignment) for unit in layout.heads),
         tables=tuple(TableSize(table, table.name in layout.tied) for table in tables),
         resident_bytes=sum(parameter.nbytes for parameter in [*small, *layout.resident]),
-        kv_bytes_constant=layout.cache_bytes,
-        kv_bytes_per_token=layout.cache_bytes_per_token,
+        cache=layout.cache,
         activations=activations,
-        kv_largest_row=layout.cache_largest_row,
-        kv_rows=layout.kv_rows,
-        kv_heads=layout.kv_heads,
         finer=tuple(tuple(_unit_size(unit, alignment, idle) for unit in cut) for cut in layout.finer),
     )
 
@@ -310,8 +297,11 @@ def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes
     scores = 3 * num_heads if mx.default_device() == mx.cpu else 0
     heads = [int(unit.module["weight"].shape[0]) for unit in [*layout.heads, *layout.embeddings]]
     rows = sum(p.nbytes // p.array.shape[0] for unit in layout.embeddings for p in unit.large)
+    states = _SCAN_COPIES * layout.cache.largest_scan
+    if mx.default_device() == mx.cpu:  # it has no kernels for recurrences, and holds a state and a decay for each token
+        states += 2 * layout.cache.largest_state
     return ActivationSizes(
-        per_token=2 * itemsize * max(widths, default=0),
+        per_token=2 * itemsize * max(widths, default=0) + states,
         scores_per_pair=scores * itemsize,
         logits_per_token=max(heads, default=0) * max(itemsize, 4),
         embedding_per_token=2 * rows,

@@ -1,0 +1,135 @@
+"""The sizes of a model's cache, taken from the arrays that a dry run leaves in it. Nothing is evaluated."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from mlx_flash.layout.arrays import arrays_in
+
+_RESHAPING = {"Squeeze", "ExpandDims", "Reshape", "Flatten", "Unflatten", "Transpose"}
+"""Primitives whose result shares the memory of their input and has the same size."""
+
+_CUTTING = {"Slice", "Split"}
+"""Primitives whose result shares the memory of a longer input."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """Sizes of the cache of one sequence, in bytes.
+
+    Attributes:
+        constant_bytes: of recurrent states, however long the context is.
+        token_bytes: growth by each token. Sliding windows count as if they grew for good.
+        largest_row: the most that a token adds to the cache of a layer.
+        rows: of each plain ``KVCache``, growth by each token; part of ``token_bytes``.
+        num_heads: heads of keys and of values in all of those.
+        call_bytes: memory that states keep for each token of the last call: a state that is a slice of an array with
+            all tokens of the call holds that array.
+        largest_scan: the most in one layer, for each token of a call, of arrays with the states after every token.
+        largest_state: bytes of the largest state.
+    """
+
+    constant_bytes: int = 0
+    token_bytes: int = 0
+    largest_row: int = 0
+    rows: tuple[int, ...] = ()
+    num_heads: int = 0
+    call_bytes: int = 0
+    largest_scan: int = 0
+    largest_state: int = 0
+
+    def nbytes(self, num_tokens: int) -> int:
+        """Return the size of all caches with so many tokens."""
+        return self.constant_bytes + self.token_bytes * num_tokens
+
+
+class CacheMeter:
+    """Measures a cache while a model is called with one token, then with two.
+
+    Args:
+        cache: a new prompt cache. Call the model with one token, :meth:`note_first`, call it with two, :meth:`sizes`.
+    """
+
+    def __init__(self, cache: Sequence[Any]) -> None:
+        self._cache = cache
+        self._first: dict[int, tuple[int, int]] = {}
+
+    def note_first(self) -> None:
+        """Note the sizes with one token."""
+        self._first = {id(entry): (_nbytes(entry), _row_bytes(entry)) for entry in _leaves(self._cache)}
+
+    def sizes(self) -> CacheSizes:
+        """Return the sizes, after two more tokens."""
+        layers = [[self._sizes_of(leaf) for leaf in _leaves([entry])] for entry in self._cache]
+        constant, rows, calls, scans = ([sum(sizes[i] for sizes in layer) for layer in layers] for i in range(4))
+        plain = [(entry, row) for entry, row in zip(self._cache, rows, strict=True) if type(entry) is KVCache]
+        return CacheSizes(
+            constant_bytes=sum(constant),
+            token_bytes=sum(rows),
+            largest_row=max(rows, default=0),
+            rows=tuple(row for _, row in plain),
+            num_heads=sum(array.shape[1] for entry, _ in plain for array in arrays_in(entry)),
+            call_bytes=sum(calls),
+            largest_scan=max(scans, default=0),
+            largest_state=max(constant, default=0),
+        )
+
+    def _sizes_of(self, entry: Any) -> tuple[int, int, int, int]:
+        """Return the constant size, the growth by a token, and for each token of a call what is kept and scanned."""
+        before, row = self._first[id(entry)]
+        if isinstance(getattr(entry, "step", None), int):  # grows in steps
+            return 0, row, 0, 0
+        growth = max(0, _nbytes(entry) - before) // 2
+        kept, scanned = _kept_of_a_call(arrays_in(entry))
+        return max(0, before - growth), growth, kept, scanned
+
+
+def _leaves(entries: Iterable[Any]) -> Iterator[Any]:
+    """Yield all caches, those in lists of caches too."""
+    for entry in entries:
+        if hasattr(entry, "caches"):
+            yield from _leaves(entry.caches)
+        else:
+            yield entry
+
+
+def _nbytes(entry: Any) -> int:
+    return sum({id(array): int(array.nbytes) for array in arrays_in(entry)}.values())
+
+
+def _row_bytes(entry: Any) -> int:
+    """Return the bytes of one token in arrays of shape (batch, heads, tokens, width)."""
+    arrays = {id(array): array for array in arrays_in(entry) if array.ndim > 1 and array.size}
+    return sum(array.nbytes // array.shape[-2] for array in arrays.values())
+
+
+def _kept_of_a_call(states: Sequence[mx.array]) -> tuple[int, int]:
+    """Return bytes for each token of the call that computed some states.
+
+    Returns:
+        The bytes of longer arrays whose memory the states share; and the part of it where a whole state is one token's.
+    """
+    names = {f"state{i}": state for i, state in enumerate(states)}
+    file = io.StringIO()
+    mx.export_to_dot(file, **names)
+    graph = file.getvalue()
+    operations = dict(re.findall(r'\{ (\d+) \[label ="(\w+)"', graph))
+    inputs = {operation: name for name, operation in re.findall(r'^"(\w+)" -> (\d+)', graph, re.MULTILINE)}
+    makers = {name: operation for operation, name in re.findall(r'^(\d+) -> "(\w+)"', graph, re.MULTILINE)}
+    kept = scanned = 0
+    for name, state in names.items():
+        maker = makers.get(name, "")
+        is_one_token = operations.get(maker) in _RESHAPING
+        while operations.get(maker) in _RESHAPING:
+            maker = makers.get(inputs[maker], "")
+        if operations.get(maker) in _CUTTING:
+            kept += state.nbytes if is_one_token else state.nbytes // state.shape[1]  # (batch, tokens, ...)
+            scanned += state.nbytes if is_one_token else 0
+    return kept, scanned

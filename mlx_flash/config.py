@@ -77,6 +77,8 @@ class FlashConfig:
             None leaves a tenth of the disk free.
         ssd_write_gb_per_day: limit of what all processes write to the prefix cache in a day, in GB. A KV cache on disk
             counts too, but goes on beyond the limit. 0 writes neither. None is 20.
+        lend_reserves: keep more weights in memory while the context is short and no large prompt is computed. They are
+            evicted as keys, values and intermediate results need their memory.
         num_slots: buffers that streamed units take turns in. None lets the plan choose.
         expert_pool_gb: memory for experts that stay between tokens, in GB. None takes what the rest of the plan leaves
             of the budget. 0 keeps none and reads layers whole, with all of their experts.
@@ -108,6 +110,7 @@ class FlashConfig:
     kv_prefix_tenant: str | None = None
     kv_prefix_gb: float | None = None
     ssd_write_gb_per_day: float | None = None
+    lend_reserves: bool = True
     num_slots: int | None = None
     expert_pool_gb: float | None = None
     expert_lookahead: bool = True

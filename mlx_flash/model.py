@@ -151,6 +151,10 @@ class FlashLLM(ModelFacade):
 
     def _start(self, progress: Progress | None) -> None:
         before = self._prepared
+        for other in list(_models.values()):
+            if other.engine is not None:
+                with other._lock:
+                    other.engine.loans.recall(other.engine.loans.nbytes)
         layout = make_layout(before.loaded)  # modules may have changed since
         machine = look_at_memory(before.machine, _promised(self))
         plan = make_plan(measure(layout, before.loaded.config, kernel_alignment()), self._config, machine)
@@ -219,7 +223,10 @@ class FlashLLM(ModelFacade):
             num_tokens = args[0].size if args and isinstance(args[0], mx.array) else 1
             cache = kwargs.get("cache", args[1] if len(args) > 1 else None)
             is_dropped = result_is_dropped(sys._getframe(1))
-            check_headroom(self.plan, num_tokens, cache, step and step * len(args[0]), all_logits=not is_dropped)
+            loans = self._engine.loans if self._config.lend_reserves and len(_models) == 1 else None
+            check_headroom(
+                self.plan, num_tokens, cache, step and step * len(args[0]), all_logits=not is_dropped, loans=loans
+            )
             self._engine.drop_logits(is_dropped)
             if step is None:
                 return self._pass(is_dropped, *args, **kwargs)

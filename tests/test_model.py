@@ -72,7 +72,13 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def config(**changes: Any) -> FlashConfig:
-    settings: dict[str, Any] = {"ram_budget_gb": "min", "context_length": 256, "poison_released_slots": True}
+    """Settings with which every weight that the plan streams is read on every pass."""
+    settings: dict[str, Any] = {
+        "ram_budget_gb": "min",
+        "context_length": 256,
+        "poison_released_slots": True,
+        "lend_reserves": False,
+    }
     return FlashConfig(**{**settings, **changes})
 
 
@@ -154,7 +160,7 @@ def streamed_whole(
         cut=len(cuts) - 1 if cut == "tiles" else int(cut),
         read_bytes=sum(unit.nbytes for unit in [*units, *heads]),
     )
-    budget_bytes = plan.budget_bytes + num_slots * slot + 50_000_000
+    budget_bytes = plan.budget_bytes + num_slots * slot + plan.model_bytes + 50_000_000
     plan = replace(plan, streaming=streaming, pool=pool, budget_bytes=budget_bytes)
     model = FlashLLM(prepared, config(**settings), "test")
     model._carry_out(full, plan, None)

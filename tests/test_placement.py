@@ -14,7 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.storage.placement import MERGE_GAP, Placement, RowPlacement, Segment, padded_bytes, place, place_rows
+from mlx_flash.storage.placement import (
+    MERGE_GAP,
+    Placement,
+    RowPlacement,
+    Segment,
+    padded_bytes,
+    place,
+    place_rows,
+    without,
+)
 from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, TensorRecord
 
 ALIGNMENTS = (1, 8, 16, 256, DIRECT_ALIGNMENT)
@@ -61,6 +70,22 @@ def check(records: list[TensorRecord], alignment: int) -> Placement:
     assert placement.read_bytes == sum(segment.nbytes for segment in placement.segments)
     assert placement.copies == any(segment.buffer_offset is None for segment in placement.segments)
     return placement
+
+
+@settings(deadline=None, max_examples=150)
+@given(records=tensor_records(), alignment=st.sampled_from(ALIGNMENTS), data=st.data())
+def test_reads_leave_out_ranges_of_the_buffer(records: list[TensorRecord], alignment: int, data: st.DataObject) -> None:
+    placement = place(records, alignment)
+    kept = data.draw(st.lists(st.booleans(), min_size=len(records), max_size=len(records)))
+    places = list(zip(records, placement.offsets, strict=True))
+    left_out = [range(at, at + made.nbytes) for (made, at), is_kept in zip(places, kept, strict=True) if not is_kept]
+    rest = without(placement, left_out)
+    check_segments(rest)
+    expected = [(made.name, at) for (made, at), is_kept in zip(places, kept, strict=True) if is_kept and made.nbytes]
+    assert sorted((p.name, p.buffer_offset) for s in rest.segments for p in s.pieces) == sorted(expected)
+    assert (rest.nbytes, rest.offsets) == (placement.nbytes, placement.offsets)
+    assert rest.read_bytes <= placement.read_bytes
+    assert any(kept) or not rest.segments
 
 
 def check_tensors(records: list[TensorRecord], placement: Placement, alignment: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,6 +31,7 @@ from mlx_flash.streaming.layers import (
     TiledLinear,
     tile_module,
 )
+from mlx_flash.streaming.loans import Lendable, Loans
 from mlx_flash.streaming.stream import WeightStream
 
 Progress = Callable[[int, int], None]
@@ -73,6 +75,7 @@ class Engine:
 
     Attributes:
         stream: the ring of streamed units.
+        loans: the streamed weights that are in memory for as long as nothing else needs it.
         experts: what computes experts that are read one by one; None when there are none, and after :meth:`close`.
         reader: the reader.
     """
@@ -89,6 +92,7 @@ class Engine:
     ) -> None:
         self.reader = reader
         self.stream = WeightStream([], reader, poison, 0)
+        self.loans = Loans(self.stream)
         self.experts: Experts | None = None
         self._alignment = alignment
         self._heads: list[HeadState] = []
@@ -105,6 +109,7 @@ class Engine:
             self._pin(_pinned_parts(trunk, plan), progress or (lambda done, total: None))
             slots = [Arena(plan.streaming.slot_bytes) for _ in range(plan.streaming.num_slots)]
             self.stream = WeightStream(slots, reader, poison, plan.streaming.num_units)
+            self.loans = Loans(self.stream)
             self._start_streaming(trunk, plan)
             if plan.pool is not None:
                 self._start_experts(layout.experts, plan.pool, poison, experts or ExpertOptions())
@@ -157,6 +162,7 @@ class Engine:
                 head = self._tile(unit, heads[unit.name]) if unit.name in heads else None
                 self._swap(unit, EmbeddingRows, TableState(unit.large, self.reader, head), unit.large)
                 self._heads += [head] if head is not None else []
+        self.loans.settle()
         self.stream.start()
 
     def _stream_layer(self, unit: Unit, names: set[str]) -> None:
@@ -164,8 +170,10 @@ class Engine:
         placement = place_groups([parameter.records for parameter in parameters], self._alignment)
         index, arena = self.stream.add(unit.name, placement)
         self._bound += parameters
-        _bind(parameters, placement, arena)
+        views = _bind(parameters, placement, arena)
         self._swap(unit, StreamedLayer, LayerState(index, self.stream), parameters)
+        places = zip(placement.offsets, views, parameters, strict=True)
+        self.loans.add(unit.module, placement, [Lendable(index, at, view, p.bind) for at, view, p in places])
 
     def _tile(self, unit: Unit, rows: int) -> HeadState:
         num_rows = unit.module["weight"].shape[0]
@@ -182,7 +190,14 @@ class Engine:
             parameter.key: arena.view(offset, (stop - start, *parameter.array.shape[1:]), parameter.array.dtype)
             for parameter, offset in zip(unit.large, placement.offsets, strict=True)
         }
-        return Tile(index, tile_module(unit, start, stop, views))
+        module = tile_module(unit, start, stop, views)
+        places = zip(placement.offsets, views.items(), strict=True)
+        self.loans.add(
+            module,
+            placement,
+            [Lendable(index, at, view, partial(dict.__setitem__, module, key)) for at, (key, view) in places],
+        )
+        return Tile(index, module)
 
     def _start_experts(self, stacks: Sequence[ExpertStack], plan: Pool, poison: bool, options: ExpertOptions) -> None:
         layers = [pool_layer(stack, self._alignment) for stack in stacks]
@@ -215,6 +230,7 @@ class Engine:
     def close(self) -> None:
         """Stops reading, gives every module its own class and its lazily loaded arrays back. Harmless when repeated."""
         self.stream.close()
+        self.loans.close()
         if self.experts is not None:
             self.experts.pool.close()
         for module in self._changed:
@@ -245,13 +261,16 @@ def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Paramet
     return [kept for unit in layout.units if (kept := [p for p in unit.large if p.name not in streamed])]
 
 
-def _bind(parameters: Sequence[Parameter], placement: Placement, arena: Arena) -> None:
-    """Make modules hold views of an arena.
+def _bind(parameters: Sequence[Parameter], placement: Placement, arena: Arena) -> list[mx.array]:
+    """Make modules hold views of an arena. Return the views.
 
     Args:
         parameters: what to bind, in the order in which ``placement`` was made.
         placement: where each one lies.
         arena: the memory.
     """
-    for parameter, offset in zip(parameters, placement.offsets, strict=True):
-        parameter.bind(arena.view(offset, parameter.array.shape, parameter.array.dtype))
+    places = zip(parameters, placement.offsets, strict=True)
+    views = [arena.view(offset, parameter.array.shape, parameter.array.dtype) for parameter, offset in places]
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.bind(view)
+    return views

@@ -1,4 +1,4 @@
-"""Checks before a forward call: this process loaded the model, and the call fits the budget."""
+"""Checks before a forward call: this process loaded the model, the call fits the budget, and what it leaves is lent."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.sizes import update_growth
 from mlx_flash.residency.plan import MB, ResidencyPlan
+from mlx_flash.streaming.loans import Loans
+
+TOKENS_AHEAD = 32
+"""Room for so many more tokens is not lent, so that calls seldom wait for a loan that ends."""
 
 
 def check_not_forked(pid: int) -> None:
@@ -36,8 +40,11 @@ def check_headroom(
     step: int | None = None,
     *,
     all_logits: bool = True,
+    loans: Loans | None = None,
 ) -> None:
-    """Refuses a call that would take the process over its budget; nothing has changed when it raises.
+    """Refuse a call that would take the process over its budget; only loans have changed when it raises.
+
+    Loans end as far as the call needs their memory. What it does not need is lent.
 
     Args:
         plan: the plan of the model.
@@ -45,6 +52,7 @@ def check_headroom(
         cache: mlx-lm's prompt cache, one entry a layer, or None.
         step: how many of the new tokens go through the model at a time; None for all.
         all_logits: whether the caller looks at the logits.
+        loans: weights in memory that is reserved for something else; None lends nothing.
 
     Raises:
         BudgetError: it names what to change.
@@ -59,6 +67,10 @@ def check_headroom(
     in_use = _in_use({entry.pool for entry in own})
     growth = _kv_growth(plan, num_tokens, cache)
     missing = elsewhere + in_use + activations + growth - plan.budget_bytes
+    if loans is not None:
+        short = missing + _own_growth(plan, own, num_tokens, step or num_tokens)
+        freed = _settle(plan, loans, short)
+        in_use, missing = in_use - freed, missing - freed
     if own:
         kept = own[0].pool.memory_bytes
         for room in _rooms(plan, kept - missing):
@@ -125,9 +137,32 @@ def _rooms(plan: ResidencyPlan, free: int) -> list[int]:
     return [min(free, plan.kv.limit), *(() if plan.kv.is_fixed else (free,))]
 
 
+def _settle(plan: ResidencyPlan, loans: Loans, short: int) -> int:
+    """End loans where memory is short, and lend what is left over. Return the bytes that were freed."""
+    before = loans.nbytes
+    if short > 0:
+        loans.recall(short)
+    else:
+        loans.lend(-short - TOKENS_AHEAD * plan.kv_bytes_per_token)
+    return before - loans.nbytes
+
+
+def _own_growth(plan: ResidencyPlan, own: Sequence[Any], num_tokens: int, step: int) -> int:
+    """Return the bytes that a call adds to caches in memory, as far as the plan lets them grow."""
+    if not own:
+        return 0
+    pool = own[0].pool
+    growth = int(pool.growth([entry.rows for entry in own], num_tokens, step, _row_bytes(plan, own)))
+    limit = plan.kv.limit
+    return growth if limit is None else min(growth, max(0, limit - pool.memory_bytes))
+
+
+def _row_bytes(plan: ResidencyPlan, own: Sequence[Any]) -> Sequence[int]:
+    return plan.kv.rows if len(plan.kv.rows) == len(own) else [max(plan.kv.rows, default=0)] * len(own)
+
+
 def _admit(plan: ResidencyPlan, own: Sequence[Any], num_tokens: int, step: int, room: int) -> int:
-    known = plan.kv.rows if len(plan.kv.rows) == len(own) else [max(plan.kv.rows, default=0)] * len(own)
-    return int(own[0].pool.admit([entry.rows for entry in own], num_tokens, step, known, room))
+    return int(own[0].pool.admit([entry.rows for entry in own], num_tokens, step, _row_bytes(plan, own), room))
 
 
 def _plain(cache: Sequence[Any] | None) -> list[KVCache]:

@@ -304,8 +304,7 @@ class KVPool:
         """
         if layers:
             self._begin(layers[0].group)
-        sizes = {r: token_bytes(r) or nbytes for r, nbytes in zip(layers, row_bytes, strict=True)}
-        tokens = self.options.held_tokens(max((rows.length for rows in layers), default=0) + num_new, step)
+        sizes, tokens = self._sizes(layers, num_new, step, row_bytes)
         needed = self._sums.for_call(sizes, num_new, tokens)
         if self.options.budget_bytes is None:
             return max(0, needed - limit)
@@ -322,6 +321,21 @@ class KVPool:
         if fresh:
             self._files.check_room(fresh)
         return 0
+
+    def growth(self, layers: Sequence[LayerRows], num_new: int, step: int, row_bytes: Sequence[int]) -> int:
+        """Return the bytes that a call adds to the memory of all caches if no layer is evicted.
+
+        Args: as of :meth:`admit`.
+        """
+        sizes, tokens = self._sizes(layers, num_new, step, row_bytes)
+        return max(0, self._sums.for_call(sizes, num_new, tokens) - self.memory_bytes)
+
+    def _sizes(
+        self, layers: Sequence[LayerRows], num_new: int, step: int, row_bytes: Sequence[int]
+    ) -> tuple[dict[LayerRows, int], int]:
+        sizes = {r: token_bytes(r) or nbytes for r, nbytes in zip(layers, row_bytes, strict=True)}
+        tokens = self.options.held_tokens(max((rows.length for rows in layers), default=0) + num_new, step)
+        return sizes, tokens
 
     def _spill(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
         others = [(disk, length) for other, length in rows.lineage.relatives() if (disk := other.disk)]

@@ -58,6 +58,19 @@ def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
     return put_back
 
 
+def holdings(module: nn.Module) -> object:
+    """Return a value that changes when a call leaves something in a module or those below it.
+
+    Arrays and modules count by their keys, other objects by their identity; flags and numbers do not count.
+    """
+    return [
+        (id(part), key, None if isinstance(value, mx.array) else id(value))
+        for part in module.modules()
+        for key, value in (*part.items(), *vars(part).items())
+        if not isinstance(value, _PLAIN)
+    ]
+
+
 def clone_with(module: nn.Module, arrays: dict[str, mx.array]) -> nn.Module:
     """A module of the same own class and settings that holds other arrays."""
     own = own_class(module)

@@ -25,19 +25,20 @@ class Arena:
     Args:
         nbytes: usable size.
         pages: evaluated rows of one page to use, instead of new memory.
+        is_read_into: the disk writes to it, which is faster on huge pages. These take 2 s per GB to make.
 
     Attributes:
         memory: the writable bytes; their address is a multiple of ``DIRECT_ALIGNMENT``.
     """
 
-    def __init__(self, nbytes: int, pages: mx.array | None = None) -> None:
+    def __init__(self, nbytes: int, pages: mx.array | None = None, *, is_read_into: bool = True) -> None:
         # Rows of one page: MLX's dimensions are 32-bit, a flat array would end at 2 GiB.
         self._array = _zeros(-(-nbytes // DIRECT_ALIGNMENT) + 1, DIRECT_ALIGNMENT) if pages is None else pages
         everything = memory_of(self._array)
         self._start = _first_page(everything)
         self.nbytes = nbytes
         self.memory = everything[self._start : self._start + nbytes]
-        if pages is None:
+        if pages is None and is_read_into:
             use_huge_pages(self.memory)
 
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:

@@ -103,6 +103,12 @@ def _darwin_footprint() -> tuple[int, int]:
     return int(info.ri_phys_footprint), int(info.ri_lifetime_max_phys_footprint)
 
 
+def release_freed_memory() -> None:
+    """Return freed memory to the system. Linux's allocator keeps what is not at the end of its heap."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 HUGE_PAGE = 2 << 20
 """A large page of Linux, in bytes."""
 

@@ -177,6 +177,42 @@ def place_groups(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -
     return Placement(nbytes, (*placed.segments, *segments), tuple(offsets[i] for i in range(len(groups))))
 
 
+def without(placement: Placement, ranges: Sequence[range]) -> Placement:
+    """Return a placement whose reads leave out what lies in some ranges of the buffer. Offsets stay.
+
+    Args:
+        placement: the reads of all tensors.
+        ranges: bytes of the buffer, each the place of one parameter.
+    """
+    segments: list[Segment] = []
+    for segment in placement.segments:
+        kept = [piece for piece in segment.pieces if not any(piece.buffer_offset in at for at in ranges)]
+        if len(kept) == len(segment.pieces):
+            segments.append(segment)
+        else:
+            segments += (_part(segment, run) for run in _split(kept))
+    return replace(placement, segments=tuple(segments))
+
+
+def _split(pieces: Sequence[Piece]) -> Iterable[list[Piece]]:
+    """Yield groups of pieces of a file, in file order, that are neighbours."""
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and piece.offset - run[-1].end > MERGE_GAP:
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run
+
+
+def _part(segment: Segment, pieces: Sequence[Piece]) -> Segment:
+    """Return the read of some neighbouring pieces of a segment."""
+    start = pieces[0].offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+    at = None if segment.buffer_offset is None else segment.buffer_offset + start - segment.offset
+    return Segment(segment.path, start, _round_up(pieces[-1].end, DIRECT_ALIGNMENT) - start, at, tuple(pieces))
+
+
 def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> RowPlacement:
     """Lay the rows of some stacks out in slots, all in the same way, so that any slot can hold any row.
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from mlx_flash.errors import ReadError
 from mlx_flash.memory.arena import Arena
 from mlx_flash.storage.placement import Placement
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
@@ -97,11 +98,13 @@ class WeightStream:
 
     Attributes:
         is_guessing: nothing is to be waited for now: calls end with :class:`GuessEndedError`.
+        before_release: called with the number of a unit that is about to be released, and the memory of its slot.
     """
 
     def __init__(self, slots: Sequence[Arena], reader: BackgroundPrefetcher, poison: bool, num_units: int) -> None:
         self.stats = StreamStats()
         self.is_guessing = False
+        self.before_release: Callable[[int, memoryview], None] | None = None
         self.units: list[StreamedUnit] = []
         self._slots = [_Slot(arena) for arena in slots]
         self._reader = reader
@@ -163,12 +166,40 @@ class WeightStream:
     def release(self, index: int) -> None:
         """Gives the unit's slot back; everything that reads it must have been evaluated. Starts the next reads."""
         slot = self._slots[self.units[index].slot]
+        if self.before_release is not None:
+            self.before_release(index, slot.arena.memory)
         now = self._released_at[index] = time.perf_counter()
         self.stats.held_seconds += now - slot.ready_at
         slot.held, slot.unit = False, None
         if self._poison:
             slot.arena.fill(POISON)
         self._read_ahead(index)
+
+    def is_in_slot(self, index: int) -> bool:
+        """Return whether the unit's weights are in its slot, or on their way there."""
+        return self._slots[self.units[index].slot].unit == index
+
+    def change_reads(self, index: int, placement: Placement) -> None:
+        """Fill the unit's slot with other reads from the next time on."""
+        self.units[index] = replace(self.units[index], placement=placement)
+
+    def complete(self, index: int, write: Callable[[memoryview], None]) -> None:
+        """Add what earlier reads of the unit left out, if they are in its slot or on their way there.
+
+        Args:
+            index: number of the unit. It must not be held.
+            write: called with the memory of the slot once the reads are done.
+        """
+        slot = self._slots[self.units[index].slot]
+        if slot.unit != index:
+            return
+        try:
+            if slot.ticket is not None:
+                slot.ticket.wait()
+        except ReadError:
+            self._empty(slot)  # acquire() reads it again
+        else:
+            write(slot.arena.memory)
 
     def states(self, since: float) -> list[UnitState]:
         """Where each unit is. Any thread may ask at any time; what changes meanwhile is told as it was or as it is.

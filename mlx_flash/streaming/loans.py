@@ -1,0 +1,155 @@
+"""Loans: memory that the plan reserves, and that nothing uses yet, holds weights that would be streamed otherwise.
+
+A loan is made when a unit is released: the weights are copied out of its slot, so no byte is read for it. From then on
+the unit's reads leave these weights out. A loan is recalled between calls; it frees its memory at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_flash.layout.swap import holdings
+from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.footprint import release_freed_memory
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.placement import Placement, without
+from mlx_flash.streaming.stream import WeightStream
+
+_GOLDEN = 0.6180339887498949
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lendable:
+    """One array of a unit that may stay in memory.
+
+    Attributes:
+        unit: number of the unit in the stream.
+        start: first byte of the array in the unit's slot.
+        view: the array in the slot.
+        bind: makes the unit's module use another array of the same shape and dtype.
+    """
+
+    unit: int
+    start: int
+    view: mx.array
+    bind: Callable[[mx.array], None]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of a loan in bytes: the array, and the pages around it."""
+        return (-(-self.view.nbytes // DIRECT_ALIGNMENT) + 1) * DIRECT_ALIGNMENT
+
+
+@dataclass(slots=True)
+class _Unit:
+    module: nn.Module
+    holdings: object
+    placement: Placement
+
+
+class Loans:
+    """The weights of one model that are in memory for as long as nothing else needs it.
+
+    Not for several threads at once: the caller holds a lock around a whole forward pass.
+
+    Args:
+        stream: the stream of the units.
+
+    Attributes:
+        nbytes: memory of all loans in bytes.
+        saved_bytes: bytes of weights that a pass need not read, because of them.
+    """
+
+    def __init__(self, stream: WeightStream) -> None:
+        self.nbytes = 0
+        self.saved_bytes = 0
+        self._stream = stream
+        self._units: dict[int, _Unit] = {}
+        self._order: list[Lendable] = []
+        self._promised: dict[int, list[Lendable]] = {}
+        self._lent: dict[Lendable, Arena] = {}
+        stream.before_release = self._copy_out
+
+    def add(self, module: nn.Module, placement: Placement, arrays: Sequence[Lendable]) -> None:
+        """Add the arrays of a unit.
+
+        Args:
+            module: what computes with the arrays.
+            placement: the reads of all weights of the unit.
+            arrays: those that may be lent.
+        """
+        self._units.update((array.unit, _Unit(module, holdings(module), placement)) for array in arrays[:1])
+        self._order += arrays
+
+    def settle(self) -> None:
+        """Spread the arrays that are lent first over all units, so that reading stays even. Call after the last add."""
+        ranks = {id(array): rank * _GOLDEN % 1.0 for rank, array in enumerate(self._order)}
+        self._order.sort(key=lambda array: ranks[id(array)])
+
+    def lend(self, nbytes: int) -> None:
+        """Allow so much more memory for loans; the units take it as they are released. Replaces the last call's."""
+        self._promised.clear()
+        for array in self._order:
+            if array.nbytes <= nbytes and array not in self._lent:
+                nbytes -= array.nbytes
+                self._promised.setdefault(array.unit, []).append(array)
+
+    def recall(self, nbytes: int) -> None:
+        """Free at least so much memory, or all that is lent. Units that are not in a slot now give first."""
+        self._promised.clear()
+        if nbytes <= 0 or not self._lent:
+            return
+        for array in sorted(self._lent, key=lambda array: self._stream.is_in_slot(array.unit)):
+            if nbytes <= 0:
+                break
+            nbytes -= array.nbytes
+            self._end(array)
+        release_freed_memory()
+
+    def close(self) -> None:
+        """Forget everything; the caller binds the arrays."""
+        self._stream.before_release = None
+        for forgotten in (self._units, self._order, self._promised, self._lent):
+            forgotten.clear()
+        self.nbytes = self.saved_bytes = 0
+
+    def _copy_out(self, index: int, memory: memoryview) -> None:
+        """Copy arrays out of a slot that is about to be released."""
+        arrays = self._promised.pop(index, None)
+        if not arrays:
+            return
+        unit = self._units[index]
+        if holdings(unit.module) != unit.holdings:
+            # A call left something in the module, which may refer to arrays in the slot.
+            self._order = [array for array in self._order if array.unit != index]
+            return
+        for array in arrays:
+            arena = Arena(array.view.nbytes, is_read_into=False)
+            arena.memory[:] = memory[array.start : array.start + array.view.nbytes]
+            array.bind(arena.view(0, array.view.shape, array.view.dtype))
+            self._lent[array] = arena
+            self._count(array, 1)
+        self._change_reads(index)
+
+    def _end(self, array: Lendable) -> None:
+        arena = self._lent.pop(array)
+        self._count(array, -1)
+        array.bind(array.view)
+        self._change_reads(array.unit)
+
+        def put_back(memory: memoryview) -> None:
+            memory[array.start : array.start + array.view.nbytes] = arena.memory
+
+        self._stream.complete(array.unit, put_back)
+
+    def _count(self, array: Lendable, sign: int) -> None:
+        self.nbytes += sign * array.nbytes
+        self.saved_bytes += sign * array.view.nbytes
+
+    def _change_reads(self, index: int) -> None:
+        lent = [range(a.start, a.start + a.view.nbytes) for a in self._lent if a.unit == index]
+        self._stream.change_reads(index, without(self._units[index].placement, lent))

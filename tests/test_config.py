@@ -31,7 +31,7 @@ from mlx_flash.errors import ConfigError, FlashError
 COUNTS = ("context_length", "prefill_step_size", "kv_max_tokens", "num_slots", "queue_depth")
 SHARES = ("expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day")
 NUMBERS = ("ram_budget_gb", "kv_ram_gb", "read_size_mb", *SHARES)
-SWITCHES = ("enabled", "expert_lookahead", "telemetry", "poison_released_slots")
+SWITCHES = ("enabled", "lend_reserves", "expert_lookahead", "telemetry", "poison_released_slots")
 WORDS = ("min", "safe", "balanced", "performance")
 OR_WORDS = "or one of 'min', 'safe', 'balanced', 'performance'"
 
@@ -65,6 +65,7 @@ def test_defaults() -> None:
         "kv_prefix_tenant": None,
         "kv_prefix_gb": None,
         "ssd_write_gb_per_day": None,
+        "lend_reserves": True,
         "num_slots": None,
         "expert_pool_gb": None,
         "expert_lookahead": True,
@@ -364,6 +365,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "kv_prefix_tenant": (None, "alice"),
     "kv_prefix_gb": (None, 0, 12.5),
     "ssd_write_gb_per_day": (None, 0, 12.5),
+    "lend_reserves": (True, False),
     "num_slots": (None, 1, 3),
     "expert_pool_gb": (None, 0, 2.5),
     "expert_lookahead": (True, False),

@@ -222,7 +222,7 @@ def test_the_pool_is_a_part_of_the_budget() -> None:
     for glyphs in (UNICODE, ASCII):
         plain = lines_of(two_looks(), glyphs=glyphs)
         told_plan = {"budget_bytes": 4 * GB, "pool_bytes": 2_100_000_000}
-        memory = {"footprint": 3_000_000_000, "active": 2_700_000_000}
+        memory = {"footprint": 3_000_000_000, "active": 2_700_000_000, "lent": 0}
         history = History(published(state(experts=pool(), plan=told_plan, memory=memory)))
         lines = lines_of(history, glyphs=glyphs)
         glyph = glyphs.parts[5]

@@ -33,6 +33,7 @@ class Mark:
         wait_seconds: time that computing waited for weights, keys and values.
         experts: counters of experts that are read one by one.
         kv_read_bytes, kv_written_bytes: keys and values read from and written to disk.
+        lent_bytes: streamed weights that were in memory, so that a pass did not read them.
     """
 
     seconds: float
@@ -42,6 +43,7 @@ class Mark:
     experts: ExpertStats
     kv_read_bytes: int = 0
     kv_written_bytes: int = 0
+    lent_bytes: int = 0
 
 
 class Recorder:
@@ -90,7 +92,8 @@ class Recorder:
         kv = KVUsage() if self._kv is None else self._kv.usage
         waited += kv.wait_seconds
         now = time.perf_counter()
-        return Mark(now, read.nbytes, read.busy_seconds, waited, experts, kv.read_bytes, kv.written_bytes)
+        lent = self._engine.loans.saved_bytes
+        return Mark(now, read.nbytes, read.busy_seconds, waited, experts, kv.read_bytes, kv.written_bytes, lent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +111,7 @@ class GenerationReport:
             token, and from there to the last one. Prefetched bytes count when they are read.
         bytes_read: bytes read for the prompt and for generation.
         bytes_read_per_token: bytes read per generated token after the first.
+        lent_bytes: streamed weights that were in reserved memory at the last token, so that no pass read them.
         read_bytes_per_second: ``bytes_read`` over the wall time of prompt and generation, as flash-monitor shows it.
         reading_bytes_per_second: bytes over the time with at least one read in flight, loading excluded.
         disk_bytes_per_second: speed of the disk in its probe.
@@ -141,6 +145,7 @@ class GenerationReport:
     generation_bytes_read: int | None = None
     bytes_read: int | None = None
     bytes_read_per_token: float | None = None
+    lent_bytes: int | None = None
     read_bytes_per_second: float | None = None
     reading_bytes_per_second: float | None = None
     disk_bytes_per_second: float | None = None
@@ -205,6 +210,7 @@ def _disk_numbers(run: Recorder, plan: ResidencyPlan) -> Json:
         "generation_bytes_read": generated,
         "bytes_read": last.nbytes - start.nbytes,
         "bytes_read_per_token": ratio(generated, len(run.tokens) - 1),
+        "lent_bytes": last.lent_bytes,
         "read_bytes_per_second": ratio(last.nbytes - start.nbytes, last.seconds - start.seconds),
         "reading_bytes_per_second": speed,
         "disk_bytes_per_second": plan.disk_bytes_per_second,

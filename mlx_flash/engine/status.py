@@ -190,7 +190,8 @@ class Status:
     def _memory(self) -> Json:
         plan = self._plan
         active = int(mx.get_active_memory())
-        weights = plan.resident_bytes + plan.pinned_bytes + plan.slots_bytes + plan.pool_bytes
+        lent = self._engine.loans.nbytes
+        weights = plan.resident_bytes + plan.pinned_bytes + plan.slots_bytes + plan.pool_bytes + lent
         kv = KVUsage() if self._kv is None else self._kv.usage
         return {
             "footprint": footprint(),
@@ -198,6 +199,7 @@ class Status:
             "active": active,
             "cache": int(mx.get_cache_memory()),
             "peak": int(mx.get_peak_memory()),
+            "lent": lent,
             # What is left of the arrays; a cache may take less than it reserves.
             "kv_and_activations": max(0, active - weights - plan.active_bytes - kv.reserved_bytes) + kv.memory_bytes,
         }

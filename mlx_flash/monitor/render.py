@@ -306,18 +306,20 @@ def _writes(history: History) -> Iterator[Text]:
 def _parts(history: History, budget: float, used: float, canvas: Canvas) -> Iterator[Text]:
     """Yield the budget as a bar of its parts now, and their sizes."""
     state = history.latest.state
-    weights = number(state, "plan", "pinned_bytes") + number(state, "plan", "resident_bytes")
+    pinned = number(state, "plan", "pinned_bytes") + number(state, "plan", "resident_bytes")
+    lent = count(state, "memory", "lent") or 0.0
     slots, tokens = number(state, "plan", "slots_bytes"), number(state, "memory", "kv_and_activations")
     cache = number(state, "memory", "cache")
     base = max(0.0, used - number(state, "memory", "active") - cache)
     reserved = number(state, "plan", "kv_bytes") + number(state, "plan", "activation_bytes")
     pool = count(state, "plan", "pool_bytes") or 0.0
     names = ("base", "pinned", "slots", "experts", "MLX cache", "KV + activations", "free")
-    values = (base, weights, slots, pool, cache, tokens, max(0.0, budget - used))
+    values = (base, pinned + lent, slots, pool, cache, tokens, max(0.0, budget - used))
     glyphs = (*canvas.glyphs.parts[:3], canvas.glyphs.parts[5], *canvas.glyphs.parts[3:5], canvas.glyphs.rest)
     columns = bar(values, max(budget, sum(values)), canvas.columns)
     yield _line("", *((g * n, style) for g, n, style in zip(glyphs, columns, PART_STYLES, strict=True)))
     words = [f"{glyph} {name} {size(value)}" for glyph, name, value in zip(glyphs, names, values, strict=True)]
+    words[1] += f" ({size(lent)} lent)" if lent else ""
     words[5] += f" of {size(reserved)}"
     shown = [part for part in zip(words, PART_STYLES, strict=True) if part[0] != words[3] or pool > 0]
     yield from _legend(shown, canvas)

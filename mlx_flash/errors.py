@@ -13,6 +13,7 @@
     ├── WriteError (OSError)                  a checkpoint could not be written
     ├── StreamedWeightsError (RuntimeError)   an operation that would see slot contents as weights
     ├── ClosedError (RuntimeError)            the model was closed
+    ├── RefusedError (ValueError)             the server does not begin with a request
     └── CompatibilityError (ImportError)      the installed MLX or mlx-lm lacks what mlx-flash relies on
 
 An error says what was asked, what was found, where, and, when the user can act, a hint.
@@ -82,6 +83,18 @@ class StreamedWeightsError(FlashError, RuntimeError):
 
 class ClosedError(FlashError, RuntimeError):
     """The model was closed."""
+
+
+class RefusedError(FlashError, ValueError):
+    """The server does not begin with a request.
+
+    Attributes:
+        status: the HTTP status of the answer.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class CompatibilityError(FlashError, ImportError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from models import make_random_model
 openai = pytest.importorskip("openai")
 
 ROOT = Path(__file__).parents[1]
-ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
+ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "PYTHONUNBUFFERED": "1", "HF_HUB_CACHE": "/nonexistent"}
 SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
 
 
@@ -135,6 +136,49 @@ def test_a_prompt_beyond_the_budget_fails_alone(models: list[str], resident: Ser
             chat(server, message["content"])
         assert chat(server, "Hi") == chat(resident, "Hi", max_tokens=16)
         assert "a request failed" in server.log.read_text()
+
+
+def test_models_without_a_hugging_face_cache(models: list[str], streaming: Server) -> None:
+    assert [model.id for model in streaming.client().models.list()] == [models[0]]
+
+
+def test_a_model_that_is_not_here(models: list[str], streaming: Server) -> None:
+    with pytest.raises(openai.NotFoundError, match=rf"'gpt-4o'.*'default_model', '{models[0]}'"):
+        chat(streaming, "Hi", "gpt-4o")
+    assert chat(streaming, "Hi", models[0]) == chat(streaming, "Hi")
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_client_that_leaves_before_its_answer(streaming: Server, alone: bool) -> None:
+    body = {"messages": [{"role": "user", "content": "Count"}], "max_tokens": 40_000}
+    payload = json.dumps({**body, "seed": 1} if alone else body).encode()
+    with socket.create_connection(("127.0.0.1", streaming.port)) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: {len(payload)}\r\n\r\n"
+        connection.sendall(head.encode() + payload)
+        time.sleep(1)
+    assert chat(streaming, "Still there?", seed=1) != ""  # waits until no batch is under way
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_server(models: list[str], tmp_path: Path, number: signal.Signals) -> None:
+    with running(tmp_path / "log", "mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", "0.4") as server:
+        request = {"messages": [{"role": "user", "content": "Count"}], "max_tokens": 40_000, "stream": True}
+        responses = server.client().chat.completions.create(model="default_model", **request)
+        next(iter(responses))
+        server.process.send_signal(number)
+        assert server.process.wait(20) == 0, server.log.read_text()
+        assert "terminate called" not in server.log.read_text()
+
+
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(models: list[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = run("mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", "0.4", "--port", port)
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port}: Address already in use. Hint: " in done.stderr
+    assert "of weights" not in done.stderr
 
 
 def test_it_listens_on_loopback_only(streaming: Server) -> None:

@@ -17,6 +17,7 @@ from mlx_flash.commands.chat import HELP, chat_habits
 from mlx_flash.commands.common import dial, make_config
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import ConfigError
+from mlx_flash.integration.http import Listener
 from mlx_flash.integration.mlx_lm import apply_flash_patch
 from mlx_flash.integration.server import surviving_server
 from mlx_flash.model import prepare, resolve
@@ -48,14 +49,17 @@ def serve_with(config: FlashConfig, flags: Sequence[str], out: TextIO) -> int:
         out: standard output.
 
     Raises:
+        ConfigError: the port is in use. Raised before the model is loaded.
         BudgetError: the budget cannot hold the model. Raised before the server starts.
     """
     flags = list(flags)
-    plan = _plan(_model_of(flags), config)
-    if plan is not None and not any(flag.startswith("--prompt-cache-bytes") for flag in flags):
-        flags += ["--prompt-cache-bytes", str(plan.kv_bytes // 2)]
-    with apply_flash_patch(config), surviving_server(), contextlib.redirect_stdout(out):
-        return run_program(["mlx_lm.server", *flags])
+    given = _server_flags(flags)
+    with Listener(given.host, given.port) as listener:
+        plan = _plan(given.model, config)
+        if plan is not None and given.prompt_cache_bytes is None:
+            flags += ["--prompt-cache-bytes", str(plan.kv_bytes // 2)]
+        with apply_flash_patch(config), surviving_server(listener), contextlib.redirect_stdout(out):
+            return run_program(["mlx_lm.server", *flags])
 
 
 def chat(args: argparse.Namespace, out: TextIO) -> int:
@@ -74,10 +78,18 @@ def _with_prefill_step(args: argparse.Namespace) -> list[str]:
 
 
 def _model_of(flags: Sequence[str]) -> str | None:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--model")
-    model: str | None = parser.parse_known_args(list(flags))[0].model
+    model: str | None = _server_flags(flags).model
     return model
+
+
+def _server_flags(flags: Sequence[str]) -> argparse.Namespace:
+    """Return those of mlx-lm's flags that are needed before its program starts, with its defaults."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--prompt-cache-bytes")
+    return parser.parse_known_args(list(flags))[0]
 
 
 def _plan(model: str | None, config: FlashConfig) -> ResidencyPlan | None:

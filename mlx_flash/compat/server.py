@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from queue import Queue
+from queue import Empty, Queue
 from typing import Any
 
 from mlx_lm import server
@@ -11,25 +11,36 @@ from mlx_lm import server
 from mlx_flash.compat.require import require, require_that
 
 LRUPromptCache = require(server, "LRUPromptCache")
-APIHandler = require(server, "APIHandler")
-for _name in ("_next_request", "_is_batchable", "_generate"):
+GenerationContext = require(server, "GenerationContext")
+RUN_HTTP_SERVER = "_run_http_server"
+"""Name of the function that ``mlx_lm.server`` calls with (host, port, generator) to answer requests until Ctrl-C."""
+
+require(server, RUN_HTTP_SERVER, "host", "port", "response_generator")
+require(server.ResponseGenerator, "_next_request", "timeout")
+require(server.ResponseGenerator, "_serve_single", "request", "stream")
+require(server.ResponseGenerator, "_is_batchable", "args")
+for _name in ("_generate", "_await_response", "generation_available", "join"):
     require(server.ResponseGenerator, _name)
-for _name in ("handle_completion", "_set_completion_headers"):
-    require(APIHandler, _name)
+require(server.APIHandler, "handle_completion", "request", "stop_words")
+for _name in ("_set_completion_headers", "handle_models_request"):
+    require(server.APIHandler, _name)
 require(LRUPromptCache, "insert_cache", "model", "tokens", "prompt_cache")
 require(LRUPromptCache, "trim_to", "n_sequences", "n_bytes")
 require_that(isinstance(LRUPromptCache.nbytes, property), "LRUPromptCache.nbytes is no property")
 
+WAIT_SECONDS = 0.25
+"""Time between two looks at the client of an answer that takes long."""
 
-for _name in ("next_queue", "may_batch", "answer_requests"):
+for _name in ("next_request", "may_batch", "answer_requests", "answer_alone", "check_client", "ask_to_stop"):
     require_that(not hasattr(server.ResponseGenerator, _name), f"ResponseGenerator has its own {_name}()")
 
 
 class ResponseGenerator(server.ResponseGenerator):  # type: ignore[misc]
     """mlx-lm's thread that answers requests, with hooks for a subclass."""
 
-    def next_queue(self, queue: Queue[Any]) -> None:
-        """Note the queue that the answer of a request goes to, when its turn comes."""
+    def next_request(self, timeout: float | None) -> Any:
+        """Return the next request: its queue, the request, and its arguments; None if there is none in time."""
+        return super()._next_request(timeout)
 
     def may_batch(self, args: Any) -> bool:
         """Return whether a request may be answered together with others, if mlx-lm would."""
@@ -39,11 +50,24 @@ class ResponseGenerator(server.ResponseGenerator):  # type: ignore[misc]
         """Answer requests until the server stops."""
         super()._generate()
 
-    def _next_request(self, *args: Any, **kwargs: Any) -> Any:
-        request = super()._next_request(*args, **kwargs)
-        if request is not None:
-            self.next_queue(request[0])
-        return request
+    def answer_alone(self, request: Any, stream: Any) -> None:
+        """Answer a request that is in no batch."""
+        super()._serve_single(request, stream)
+
+    def check_client(self, queue: Queue[Any]) -> None:
+        """Raise an error if nobody waits for the answer any more. Called by the thread of the client."""
+
+    def ask_to_stop(self) -> None:
+        """Have the thread end after its next pass."""
+        self._stop = True
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the thread was asked to end."""
+        return bool(self._stop)
+
+    def _next_request(self, timeout: float | None = None) -> Any:
+        return self.next_request(timeout)
 
     def _is_batchable(self, args: Any) -> bool:
         return bool(super()._is_batchable(args)) and self.may_batch(args)
@@ -51,19 +75,49 @@ class ResponseGenerator(server.ResponseGenerator):  # type: ignore[misc]
     def _generate(self) -> None:
         self.answer_requests()
 
+    def _serve_single(self, request: Any, stream: Any) -> None:
+        self.answer_alone(request, stream)
 
-def send_error(handler: Any, error: Exception) -> None:
-    """Send an error to the client of a completion that failed, as an event if the answer has begun to stream.
+    def _await_response(self, response_queue: Queue[Any]) -> Any:
+        while True:
+            self.check_client(response_queue)
+            try:
+                return response_queue.get(timeout=WAIT_SECONDS)
+            except Empty:
+                if not self.generation_available():
+                    raise RuntimeError("generation thread died") from None
 
-    Args:
-        handler: mlx-lm's ``APIHandler``.
-        error: what is sent.
-    """
-    body = json.dumps({"error": {"message": str(error), "type": type(error).__name__}}).encode()
-    if handler.stream:
-        handler.wfile.write(b"data: " + body + b"\n\n")
-    else:
-        handler._headers_buffer = []  # those of success were made, but not sent
-        handler._set_completion_headers(500)
-        handler.end_headers()
-        handler.wfile.write(body)
+
+class APIHandler(server.APIHandler):  # type: ignore[misc]
+    """mlx-lm's handler of HTTP requests."""
+
+    def send_json(self, value: Any, status: int = 200) -> None:
+        """Send a whole response, in place of headers that were made but not sent."""
+        self._headers_buffer: list[bytes] = []
+        self._set_completion_headers(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def send_error_json(self, error: Exception, status: int) -> None:
+        """Send an error to the client of a completion, as an event if the answer has begun to stream."""
+        value = {"error": {"message": str(error), "type": type(error).__name__}}
+        if self.has_begun:
+            self.wfile.write(b"data: " + json.dumps(value).encode() + b"\n\n")
+        else:
+            self.send_json(value, status)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part of the response was sent."""
+        return bool(self._has_begun)
+
+    _has_begun = False
+
+    def _set_stream_headers(self, status_code: int = 200) -> None:
+        super()._set_stream_headers(status_code)
+        self._has_begun = True
+
+
+def is_stopped(context: Any) -> bool:
+    """Return whether the client of a ``GenerationContext`` is gone."""
+    return bool(context._should_stop)

@@ -39,7 +39,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) models tests/startup/__pycache__ .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) models .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

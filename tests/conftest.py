@@ -64,10 +64,8 @@ QUICK = {
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))
 
-# Child processes import this checkout, start faster (`startup/sitecustomize.py`), and keep their compiled modules. MLX
-# compiles its CPU kernels faster (`startup/bin/g++`).
-os.environ["PATH"] = os.pathsep.join([str(TESTS / "startup" / "bin"), os.environ["PATH"]])
-os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), str(TESTS.parent)])
+# Child processes import this checkout, and keep their compiled modules.
+os.environ["PYTHONPATH"] = str(TESTS.parent)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 

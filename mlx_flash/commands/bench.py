@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from rich.progress import DownloadColumn
 
-from mlx_flash.commands.common import ProgressBar, make_config, print_json, print_rich, shows_progress
+from mlx_flash.commands.common import make_config, print_json, print_rich, progress_bar
 from mlx_flash.commands.render import labelled_lines
 from mlx_flash.commands.report import GenerationReport, Recorder, make_report
 from mlx_flash.config import GB
@@ -28,7 +28,7 @@ def bench(args: argparse.Namespace, out: TextIO) -> int:
     path = resolve(args.model)
     _drop_pages(path)
     began = time.perf_counter()
-    with ProgressBar("Loading", DownloadColumn(), shows_progress(args)) as progress:
+    with progress_bar(args, "Loading", DownloadColumn()) as progress:
         model, _ = load_model(path, make_config(args), progress=progress)
     with model:
         engine = model.engine

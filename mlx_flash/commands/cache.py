@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import Any, TextIO
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TextIO
 
 from huggingface_hub import CacheNotFound, scan_cache_dir
 from rich.table import Table
@@ -14,10 +14,10 @@ from rich.table import Table
 from mlx_flash.commands.common import print_json, print_rich
 from mlx_flash.commands.report import Json
 from mlx_flash.convert.copies import Copy, derived_directory, list_copies, remove
-from mlx_flash.monitor.words import size
+from mlx_flash.monitor.words import counted, size
 from mlx_flash.prefixes.cache import prefix_directory
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
-from mlx_flash.storage.probe import _load_profiles, _profiles_file
+from mlx_flash.storage.probe import load_profiles, profiles_file
 
 DAY = 24 * 3600
 
@@ -28,22 +28,20 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
 
 
 def _list(args: argparse.Namespace, out: TextIO) -> int:
-    copies, prefixes = list_copies(), list_prefixes(prefix_directory())
-    disks, models = sorted(_load_profiles()), list_models()
+    copies, prefixes, models = list_copies(), list_prefixes(prefix_directory()), list_models()
+    disks = sorted(load_profiles())
     if args.json:
-        lists = {"copies": [_copy_json(copy) for copy in copies], "disks": disks, "models": models}
-        _print_lists({**lists, "prefixes": [asdict(model) for model in prefixes]}, (*copies, *prefixes), out)
+        lists = {"copies": _to_json(copies), "prefixes": [asdict(model) for model in prefixes], "models": models}
+        print_json({**_places(), "bytes": _total(copies) + _total(prefixes), "disks": disks, **lists}, out)
         return 0
-    _print_rows([(_model(copy), size(copy.nbytes), _when(copy), copy.source) for copy in copies], out)
-    print(f"{_copies_in_words(copies)} in {derived_directory()}; {len(disks)} remembered disk profiles", file=out)
-    rows = [
-        (m.title, size(m.nbytes), f"{m.tokens} tokens in the prefix cache", _days_ago(m.last_used)) for m in prefixes
-    ]
-    _print_rows(rows, out)
-    print(f"{_prefixes_in_words(prefixes)} in {prefix_directory()}", file=out)
-    _print_rows([(model["model"], size(model["bytes"]), _days_ago(model["last_used"])) for model in models], out)
-    total = size(sum(model["bytes"] for model in models))
-    print(f"{_counted(models, 'model')} of {total} downloaded from Hugging Face; clear keeps them", file=out)
+    _print_rows(((_name(c), size(c.nbytes), _when(c), c.source) for c in copies), out)
+    print(f"{_in_words(copies)} in {derived_directory()}; {len(disks)} remembered disk profiles", file=out)
+    _print_rows(((m.title, size(m.nbytes), f"{m.tokens} tokens", _days_ago(m.last_used)) for m in prefixes), out)
+    tokens = sum(model.tokens for model in prefixes)
+    print(f"{tokens} tokens in the prefix cache of {size(_total(prefixes))} in {prefix_directory()}", file=out)
+    _print_rows(((m["model"], size(m["bytes"]), _days_ago(m["last_used"])) for m in models), out)
+    total = f"{counted(len(models), 'model')} of {size(sum(model['bytes'] for model in models))}"
+    print(f"{total} downloaded from Hugging Face; clear keeps them", file=out)
     return 0
 
 
@@ -54,91 +52,60 @@ def list_models() -> list[Json]:
     except CacheNotFound:
         return []
     models = [
-        {
-            "model": repo.repo_id,
-            "bytes": repo.size_on_disk,
-            "last_used": repo.last_accessed,
-            "folder": str(repo.repo_path),
-        }
-        for repo in repositories
-        if any(file.file_name.endswith(".safetensors") for revision in repo.revisions for file in revision.files)
+        {"model": r.repo_id, "bytes": r.size_on_disk, "last_used": r.last_accessed, "folder": str(r.repo_path)}
+        for r in repositories
+        if any(file.file_name.endswith(".safetensors") for revision in r.revisions for file in revision.files)
     ]
     return sorted(models, key=lambda model: -model["bytes"])
 
 
 def _clear(args: argparse.Namespace, out: TextIO) -> int:
-    copies, disks = list_copies(), sorted(_load_profiles())
+    copies, prefixes, disks = list_copies(), list_prefixes(prefix_directory()), sorted(load_profiles())
     removed = [copy for copy in copies if remove(copy)]
     kept = [copy for copy in copies if copy not in removed]
-    prefixes, in_use = _clear_prefixes()
-    _profiles_file().unlink(missing_ok=True)
+    in_use = clear_prefixes(prefix_directory())
+    profiles_file().unlink(missing_ok=True)
+    tokens = sum(model.tokens for model in prefixes) - sum(model.tokens for model in in_use)
+    nbytes = _total(prefixes) - _total(in_use)
     if args.json:
-        lists: Json = {"removed": [_copy_json(copy) for copy in removed], "kept": [_copy_json(copy) for copy in kept]}
-        _print_lists(
-            {**lists, "disks": disks, "prefixes": [asdict(model) for model in prefixes]}, (*removed, *prefixes), out
-        )
+        lists = {"removed": _to_json(removed), "kept": _to_json(kept), "prefixes": [asdict(m) for m in in_use]}
+        numbers = {"bytes": _total(removed) + nbytes, "prefix_tokens": tokens, "disks": disks}
+        print_json({**_places(), **numbers, **lists}, out)
         return 0
-    for copy in removed:
-        print(f"removed {size(copy.nbytes)} of {_model(copy)}: {copy.folder}", file=out)
-    for copy in kept:
-        print(f"kept {size(copy.nbytes)} of {_model(copy)}: in use, {copy.folder}", file=out)
+    for copy in copies:
+        verb, state = ("removed", "") if copy in removed else ("kept", "in use, ")
+        print(f"{verb} {size(copy.nbytes)} of {_name(copy)}: {state}{copy.folder}", file=out)
     for model in in_use:
         print(f"kept {size(model.nbytes)} of the prefix cache of {model.title}: in use", file=out)
-    everything = (_copies_in_words(removed), _prefixes_in_words(prefixes))
-    print(f"removed {', '.join(everything)}, and {len(disks)} remembered disk profiles", file=out)
+    words = f"{tokens} tokens in the prefix cache of {size(nbytes)}"
+    print(f"removed {_in_words(removed)}, {words}, and {len(disks)} remembered disk profiles", file=out)
     return 0
 
 
-def _clear_prefixes() -> tuple[list[StoredModel], list[StoredModel]]:
-    """Clear the prefix cache. Return the removed part of each model, and the rest."""
-    before = list_prefixes(prefix_directory())
-    left = clear_prefixes(prefix_directory())
-    rest = {model.model: model for model in left}
-    removed = []
-    for model in before:
-        kept = rest.get(model.model)
-        if kept is not None:
-            counts = {name: getattr(model, name) - getattr(kept, name) for name in ("pages", "tokens", "nbytes")}
-            model = replace(model, **counts)
-        removed += [model] if model.pages > 0 else []
-    return removed, left
+def _places() -> Json:
+    places = {"derived_directory": derived_directory(), "prefix_directory": prefix_directory()}
+    return {name: str(path) for name, path in {**places, "disk_profiles": profiles_file()}.items()}
 
 
-def _print_lists(lists: Json, kept: Sequence[Copy | StoredModel], out: TextIO) -> None:
-    places = {
-        "derived_directory": str(derived_directory()),
-        "prefix_directory": str(prefix_directory()),
-        "disk_profiles": str(_profiles_file()),
-    }
-    print_json({**places, "bytes": _total(kept), **lists}, out)
+def _to_json(copies: Sequence[Copy]) -> list[Json]:
+    names = {"nbytes": "bytes", "is_complete": "complete"}
+    found = ({names.get(name, name): value for name, value in asdict(copy).items()} for copy in copies)
+    return [{**entry, "folder": str(entry["folder"])} for entry in found]
 
 
-def _copy_json(copy: Copy) -> Json:
-    return {
-        "folder": str(copy.folder),
-        "model": copy.model,
-        "source": copy.source,
-        "bytes": copy.nbytes,
-        "created": copy.created,
-        "last_used": copy.last_used,
-        "versions": dict(copy.versions),
-        "complete": copy.is_complete,
-    }
-
-
-def _print_rows(rows: Sequence[tuple[str, ...]], out: TextIO) -> None:
-    if rows:
-        table = Table.grid(padding=(0, 2))
-        for row in rows:
-            table.add_row(*row)
+def _print_rows(rows: Iterable[tuple[str, ...]], out: TextIO) -> None:
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    if table.row_count:
         print_rich(table, out)
 
 
-def _total(kept: Sequence[Copy | StoredModel]) -> int:
+def _total(kept: Sequence[Copy] | Sequence[StoredModel]) -> int:
     return sum(each.nbytes for each in kept)
 
 
-def _model(copy: Copy) -> str:
+def _name(copy: Copy) -> str:
     return copy.model or "(cannot be read)"
 
 
@@ -148,16 +115,8 @@ def _when(copy: Copy) -> str:
 
 def _days_ago(last_used: float) -> str:
     days = int((time.time() - last_used) // DAY)
-    return "used today" if days < 1 else f"used {days} {'day' if days == 1 else 'days'} ago"
+    return "used today" if days < 1 else f"used {counted(days, 'day')} ago"
 
 
-def _counted(things: Sequence[Any], noun: str, plural: str | None = None) -> str:
-    return f"{len(things)} {noun if len(things) == 1 else plural or noun + 's'}"
-
-
-def _copies_in_words(copies: Sequence[Copy]) -> str:
-    return f"{_counted(copies, 'packed copy', 'packed copies')} of {size(_total(copies))}"
-
-
-def _prefixes_in_words(prefixes: Sequence[StoredModel]) -> str:
-    return f"{sum(model.tokens for model in prefixes)} tokens in the prefix cache of {size(_total(prefixes))}"
+def _in_words(copies: Sequence[Copy]) -> str:
+    return f"{counted(len(copies), 'packed copy', 'packed copies')} of {size(_total(copies))}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from mlx_lm import utils as mlx_lm_utils
@@ -37,11 +37,6 @@ def load_tokenizer(path: Path, args: argparse.Namespace, settings: Mapping[str, 
     return mlx_lm_utils.load_tokenizer(path, settings, eos_token_ids=eos_token_ids)
 
 
-def shows_progress(args: argparse.Namespace) -> bool:
-    """Return whether to draw progress: stderr is a terminal and ``--verbose`` is not False."""
-    return bool(args.verbose) and sys.stderr.isatty()
-
-
 def print_json(value: Json, out: TextIO) -> None:
     """Print one object on one line."""
     print(json.dumps(value, allow_nan=False), file=out, flush=True)
@@ -52,42 +47,22 @@ def print_rich(value: RenderableType, out: TextIO) -> None:
     Console(file=out, markup=False, highlight=False, emoji=False).print(value)
 
 
-class ProgressBar:
-    """A progress bar on stderr, from the first report to the last.
+@contextmanager
+def progress_bar(args: argparse.Namespace, words: str, column: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that draws (done, total) on stderr, from the first report to the last.
 
-    Args:
-        words: name of the work.
-        column: column that shows the amount.
-        shown: draw it. False draws nothing.
+    Nothing is drawn when stderr is no terminal or ``--verbose`` is False.
     """
+    columns = (TextColumn("{task.description}"), BarColumn(), column)
+    is_shown = args.verbose and sys.stderr.isatty()
+    bar = Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not is_shown)
+    task = bar.add_task(words)
 
-    def __init__(self, words: str, column: ProgressColumn, shown: bool) -> None:
-        self._words = words
-        self._columns = (TextColumn("{task.description}"), BarColumn(), column)
-        self._shown = shown
-        self._progress: Progress | None = None
+    def draw(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        bar.start() if done < total else bar.stop()
 
-    def __call__(self, done: int, total: int) -> None:
-        """Draw the bar; remove it when all is done."""
-        if done >= total or not self._shown:
-            self.close()
-            return
-        if self._progress is None:
-            self._progress = Progress(*self._columns, console=Console(file=sys.stderr), transient=True)
-            self._progress.add_task(self._words)
-            self._progress.start()
-        self._progress.update(self._progress.task_ids[0], completed=done, total=total)
-
-    def close(self) -> None:
-        """Remove the bar. Harmless when repeated."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    try:
+        yield draw
+    finally:
+        bar.stop()

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from rich.progress import DownloadColumn, MofNCompleteColumn
 
-from mlx_flash.commands.common import ProgressBar, load_tokenizer, make_config, print_json, print_rich, shows_progress
+from mlx_flash.commands.common import load_tokenizer, make_config, print_json, print_rich, progress_bar
 from mlx_flash.commands.render import render_generation
 from mlx_flash.commands.report import GenerationReport, Recorder, make_report
 from mlx_flash.compat.loading import makes_own_cache
@@ -52,7 +52,7 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
                 stack.enter_context(streamed)
         run = Recorder(model, len(prompt), time.perf_counter() - began)
         step = run.plan.prefill_step_size if run.plan else args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
-        progress = stack.enter_context(ProgressBar("Prefill", MofNCompleteColumn(), shows_progress(args)))
+        progress = stack.enter_context(progress_bar(args, "Prefill", MofNCompleteColumn()))
         stack.enter_context(routing_trace(model, args))
         options = generation_options(args, tokenizer)
         options |= {"prompt_cache": saved.cache, "draft_model": draft, "num_draft_tokens": args.num_draft_tokens}
@@ -167,7 +167,7 @@ def load(path: Path, args: argparse.Namespace, num_prompt_tokens: int) -> tuple[
     is_streamed = config.enabled and not args.resident
     if is_streamed and config.context_length is None:
         config = replace(config, context_length=needed_context(args, num_prompt_tokens, path))
-    with ProgressBar("Loading", DownloadColumn(), shows_progress(args)) as progress:
+    with progress_bar(args, "Loading", DownloadColumn()) as progress:
         if is_streamed and args.draft_model is None:
             return load_model(path, config, adapter_path=args.adapter_path, progress=progress)[0], None
         with apply_flash_patch(config) if is_streamed else contextlib.nullcontext():

@@ -9,17 +9,17 @@ from typing import TextIO
 
 from rich.progress import DownloadColumn
 
-from mlx_flash.commands.common import ProgressBar, print_json, shows_progress
+from mlx_flash.commands.common import print_json, progress_bar
 from mlx_flash.convert.order import ReadPattern
 from mlx_flash.convert.pack import PackReport
 from mlx_flash.convert.pack import pack as pack_checkpoint
 from mlx_flash.model import resolve
-from mlx_flash.monitor.words import duration, size
+from mlx_flash.monitor.words import counted, duration, size
 
 
 def pack(args: argparse.Namespace, out: TextIO) -> int:
     """Write the packed checkpoint, and report its size and how it is read."""
-    with ProgressBar("Packing", DownloadColumn(), shows_progress(args)) as progress:
+    with progress_bar(args, "Packing", DownloadColumn()) as progress:
         report = pack_checkpoint(resolve(args.source), Path(args.target), verify=args.verify, progress=progress)
     if args.json:
         print_json({**asdict(report), "target": str(report.target)}, out)
@@ -30,8 +30,8 @@ def pack(args: argparse.Namespace, out: TextIO) -> int:
 
 def _in_words(report: PackReport, verified: bool) -> str:
     lines = [
-        f"{report.target}: {report.num_tensors} tensors, {size(report.nbytes)} in {report.num_shards} safetensors "
-        f"{'file' if report.num_shards == 1 else 'files'}, packed in {duration(report.seconds)}",
+        f"{report.target}: {report.num_tensors} tensors, {size(report.nbytes)} in "
+        f"{counted(report.num_shards, 'safetensors file')}, packed in {duration(report.seconds)}",
         f"one pass reads, before: {_reads(report.before)}",
         f"one pass reads, packed: {_reads(report.after)}",
     ]

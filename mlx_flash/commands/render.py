@@ -12,7 +12,7 @@ from rich.table import Table
 from mlx_flash.commands.report import GenerationReport, ratio
 from mlx_flash.config import GB
 from mlx_flash.layout.load import ModelLayout, Unit
-from mlx_flash.monitor.words import size, speed
+from mlx_flash.monitor.words import counted, size, speed
 from mlx_flash.residency.plan import MB, Pool, ResidencyPlan, in_mb
 
 
@@ -95,12 +95,12 @@ def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str,
         yield "Head:", f"{unit.name} {_residence(unit, plan)}"
     for unit in layout.embeddings:
         yield "Embedding:", f"{unit.name} {_residence(unit, plan)}"
-    yield "Read per token:", f"{size(plan.read_bytes)}, through {_count(plan.streaming.num_slots, 'slot')}"
+    yield "Read per token:", f"{size(plan.read_bytes)}, through {counted(plan.streaming.num_slots, 'slot')}"
     yield (
         "Disk:",
         (
             f"{plan.disk_bytes_per_second / GB:.2f} GB/s probed, "
-            f"{_count(plan.queue_depth, 'read')} of {size(plan.read_size)} in flight"
+            f"{counted(plan.queue_depth, 'read')} of {size(plan.read_size)} in flight"
         ),
     )
     yield "Prediction:", planned_speed(plan)
@@ -140,7 +140,7 @@ def _streamed_layers(layout: ModelLayout, plan: ResidencyPlan) -> str:
     if any(dict(plan.streaming.heads).get(name) for name in cut):
         return f"{text}, their parts in tiles of rows"
     text += f", {partly} of them in part" if partly else ""
-    return text + (f", cut into {_count(len(cut), 'unit')}" if cut else "")
+    return text + (f", cut into {counted(len(cut), 'unit')}" if cut else "")
 
 
 def _is_inside(name: str, unit: str) -> bool:
@@ -152,10 +152,6 @@ def _residence(unit: Unit, plan: ResidencyPlan) -> str:
     places = ["rows read on demand"] if unit.name in plan.streaming.tables else []
     places += [f"computed in tiles of {rows} rows"] if rows is not None else []
     return ", ".join(places) or "in memory"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def labelled_lines(lines: Iterator[tuple[str, str]]) -> Table:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mlx_flash.monitor.experts import ExpertCounts, ExpertRates, Pool, expert_rates
+from mlx_flash.monitor.experts import Counts, ExpertRates, expert_counts, expert_rates, growth
 from mlx_flash.monitor.state import number, optional
 from mlx_flash.telemetry import Published
 
@@ -73,7 +74,7 @@ class Sample:
     wait_seconds: float
     held_seconds: float
     pass_seconds: float
-    experts: ExpertCounts
+    experts: Counts
 
     @classmethod
     def of(cls, published: Published) -> Sample:
@@ -90,7 +91,7 @@ class Sample:
             wait_seconds=number(state, "stream", "wait_seconds"),
             held_seconds=number(state, "stream", "held_seconds"),
             pass_seconds=number(state, "passes", "pass_seconds") + under_way,
-            experts=ExpertCounts.of(state),
+            experts=expert_counts(state),
         )
 
 
@@ -168,7 +169,7 @@ class History:
             read_bytes_per_second=max(0.0, now.nbytes - before.nbytes) / seconds if seconds > 0 else None,
             reading_bytes_per_second=now.nbytes / busy if busy > SHORTEST_SECONDS else None,
             shares=_shares(before, now) if seconds > 0 else None,
-            experts=None if Pool.of(state) is None else self._expert_rates(before),
+            experts=self._expert_rates(before) if isinstance(state.get("experts"), dict) else None,
         )
 
     def _window_start(self) -> Sample:
@@ -198,7 +199,7 @@ class History:
     def _expert_rates(self, before: Sample) -> ExpertRates:
         """Return rates over whole calls, so that all layers count alike; over the last seconds until two have ended."""
         now, calls = self._samples[-1], self._calls()
-        lately, seconds = now.experts.since(before.experts), now.clock - before.clock
+        lately, seconds = growth(before.experts, now.experts), now.clock - before.clock
         if calls is None:
             return expert_rates(lately, 0.0, lately, seconds)
         start, end = calls
@@ -206,7 +207,7 @@ class History:
         # The very first sample may lie anywhere within a call, so its counters grew for another time.
         is_known = num_tokens >= 1 and lasted > SHORTEST_SECONDS
         num_tokens *= (end.clock - start.clock) / lasted if is_known else 0.0
-        return expert_rates(end.experts.since(start.experts), num_tokens, lately, seconds)
+        return expert_rates(growth(start.experts, end.experts), num_tokens, lately, seconds)
 
     def _calls(self) -> tuple[Sample, Sample] | None:
         """Return the samples after the ends of two calls: the earliest in the window, and the last one."""
@@ -231,7 +232,8 @@ class History:
 def _shares(before: Sample, now: Sample) -> Shares:
     """Return the shares of the time. Counters move at ends, so a share can be too large: cut it to fit."""
     seconds = now.clock - before.clock
-    experts = now.experts.since(before.experts).wait_seconds or 0.0
+    experts = growth(before.experts, now.experts)["wait_seconds"]
+    experts = 0.0 if math.isnan(experts) else experts
     disk = _cut(now.wait_seconds - before.wait_seconds + experts, seconds)
     compute = _cut(now.held_seconds - before.held_seconds - experts, seconds - disk)
     in_calls = _cut(now.pass_seconds - before.pass_seconds, seconds)

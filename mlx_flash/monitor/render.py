@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
-from mlx_flash.monitor.experts import ExpertRates, Pool
+from mlx_flash.monitor.experts import ExpertRates
 from mlx_flash.monitor.glyphs import STYLES, WORDS, Glyphs, bar, chart, strip
 from mlx_flash.monitor.history import History, Shares
 from mlx_flash.monitor.state import STATES, Unit, count, model_name, number, optional, units
 from mlx_flash.monitor.system import SystemMemory
 from mlx_flash.monitor.words import amount, duration, percent, rate, size
-from mlx_flash.telemetry import SCHEMA, SILENT_SECONDS
+from mlx_flash.telemetry import SCHEMA, SILENT_SECONDS, Json
 
 LABEL = 11
 """Columns before the text of a line."""
@@ -206,9 +206,8 @@ def _speeds(history: History, canvas: Canvas) -> Iterator[Text]:
     yield from _chart("read GB/s", history, ("read", disk, "yellow"), canvas, words)
     if rates.shares is not None:
         yield from _time(rates.shares, canvas)
-    pool = Pool.of(state)
-    if pool is not None:
-        yield from _experts(pool, rates.experts or ExpertRates())
+    if rates.experts is not None:
+        yield from _experts(state, rates.experts)
 
 
 def _chart(
@@ -234,13 +233,20 @@ def _time(shares: Shares, canvas: Canvas) -> Iterator[Text]:
     yield from _legend(list(zip(words, SHARE_STYLES, strict=True)), canvas)
 
 
-def _experts(pool: Pool, rates: ExpertRates) -> Iterator[Text]:
-    resident, total = ("-" if number is None else f"{number:.0f}" for number in (pool.num_resident, pool.num_experts))
-    words = f"{resident} of {total} experts in {_size(pool.nbytes)}; "
+def _experts(state: Json, rates: ExpertRates) -> Iterator[Text]:
+    resident, total, slots, each = (
+        count(state, "experts", key) for key in ("num_resident", "num_experts", "num_slots", "slot_bytes")
+    )
+    nbytes = None if slots is None or each is None else slots * each
+    words = f"{_whole(resident)} of {_whole(total)} experts in {_size(nbytes)}; "
     yield _line("pool", words + f"hits {percent(rates.hit_rate)}, predicted right {percent(rates.predicted_right)}")
     words = f"per token {amount(rates.read_per_token)} read ({_size(rates.read_bytes_per_token)}), "
     words += f"{amount(rates.reused_per_token)} reused; waited {percent(rates.wait_share)} of the time"
     yield _line("experts", words)
+
+
+def _whole(number: float | None) -> str:
+    return "-" if number is None else f"{number:.0f}"
 
 
 def _size(nbytes: float | None) -> str:
@@ -286,7 +292,7 @@ def _prompts(history: History) -> Iterator[Text]:
     )
     if restored is not None and computed is not None:
         words = f"{restored:.0f} tokens restored ({_size(nbytes)}), {computed:.0f} computed; "
-        yield _line("prompts", words + f"{'-' if stored is None else f'{stored:.0f}'} pages stored")
+        yield _line("prompts", words + f"{_whole(stored)} pages stored")
 
 
 def _writes(history: History) -> Iterator[Text]:

@@ -47,3 +47,8 @@ def speed(tokens_per_second: float) -> str:
     if 0 < tokens_per_second < 0.1:
         return f"{1 / tokens_per_second:.1f} s per token"
     return f"{tokens_per_second:.3f} tokens-per-sec"
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number of things."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"

@@ -128,20 +128,22 @@ def _segment(path: Path, offset: int, nbytes: int) -> Segment:
     return Segment(path, offset, whole, 0, (Piece("(disk probe)", offset, nbytes, 0),))
 
 
-def _profiles_file() -> Path:
+def profiles_file() -> Path:
+    """Return the path of the stored profiles."""
     return cache_directory() / "disks.json"
 
 
-def _load_profiles() -> dict[str, Any]:
+def load_profiles() -> dict[str, Any]:
+    """Return the stored profiles by disk."""
     try:
-        profiles = json.loads(_profiles_file().read_bytes())
+        profiles = json.loads(profiles_file().read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}  # missing, unreadable or not JSON: the next measurement replaces it
     return profiles if isinstance(profiles, dict) else {}
 
 
 def _remembered(key: str) -> DiskProfile | None:
-    entry = _load_profiles().get(key)
+    entry = load_profiles().get(key)
     match entry:
         case {
             "time": float(written),
@@ -157,9 +159,9 @@ def _remembered(key: str) -> DiskProfile | None:
 
 
 def _remember(key: str, profile: DiskProfile) -> None:
-    profiles = _load_profiles()
+    profiles = load_profiles()
     profiles[key] = {**asdict(profile), "time": time.time()}
-    file = _profiles_file()
+    file = profiles_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(profiles, indent=1))

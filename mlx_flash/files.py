@@ -43,15 +43,8 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(found).free
 
 
-# --- regular files ---------------------------------------------------------------------------------------------------
-
-
 def open_regular(path: Path, flags: int = 0) -> int:
-    """Open a regular file for reading. Never waits for a writer, as opening a FIFO does.
-
-    Args:
-        path: the file; links are followed.
-        flags: further flags of ``os.open``.
+    """Open a regular file for reading, with further flags of ``os.open``. Never waits for the writer of a FIFO.
 
     Returns:
         The descriptor. The caller closes it.
@@ -61,7 +54,7 @@ def open_regular(path: Path, flags: int = 0) -> int:
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
-        _check_regular(path, os.fstat(fd))
+        _check(path, os.fstat(fd))
     except BaseException:
         os.close(fd)
         raise
@@ -69,70 +62,54 @@ def open_regular(path: Path, flags: int = 0) -> int:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """Read a regular file of at most ``limit`` bytes.
-
-    Raises:
-        OSError: it cannot be read, is not a regular file, or is larger.
-    """
+    """Read a file that passes :func:`check_regular`."""
     with open(open_regular(path), "rb") as file:
-        _check_size(path, os.fstat(file.fileno()).st_size, limit)
-        data = file.read(limit + 1)
-    _check_size(path, len(data), limit)
+        _check(path, os.fstat(file.fileno()), limit)
+        data = file.read(limit + 1)  # files of /proc report no size
+    if len(data) > limit:
+        raise _too_large(path, len(data), limit)
     return data
 
 
 def check_regular(path: Path, limit: int | None = None) -> None:
     """Check a file that another library will read.
 
-    Args:
-        path: the file; links are followed.
-        limit: its largest size in bytes; None for any.
-
     Raises:
-        OSError: it does not exist, is not a regular file, or is larger.
+        OSError: it does not exist, is not a regular file, or has more than ``limit`` bytes.
     """
-    status = path.stat()
-    _check_regular(path, status)
-    if limit is not None:
-        _check_size(path, status.st_size, limit)
+    _check(path, path.stat(), limit)
 
 
-def _check_regular(path: Path, status: os.stat_result) -> None:
+def _check(path: Path, status: os.stat_result, limit: int | None = None) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
         kind = "FIFO" if stat.S_ISFIFO(status.st_mode) else "device or socket"
         raise OSError(errno.ENXIO, f"it is a {kind}, not a regular file", str(path))
+    if limit is not None and status.st_size > limit:
+        raise _too_large(path, status.st_size, limit)
 
 
-def _check_size(path: Path, nbytes: int, limit: int) -> None:
-    if nbytes > limit:
-        raise OSError(errno.EFBIG, f"it has {nbytes} bytes, at most {limit} are allowed", str(path))
-
-
-# --- atomic replacement ----------------------------------------------------------------------------------------------
+def _too_large(path: Path, nbytes: int, limit: int) -> OSError:
+    return OSError(errno.EFBIG, f"it has {nbytes} bytes, at most {limit} are allowed", str(path))
 
 
 class AtomicFile:
     """A new version of a file, which replaces the old one when it is complete.
 
-    The bytes go to ``<name>.partial`` in the same folder. The writer holds a lock on that file. A killed writer leaves
-    the partial file behind, and the next writer of the same path uses it again. As a context manager it commits at the
-    end of the block, or aborts if the block raised.
+    The bytes go to ``<name>.partial`` in the same folder, which the writer locks. The next writer uses the partial file
+    of a killed one again. As a context manager it commits at the end of the block, or aborts if the block raised.
 
     Args:
         path: the file to replace. Its folder must exist.
         mode: permissions of the new file, less the umask.
-        durable: whether bytes and name reach the disk before :meth:`commit` returns.
+        durable: bytes and name reach the disk before :meth:`commit` returns.
 
     Attributes:
         fd: descriptor of the partial file.
         partial: path of the partial file.
         nbytes: bytes written so far.
         is_open: False after :meth:`commit` or :meth:`abort`.
-
-    Raises:
-        OSError: the partial file cannot be opened.
     """
 
     def __init__(self, path: Path, *, mode: int = 0o600, durable: bool = False) -> None:
@@ -191,11 +168,7 @@ class AtomicFile:
 def write_atomically(path: Path, data: bytes | str, *, mode: int = 0o600, durable: bool = False) -> None:
     """Replace a file. Readers see the old bytes or all of the new ones, also after the process is killed.
 
-    Args:
-        path: the file. Its folder must exist.
-        data: the new content; text is encoded as UTF-8.
-        mode: permissions of the new file, less the umask.
-        durable: whether to wait until the disk has the new content.
+    Arguments are those of :class:`AtomicFile`; text is encoded as UTF-8.
 
     Raises:
         OSError: the file cannot be written. The old one is unchanged.
@@ -205,21 +178,13 @@ def write_atomically(path: Path, data: bytes | str, *, mode: int = 0o600, durabl
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Rename a file or folder, and wait until the disk has the new name.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Rename a file or folder, and wait until the disk has the new name."""
     source.replace(target)
     flush_folder(target.parent)
 
 
 def flush_folder(folder: Path) -> None:
-    """Wait until the disk has the names in a folder.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Wait until the disk has the names in a folder."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -230,30 +195,25 @@ def flush_folder(folder: Path) -> None:
         os.close(fd)
 
 
-# --- locks -----------------------------------------------------------------------------------------------------------
-
-
 def open_locked(
     path: Path, *, create: int | None = None, shared: bool = False, wait: bool | float = True, required: bool = True
 ) -> int:
     """Open a file or folder and lock it against other processes and other descriptors of this one.
 
-    The lock ends when the descriptor is closed or the process ends. The path still names the locked file when this
-    function returns: a file that was removed or replaced during the wait is opened again.
+    The lock ends with the descriptor. A file that was removed or replaced during the wait is opened again, so that the
+    path names the locked file.
 
     Args:
         path: the file or folder.
-        create: permissions, less the umask, of a file that is made if it is missing and opened for writing. None opens
-            an existing file or folder for reading.
-        shared: whether other shared locks are allowed beside this one.
-        wait: whether to wait for other holders; a number waits so many seconds at most.
-        required: whether to fail on file systems without locks. Otherwise the descriptor is returned without a lock.
+        create: permissions, less the umask, of a file to make or write to. None opens what exists for reading.
+        shared: allow other shared locks.
+        wait: wait for other holders; a number is the longest wait in seconds.
+        required: fail on file systems without locks. Otherwise the descriptor is returned without a lock.
 
     Returns:
         The descriptor. The caller closes it.
 
     Raises:
-        FileNotFoundError: the file does not exist and ``create`` is None.
         BlockingIOError: another holder has it, and ``wait`` is False or the seconds have passed.
         OSError: it cannot be opened or locked.
     """
@@ -271,11 +231,9 @@ def open_locked(
 
 
 @contextmanager
-def locked(
-    path: Path, *, create: int | None = None, shared: bool = False, wait: bool | float = True, required: bool = True
-) -> Iterator[int]:
+def locked(path: Path, *, create: int | None = None, shared: bool = False, wait: bool | float = True) -> Iterator[int]:
     """Hold a lock during a block. Arguments, value and errors are those of :func:`open_locked`."""
-    fd = open_locked(path, create=create, shared=shared, wait=wait, required=required)
+    fd = open_locked(path, create=create, shared=shared, wait=wait)
     try:
         yield fd
     finally:
@@ -306,27 +264,18 @@ def _is_at(path: Path, fd: int) -> bool:
         return False
 
 
-# --- folders that are removed with their process ---------------------------------------------------------------------
-
-
 class PrivateFolder:
     """A new folder, locked while this object lives. Making one removes the folders of processes that were killed.
 
-    Args:
-        base: the folder in which it is made.
-
-    Attributes:
-        path: the folder.
-
     Raises:
-        WriteError: it cannot be made.
+        WriteError: it cannot be made in the folder ``base``.
     """
 
     def __init__(self, base: Path) -> None:
         try:
             base.mkdir(parents=True, exist_ok=True)
             with locked(base):  # or another process might remove the folder before it is locked
-                remove_orphans(base)
+                _remove_orphans(base)
                 self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
                 fd = open_locked(self.path)
         except OSError as error:
@@ -336,8 +285,7 @@ class PrivateFolder:
         self.close = finalize(self, _remove, self.path, fd)
 
 
-def remove_orphans(base: Path) -> None:
-    """Remove the folders that no process holds."""
+def _remove_orphans(base: Path) -> None:
     for path in base.glob(f"{_PREFIX}*"):
         try:
             fd = open_locked(path, wait=False)

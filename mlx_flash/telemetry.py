@@ -1,4 +1,4 @@
-"""What running engines tell about themselves: one small file for each model, in a folder private to the user.
+"""The state of running engines: one small file for each model, in a folder private to the user.
 
 A thread of the engine's process replaces the file a few times a second, and removes it when the model is closed or the
 process ends. The next look removes the file of a crashed process. No connection, no port: readers cost the engine
@@ -31,20 +31,22 @@ import psutil
 from mlx_flash.files import open_locked, write_atomically
 
 SCHEMA = 1
-"""Raised when a value changes its meaning or goes away; new ones may come without."""
+"""Version of the state. New values may come without a new number."""
 
 INTERVAL_SECONDS = 0.25
 HEARTBEAT_SECONDS = 1.0
 """How often a state that does not change is written again."""
 
 SILENT_SECONDS = 5.0
-"""A process that is there but began at another time is another one, unless its file is newer than this: clocks are set,
-and with them the time at which a process seems to have begun."""
+"""Age of the file of an engine that stands still. A process that began at another time than its file says is another
+one, unless the file is newer than this: setting the clock changes the time at which processes seem to have begun."""
 
 Json = dict[str, Any]
 
 _FILE_NAME = re.compile(r"([1-9][0-9]{0,9})-([0-9]{1,9})\.json(\.partial)?")
 _LARGEST_FILE = 16 << 20
+_TIMES = ("started", "written", "clock")
+_KINDS = {"pid": int, "number": int, "schema": int, **dict.fromkeys(_TIMES, float), "state": dict}
 _SAME_START_SECONDS = 2.0
 _JOIN_SECONDS = 1.0
 
@@ -54,17 +56,17 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What one engine told last.
+    """The last published state of one engine.
 
     Attributes:
         path: the file.
         pid: its process.
-        number: which of the models of that process.
-        started: when the process began, in seconds since the epoch.
-        schema: of the state; one above :data:`SCHEMA` is a newer version's.
-        written: when it was told, in seconds since the epoch.
-        clock: the same by the process's own ``time.perf_counter()``, which the times in the state are of.
-        state: what ``collect`` returned.
+        number: number of the model in that process.
+        started: start of the process, in seconds since the epoch.
+        schema: version of the state.
+        written: time of the state, in seconds since the epoch.
+        clock: the same time by the process's ``time.perf_counter()``, as all times in the state.
+        state: result of ``collect``.
         ended: this is the final state of a model that was closed.
     """
 
@@ -80,23 +82,22 @@ class Published:
 
     @property
     def is_newer(self) -> bool:
-        """Whether a newer version wrote it, which may mean other things by the same words."""
+        """True when a newer version wrote the state."""
         return self.schema > SCHEMA
 
 
 class Publisher:
-    """Publishes the state of one model until it is closed.
+    """Publisher of the state of one model.
 
-    The thread holds ``collect``, and so everything that it refers to. That must not be the object whose end closes the
-    publisher. A failure ends publishing, not the process: one of the file system is logged as a warning, any other is
-    shown as threads show theirs.
+    The thread refers to ``collect``, which must not refer to the object whose finalizer closes the publisher. A failure
+    ends publishing, not the process. Failures of the file system are logged.
 
     Args:
-        collect: returns what to tell, in JSON's types. Called in a thread of the publisher's.
-        interval_seconds: between two calls.
+        collect: returns the state, in JSON's types. Called in the publisher's thread.
+        interval_seconds: time between two calls.
 
     Attributes:
-        path: the file, or None when there is none: not started, closed, or no folder to write to.
+        path: the file; None before the start, after the end, and without a folder to write to.
     """
 
     def __init__(self, collect: Callable[[], Json], interval_seconds: float = INTERVAL_SECONDS) -> None:
@@ -112,27 +113,22 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="mlx-flash-telemetry", daemon=True)
 
     def start(self) -> None:
-        """Begins to publish. Where there is no folder that is private, it says so and does nothing."""
+        """Begin to publish. Without a private folder, log a warning and do nothing."""
         try:
             folder = _make_folder(folders()[0])
-            for published in _look(folder):
-                del published  # looking removes the files of dead processes
+            list(_look(folder))  # removes the files of dead processes
         except OSError as error:
             _logger.warning("flash-monitor will not see this model: %s", error)
             return
         self._pid = os.getpid()
         self.path = folder / f"{self._pid}-{self._number}.json"
-        self._envelope = {
-            "schema": SCHEMA,
-            "pid": self._pid,
-            "number": self._number,
-            "started": psutil.Process().create_time(),
-        }
+        began = psutil.Process().create_time()
+        self._envelope = {"schema": SCHEMA, "pid": self._pid, "number": self._number, "started": began}
         atexit.register(self.close)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends publishing and removes the file. Harmless when repeated, in any thread, and in a forked process."""
+        """End publishing and remove the file. Any thread may call it, repeatedly; a forked child does nothing."""
         if os.getpid() != self._pid or self._closed:
             return
         self._closed = True
@@ -184,9 +180,7 @@ class Publisher:
 
 
 def find() -> list[Published]:
-    """What the engines of this user told last, by process and number. Files of dead processes are removed.
-
-    Files that are none of ours, or not readable as such, are left alone.
+    """Return the last states of this user's engines, by process and number. Remove the files of dead processes.
 
     Raises:
         PermissionError: a folder is not private to the user.
@@ -219,10 +213,9 @@ def _is_watched(folder: Path) -> bool:
 
 
 def folders() -> list[Path]:
-    """Where this user's engines publish: in the first one; in the others when they were started in another way.
+    """Return the folders where this user's engines may publish, which need not exist. Ours publish in the first one.
 
-    On Linux the user's runtime folder, which a session over ``su`` or ``cron`` may lack; else the one for temporary
-    files. They need not exist.
+    That is the user's runtime folder on Linux, which a session over ``su`` or ``cron`` may lack, or a temporary folder.
     """
     uid = os.getuid()
     temporary = Path(tempfile.gettempdir()) / f"mlx-flash-{uid}"
@@ -236,7 +229,7 @@ def _is_own(directory: str) -> bool:
     try:
         return os.stat(directory).st_uid == os.getuid() and os.access(directory, os.R_OK | os.W_OK | os.X_OK)  # noqa: PTH116
     except OSError:
-        return False  # not there, or another user's that ``su`` left in the environment
+        return False
 
 
 def _make_folder(folder: Path) -> Path:
@@ -247,7 +240,7 @@ def _make_folder(folder: Path) -> Path:
 
 
 def _check_private(folder: Path) -> None:
-    """Anybody may have made a folder of this name among the temporary files."""
+    """Refuse a folder that another user may have made."""
     status = folder.lstat()
     problem = None
     if not stat.S_ISDIR(status.st_mode):
@@ -261,69 +254,43 @@ def _check_private(folder: Path) -> None:
 
 
 def _look(folder: Path) -> Iterator[Published]:
-    """What the living tell in a folder. Removes the files of the dead."""
+    """Yield the states in a folder, and remove the files of dead processes. Other files are left alone."""
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
     for name in names:
         path, match = folder / name, _FILE_NAME.fullmatch(name)
         if match is None:
             continue
-        published = None if match[3] else _read(path)
-        if published is not None and (published.pid, published.number) != (int(match[1]), int(match[2])):
-            published = None
+        published = None if match[3] else _read(path, int(match[1]), int(match[2]))
         if not _is_wanted(int(match[1]), published):
             path.unlink(missing_ok=True)
         elif published is not None:
             yield published
 
 
-def _read(path: Path) -> Published | None:
-    """What a file tells, or None when it is not one of ours or gone meanwhile."""
+def _read(path: Path, pid: int, number: int) -> Published | None:
+    """Return the state in a file; None when the file is gone or has another form."""
     try:
         with open(path, encoding="utf-8") as file:
-            if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
-                return None
-            return _parse(path, json.load(file))
+            found = json.load(file) if os.fstat(file.fileno()).st_size <= _LARGEST_FILE else None
     except (OSError, ValueError, RecursionError):
         return None
-
-
-def _parse(path: Path, told: Any) -> Published:
-    """Checks types. Raises ValueError when they are wrong."""
-    kinds = {
-        "pid": int,
-        "number": int,
-        "schema": int,
-        "started": float,
-        "written": float,
-        "clock": float,
-        "state": dict,
-    }
-    if not isinstance(told, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    for key, kind in kinds.items():
-        if type(told.get(key)) is not kind:
-            raise ValueError(f"{path}: {key!r} is {told.get(key)!r:.40}, not of type {kind.__name__}")
-        if kind is float and not math.isfinite(told[key]):
-            raise ValueError(f"{path}: {key!r} is {told[key]}")
-    return Published(path, **{key: told[key] for key in kinds}, ended=told.get("ended") is True)
+    if not isinstance(found, dict) or any(type(found.get(key)) is not kind for key, kind in _KINDS.items()):
+        return None
+    if (found["pid"], found["number"]) != (pid, number) or not all(math.isfinite(found[key]) for key in _TIMES):
+        return None
+    return Published(path, **{key: found[key] for key in _KINDS}, ended=found.get("ended") is True)
 
 
 def _is_wanted(pid: int, published: Published | None) -> bool:
     """Return False for a file of a dead process, and for a final state that every reader has had time to see."""
+    is_fresh = published is not None and abs(time.time() - published.written) < SILENT_SECONDS
     if published is not None and published.ended:
-        return abs(time.time() - published.written) < SILENT_SECONDS
-    return _is_alive(pid, published)
-
-
-def _is_alive(pid: int, published: Published | None) -> bool:
+        return is_fresh
     try:
         process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        began = float(process.create_time())
+        is_running, began = process.status() != psutil.STATUS_ZOMBIE, process.create_time()
     except psutil.NoSuchProcess:
         return False
-    if published is None or abs(began - published.started) < _SAME_START_SECONDS:
-        return True
-    return abs(time.time() - published.written) < SILENT_SECONDS
+    is_same = published is None or abs(began - published.started) < _SAME_START_SECONDS
+    return is_running and (is_same or is_fresh)

@@ -1,4 +1,4 @@
-"""Modelfiles, as Ollama has them: a model, its prompts and its sampling in one text file, and here its streaming too.
+"""Modelfiles, as of Ollama: a model, its prompts, its sampling, and here its streaming, in one text file.
 
     FROM mlx-community/Llama-3.2-3B-Instruct-4bit
     PARAMETER temperature 0.7
@@ -85,10 +85,7 @@ class Parameters:
     repeat_last_n: int | None = None
 
     def max_tokens(self, num_prompt_tokens: int) -> int | None:
-        """Return ``num_predict`` as mlx-lm's ``max_tokens`` for a prompt of this length: -1 is no limit, None unset.
-
-        Filling a context without a length sets no limit either.
-        """
+        """Return mlx-lm's ``max_tokens`` for a prompt of this length: -1 sets no limit, None is unset."""
         if self.num_predict != -2:
             return self.num_predict
         return -1 if self.num_ctx is None else max(0, self.num_ctx - num_prompt_tokens)
@@ -199,7 +196,7 @@ class _Draft:
         self._notes: list[Note] = []
 
     def add(self, number: int, line: str, following: Iterator[str]) -> None:
-        """Adds what a line says, and as many of those that follow as its quotes span."""
+        """Add the instruction of a line, and of the following lines that its quotes span."""
         first, *rest = line.split(None, 1) or [""]
         if not first or first.startswith("#"):
             return

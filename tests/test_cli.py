@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -12,16 +13,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlx_lm.generate import setup_arg_parser
+from rich.console import Console
 
 from mlx_flash import __version__, cli
 from mlx_flash.commands.arguments import COMMANDS, parse_arguments
-from mlx_flash.config import GB
-from mlx_flash.monitor.words import speed
+from mlx_flash.commands.render import render_plan
+from mlx_flash.config import GB, FlashConfig
+from mlx_flash.model import prepare
+from mlx_flash.monitor.words import rate, speed
 from models import make_random_model
 
 ROOT = Path(__file__).parents[1]
@@ -181,6 +186,7 @@ def test_one_token(model: Path) -> None:
 def test_slow_speeds_are_seconds_per_token() -> None:
     assert speed(2.5) == "2.500 tokens-per-sec" and speed(0.1) == "0.100 tokens-per-sec"
     assert speed(0.0004) == "2500.0 s per token" and speed(0) == "0.000 tokens-per-sec"
+    assert rate(0.0004) == "2500.0 s per token" and rate(0.25) == "0.25" and rate(0) == "0.00"
 
 
 def test_pack_reports_in_words_and_in_json(model: Path, tmp_path: Path) -> None:
@@ -231,9 +237,29 @@ def test_plan_table(model: Path) -> None:
     done = run("plan", "--model", model, "--ram-budget-gb", "min")
     assert done.returncode == 0 and done.stderr == b""
     table = done.stdout.decode()
-    for words in ("predicted peak", "smallest workable budget", "Streamed layers:", "lm_head", "tokens-per-sec"):
+    for words in (
+        "predicted peak",
+        "smallest workable budget",
+        "Streamed layers:",
+        "lm_head",
+        "tokens-per-sec",
+        "16 000 tokens",
+    ):
         assert words in table
     assert all(len(line) <= 80 for line in table.splitlines())
+
+
+def test_plan_warns_of_prompts_that_take_longer_than_a_minute(model: Path) -> None:
+    prepared = prepare(model, FlashConfig(ram_budget_gb="min"))
+    plan = replace(prepared.plan, prefill_step_size=16, is_measured=False)
+    for seconds, warned in ((0.01, False), (0.1, True), (30.0, True)):
+        slow = replace(plan, streaming=replace(plan.streaming, seconds=seconds))
+        file = io.StringIO()
+        Console(file=file, width=200).print(render_plan("tiny", prepared.layout, slow))
+        text = file.getvalue()
+        assert ("Warning:" in text) == warned == (slow.seconds_to_first_token(16_000) > 60)
+        assert "100 tokens 0:03:30" in text or seconds < 30
+    assert "30 s per token, from a short probe; up to 90 s are likely" in text
 
 
 def test_plan_of_a_kv_cache_on_disk_needs_no_context_length(model: Path) -> None:

@@ -9,11 +9,14 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
-from mlx_flash.commands.report import GenerationReport, ratio
+from mlx_flash.commands.report import PROMPT_LENGTHS, GenerationReport
 from mlx_flash.config import GB
 from mlx_flash.layout.load import ModelLayout, Unit
-from mlx_flash.monitor.words import counted, size, speed
+from mlx_flash.monitor.words import SLOW, counted, duration, size, speed
 from mlx_flash.residency.plan import MB, Pool, ResidencyPlan, in_mb
+
+LONG_SECONDS = 60.0
+"""A predicted time to the first token above this gets a warning."""
 
 
 def render_generation(report: GenerationReport) -> RenderableType:
@@ -103,16 +106,36 @@ def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str,
             f"{counted(plan.queue_depth, 'read')} of {size(plan.read_size)} in flight"
         ),
     )
-    yield "Prediction:", planned_speed(plan)
+    yield "Prediction:", _planned_speed(plan)
+    yield "First token:", _first_token(plan)
+    if long := [n for n in PROMPT_LENGTHS if plan.seconds_to_first_token(n) > LONG_SECONDS]:
+        yield (
+            "Warning:",
+            (
+                f"prompts of {_thousands(long[0])} tokens and more wait over a minute for the first token. Hint: raise "
+                "ram_budget_gb, or set a larger prefill_step_size."
+            ),
+        )
     if plan.kv.num_on_disk:
         yield "KV cache:", _kv_on_disk(plan)
     yield "Prefill:", f"{plan.prefill_step_size} tokens a call, {plan.context_length} tokens of context"
     yield "MLX cache limit:", size(plan.cache_limit)
 
 
-def planned_speed(plan: ResidencyPlan) -> str:
+def _planned_speed(plan: ResidencyPlan) -> str:
     """Return the predicted speed of generation in a short context."""
-    return f"{plan.weights_seconds:.3g} s per token{_at(ratio(1, plan.weights_seconds))}"
+    text, seconds = f"{plan.weights_seconds:.3g} s per token", plan.weights_seconds
+    text += _at(1 / seconds) if 0 < seconds < 1 / SLOW else ""
+    return text if plan.is_measured else f"{text}, from a short probe; up to {plan.seconds_range[1]:.3g} s are likely"
+
+
+def _first_token(plan: ResidencyPlan) -> str:
+    waits = [f"{_thousands(n)} tokens {duration(plan.seconds_to_first_token(n))}" for n in PROMPT_LENGTHS]
+    return f"predicted for a prompt of {', '.join(waits)}"
+
+
+def _thousands(number: int) -> str:
+    return f"{number:,}".replace(",", " ")
 
 
 def _kv_on_disk(plan: ResidencyPlan) -> str:
@@ -131,20 +154,15 @@ def _experts(pool: Pool) -> str:
 
 
 def _streamed_layers(layout: ModelLayout, plan: ResidencyPlan) -> str:
-    names = [name for _, names in plan.streaming.layers for name in names]
-    units = {*dict(plan.streaming.layers), *dict(plan.streaming.heads)} - {unit.name for unit in layout.heads}
-    touched = [unit for unit in layout.layers if any(_is_inside(name, unit.name) for name in units)]
-    partly = sum(not {p.name for p in unit.large} <= set(names) for unit in touched)
-    cut = units - {unit.name for unit in layout.layers} - {unit.name for unit in layout.embeddings}
-    text = f"{len(touched)} of {len(layout.layers)}"
-    if any(dict(plan.streaming.heads).get(name) for name in cut):
+    streaming = plan.streaming
+    streamed = streaming.parameters(layout)
+    shares = [[parameter.name in streamed for parameter in unit.large] for unit in layout.layers]
+    text = f"{sum(map(any, shares))} of {len(layout.layers)}"
+    if any(unit.name in dict(streaming.heads) for unit in layout.cut(streaming.cut)):
         return f"{text}, their parts in tiles of rows"
+    partly = sum(any(share) and not all(share) for share in shares)
     text += f", {partly} of them in part" if partly else ""
-    return text + (f", cut into {counted(len(cut), 'unit')}" if cut else "")
-
-
-def _is_inside(name: str, unit: str) -> bool:
-    return name == unit or name.startswith(f"{unit}.")
+    return text + (f", cut into {counted(len(streaming.layers), 'unit')}" if streaming.cut else "")
 
 
 def _residence(unit: Unit, plan: ResidencyPlan) -> str:

@@ -21,6 +21,9 @@ from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
 
 Json = dict[str, Any]
 
+PROMPT_LENGTHS = (100, 2_000, 16_000)
+"""Prompts for which the time to the first token is predicted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -245,6 +248,9 @@ def plan_to_json(plan: ResidencyPlan) -> Json:
         "kv_bytes": plan.kv_bytes,
         "peak_bytes": plan.peak_bytes,
         "parts": [{"name": name, "bytes": nbytes} for name, nbytes in plan.parts()],
+        "seconds_to_first_token": [
+            {"prompt_tokens": number, "seconds": plan.seconds_to_first_token(number)} for number in PROMPT_LENGTHS
+        ],
         "seconds_per_token": plan.seconds,
         "tokens_per_second": ratio(1, plan.seconds),
     }

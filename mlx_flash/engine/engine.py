@@ -76,6 +76,7 @@ class Engine:
     Attributes:
         stream: the ring of streamed units.
         loans: the streamed weights that are in memory for as long as nothing else needs it.
+        units: of each unit in the ring, the unit of the layout that it is, or is a tile of.
         experts: what computes experts that are read one by one; None when there are none, and after :meth:`close`.
         reader: the reader.
     """
@@ -93,6 +94,7 @@ class Engine:
         self.reader = reader
         self.stream = WeightStream([], reader, poison, 0)
         self.loans = Loans(self.stream)
+        self.units: list[Unit] = []
         self.experts: Experts | None = None
         self._alignment = alignment
         self._heads: list[HeadState] = []
@@ -148,8 +150,7 @@ class Engine:
 
     def _start_streaming(self, layout: ModelLayout, plan: ResidencyPlan) -> None:
         layers, heads, tables = dict(plan.streaming.layers), dict(plan.streaming.heads), set(plan.streaming.tables)
-        cut = (layout.layers, *layout.finer)[plan.streaming.cut]
-        for unit in [*cut, *layout.heads]:
+        for unit in [*layout.cut(plan.streaming.cut), *layout.heads]:
             if unit.name in layers:
                 self._stream_layer(unit, set(layers[unit.name]))
             elif unit.name in heads:
@@ -169,6 +170,7 @@ class Engine:
         parameters = [parameter for parameter in unit.large if parameter.name in names]
         placement = place_groups([parameter.records for parameter in parameters], self._alignment)
         index, arena = self.stream.add(unit.name, placement)
+        self.units.append(unit)
         self._bound += parameters
         views = _bind(parameters, placement, arena)
         self._swap(unit, StreamedLayer, LayerState(index, self.stream), parameters)
@@ -186,6 +188,7 @@ class Engine:
         records = [parameter.record for parameter in unit.large if parameter.record is not None]
         placement = place([record.rows(start, stop) for record in records], self._alignment)
         index, arena = self.stream.add(f"{unit.name}[{start}:{stop}]", placement)
+        self.units.append(unit)
         views = {
             parameter.key: arena.view(offset, (stop - start, *parameter.array.shape[1:]), parameter.array.dtype)
             for parameter, offset in zip(unit.large, placement.offsets, strict=True)
@@ -254,10 +257,7 @@ class Engine:
 
 def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Parameter]]:
     """The large parameters that stay in memory, unit by unit."""
-    streamed = {name for _, names in plan.streaming.layers for name in names}
-    elsewhere = {*dict(plan.streaming.heads), *plan.streaming.tables}
-    cuts = (layout.heads, layout.embeddings, *layout.finer)
-    streamed |= {p.name for cut in cuts for unit in cut if unit.name in elsewhere for p in unit.large}
+    streamed = plan.streaming.parameters(layout)
     return [kept for unit in layout.units if (kept := [p for p in unit.large if p.name not in streamed])]
 
 

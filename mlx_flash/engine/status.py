@@ -131,7 +131,7 @@ class Status:
         self._plan = plan
         self._num_units = len(engine.stream.units)
         trunk = layout if plan.pool is None else trunk_of(layout)
-        self._parts = _parts(trunk, plan, [unit.name for unit in engine.stream.units])
+        self._parts = _parts(trunk, plan, engine.units)
         self._model = {"name": name, "bytes": plan.model_bytes}
         self._told_plan = _plan_to_json(plan)
         self._others: dict[str, Callable[[], Json]] = {}
@@ -214,30 +214,28 @@ def _joint_state(states: Sequence[UnitState]) -> UnitState:
     return "reading" if "reading" in states else "resident" if "resident" in states else "waiting"
 
 
-def _parts(layout: ModelLayout, plan: ResidencyPlan, names: Sequence[str]) -> list[_Part]:
-    """Layers in calling order, then heads, an embedding table that serves as one included."""
-    streamed = {name for _, names in plan.streaming.layers for name in names}
+def _parts(layout: ModelLayout, plan: ResidencyPlan, units: Sequence[Unit]) -> list[_Part]:
+    """Return layers in calling order, then heads, among them embedding tables that serve as one.
+
+    Args:
+        layout: the model's units.
+        plan: the plan.
+        units: of each unit in the stream, the unit of the layout that it is, or is a tile of.
+    """
+    streamed = plan.streaming.parameters(layout)
     tied = [unit for unit in layout.embeddings if unit.name in layout.tied]
-    return [_layer(unit, names, streamed) for unit in layout.layers] + [
-        _head(unit, names) for unit in [*layout.heads, *tied]
-    ]
+    kinds = [(layout.layers, "layer"), ([*layout.heads, *tied], "head")]
+    return [_part(unit, kind, units, streamed) for group, kind in kinds for unit in group]
 
 
-def _layer(unit: Unit, names: Sequence[str], streamed: set[str]) -> _Part:
-    """A layer that is streamed whole, as several units, or, these being linear layers, as their tiles."""
-    numbers = [i for i, name in enumerate(names) if name == unit.name or name.startswith(f"{unit.name}.")]
+def _part(unit: Unit, kind: str, units: Sequence[Unit], streamed: set[str]) -> _Part:
+    """Return a layer or head, which may be streamed whole, as several units, or as tiles."""
+    own = {id(parameter) for parameter in unit.large}
+    numbers = [i for i, other in enumerate(units) if any(id(parameter) in own for parameter in other.large)]
     if not numbers:
-        return _Part(unit.name, "layer", unit.nbytes, 0, range(0))
-    tiled = {names[i].partition("[")[0] for i in numbers if "[" in names[i]}
-    nbytes = sum(p.nbytes for p in unit.large if p.name in streamed or p.name.rpartition(".")[0] in tiled)
-    return _Part(unit.name, "layer", unit.nbytes, nbytes, range(numbers[0], numbers[-1] + 1))
-
-
-def _head(unit: Unit, names: Sequence[str]) -> _Part:
-    tiles = [i for i, name in enumerate(names) if name.startswith(f"{unit.name}[")]
-    if not tiles:
-        return _Part(unit.name, "head", unit.nbytes, 0, range(0))
-    return _Part(unit.name, "head", unit.nbytes, unit.nbytes, range(tiles[0], tiles[-1] + 1))
+        return _Part(unit.name, kind, unit.nbytes, 0, range(0))
+    nbytes = sum(parameter.nbytes for parameter in unit.large if parameter.name in streamed)
+    return _Part(unit.name, kind, unit.nbytes, nbytes, range(numbers[0], numbers[-1] + 1))
 
 
 def _plan_to_json(plan: ResidencyPlan) -> Json:

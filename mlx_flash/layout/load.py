@@ -171,6 +171,10 @@ class ModelLayout:
         """All units."""
         return [*self.layers, *self.heads, *self.embeddings]
 
+    def cut(self, number: int) -> list[Unit]:
+        """Return the units of a cut: 0 for whole layers, ``i`` for ``finer[i - 1]``."""
+        return (self.layers, *self.finer)[number]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters."""

@@ -128,10 +128,11 @@ def _engines(histories: Sequence[History], chosen: int, canvas: Canvas) -> Itera
         history = histories[i]
         marker = canvas.glyphs.marker if i == chosen else " "
         speed = rate(history.rates.tokens_per_second)
+        speed = speed if speed.endswith("token") else f"{speed} tokens/s"
         memory = size(number(history.latest.state, "memory", "footprint"))
         ended = "" if history.ended is None else " (ended)"
         name = f"{model_name(history.latest.state)}{ended}"
-        text = f"{marker} {history.latest.pid:<8} {speed:>7} tokens/s  {memory:>8}  {name}"
+        text = f"{marker} {history.latest.pid:<8} {speed:>16}  {memory:>8}  {name}"
         yield Text(text, "bold" if i == chosen else "")
     if len(histories) > MAX_ENGINES:
         yield Text(f"  {len(histories)} engines", "dim")

@@ -35,16 +35,22 @@ def amount(number: float | None) -> str:
     return "-" if number is None else f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
 
 
+SLOW = 0.1
+"""Speeds in tokens per second below this are shown as seconds for a token."""
+
+
 def rate(per_second: float | None) -> str:
-    """Return tokens per second, without the unit."""
+    """Return tokens per second, without the unit; for a slow speed the seconds for a token, with it."""
     if per_second is None:
         return "-"
+    if 0 < per_second < SLOW:
+        return speed(per_second)
     return f"{per_second:.1f}" if per_second >= 9.995 else f"{per_second:.2f}"
 
 
 def speed(tokens_per_second: float) -> str:
     """Return a speed with its unit; below one token in ten seconds, the seconds for a token."""
-    if 0 < tokens_per_second < 0.1:
+    if 0 < tokens_per_second < SLOW:
         return f"{1 / tokens_per_second:.1f} s per token"
     return f"{tokens_per_second:.3f} tokens-per-sec"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlx_flash.config import GB
+from mlx_flash.layout.load import ModelLayout
 from mlx_flash.residency.kv import KVShare
 from mlx_flash.residency.sizes import ActivationSizes
 from mlx_flash.residency.speed import Speed
@@ -100,6 +101,13 @@ class Streaming:
     seconds: float = 0.0
     compute_seconds: float = 0.0
     cut: int = 0
+
+    def parameters(self, layout: ModelLayout) -> set[str]:
+        """Return the names of the parameters that are read on every pass, or by rows."""
+        apart = {*dict(self.heads), *self.tables}
+        units = [*layout.cut(self.cut), *layout.heads, *layout.embeddings]
+        partly = {name for _, names in self.layers for name in names}
+        return partly | {parameter.name for unit in units if unit.name in apart for parameter in unit.large}
 
 
 @dataclass(frozen=True, slots=True)

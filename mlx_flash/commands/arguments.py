@@ -138,15 +138,19 @@ def _add_setting(parser: Any, name: str, words: str) -> None:
 
 
 def _add_generate_flags(parser: Parser) -> None:
-    _add_prompt_flags(parser)
-    parser.add_argument("--verbose", type=_boolean, default=True, metavar="BOOL", help="False: text alone on stdout")
-    _add_output_flags(parser)
-    _add_chat_template_flags(parser)
-    _add_sampling_flags(parser)
-    _add_model_flags(parser)
+    add = parser.add_argument
+    add("--prompt", "-p", default="hello", metavar="TEXT", help="the prompt ('-' reads it from stdin)")
+    words = "tokens to generate at most; -1: no limit"
+    add("--max-tokens", "-m", type=_max_tokens, default=100, metavar="N", help=words)
+    add("--verbose", type=_boolean, default=True, metavar="BOOL", help="False: text alone on stdout")
+    add("--chat-template-config", type=_json_object, default=None, metavar="JSON", help="for the chat template")
+    borrow_flags(parser, "generate", parse=True, without=("--image", "--quantize-activations"))
+    add("--json", action="store_true", help="write one JSON object to stdout")
+    add("--resident", action="store_true", help="keep everything in memory, by mlx-lm alone, to compare with")
+    add("--routing-trace", type=Path, metavar="FILE", help="record the experts of each token, for benchmarks")
 
 
-def _add_output_flags(parser: Parser) -> None:
+def _add_plan_flags(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="write one JSON object to stdout")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer")
 
@@ -186,53 +190,6 @@ def _add_cache_flags(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="write one JSON object to stdout")
 
 
-def _add_prompt_flags(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--prompt", "-p", default="hello", metavar="TEXT", help="the prompt ('-' reads it from stdin)")
-    words = "tokens to generate at most; -1: no limit"
-    add("--max-tokens", "-m", type=_max_tokens, default=100, metavar="N", help=words)
-    add("--resident", action="store_true", help="keep everything in memory, by mlx-lm alone, to compare with")
-
-
-def _add_chat_template_flags(parser: Parser) -> None:
-    add = parser.add_argument_group("chat template").add_argument
-    add("--system-prompt", metavar="TEXT", help="system prompt for the chat template")
-    add("--prefill-response", metavar="TEXT", help="beginning of the answer, for the chat template")
-    add("--ignore-chat-template", action="store_true", help="use the prompt without the chat template")
-    add("--use-default-chat-template", action="store_true", help="accepted without effect, as in mlx-lm")
-    add("--chat-template-config", type=_json_object, default=None, metavar="JSON", help="for the chat template")
-    add("--extra-eos-token", nargs="+", default=(), metavar="TOKEN", help="tokens that end generation")
-
-
-def _add_sampling_flags(parser: Parser) -> None:
-    add = parser.add_argument_group("sampling").add_argument
-    add("--temp", type=float, default=0.0, metavar="T", help="temperature; 0 takes the likeliest token")
-    add("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens of this total probability")
-    add("--min-p", type=float, default=0.0, metavar="P", help="keep tokens of this share of the top probability")
-    add("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0 keeps all")
-    add("--min-tokens-to-keep", type=int, default=1, metavar="N", help="tokens that --min-p keeps at least")
-    add("--xtc-probability", type=float, default=0.0, metavar="P", help="probability of XTC sampling")
-    add("--xtc-threshold", type=float, default=0.1, metavar="P", help="probability from which XTC excludes tokens")
-    add("--seed", type=int, default=None, metavar="N", help="seed of the random numbers")
-
-
-def _add_model_flags(parser: Parser) -> None:
-    add = parser.add_argument_group("adapters, drafts and mlx-lm's KV cache").add_argument
-    add("--adapter-path", metavar="DIR", help="LoRA or DoRA adapter to apply")
-    add("--draft-model", metavar="MODEL", help="smaller model for speculative decoding; it shares the budget")
-    add("--num-draft-tokens", type=int, default=3, metavar="N", help="tokens to draft at a time")
-    add(
-        "--prompt-cache-file",
-        metavar="FILE",
-        help="prompt cache, saved by mlx_lm.cache_prompt, that the prompt extends",
-    )
-    add("--max-kv-size", type=int, metavar="N", help="tokens to keep")
-    add("--kv-bits", type=int, metavar="N", help="quantize to N bits")
-    add("--kv-group-size", type=int, default=64, metavar="N", help="values that share a scale")
-    add("--quantized-kv-start", type=int, default=5000, metavar="N", help="first token to quantize from")
-    add("--routing-trace", type=Path, metavar="FILE", help="record the experts of each token, for benchmarks")
-
-
 COMMANDS = {
     "generate": Command("--model MODEL [flags]", "generate text", _add_generate_flags),
     "run": Command(
@@ -245,7 +202,7 @@ COMMANDS = {
     "serve": Command(
         "--model MODEL [flags]", "run mlx-lm's OpenAI-compatible server, streaming", "server", model=False
     ),
-    "plan": Command("--model MODEL [flags]", "show what stays in memory, and the expected speed", _add_output_flags),
+    "plan": Command("--model MODEL [flags]", "show what stays in memory, and the expected speed", _add_plan_flags),
     "bench": Command("--model MODEL [flags]", "measure a model against its plan", _add_bench_flags),
     "exec": Command(
         "[flags] -- PROGRAM [its flags]", "run any program that uses mlx-lm, streaming", _add_exec_flags, model=False

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-_KEPT = ("nargs", "metavar", "help")
-"""Keywords of ``add_argument`` that we take over. mlx-lm itself checks types and supplies defaults."""
+_TYPES = {"int": int, "float": float, "str": str}
 
 
 class PassOn(argparse.Action):
@@ -28,12 +27,38 @@ class PassOn(argparse.Action):
         namespace.rest = [*getattr(namespace, "rest", []), option_string, *given]
 
 
-def borrow_flags(parser: argparse.ArgumentParser, program: str, only: str | None = None) -> None:
-    """Add the flags of one of mlx-lm's programs, such as ``server``, that the parser lacks; or ``only`` one of them."""
+def borrow_flags(
+    parser: argparse.ArgumentParser,
+    program: str,
+    only: str | None = None,
+    *,
+    parse: bool = False,
+    without: Sequence[str] = (),
+) -> None:
+    """Add the flags of one of mlx-lm's programs that the parser lacks.
+
+    Args:
+        parser: the parser.
+        program: module of mlx-lm, such as ``server``.
+        only: add only this flag.
+        parse: give the flags mlx-lm's types and defaults. Otherwise they are passed on, and mlx-lm checks them.
+        without: flags to leave out.
+    """
     for names, keywords in flags_of(program):
-        if only in (None, *names):
+        if only in (None, *names) and names[0] not in without:
+            options = keywords if parse else _passed_on(names, keywords)
             with contextlib.suppress(argparse.ArgumentError):  # the parser has the flag
-                parser.add_argument(*names, action=PassOn, dest=f"mlx_lm_{names[0]}", **keywords)
+                parser.add_argument(*names, **options)
+
+
+def _passed_on(names: Sequence[str], keywords: dict[str, Any]) -> dict[str, Any]:
+    kept: dict[str, Any] = {name: keywords[name] for name in ("nargs", "metavar", "help") if name in keywords}
+    if "action" in keywords:
+        kept["nargs"] = 0
+    elif "metavar" not in kept:
+        choices = keywords.get("choices")
+        kept["metavar"] = f"{{{','.join(choices)}}}" if choices else names[0].strip("-").replace("-", "_").upper()
+    return {**kept, "action": PassOn, "dest": f"mlx_lm_{names[0]}"}
 
 
 def flags_of(program: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
@@ -41,7 +66,7 @@ def flags_of(program: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
     spec = importlib.util.find_spec("mlx_lm")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     tree = ast.parse((Path(folders[0]) / f"{program}.py").read_text(encoding="utf-8"))
-    constants = {
+    constants: dict[str, Any] = _TYPES | {
         target.id: node.value.value
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
@@ -51,17 +76,8 @@ def flags_of(program: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             names = [str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)]
-            given = {keyword.arg: _value(keyword.value, constants) for keyword in node.keywords}
-            keywords = {name: given[name] for name in _KEPT if given.get(name) is not None}
-            if given.get("action") is not None:
-                keywords["nargs"] = 0
-            elif "metavar" not in keywords:
-                keywords["metavar"] = _metavar(names[0], given.get("choices"))
-            yield names, keywords
-
-
-def _metavar(flag: str, choices: Any) -> str:
-    return f"{{{','.join(choices)}}}" if choices else flag.strip("-").replace("-", "_").upper()
+            given = {str(keyword.arg): _value(keyword.value, constants) for keyword in node.keywords}
+            yield names, {name: value for name, value in given.items() if value is not None}
 
 
 def _value(node: ast.expr, constants: dict[str, Any]) -> Any:
@@ -71,7 +87,7 @@ def _value(node: ast.expr, constants: dict[str, Any]) -> Any:
     if isinstance(node, ast.Name):
         return constants.get(node.id)
     if isinstance(node, ast.List | ast.Tuple):
-        return [_value(part, constants) for part in node.elts]
+        return tuple(_value(part, constants) for part in node.elts)
     if isinstance(node, ast.JoinedStr):
         return "".join(str(_value(part, constants)) for part in node.values)
     return _value(node.value, constants) if isinstance(node, ast.FormattedValue) else None

@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_flash.config import GB, FlashConfig
+from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM, load_model
@@ -105,7 +106,8 @@ def fill(model: FlashLLM, cache: list[Any], options: argparse.Namespace) -> None
     generator = np.random.default_rng(SEED)
     for start in range(0, options.tokens, FILL_STEP):
         num_new = min(FILL_STEP, options.tokens - start)
-        check_headroom(model.plan, num_new, cache, options.prefill_step_size, all_logits=False)
+        call = parse_call((mx.zeros((1, num_new), mx.int32), cache), {}, wants_logits=False)
+        check_headroom(model.plan, call, options.prefill_step_size)
         for entry in cache:
             shape = (2, 1, args.num_key_value_heads, num_new, width)
             keys, values = mx.array(generator.standard_normal(shape, np.float32)).astype(dtype)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlx_flash.config import FlashConfig, parse_budget
+    from mlx_flash.engine.manager import FlashManager
     from mlx_flash.errors import (
         BudgetError,
         CheckpointError,
@@ -40,6 +41,7 @@ __all__ = [
     "FlashConfig",
     "FlashError",
     "FlashLLM",
+    "FlashManager",
     "FlashPatch",
     "HeaderError",
     "IndexFileError",
@@ -57,6 +59,7 @@ __all__ = [
 
 _HOMES = {
     "mlx_flash.config": {"FlashConfig", "parse_budget"},
+    "mlx_flash.engine.manager": {"FlashManager"},
     "mlx_flash.integration.mlx_lm": {"FlashPatch", "apply_flash_patch", "remove_flash_patch"},
     "mlx_flash.kv.cache": {"DiskKVCache"},
     "mlx_flash.model": {"FlashLLM", "load", "load_model"},

@@ -27,6 +27,7 @@ import mlx_flash
 import zoo
 from mlx_flash import ClosedError, FileChangedError, FlashLLM, ReadError, TruncatedFileError
 from mlx_flash.convert.pack import pack
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.layers import Experts as ModelExperts
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.slots import ABSENT
@@ -35,7 +36,6 @@ from mlx_flash.layout.load import ModelLayout
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import SlotArena, kernel_alignment
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.model import prepare
 from mlx_flash.residency.plan import Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import measure
@@ -146,7 +146,8 @@ def with_pool(
     prepared = prepare(directory, config(**settings))
     prepared = replace(prepared, machine=replace(prepared.machine, exact_tiles=exact_rows))
     model = FlashLLM(prepared, config(**settings), "test")
-    model._carry_out(prepared.layout, pooled(prepared.plan, prepared.layout, pool_slots, trunk), None)
+    plan = pooled(prepared.plan, prepared.layout, pool_slots, trunk)
+    model._carry_out(replace(prepared, plan=plan))
     return model
 
 
@@ -161,9 +162,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             layouts.append(make_layout(loaded))
             return layouts[-1]
 
-        monkeypatch.setattr("mlx_flash.model.make_layout", spy)
+        monkeypatch.setattr("mlx_flash.engine.prepare.make_layout", spy)
         monkeypatch.setattr(
-            "mlx_flash.model.make_plan", lambda *args: pooled(make_plan(*args), layouts[-1], pool_slots)
+            "mlx_flash.engine.prepare.make_plan", lambda *args: pooled(make_plan(*args), layouts[-1], pool_slots)
         )
 
     return plan

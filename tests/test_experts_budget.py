@@ -15,10 +15,10 @@ from mlx_lm import utils as mlx_lm_utils
 
 import zoo
 from mlx_flash import FlashConfig
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.load import ExpertStack, ModelLayout
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.model import prepare
 from mlx_flash.residency.sizes import ExpertSizes, measure
 from test_model import streamed_whole
 from zoo.weights import VARIANTS, save

@@ -32,11 +32,11 @@ from mlx_lm.models.cache import (
 import zoo
 from mlx_flash import BudgetError, ConfigError, DiskKVCache, FlashConfig, FlashLLM, ReadError, WriteError, load_model
 from mlx_flash.commands.generate import needed_context
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.cache import DiskQuantizedKVCache, make_caches
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.memory.arena import kernel_alignment
-from mlx_flash.model import prepare
 from mlx_flash.residency.kv import least_bytes
 from mlx_flash.residency.sizes import measure
 from models import LLAMA, save, stock
@@ -480,7 +480,7 @@ from mlx_lm.generate import generate_step
 import mlx.core as mx
 from dataclasses import replace
 from mlx_flash import FlashConfig, load_model
-from mlx_flash.model import prepare
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.footprint import peak_footprint
 config = FlashConfig(
     ram_budget_gb="min", kv_cache="disk", kv_step=16, context_length={length} + 16, prefill_step_size=64

@@ -50,7 +50,7 @@ def one_cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     def plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
         return make_plan(limited(sizes), config, replace(machine, exact_tiles=request.param is None))
 
-    monkeypatch.setattr("mlx_flash.model.make_plan", plan)
+    monkeypatch.setattr("mlx_flash.engine.prepare.make_plan", plan)
 
 
 @pytest.mark.parametrize("context", [260, 520, 1040])

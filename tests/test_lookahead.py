@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.lookahead import GOOD_ODDS, Guess, Lookahead, Odds, _Gate
 from mlx_flash.experts.rows import PooledStacks
 from mlx_flash.layout.swap import own_class
 from mlx_flash.layout.trace import scores_of
-from mlx_flash.model import FlashLLM, prepare
+from mlx_flash.model import FlashLLM
 from models import QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
 from test_experts import pool_of, with_pool

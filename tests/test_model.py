@@ -36,9 +36,9 @@ from mlx_flash import (
     TruncatedFileError,
     load_model,
 )
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.memory.arena import kernel_alignment
-from mlx_flash.model import prepare
 from mlx_flash.residency.plan import Pool
 from mlx_flash.residency.sizes import measure
 from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, run, same_bits, save, stock
@@ -163,7 +163,7 @@ def streamed_whole(
     budget_bytes = plan.budget_bytes + num_slots * slot + plan.model_bytes + 50_000_000
     plan = replace(plan, streaming=streaming, pool=pool, budget_bytes=budget_bytes)
     model = FlashLLM(prepared, config(**settings), "test")
-    model._carry_out(full, plan, None)
+    model._carry_out(replace(prepared, layout=full, plan=plan))
     return model
 
 
@@ -352,6 +352,16 @@ def test_it_answers_like_the_model_it_wraps(directories: Any) -> None:
         with pytest.raises(AttributeError):
             _ = model.no_such_thing
         assert not hasattr(model, "shards_of_what")
+
+
+def test_training_is_the_models_own(directories: Any) -> None:
+    """Modules ask ``training`` of the model that they are given: dropout, checks before generation."""
+    with load_model(directories("bf16"), config())[0] as model:
+        assert not model.training and not stock(directories("bf16")).training
+        assert model.train() is model and model.training
+        assert all(module.training for module in model.modules())
+        assert model.eval() is model and not model.training
+        assert model.freeze() is model  # and not the model inside, whose calls nobody checks
 
 
 def test_its_parameters_are_those_in_memory(directories: Any) -> None:

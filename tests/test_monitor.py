@@ -550,7 +550,7 @@ import sys
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash import FlashConfig, load_model
-from mlx_flash.model import prepare
+from mlx_flash.engine.prepare import prepare
 least = prepare(sys.argv[1], FlashConfig(ram_budget_gb="min", context_length=256)).plan.minimum_bytes
 model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=least / 1e9 + 0.012, context_length=256))
 print("ready", flush=True)

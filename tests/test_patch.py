@@ -26,6 +26,7 @@ from mlx_flash import (
     apply_flash_patch,
     remove_flash_patch,
 )
+from mlx_flash.engine.prepare import prepare
 from models import LLAMA, PREFILL_AND_DECODE, make_random_model, run, same_bits, save, stock
 
 ROOT = Path(__file__).parents[1]
@@ -290,6 +291,6 @@ def test_a_model_and_its_draft_share_the_budget(model_dir: Path, tmp_path: Path)
         return found
 
     expected = speculate()
-    enough = mlx_flash.model.prepare(model_dir, config()).plan.minimum_bytes / 1e9 + 0.012
+    enough = prepare(model_dir, config()).plan.minimum_bytes / 1e9 + 0.012
     with apply_flash_patch(config(ram_budget_gb=enough)):
         assert speculate() == expected

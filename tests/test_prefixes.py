@@ -22,6 +22,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_flash
 from mlx_flash import FlashConfig, FlashLLM, cli
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import FlashError
 from mlx_flash.files import cache_directory
 from mlx_flash.kv.cache import make_caches
@@ -362,7 +363,7 @@ def test_other_weights_find_nothing(llama: Path, tmp_path: Path) -> None:
 def adapted(directory: Path, seed: int, scale: float = 20.0) -> FlashLLM:
     """With an adapter, applied as mlx-lm does: after loading, before the first call."""
     config = config_of("exact")
-    model = FlashLLM(mlx_flash.model.prepare(directory, config), config, "llama")
+    model = FlashLLM(prepare(directory, config), config, "llama")
     mx.random.seed(seed)
     linear_to_lora_layers(model, 2, {"rank": 4, "scale": scale, "dropout": 0.0})
     for _, module in model.named_modules():

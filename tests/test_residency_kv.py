@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.config import FlashConfig
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.model import prepare
 from mlx_flash.residency.kv import check_kv, in_memory, least_bytes, most_on_disk, on_disk, prefix_bytes
 from mlx_flash.residency.sizes import ModelSizes, measure
 from models import LLAMA, save

@@ -19,9 +19,9 @@ from mlx_lm.models.cache import make_prompt_cache
 import zoo
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.engine import status
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.engine.status import PassCounters, Status
 from mlx_flash.experts.slots import ExpertStats
-from mlx_flash.model import prepare
 from mlx_flash.telemetry import find
 from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
 from test_model import streamed_whole

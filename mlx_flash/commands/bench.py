@@ -17,8 +17,9 @@ from mlx_flash.commands.common import make_config, print_json, print_rich, progr
 from mlx_flash.commands.render import labelled_lines
 from mlx_flash.commands.report import GenerationReport, Recorder, make_report
 from mlx_flash.config import GB
+from mlx_flash.engine.prepare import resolve
 from mlx_flash.memory.pagecache import drop_cached, open_buffered
-from mlx_flash.model import load_model, resolve
+from mlx_flash.model import load_model
 from mlx_flash.monitor.words import duration, size, speed
 from mlx_flash.residency.plan import ResidencyPlan
 

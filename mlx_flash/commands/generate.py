@@ -24,10 +24,11 @@ from mlx_flash.commands.common import load_tokenizer, make_config, print_json, p
 from mlx_flash.commands.render import render_generation
 from mlx_flash.commands.report import GenerationReport, Recorder, make_report
 from mlx_flash.compat.loading import makes_own_cache
+from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import ConfigError
 from mlx_flash.experts.trace import RoutingTrace
 from mlx_flash.integration.mlx_lm import apply_flash_patch
-from mlx_flash.model import FlashLLM, load_model, resolve
+from mlx_flash.model import FlashLLM, load_model
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 
 QUERY = "<query>"

@@ -16,11 +16,11 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_flash.commands.chat import HELP, chat_habits
 from mlx_flash.commands.common import dial, make_config
 from mlx_flash.config import GB, FlashConfig
+from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.errors import ConfigError
 from mlx_flash.integration.http import Listener
 from mlx_flash.integration.mlx_lm import apply_flash_patch
 from mlx_flash.integration.server import surviving_server
-from mlx_flash.model import prepare, resolve
 from mlx_flash.monitor.words import size, speed
 from mlx_flash.residency.plan import ResidencyPlan
 

@@ -13,7 +13,7 @@ from mlx_flash.commands.common import print_json, progress_bar
 from mlx_flash.convert.order import ReadPattern
 from mlx_flash.convert.pack import PackReport
 from mlx_flash.convert.pack import pack as pack_checkpoint
-from mlx_flash.model import resolve
+from mlx_flash.engine.prepare import resolve
 from mlx_flash.monitor.words import counted, duration, size
 
 

@@ -9,7 +9,7 @@ from typing import TextIO
 from mlx_flash.commands.common import load_tokenizer, make_config, print_json, print_rich
 from mlx_flash.commands.render import render_plan
 from mlx_flash.commands.report import planning_to_json
-from mlx_flash.model import prepare, resolve
+from mlx_flash.engine.prepare import prepare, resolve
 
 
 def plan(args: argparse.Namespace, out: TextIO) -> int:

@@ -24,8 +24,9 @@ from mlx_flash.commands.mlx_lm import serve_with
 from mlx_flash.commands.render import render_generation
 from mlx_flash.commands.report import Recorder, make_report
 from mlx_flash.config import FlashConfig, did_you_mean
+from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import ConfigError
-from mlx_flash.model import FlashLLM, load, resolve
+from mlx_flash.model import FlashLLM, load
 from mlx_flash.modelfile.conversation import Conversation, first_messages
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import mlx.nn as nn
 
+from mlx_flash.compat.arrays import TRAINING_FLAG
 from mlx_flash.compat.callers import is_load_adapters, is_save_model
 from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import StreamedWeightsError
@@ -30,6 +31,7 @@ class ModelFacade(nn.Module):
 
     def __init__(self, model: nn.Module, layout: ModelLayout) -> None:
         nn.Module.__init__(self)
+        delattr(self, TRAINING_FLAG)  # the model's own counts
         # nn.Module would put the model into the module tree if it were set as usual.
         object.__setattr__(self, "_model", model)
         self.layout = layout
@@ -82,7 +84,8 @@ def _refusal(what: str) -> StreamedWeightsError:
 
 def _delegate(name: str) -> Callable[..., Any]:
     def method(self: ModelFacade, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._model, name)(*args, **kwargs)
+        result = getattr(self._model, name)(*args, **kwargs)
+        return self if result is self._model else result
 
     method.__name__, method.__doc__ = name, f"As ``nn.Module.{name}``, on mlx-lm's model."
     return method

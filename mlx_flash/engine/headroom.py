@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from mlx_flash.engine.call import ForwardCall
 from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.pool import KVPool
@@ -33,31 +34,23 @@ def check_not_forked(pid: int) -> None:
         )
 
 
-def check_headroom(
-    plan: ResidencyPlan,
-    num_tokens: int,
-    cache: Sequence[Any] | None,
-    step: int | None = None,
-    *,
-    all_logits: bool = True,
-    loans: Loans | None = None,
-) -> None:
+def check_headroom(plan: ResidencyPlan, call: ForwardCall, step: int | None = None, loans: Loans | None = None) -> None:
     """Refuse a call that would take the process over its budget; only loans have changed when it raises.
 
     Loans end as far as the call needs their memory. What it does not need is lent.
 
     Args:
         plan: the plan of the model.
-        num_tokens: new tokens, over all sequences.
-        cache: mlx-lm's prompt cache, one entry a layer, or None.
-        step: how many of the new tokens go through the model at a time; None for all.
-        all_logits: whether the caller looks at the logits.
+        call: the call.
+        step: how many new tokens of each sequence go through the model at a time; None for all.
         loans: weights in memory that is reserved for something else; None lends nothing.
 
     Raises:
         BudgetError: it names what to change.
         WriteError: keys and values would have to go to disk, which has no room.
     """
+    num_tokens, cache, all_logits = call.num_tokens, call.cache, call.wants_logits
+    step = step and step * call.batch_size
     own = _own(cache)
     context = max([num_tokens, *(entry.size() + num_tokens for entry in (*_plain(cache), *own))])
     activations = plan.activations.nbytes(step or num_tokens, context, all_logits=all_logits)

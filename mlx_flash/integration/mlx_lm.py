@@ -18,9 +18,10 @@ import mlx.nn as nn
 from mlx_flash.compat.callers import calling_modules, is_sharded_load
 from mlx_flash.compat.loading import WRITERS, LoadModel, current_load_model, replace_load_model
 from mlx_flash.config import FlashConfig
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import StreamedWeightsError
 from mlx_flash.layout.load import model_name
-from mlx_flash.model import FlashLLM, prepare
+from mlx_flash.model import FlashLLM
 
 _log = logging.getLogger("mlx_flash")
 _lock = threading.RLock()

@@ -1,0 +1,86 @@
+"""A forward call of a model, its arguments read once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardCall:
+    """The arguments of one call, and what they say about it.
+
+    Attributes:
+        arguments: as the caller gave them; mlx-lm's models take the tokens first, then the prompt cache.
+        keywords: as the caller gave them.
+        num_tokens: new tokens, over all sequences; 1 if the first argument is no array.
+        tokens: the first argument, if it is an array ``(sequences, length)``.
+        cache: mlx-lm's prompt cache, one entry a layer, if there is one.
+        is_plain: tokens and a prompt cache, and nothing else.
+        wants_logits: False where the caller drops the result.
+    """
+
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    num_tokens: int
+    tokens: mx.array | None
+    cache: Sequence[Any] | None
+    is_plain: bool
+    wants_logits: bool = True
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences."""
+        return 1 if self.tokens is None else len(self.tokens)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each sequence gets one new token."""
+        return self.num_tokens == self.batch_size
+
+    def part(self, start: int, stop: int | None = None) -> ForwardCall:
+        """Return the same call with some of each sequence's new tokens; it needs ``tokens``."""
+        assert self.tokens is not None
+        tokens = self.tokens[:, start:stop]
+        return replace(self, arguments=(tokens, *self.arguments[1:]), tokens=tokens, num_tokens=tokens.size)
+
+    def parts(self, step: int) -> Iterator[ForwardCall]:
+        """Yield calls with at most ``step`` new tokens of each sequence, one after another."""
+        assert self.tokens is not None
+        return (self.part(start, start + step) for start in range(0, self.tokens.shape[1], step))
+
+    def step_within(self, limit: int) -> int | None:
+        """Return how many new tokens of each sequence go through at a time, so that all have at most ``limit``.
+
+        Returns:
+            None where the call need not, or cannot, be cut.
+        """
+        if not self.is_plain or self.tokens is None:
+            return None
+        step = max(1, limit // max(1, self.batch_size))
+        return step if step < self.tokens.shape[1] else None
+
+
+def parse_call(arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, wants_logits: bool = True) -> ForwardCall:
+    """Return the call that was made with these arguments."""
+    first = arguments[0] if arguments else None
+    tokens = first if isinstance(first, mx.array) else None
+    is_positional = keywords.get("cache") is None and len(arguments) > 1
+    cache = arguments[1] if is_positional else keywords.get("cache")
+    cache = cache if isinstance(cache, list | tuple) else None
+    has_others = len(arguments) > 1 + is_positional or any(
+        value is not None and key != "cache" for key, value in keywords.items()
+    )
+    is_two_dimensional = tokens is not None and tokens.ndim == 2
+    return ForwardCall(
+        arguments,
+        keywords,
+        num_tokens=1 if tokens is None else tokens.size,
+        tokens=tokens if is_two_dimensional else None,
+        cache=cache,
+        is_plain=is_two_dimensional and cache is not None and not has_others,
+        wants_logits=wants_logits,
+    )

@@ -1,0 +1,103 @@
+"""Everything that comes before weights are read: the lazily loaded model, its layout and its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mlx_flash.compat import loading
+from mlx_flash.config import FlashConfig
+from mlx_flash.convert.derived import adopt_derived
+from mlx_flash.engine.engine import Progress
+from mlx_flash.errors import CheckpointNotFoundError
+from mlx_flash.layout.fingerprint import fingerprint_of, state_of
+from mlx_flash.layout.identity import ModelIdentity
+from mlx_flash.layout.load import LoadedModel, ModelLayout, load_lazily
+from mlx_flash.layout.units import make_layout
+from mlx_flash.memory.arena import kernel_alignment
+from mlx_flash.residency.machine import look_at_machine, look_at_memory
+from mlx_flash.residency.plan import Machine, ResidencyPlan
+from mlx_flash.residency.search import make_plan
+from mlx_flash.residency.sizes import measure
+from mlx_flash.storage.safetensors import read_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything that is known before weights are read.
+
+    Attributes:
+        loaded: mlx-lm's model, every weight a lazily loaded array.
+        layout: the model's units.
+        machine: the machine in numbers.
+        plan: what will be in memory.
+        identity: what decides the model's output; None where there is no prefix cache.
+    """
+
+    loaded: LoadedModel
+    layout: ModelLayout
+    machine: Machine
+    plan: ResidencyPlan
+    identity: ModelIdentity | None = None
+
+    def renewed(self, config: FlashConfig, promised_bytes: int) -> Prepared:
+        """Return it as of now: modules, and the memory that is left, may have changed.
+
+        Args:
+            config: how to stream.
+            promised_bytes: the part of the budget that other models of the process will take, or may.
+        """
+        layout = make_layout(self.loaded)
+        plan = _plan(self.loaded, layout, config, look_at_memory(self.machine, promised_bytes))
+        return replace(self, layout=layout, plan=plan)
+
+
+def prepare(
+    model_path: Path | str,
+    config: FlashConfig,
+    model_config: dict[str, Any] | None = None,
+    *,
+    progress: Progress | None = None,
+    writes: bool = True,
+    **loading: Any,
+) -> Prepared:
+    """Load a model lazily, find its units, and plan. Reads headers, no weights.
+
+    Args:
+        model_path: the model directory.
+        config: how to stream.
+        model_config: entries that replace those of ``config.json``.
+        progress: called with (bytes written, bytes to write) while large derived parameters are written to the cache.
+        writes: whether they may be written; if not, the plan is that of when they are.
+        loading: further arguments of ``mlx_lm.utils.load_model``.
+    """
+    path = Path(model_path)
+    checkpoint = read_checkpoint(path)
+    loaded = load_lazily(path, checkpoint, model_config, **loading)
+    adopt_derived(loaded, checkpoint, path, config.derived_cache_gb, progress, write=writes)
+    layout = make_layout(loaded)
+    largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
+    machine = look_at_machine(largest.path, layout, config)
+    identity = None
+    if config.kv_prefixes != "off":
+        identity = ModelIdentity(loaded.model, fingerprint_of(loaded, state_of(checkpoint)))
+    return Prepared(loaded, layout, machine, _plan(loaded, layout, config, machine), identity)
+
+
+def _plan(loaded: LoadedModel, layout: ModelLayout, config: FlashConfig, machine: Machine) -> ResidencyPlan:
+    return make_plan(measure(layout, loaded.config, kernel_alignment()), config, machine)
+
+
+def resolve(path_or_hf_repo: str, revision: str | None = None) -> Path:
+    """Return the directory of a model; one that is named by its Hugging Face repository is downloaded.
+
+    Raises:
+        CheckpointNotFoundError: there is neither.
+    """
+    try:
+        return loading.download(path_or_hf_repo, revision)
+    except (OSError, ValueError) as error:
+        raise CheckpointNotFoundError(
+            f"there is no directory {path_or_hf_repo!r}, and it cannot be had from Hugging Face: {error}"
+        ) from error

@@ -1,0 +1,104 @@
+"""A plan in force: the engine, and what counts, caches and publishes beside it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_flash.config import FlashConfig
+from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
+from mlx_flash.engine.meter import SpeedMeter
+from mlx_flash.engine.prepare import Prepared
+from mlx_flash.engine.status import PassCounters, Status
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.wear import WriteGovernor
+from mlx_flash.layout.load import ModelLayout
+from mlx_flash.memory.arena import kernel_alignment
+from mlx_flash.prefixes.cache import PrefixCache, open_prefixes
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+from mlx_flash.telemetry import Publisher
+
+_log = logging.getLogger("mlx_flash")
+
+
+class Session:
+    """A streamed model from its start to its end. Knows nothing of the object that is called, whose end ends it.
+
+    Args:
+        prepared: the model and the plan for it.
+        config: the settings.
+        name: of the model, for people.
+        counters: of the model's calls.
+        kv: what its KV caches share; None where they are mlx-lm's own.
+        governor: counts writes.
+        progress: called with (bytes read, bytes to read) while pinned weights are loaded.
+
+    Attributes:
+        engine: carries the plan out.
+        meter: measures the speed that is reached.
+        prefixes: the prefix cache; None where the settings want none.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        config: FlashConfig,
+        name: str,
+        counters: PassCounters,
+        kv: KVPool | None,
+        governor: WriteGovernor,
+        progress: Progress | None = None,
+    ) -> None:
+        plan, layout, machine = prepared.plan, prepared.layout, prepared.machine
+        fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with
+        self._reader = BackgroundPrefetcher(
+            _files(layout),
+            direct=config.io != "buffered",
+            read_size=plan.read_size,
+            queue_depth=plan.queue_depth,
+            in_place=machine.reads_beside,
+        )
+        experts = ExpertOptions(machine.exact_tiles, config.expert_lookahead)
+        poison = config.poison_released_slots
+        self.engine = Engine(layout, plan, self._reader, kernel_alignment(), poison, progress, experts)
+        self.meter = SpeedMeter(plan, self._reader.stats, self.engine.stream.stats)
+        self._machine = machine
+        self.prefixes: PrefixCache | None = None
+        if fingerprint is not None:
+            self.prefixes = open_prefixes(config, fingerprint, name, plan.prefix_bytes, governor)
+        self._cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
+        self._publisher: Publisher | None = None
+        if config.telemetry:
+            status = Status(name, plan, layout, self.engine, counters, kv)
+            status.tell("writes", governor.telemetry)
+            if self.prefixes is not None:
+                status.tell("prefixes", self.prefixes.telemetry)
+            self._publisher = Publisher(status.collect)
+            self._publisher.start()
+
+    def end(self) -> None:
+        """Stop everything that has a thread or a file; modules keep what they hold."""
+        if self._publisher is not None:
+            self._publisher.close()
+        if self.prefixes is not None:
+            self.prefixes.close()
+        self.meter.save(self._machine.speed_key, self._machine.speed)
+        self._reader.close()
+        if self._cache_limit is not None:
+            mx.set_cache_limit(self._cache_limit)
+
+
+def _fingerprint(prepared: Prepared, name: str) -> str | None:
+    """Return that of the model, its adapters included; None when its prompts are not to be cached, or cannot be."""
+    identity = prepared.identity
+    fingerprint = None if identity is None else identity.fingerprint()
+    if identity is not None and fingerprint is None:
+        _log.warning("prompts of %s are not remembered: too much of it is not as it was loaded.", name)
+    return fingerprint
+
+
+def _files(layout: ModelLayout) -> list[Path]:
+    paths = {record.extent.path for unit in layout.units for p in unit.large for record in p.records}
+    return sorted(paths)

@@ -1,0 +1,128 @@
+"""The models of a process, and the budget that they share."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import mlx_flash
+from mlx_flash import BudgetError, FlashConfig, FlashManager, ReadError
+from mlx_flash.engine.engine import Engine, Progress
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.model import FlashLLM
+from mlx_flash.residency.plan import ResidencyPlan
+from models import LLAMA, save
+
+MB = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("manager"), LLAMA, mx.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def plan(directory: Path) -> ResidencyPlan:
+    return prepare(directory, FlashConfig(ram_budget_gb="min", context_length=256)).plan
+
+
+class Model:
+    """A model as the manager knows it, of some size."""
+
+    engine: Engine | None = None
+    num_recalls = 0
+
+    def __init__(self, name: str, plan: ResidencyPlan, megabytes: int, error: Exception | None = None) -> None:
+        self.name, self.error = name, error
+        self.plan = replace(plan, model_bytes=megabytes * MB, base_bytes=0, minimum_bytes=megabytes * MB)
+        self.promised: list[tuple[int, Progress | None]] = []
+
+    def begin(self, promised_bytes: int, progress: Progress | None) -> None:
+        self.promised.append((promised_bytes, progress))
+        if self.error is not None:
+            raise self.error
+        self.engine = cast(Engine, object())
+
+    def end_loans(self) -> None:
+        self.num_recalls += 1
+
+    def close(self) -> nn.Module:
+        raise NotImplementedError
+
+
+def manager_of(*models: Model) -> FlashManager:
+    manager = FlashManager()
+    for model in models:
+        manager.add(model)
+    return manager
+
+
+def test_the_first_start_starts_all_the_smallest_first(plan: ResidencyPlan) -> None:
+    large, small = Model("large", plan, 500), Model("small", plan, 20)
+    manager = manager_of(large, small)
+    assert manager.waiting == [small, large] and manager.running == []
+
+    def progress(done: int, total: int) -> None:
+        pass
+
+    manager.start(large, progress)
+    assert manager.running == [large, small] and manager.waiting == []
+    assert small.promised == [(500 * MB, None)]  # what the large one needs at least
+    assert large.promised == [(plan.kv_bytes + plan.activation_bytes, progress)]  # what the small one may still take
+
+
+def test_a_model_that_cannot_start_stops_itself_only(plan: ResidencyPlan) -> None:
+    broken, other = Model("broken", plan, 10, BudgetError("too small", 1)), Model("other", plan, 20)
+    manager = manager_of(broken, other)
+    manager.start(other)
+    assert manager.running == [other] and manager.waiting == [broken]
+    assert other.num_recalls == 0
+    with pytest.raises(BudgetError, match="too small"):
+        manager.start(broken)
+    assert other.num_recalls == 1  # what it has beyond its plan may be what the other one lacks
+
+
+def test_a_start_that_fails_leaves_later_ones_waiting(plan: ResidencyPlan) -> None:
+    broken, other = Model("broken", plan, 10, ReadError("gone")), Model("other", plan, 20)
+    manager = manager_of(broken, other)
+    with pytest.raises(ReadError):
+        manager.start(broken)
+    assert other.promised == [] and manager.waiting == [broken, other]
+
+
+def test_models_leave_when_removed_or_forgotten(plan: ResidencyPlan) -> None:
+    kept, dropped = Model("kept", plan, 1), Model("dropped", plan, 2)
+    manager = manager_of(kept, dropped)
+    del dropped
+    gc.collect()
+    assert manager.waiting == [kept] and manager.is_alone
+    manager.remove(kept)
+    manager.remove(kept)
+    assert manager.waiting == []
+
+
+def test_the_manager_of_the_process_lists_streamed_models(directory: Path) -> None:
+    manager, config = FlashManager.of_process(), FlashConfig(ram_budget_gb=1, context_length=256)
+    first = FlashLLM(prepare(directory, config), config, "first")
+    assert [model.name for model in manager.waiting] == ["first"]
+    second, _ = mlx_flash.load_model(directory, config)
+    assert [model.name for model in manager.running] == ["first", directory.name]
+    for model in manager.running:
+        model.close()
+    assert manager.running == manager.waiting == []
+    assert first.close() is not second.close()
+
+
+def test_a_later_model_finds_what_the_running_ones_left(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100_000_000)
+    config = FlashConfig(ram_budget_gb=1, context_length=256)
+    with mlx_flash.load_model(directory, config)[0] as alone:
+        share: Any = alone.plan.kv_bytes + alone.plan.activation_bytes
+        with mlx_flash.load_model(directory, config)[0] as later:
+            assert later.plan.base_bytes == alone.plan.base_bytes + share

@@ -163,8 +163,8 @@ class Publisher:
             self.path = None  # the reader removes it
 
     def _write(self, clock: float, state: Json, *, ended: bool = False) -> None:
-        told = {**self._envelope, "written": time.time(), "clock": clock, "state": state, "ended": ended}
-        text = json.dumps(told, allow_nan=False, separators=(",", ":"))
+        entry = {**self._envelope, "written": time.time(), "clock": clock, "state": state, "ended": ended}
+        text = json.dumps(entry, allow_nan=False, separators=(",", ":"))
         path = self.path
         if path is None:
             return

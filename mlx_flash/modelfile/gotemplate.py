@@ -1,8 +1,7 @@
 """Prompt templates of Modelfiles as Jinja chat templates.
 
-Ollama's templates are Go's. The common form is translated: text, ``{{ .System }}``, ``{{ .Prompt }}``,
-``{{ .Response }}``, and ``{{ if }}`` of these. It says one turn of a conversation; what comes before ``.Response`` is
-what the model is given to answer.
+Ollama's templates are Go's. Text, ``{{ .System }}``, ``{{ .Prompt }}``, ``{{ .Response }}``, and ``{{ if }}`` of these
+are translated. A template describes one turn of a conversation. The model answers the part before ``.Response``.
 """
 
 from __future__ import annotations
@@ -50,27 +49,22 @@ _CONVERSATION = r"""
 {%- endset -%}
 {{- bos_token if bos_token is defined and bos_token and not text.startswith(bos_token) else '' -}}
 {{- text -}}"""
-"""Turns are told apart as Ollama does: messages of one role in a row are one, and a turn ends with its answer."""
+"""As in Ollama, messages of one role in a row are one message, and a turn ends with its answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Why a template is not translated.
-
-    Attributes:
-        offset: of the character in the template where it begins.
-        reason: in words.
-    """
+    """A part of a template that cannot be translated: its offset in the template, and the reason."""
 
     offset: int
     reason: str
 
 
 def to_jinja(text: str) -> str | Obstacle:
-    """The Jinja chat template that a Modelfile's template is, or stands for.
+    """Return the Jinja chat template of a Modelfile's template. Jinja is returned as it is.
 
-    The translation takes ``messages`` and ``add_generation_prompt``. Without the latter a question that has no answer
-    yet ends after the part of the template that holds it. The tokenizer's ``bos_token`` comes first.
+    The translation takes ``messages`` and ``add_generation_prompt``. Without the latter, an unanswered question ends
+    after its part of the template. The tokenizer's ``bos_token`` comes first.
     """
     if _JINJA_MARK.search(text):
         return text
@@ -91,7 +85,7 @@ class _Piece:
 
 
 def _pieces(text: str) -> Iterator[_Piece]:
-    """The template cut at its actions, and trimmed where their dashes say so. Comments are left out."""
+    """Yield the texts and actions of a template, trimmed at dashes, without comments."""
     start, trim = 0, False
     for found in _ACTION.finditer(text):
         literal = text[start : found.start()]
@@ -120,7 +114,7 @@ class _Translation:
         self._answer: int | None = None
 
     def add(self, piece: _Piece) -> str | None:
-        """Adds a piece, or says why it cannot be translated."""
+        """Add a piece. Return the reason when it cannot be translated."""
         action = piece.content
         if not piece.is_action:
             self._code += ["{{ " + ascii(action) + " }}"] if action else []
@@ -159,7 +153,7 @@ class _Translation:
         return None
 
     def finish(self) -> str | Obstacle:
-        """The chat template."""
+        """Return the chat template."""
         if self._open:
             return Obstacle(self._open[-1][0], "an if has no {{ end }}")
         if not self._asked_end:

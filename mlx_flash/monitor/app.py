@@ -114,12 +114,12 @@ def live(args: argparse.Namespace, console: Console) -> int:
 def stream_json(args: argparse.Namespace) -> int:
     """Print a line of JSON for each engine and look."""
     watcher = Watcher(args.pid)
-    was_told = False
+    is_reported = False
     while True:
         watcher.look()
-        if not watcher.histories and not was_told:
+        if not watcher.histories and not is_reported:
             print(f"flash-monitor: {_nothing(watcher, args)}. {HINT}", file=sys.stderr)
-            was_told = True
+            is_reported = True
         print_json(watcher)
         time.sleep(args.interval)
 
@@ -136,9 +136,9 @@ def draw(watcher: Watcher, args: argparse.Namespace, console: Console, height: i
 
 def print_json(watcher: Watcher) -> None:
     """Print one object on one line for each engine."""
-    for told in watcher.to_json():
+    for state in watcher.to_json():
         # A file may hold NaN, which JSON lacks.
-        finite = json.loads(json.dumps(told), parse_constant=lambda name: None)
+        finite = json.loads(json.dumps(state), parse_constant=lambda name: None)
         print(json.dumps(finite, allow_nan=False))
     sys.stdout.flush()
 

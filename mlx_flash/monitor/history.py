@@ -124,12 +124,12 @@ class History:
         while len(self._samples) > 2 and sample.clock - self._samples[0].clock > MINUTE:
             self._samples.popleft()
         self.rates = self._rates_now()
-        told = {
+        values = {
             "tokens": self.rates.tokens_per_second,
             "read": self.rates.read_bytes_per_second,
             "footprint": optional(published.state, "memory", "footprint"),
         }
-        self._values.append((sample.clock, {key: value for key, value in told.items() if value is not None}))
+        self._values.append((sample.clock, {key: value for key, value in values.items() if value is not None}))
         while sample.clock - self._values[0][0] > MINUTE:
             self._values.popleft()
 

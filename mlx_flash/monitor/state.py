@@ -1,4 +1,4 @@
-"""Values from the files that engines publish. Another version may lack some, and nothing in them is trusted."""
+"""Checked values from published states. Another version may lack some of them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Unit:
 
 
 def number(state: Json, section: str, key: str) -> float:
-    """A number of the state; 0 where there is none."""
+    """Return a number of the state; 0 when it is missing."""
     value = optional(state, section, key)
     return 0.0 if value is None else value
 
 
 def optional(state: Json, section: str, key: str) -> float | None:
-    """A number of the state; None where there is none."""
+    """Return a number of the state; None when it is missing."""
     fields = state.get(section)
     value = fields.get(key) if isinstance(fields, dict) else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST < value < _LARGEST:
@@ -45,25 +45,25 @@ def optional(state: Json, section: str, key: str) -> float | None:
 
 
 def count(state: Json, section: str, key: str) -> float | None:
-    """A number of the state that is not negative; None where there is none."""
+    """Return a number of the state; None when it is missing or negative."""
     value = optional(state, section, key)
     return None if value is None or value < 0 else value
 
 
 def model_name(state: Json) -> str:
-    """The model's name, fit to be printed."""
+    """Return the model's name without unprintable characters."""
     fields = state.get("model")
     name = fields.get("name") if isinstance(fields, dict) else None
     return printable(name) if isinstance(name, str) else "?"
 
 
 def printable(text: str) -> str:
-    """The text without what could move a cursor, turn the direction of writing, or be nothing to see."""
+    """Replace characters that move the cursor, turn the direction of writing, or show nothing."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def units(state: Json) -> list[Unit]:
-    """Layers in calling order, then heads."""
+    """Return the layers in calling order, then the heads."""
     entries = state.get("units")
     return [_unit(entry) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 

@@ -1,4 +1,4 @@
-"""The memory of the machine, and how scarce it is."""
+"""Memory and memory pressure of the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SystemMemory:
     Attributes:
         total, available: main memory.
         swap_total, swap_used: swap space.
-        pressure: in words, or None where the system does not tell.
+        pressure: in words; None where the system reports none.
     """
 
     total: int
@@ -31,14 +31,13 @@ class SystemMemory:
 
 
 def system_memory() -> SystemMemory:
-    """Memory now."""
+    """Return the memory now."""
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     return SystemMemory(int(memory.total), int(memory.available), int(swap.total), int(swap.used), pressure())
 
 
 def pressure() -> str | None:
-    """Memory pressure: on Linux the share of the last ten seconds in which some, or all, tasks waited for memory; on
-    macOS the kernel's level. None where the system does not tell."""
+    """Return the kernel's level on macOS; on Linux the shares of ten seconds that some, and all, tasks waited."""
     if sys.platform == "darwin":
         return _darwin_pressure()
     return _linux_pressure() if sys.platform == "linux" else None
@@ -47,7 +46,7 @@ def pressure() -> str | None:
 def _linux_pressure() -> str | None:
     try:
         lines = _PRESSURE.read_text().splitlines()
-    except OSError:  # a kernel without it, or one that was told not to count
+    except OSError:  # the kernel has no such counters, or they are switched off
         return None
     shares = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""The terminal: single keys in, whole frames out, and all as before afterwards."""
+"""The terminal: it takes whole frames, gives single keys, and is restored afterwards."""
 
 from __future__ import annotations
 
@@ -20,12 +20,9 @@ _CLEAR_BELOW, _CLEAR_RIGHT, _HOME = "\x1b[J", "\x1b[K", "\x1b[H"
 
 
 class Terminal:
-    """Shows frames, one in place of the other, and reads keys while the context is entered.
+    """A context that shows frames in place of each other and reads keys.
 
-    A terminal that cannot do that (``TERM=dumb``), or a pipe, gets the frames one after the other.
-
-    Args:
-        console: where to draw.
+    A pipe, or a terminal with ``TERM=dumb``, gets the frames one after the other.
     """
 
     def __init__(self, console: Console) -> None:
@@ -61,19 +58,19 @@ class Terminal:
         return self._console.height if self._in_place else None
 
     def show(self, lines: Sequence[Text]) -> None:
-        """Draws a frame that fits the terminal."""
+        """Draw a frame that fits the terminal."""
         if not self._in_place:
             print_lines(self._console, [*lines, Text()])
             return
         with self._console.capture() as captured:
             print_lines(self._console, lines)
         text = captured.get().removesuffix("\n").replace("\n", f"{_CLEAR_RIGHT}\n")
-        # In one piece, over what was there: nothing flickers, also over a slow line.
+        # One write over the old frame does not flicker.
         self._console.file.write(f"{_HOME}{text}{_CLEAR_RIGHT}{_CLEAR_BELOW}")
         self._console.file.flush()
 
     def wait(self, seconds: float) -> str:
-        """Waits for a key. Returns it, or an empty string when none came."""
+        """Return the next key; an empty string when none comes in time."""
         if self._keys is None:
             time.sleep(seconds)
             return ""
@@ -84,7 +81,7 @@ class Terminal:
 
 
 def print_lines(console: Console, lines: Sequence[Text]) -> None:
-    """Prints lines as they are, however narrow the terminal."""
+    """Print lines as they are, however narrow the terminal."""
     console.print(Text("\n").join(lines), no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)
 
 

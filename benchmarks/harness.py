@@ -28,7 +28,7 @@ import psutil
 
 import mlx_flash
 from mlx_flash.memory.footprint import total_memory
-from mlx_flash.memory.pagecache import drop_cached, open_buffered
+from mlx_flash.memory.pagecache import drop_file
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MACHINE = ROOT / "scripts" / "small_machine"
@@ -127,11 +127,7 @@ def may_drop_caches() -> bool:
 def make_cold(paths: Sequence[Path], drop_caches: bool) -> None:
     """Drop the cached pages of files, and with ``drop_caches`` all caches of the system."""
     for path in paths:
-        fd = open_buffered(path)
-        try:
-            drop_cached(fd, 0, path.stat().st_size)
-        finally:
-            os.close(fd)
+        drop_file(path)
     if drop_caches:
         os.sync()
         DROP_CACHES.write_text("3\n")

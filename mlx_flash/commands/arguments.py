@@ -9,7 +9,7 @@ import argparse
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -28,6 +28,8 @@ BASICS = ("ram_budget_gb", "context_length", "prefill_step_size")
 """The settings that help shows first; the others are for tuning."""
 
 Parser = argparse.ArgumentParser
+Flag = tuple[tuple[str, ...], dict[str, Any]]
+"""The arguments of ``add_argument``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +39,14 @@ class Command:
     Attributes:
         usage: the arguments in a usage line.
         help: one line about the command.
-        add_flags: adds its own flags to a parser; or the program of mlx-lm that has the flags.
+        flags: its own flags; or a function that adds them; or the program of mlx-lm that has them.
         streams: the command loads models, so it takes the flags of all settings.
         model: the command requires ``--model``.
     """
 
     usage: str
     help: str
-    add_flags: Callable[[Parser], None] | str
+    flags: Sequence[Flag] | Callable[[Parser], None] | str
     streams: bool = True
     model: bool = True
 
@@ -95,14 +97,17 @@ def _add_flags(parser: Parser, command: Command) -> None:
     help_texts = setting_help() if command.streams else {}
     if command.model:
         parser.add_argument("--model", help="model directory, or Hugging Face repository")
-    if isinstance(command.add_flags, str):
-        borrow_flags(parser, command.add_flags, "--model")
+    if isinstance(command.flags, str):
+        borrow_flags(parser, command.flags, "--model")
     for setting in BASICS if command.streams else ():
         _add_setting(parser, setting, help_texts.get(setting, ""))
-    if isinstance(command.add_flags, str):
-        borrow_flags(parser, command.add_flags)
+    if isinstance(command.flags, str):
+        borrow_flags(parser, command.flags)
+    elif callable(command.flags):
+        command.flags(parser)
     else:
-        command.add_flags(parser)
+        for names, options in command.flags:
+            parser.add_argument(*names, **options)
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     tuning = parser.add_argument_group("tuning")
     for setting in SETTINGS if command.streams else ():
@@ -134,13 +139,15 @@ def _add_setting(parser: Any, name: str, words: str) -> None:
     parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
-# The flags of each command
+def _flag(*names: str, **options: Any) -> Flag:
+    return names, options
 
 
 def _add_generate_flags(parser: Parser) -> None:
+    """Add mlx-lm's own flags after those that we check more strictly."""
+    words = "tokens to generate at most; -1: no limit"
     add = parser.add_argument
     add("--prompt", "-p", default="hello", metavar="TEXT", help="the prompt ('-' reads it from stdin)")
-    words = "tokens to generate at most; -1: no limit"
     add("--max-tokens", "-m", type=_max_tokens, default=100, metavar="N", help=words)
     add("--verbose", type=_boolean, default=True, metavar="BOOL", help="False: text alone on stdout")
     add("--chat-template-config", type=_json_object, default=None, metavar="JSON", help="for the chat template")
@@ -148,84 +155,6 @@ def _add_generate_flags(parser: Parser) -> None:
     add("--json", action="store_true", help="write one JSON object to stdout")
     add("--resident", action="store_true", help="keep everything in memory, by mlx-lm alone, to compare with")
     add("--routing-trace", type=Path, metavar="FILE", help="record the experts of each token, for benchmarks")
-
-
-def _add_plan_flags(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="write one JSON object to stdout")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer")
-
-
-def _add_bench_flags(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--prompt-tokens", type=_count, default=64, metavar="N", help="length of the prompt (default: 64)")
-    add("--max-tokens", "-m", type=_count, default=16, metavar="N", help="tokens to generate (default: 16)")
-    add("--json", action="store_true", help="write one JSON object to stdout")
-
-
-def _add_run_flags(parser: Parser) -> None:
-    add = parser.add_argument
-    add("words", nargs="*", metavar="MODEL | PROMPT", help="a model to run without a Modelfile; a prompt to answer")
-    add("-f", "--file", metavar="MODELFILE", help="default: ./Modelfile")
-    add("--max-tokens", "-m", type=_max_tokens, metavar="N", help="overrides num_predict of the Modelfile")
-    add("--verbose", action="store_true", help="print budget, speed and peak memory after each answer")
-    add("--serve", action="store_true", help="serve it, as mlx-flash serve does")
-    add("--host", default="127.0.0.1", help="for --serve")
-    add("--port", type=int, default=8080, help="for --serve")
-
-
-def _add_exec_flags(parser: Parser) -> None:
-    words = "such as: mlx_lm.generate --model MODEL"
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help=words)
-
-
-def _add_pack_flags(parser: Parser) -> None:
-    parser.add_argument("source", help="model directory, or Hugging Face repository")
-    parser.add_argument("target", help="directory to make")
-    parser.add_argument("--verify", action="store_true", help="read everything back and compare")
-    parser.add_argument("--json", action="store_true", help="write one JSON object to stdout")
-
-
-def _add_cache_flags(parser: Parser) -> None:
-    parser.add_argument("action", choices=("list", "clear"), help="clear removes everything that is not in use")
-    parser.add_argument("--json", action="store_true", help="write one JSON object to stdout")
-
-
-COMMANDS = {
-    "generate": Command("--model MODEL [flags]", "generate text", _add_generate_flags),
-    "run": Command(
-        "[MODEL] [PROMPT] | -f MODELFILE [PROMPT]",
-        "chat with, prompt, or serve a model or a Modelfile",
-        _add_run_flags,
-        model=False,
-    ),
-    "chat": Command("--model MODEL [flags]", "run mlx-lm's chat, streaming", "chat", model=False),
-    "serve": Command(
-        "--model MODEL [flags]", "run mlx-lm's OpenAI-compatible server, streaming", "server", model=False
-    ),
-    "plan": Command("--model MODEL [flags]", "show what stays in memory, and the expected speed", _add_plan_flags),
-    "bench": Command("--model MODEL [flags]", "measure a model against its plan", _add_bench_flags),
-    "exec": Command(
-        "[flags] -- PROGRAM [its flags]", "run any program that uses mlx-lm, streaming", _add_exec_flags, model=False
-    ),
-    "pack": Command(
-        "SOURCE TARGET",
-        "rewrite a checkpoint in the order in which it is read",
-        _add_pack_flags,
-        streams=False,
-        model=False,
-    ),
-    "cache": Command(
-        "list|clear",
-        "list models and cached data, or remove the cached data",
-        _add_cache_flags,
-        streams=False,
-        model=False,
-    ),
-}
-"""The commands by name, in the order of help."""
-
-
-# Types of values
 
 
 def _budget(text: str) -> Budget:
@@ -261,3 +190,63 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
+
+
+_JSON = _flag("--json", action="store_true", help="write one JSON object to stdout")
+_RUN = (
+    _flag("words", nargs="*", metavar="MODEL | PROMPT", help="a model to run without a Modelfile; a prompt to answer"),
+    _flag("-f", "--file", metavar="MODELFILE", help="default: ./Modelfile"),
+    _flag("--max-tokens", "-m", type=_max_tokens, metavar="N", help="overrides num_predict of the Modelfile"),
+    _flag("--verbose", action="store_true", help="print budget, speed and peak memory after each answer"),
+    _flag("--serve", action="store_true", help="serve it, as mlx-flash serve does"),
+    _flag("--host", default="127.0.0.1", help="for --serve"),
+    _flag("--port", type=int, default=8080, help="for --serve"),
+)
+_PLAN = (_JSON, _flag("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer"))
+_BENCH = (
+    _flag("--prompt-tokens", type=_count, default=64, metavar="N", help="length of the prompt (default: 64)"),
+    _flag("--max-tokens", "-m", type=_count, default=16, metavar="N", help="tokens to generate (default: 16)"),
+    _JSON,
+)
+_EXEC = (_flag("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL"),)
+_PACK = (
+    _flag("source", help="model directory, or Hugging Face repository"),
+    _flag("target", help="directory to make"),
+    _flag("--verify", action="store_true", help="read everything back and compare"),
+    _JSON,
+)
+_CACHE = (_flag("action", choices=("list", "clear"), help="clear removes everything that is not in use"), _JSON)
+
+COMMANDS = {
+    "generate": Command("--model MODEL [flags]", "generate text", _add_generate_flags),
+    "run": Command(
+        "[MODEL] [PROMPT] | -f MODELFILE [PROMPT]",
+        "chat with, prompt, or serve a model or a Modelfile",
+        _RUN,
+        model=False,
+    ),
+    "chat": Command("--model MODEL [flags]", "run mlx-lm's chat, streaming", "chat", model=False),
+    "serve": Command(
+        "--model MODEL [flags]", "run mlx-lm's OpenAI-compatible server, streaming", "server", model=False
+    ),
+    "plan": Command("--model MODEL [flags]", "show what stays in memory, and the expected speed", _PLAN),
+    "bench": Command("--model MODEL [flags]", "measure a model against its plan", _BENCH),
+    "exec": Command(
+        "[flags] -- PROGRAM [its flags]", "run any program that uses mlx-lm, streaming", _EXEC, model=False
+    ),
+    "pack": Command(
+        "SOURCE TARGET",
+        "rewrite a checkpoint in the order in which it is read",
+        _PACK,
+        streams=False,
+        model=False,
+    ),
+    "cache": Command(
+        "list|clear",
+        "list models and cached data, or remove the cached data",
+        _CACHE,
+        streams=False,
+        model=False,
+    ),
+}
+"""The commands by name, in the order of help."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TextIO
 
@@ -18,7 +17,7 @@ from mlx_flash.commands.render import labelled_lines
 from mlx_flash.commands.report import GenerationReport, Recorder, make_report
 from mlx_flash.config import GB
 from mlx_flash.engine.prepare import resolve
-from mlx_flash.memory.pagecache import drop_cached, open_buffered
+from mlx_flash.memory.pagecache import drop_file
 from mlx_flash.model import load_model
 from mlx_flash.monitor.words import duration, size, speed
 from mlx_flash.residency.plan import ResidencyPlan
@@ -27,7 +26,8 @@ from mlx_flash.residency.plan import ResidencyPlan
 def bench(args: argparse.Namespace, out: TextIO) -> int:
     """Load a model with a cold page cache, generate tokens, and report the measurements beside the plan."""
     path = resolve(args.model)
-    _drop_pages(path)
+    for file in path.glob("*.safetensors"):
+        drop_file(file)
     began = time.perf_counter()
     with progress_bar(args, "Loading", DownloadColumn()) as progress:
         model, _ = load_model(path, make_config(args), progress=progress)
@@ -49,12 +49,6 @@ def bench(args: argparse.Namespace, out: TextIO) -> int:
     else:
         print_rich(labelled_lines(_lines(report, model.plan, cold)), out)
     return 0
-
-
-def _drop_pages(path: Path) -> None:
-    for file in path.glob("*.safetensors"):
-        with open(open_buffered(file), "rb", buffering=0) as opened:
-            drop_cached(opened.fileno(), 0, file.stat().st_size)
 
 
 def _lines(report: GenerationReport, plan: ResidencyPlan, cold: str) -> Iterator[tuple[str, str]]:

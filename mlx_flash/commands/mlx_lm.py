@@ -132,7 +132,8 @@ def run_program(command: Sequence[str]) -> int:
     scripts = list(entry_points(group="console_scripts", name=name))
     if scripts:
         with _arguments(command):
-            return _status(scripts[0].load()())
+            result = scripts[0].load()()
+            return result if isinstance(result, int) else 0
     if Path(name).is_file():
         with _arguments(command):
             runpy.run_path(name, run_name="__main__")
@@ -141,10 +142,6 @@ def run_program(command: Sequence[str]) -> int:
         f"exec {name!r}: there is no such Python program. Hint: name a console script such as mlx_lm.generate, "
         "'python -m MODULE', or a Python file."
     )
-
-
-def _status(result: object) -> int:
-    return result if isinstance(result, int) else 0
 
 
 @contextlib.contextmanager

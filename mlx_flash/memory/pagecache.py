@@ -71,6 +71,12 @@ def open_buffered(path: Path) -> int:
     return fd
 
 
+def drop_file(path: Path, offset: int = 0, nbytes: int | None = None) -> None:
+    """Drop the cached pages of a file, or of a byte range of it."""
+    with open(open_buffered(path), "rb", buffering=0) as file:
+        drop_cached(file.fileno(), offset, path.stat().st_size if nbytes is None else nbytes)
+
+
 def drop_cached(fd: int, offset: int, nbytes: int) -> None:
     """Ask the operating system to drop the cached pages of a byte range. Nothing depends on its answer."""
     if nbytes <= 0:

@@ -109,11 +109,8 @@ def strip(units: Sequence[Unit], width: int, max_rows: int) -> list[list[str]]:
         max_rows: rows at most.
     """
     per_cell = max(1, -(-len(units) // max(1, width * max_rows)))
-    cells = [_shown([unit.state for unit in units[i : i + per_cell]]) for i in range(0, len(units), per_cell)]
+    states = [unit.state for unit in units]
+    cells = [min(states[i : i + per_cell], key=_MOST_TO_SEE.index) for i in range(0, len(units), per_cell)]
     num_rows = max(1, -(-len(cells) // max(1, width)))
     in_row = -(-len(cells) // num_rows)
     return [cells[i : i + in_row] for i in range(0, len(cells), in_row)] if cells else []
-
-
-def _shown(states: Sequence[str]) -> str:
-    return min(states, key=_MOST_TO_SEE.index)

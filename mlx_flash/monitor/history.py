@@ -185,16 +185,13 @@ class History:
             return 0.0
         now = self._samples[-1]
         start: Sample | None = None
-        for sample in self._with_fewer_tokens(now):
+        for sample in (s for s in reversed(self._samples) if s.tokens_out < now.tokens_out and s.last_ended > 0):
             if start is not None and now.last_ended - sample.last_ended > WINDOW_SECONDS:
                 break
             start = sample
         if start is None or now.last_ended - start.last_ended < SHORTEST_SECONDS:
             return None
         return (now.tokens_out - start.tokens_out) / (now.last_ended - start.last_ended)
-
-    def _with_fewer_tokens(self, now: Sample) -> Iterator[Sample]:
-        return (s for s in reversed(self._samples) if s.tokens_out < now.tokens_out and s.last_ended > 0)
 
     def _expert_rates(self, before: Sample) -> ExpertRates:
         """Return rates over whole calls, so that all layers count alike; over the last seconds until two have ended."""

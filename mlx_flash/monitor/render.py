@@ -271,7 +271,10 @@ def _memory(history: History, system: SystemMemory, canvas: Canvas) -> Iterator[
     yield from _writes(history)
     active, cache, peak = (size(number(state, "memory", key)) for key in ("active", "cache", "peak"))
     yield _line("MLX", f"active {active}, cache {cache}, peak {peak}")
-    yield _line("system", *_system(system))
+    used = system.total - system.available
+    words = f"{used / 1e9:.1f} of {system.total / 1e9:.1f} GB used ({used / system.total:.0%})"
+    words += f", swap {size(system.swap_used)}" if system.swap_total else ", no swap"
+    yield _line("system", words + (f", pressure {system.pressure}" if system.pressure is not None else ""))
 
 
 def _kv(history: History) -> Iterator[Text]:
@@ -341,11 +344,3 @@ def _legend(parts: Sequence[tuple[str, str]], canvas: Canvas) -> Iterator[Text]:
             line = _line("")
         line.append(f"{words}  ", style)
     yield line
-
-
-def _system(system: SystemMemory) -> Iterator[str | tuple[str, str]]:
-    used = system.total - system.available
-    yield f"{used / 1e9:.1f} of {system.total / 1e9:.1f} GB used ({used / system.total:.0%})"
-    yield f", swap {size(system.swap_used)}" if system.swap_total else ", no swap"
-    if system.pressure is not None:
-        yield f", pressure {system.pressure}"

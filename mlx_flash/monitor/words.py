@@ -5,13 +5,9 @@ from __future__ import annotations
 
 def size(nbytes: float) -> str:
     """Return a number of bytes in decimal units, with about three digits."""
-    if nbytes >= 1e10:
-        return f"{nbytes / 1e9:.1f} GB"
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB" if nbytes >= 1e7 else _small(nbytes)
-
-
-def _small(nbytes: float) -> str:
-    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.0f} kB"
+    if nbytes >= 1e9:
+        return f"{nbytes / 1e9:.{1 if nbytes >= 1e10 else 2}f} GB"
+    return f"{nbytes / 1e6:.{0 if nbytes >= 1e7 else 1}f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.0f} kB"
 
 
 def duration(seconds: float) -> str:

@@ -263,15 +263,12 @@ def _common_blocks(rows: Sequence[Sequence[TensorRecord]]) -> Iterable[list[int]
         block = run[:1]
         for left, right in pairwise(run):
             gap = rows[0][right].extent.offset - rows[0][left].extent.offset
-            if not all(_lies_after(row[left].extent, row[right].extent, gap) for row in rows):
+            pairs = ((row[left].extent, row[right].extent) for row in rows)
+            if not all(b.offset - a.offset == gap and b.path == a.path for a, b in pairs):
                 yield block
                 block = []
             block.append(right)
         yield block
-
-
-def _lies_after(left: Extent, right: Extent, gap: int) -> bool:
-    return right.offset - left.offset == gap and right.path == left.path
 
 
 def _fits_in_place(rows: Sequence[Sequence[TensorRecord]], block: Sequence[int], alignment: int) -> bool:

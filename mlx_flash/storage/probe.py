@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import os
 import platform
 import time
 from collections import deque
@@ -15,7 +14,7 @@ from typing import Any
 
 from mlx_flash.files import cache_directory, write_atomically
 from mlx_flash.memory.footprint import use_huge_pages
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, open_buffered
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher, Ticket
 
@@ -89,7 +88,7 @@ def _measure(path: Path, direct: bool, read_size: int, queue_depth: int, start: 
     reader = BackgroundPrefetcher([path], direct=direct, read_size=read_size, queue_depth=queue_depth)
     try:
         if not reader.is_direct:
-            _forget_cached(path, start, nbytes)
+            drop_file(path, start, nbytes)  # a file that was just downloaded would be read at the speed of memory
         buffer = _buffer(reader.read_size * queue_depth)
         began = time.perf_counter()
         in_flight: deque[Ticket] = deque()
@@ -112,15 +111,6 @@ def _buffer(nbytes: int) -> memoryview:
     buffer = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     use_huge_pages(buffer)
     return buffer
-
-
-def _forget_cached(path: Path, start: int, nbytes: int) -> None:
-    """Drop cached pages: a file that was just downloaded would be read at the speed of memory."""
-    fd = open_buffered(path)
-    try:
-        drop_cached(fd, start, nbytes)
-    finally:
-        os.close(fd)
 
 
 def _segment(path: Path, offset: int, nbytes: int) -> Segment:

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -31,9 +31,10 @@ PrefixMode = Literal["off", "exact", "longest"]
 
 _BUDGET_WORDS = ("min", *get_args(Profile))
 _OR_A_WORD = f"or one of {', '.join(map(repr, _BUDGET_WORDS))}"
-_BOUNDS = {"queue_depth": (1, 64), "kv_keep": (0, None)}
+_BOUNDS = {"queue_depth": (1, 64), "kv_keep": (0, math.inf)}
 """The least and the greatest count. All other counts are at least 1."""
 
+_KIND_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 _MAY_BE_ZERO = {"expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day"}
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
@@ -139,9 +140,7 @@ class FlashConfig:
     @property
     def budget_bytes(self) -> int | Literal["min"] | Profile:
         """The budget in bytes, or its word."""
-        budget = self.ram_budget_gb
-        if budget is None:
-            return "balanced"
+        budget = "balanced" if self.ram_budget_gb is None else self.ram_budget_gb
         return budget if isinstance(budget, str) else round(budget * GB)
 
     @classmethod
@@ -283,8 +282,8 @@ def _from_text(name: str, text: str) -> object:
             return _BOOLEANS[text.lower()]
         return int(text) if int in kinds else float(text) if float in kinds else text
     except (KeyError, ValueError):
-        words = {bool: "true or false", int: "a whole number", float: "a number"}
-        raise ConfigError(f"{name} is {text!r}: it must be {words[kinds[0]]}") from None
+        words = "true or false" if bool in kinds else _KIND_WORDS[kinds[0]]
+        raise ConfigError(f"{name} is {text!r}: it must be {words}") from None
 
 
 def _own_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -316,33 +315,21 @@ def _check(name: str, value: object) -> None:
     if name == "ram_budget_gb" or (value is None and NoneType in kinds):
         return
     if get_origin(kind) is Literal:
-        _check_word(name, value, get_args(kind))
-    elif kind is int:
-        _check_count(name, value, *_BOUNDS.get(name, (1, None)))
-    elif kind is float:
-        _check_number(name, value, may_be_zero=name in _MAY_BE_ZERO)
-    elif not isinstance(value, kinds):
-        words = {bool: "True or False", str: "text", Path: "a path"}
-        raise ConfigError(f"{name} is {value!r}: it must be {words[kind]}")
+        words = get_args(kind)
+        is_right, wanted = value in words, f"one of {', '.join(map(repr, words))}{did_you_mean(value, words)}"
+    elif kind in (int, float) and isinstance(value, (int, kind)) and not isinstance(value, bool):
+        is_right, wanted = _in_bounds(name, kind, value)
+    else:
+        is_right = kind not in (int, float) and isinstance(value, kinds)
+        wanted = _KIND_WORDS[kind]
+    if not is_right:
+        raise ConfigError(f"{name} is {value!r}: it must be {wanted}")
 
 
-def _check_word(name: str, value: object, words: Sequence[str]) -> None:
-    if value not in words:
-        hint = did_you_mean(value, words)
-        raise ConfigError(f"{name} is {value!r}: it must be one of {', '.join(map(repr, words))}{hint}")
-
-
-def _check_count(name: str, value: object, least: int, most: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} is {value!r}: it must be a whole number")
-    if value < least or (most is not None and value > most):
-        bounds = f"at least {least}" if most is None else f"between {least} and {most}"
-        raise ConfigError(f"{name} is {value}: it must be {bounds}")
-
-
-def _check_number(name: str, value: object, *, may_be_zero: bool) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{name} is {value!r}: it must be a number")
-    if not 0 <= value <= sys.float_info.max / GB or (value == 0 and not may_be_zero):
-        least = "not below 0" if may_be_zero else "above 0"
-        raise ConfigError(f"{name} is {value!r}: it must be a finite number {least}")
+def _in_bounds(name: str, kind: type, value: float) -> tuple[bool, str]:
+    """Return True for a number within the bounds of its field, and the bounds in words."""
+    if kind is float:
+        is_right = 0 <= value <= sys.float_info.max / GB and (value > 0 or name in _MAY_BE_ZERO)
+        return is_right, f"a finite number {'not below 0' if name in _MAY_BE_ZERO else 'above 0'}"
+    least, most = _BOUNDS.get(name, (1, math.inf))
+    return least <= value <= most, f"at least {least}" if most == math.inf else f"between {least} and {most}"

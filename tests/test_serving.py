@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,19 @@ def test_a_prompt_beyond_the_budget_fails_alone(models: list[str], resident: Ser
             chat(server, message["content"])
         assert chat(server, "Hi") == chat(resident, "Hi", max_tokens=16)
         assert "a request failed" in server.log.read_text()
+        assert "Prompt processing progress" not in server.log.read_text().partition("a request failed")[0]
+
+
+def test_requests_beyond_the_budget_together_wait_and_keep_it(
+    models: list[str], resident: Server, tmp_path: Path
+) -> None:
+    command = ["mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", "0.16"]
+    texts = ["word " * 100, "Hi", "word " * 130, "Who are you?"]
+    expected = [chat(resident, text) for text in texts]
+    with running(tmp_path / "log", *command) as server, ThreadPoolExecutor() as pool:
+        assert list(pool.map(lambda text: chat(server, text), texts)) == expected
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        assert int(status.partition("VmHWM:")[2].split()[0]) * 1024 <= 160_000_000
 
 
 def test_models_without_a_hugging_face_cache(models: list[str], streaming: Server) -> None:
@@ -150,7 +164,7 @@ def test_a_model_that_is_not_here(models: list[str], streaming: Server) -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_client_that_leaves_before_its_answer(streaming: Server, alone: bool) -> None:
-    body = {"messages": [{"role": "user", "content": "Count"}], "max_tokens": 40_000}
+    body = {"messages": [{"role": "user", "content": "Count"}], "max_tokens": 12_000}
     payload = json.dumps({**body, "seed": 1} if alone else body).encode()
     with socket.create_connection(("127.0.0.1", streaming.port)) as connection:
         head = f"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: {len(payload)}\r\n\r\n"
@@ -162,7 +176,7 @@ def test_a_client_that_leaves_before_its_answer(streaming: Server, alone: bool) 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_server(models: list[str], tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path / "log", "mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", "0.4") as server:
-        request = {"messages": [{"role": "user", "content": "Count"}], "max_tokens": 40_000, "stream": True}
+        request = {"messages": [{"role": "user", "content": "Count"}], "max_tokens": 12_000, "stream": True}
         responses = server.client().chat.completions.create(model="default_model", **request)
         next(iter(responses))
         server.process.send_signal(number)

@@ -22,7 +22,7 @@ from mlx_flash.integration.http import Listener
 from mlx_flash.integration.mlx_lm import apply_flash_patch
 from mlx_flash.integration.server import surviving_server
 from mlx_flash.monitor.words import size, speed
-from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
 
 
 def execute(args: argparse.Namespace, out: TextIO) -> int:
@@ -58,6 +58,8 @@ def serve_with(config: FlashConfig, flags: Sequence[str], out: TextIO) -> int:
         plan = _plan(given.model, config)
         if plan is not None and given.prompt_cache_bytes is None:
             flags += ["--prompt-cache-bytes", str(plan.kv_bytes // 2)]
+        if plan is not None:  # so that no step of mlx-lm takes more than one pass, and a request can end after each
+            flags += _step_flags(given.prefill_step_size, plan.prefill_step_size)
         with apply_flash_patch(config), surviving_server(listener), contextlib.redirect_stdout(out):
             return run_program(["mlx_lm.server", *flags])
 
@@ -77,6 +79,16 @@ def _with_prefill_step(args: argparse.Namespace) -> list[str]:
     return [*args.rest, *(() if step is None else ("--prefill-step-size", str(step)))]
 
 
+def _step_flags(wanted: int, planned: int) -> list[str]:
+    if planned < wanted:
+        print(
+            f"mlx-flash: the budget has room for {planned} prompt tokens at a time: output is mlx-lm's own for "
+            f"--prefill-step-size {planned}",
+            file=sys.stderr,
+        )
+    return ["--prefill-step-size", str(min(wanted, planned))]
+
+
 def _model_of(flags: Sequence[str]) -> str | None:
     model: str | None = _server_flags(flags).model
     return model
@@ -89,6 +101,7 @@ def _server_flags(flags: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--prompt-cache-bytes")
+    parser.add_argument("--prefill-step-size", type=int, default=DEFAULT_PREFILL_STEP_SIZE)
     return parser.parse_known_args(list(flags))[0]
 
 

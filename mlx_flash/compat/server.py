@@ -19,6 +19,7 @@ require(server, RUN_HTTP_SERVER, "host", "port", "response_generator")
 require(server.ResponseGenerator, "_next_request", "timeout")
 require(server.ResponseGenerator, "_serve_single", "request", "stream")
 require(server.ResponseGenerator, "_is_batchable", "args")
+require(server.ResponseGenerator, "_tokenize", "tokenizer", "request", "args")
 for _name in ("_generate", "_await_response", "generation_available", "join"):
     require(server.ResponseGenerator, _name)
 require(server.APIHandler, "handle_completion", "request", "stop_words")
@@ -31,7 +32,8 @@ require_that(isinstance(LRUPromptCache.nbytes, property), "LRUPromptCache.nbytes
 WAIT_SECONDS = 0.25
 """Time between two looks at the client of an answer that takes long."""
 
-for _name in ("next_request", "may_batch", "answer_requests", "answer_alone", "check_client", "ask_to_stop"):
+_HOOKS = ("next_request", "may_batch", "would_batch", "tokenize", "answer_requests", "answer_alone", "check_client")
+for _name in (*_HOOKS, "ask_to_stop", "is_stopping"):
     require_that(not hasattr(server.ResponseGenerator, _name), f"ResponseGenerator has its own {_name}()")
 
 
@@ -45,6 +47,14 @@ class ResponseGenerator(server.ResponseGenerator):  # type: ignore[misc]
     def may_batch(self, args: Any) -> bool:
         """Return whether a request may be answered together with others, if mlx-lm would."""
         return True
+
+    def would_batch(self, args: Any) -> bool:
+        """Return whether mlx-lm would answer a request together with others."""
+        return bool(super()._is_batchable(args))
+
+    def tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """Return a tuple that begins with the tokens of a request's prompt."""
+        return super()._tokenize(tokenizer, request, args)
 
     def answer_requests(self) -> None:
         """Answer requests until the server stops."""
@@ -70,7 +80,10 @@ class ResponseGenerator(server.ResponseGenerator):  # type: ignore[misc]
         return self.next_request(timeout)
 
     def _is_batchable(self, args: Any) -> bool:
-        return bool(super()._is_batchable(args)) and self.may_batch(args)
+        return self.would_batch(args) and self.may_batch(args)
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        return self.tokenize(tokenizer, request, args)
 
     def _generate(self) -> None:
         self.answer_requests()
@@ -119,5 +132,5 @@ class APIHandler(server.APIHandler):  # type: ignore[misc]
 
 
 def is_stopped(context: Any) -> bool:
-    """Return whether the client of a ``GenerationContext`` is gone."""
-    return bool(context._should_stop)
+    """Return whether an answer with this ``GenerationContext`` was stopped; False for None."""
+    return context is not None and bool(context._should_stop)

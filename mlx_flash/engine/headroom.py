@@ -7,18 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.sizes import update_growth
+from mlx_flash.kv.sizes import cache_nbytes, update_growth
+from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.residency.plan import MB, ResidencyPlan
 from mlx_flash.streaming.loans import Loans
 
 TOKENS_AHEAD = 32
 """Room for so many more tokens is not lent, so that calls seldom wait for a loan that ends."""
+
+_SETTLED = "settled_padding"
+"""Attribute of an evaluated batch with its array of paddings, which mlx-lm replaces when sequences come or go."""
 
 
 def check_not_forked(pid: int) -> None:
@@ -49,16 +53,17 @@ def check_headroom(plan: ResidencyPlan, call: ForwardCall, step: int | None = No
         BudgetError: it names what to change.
         WriteError: keys and values would have to go to disk, which has no room.
     """
-    num_tokens, cache, all_logits = call.num_tokens, call.cache, call.wants_logits
-    step = step and step * call.batch_size
-    own = _own(cache)
-    context = max([num_tokens, *(entry.size() + num_tokens for entry in (*_plain(cache), *own))])
+    num_tokens, num_rows, all_logits = call.num_tokens, call.batch_size, call.wants_logits
+    step = step and step * num_rows
+    own, others = _own(call.cache), _others(call.cache)
+    _settle_batches(others, loans)
+    context = max([num_tokens, *(_num_tokens(entry) + num_tokens // num_rows for entry in (*others, *own))])
     activations = plan.activations.nbytes(step or num_tokens, context, all_logits=all_logits)
     if step and all_logits:  # those of all steps are kept
         activations += num_tokens * plan.activations.logits_per_token
     elsewhere = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit
     in_use = _in_use({entry.pool for entry in own})
-    growth = _kv_growth(plan, num_tokens, cache)
+    growth = _kv_growth(plan, num_tokens, num_rows, others)
     missing = elsewhere + in_use + activations + growth - plan.budget_bytes
     if loans is not None:
         short = missing + _own_growth(plan, own, num_tokens, step or num_tokens)
@@ -158,17 +163,33 @@ def _admit(plan: ResidencyPlan, own: Sequence[Any], num_tokens: int, step: int, 
     return int(own[0].pool.admit([entry.rows for entry in own], num_tokens, step, _row_bytes(plan, own), room))
 
 
-def _plain(cache: Sequence[Any] | None) -> list[KVCache]:
-    return [e for e in cache or () if isinstance(e, KVCache) and not isinstance(e, DiskKVCache)]
+def _others(cache: Sequence[Any] | None) -> list[Any]:
+    """Return mlx-lm's own caches, without the lists that hold some."""
+    entries = [leaf for entry in cache or () for leaf in getattr(entry, "caches", (entry,))]
+    return [entry for entry in entries if not isinstance(entry, DiskKVCache | DiskQuantizedKVCache)]
 
 
-def _kv_growth(plan: ResidencyPlan, num_tokens: int, cache: Sequence[Any] | None) -> int:
-    """Bytes the call will add to the KV cache.
+def _num_tokens(entry: Any) -> int:
+    return int(entry.offset if isinstance(entry, QuantizedKVCache) else entry.size())
 
-    Counts the caches that grow without bound; another kind shows up in the arrays in use at the next call.
+
+def _settle_batches(entries: Sequence[Any], loans: Loans | None) -> None:
+    """Evaluate, layer by layer, the batches that sequences were added to or removed from since their last call.
+
+    mlx-lm replaces the arrays of all layers at once, but lazily. Evaluated together, they would be there twice.
     """
-    entries = _plain(cache)
+    paddings = {id(entry): vars(entry).get("left_padding") for entry in entries}
+    changed = [entry for entry in entries if paddings[id(entry)] is not vars(entry).get(_SETTLED)]
+    if changed and loans is not None:
+        loans.recall(cache_nbytes(changed))
+    for entry in changed:
+        mx.eval(arrays_in(entry))
+        setattr(entry, _SETTLED, paddings[id(entry)])
+
+
+def _kv_growth(plan: ResidencyPlan, num_tokens: int, num_rows: int, entries: Sequence[Any]) -> int:
+    """Return the bytes that the call adds to mlx-lm's own caches."""
     if not entries:
         return 0
-    per_layer = plan.kv_bytes_per_token // len(entries)
-    return update_growth(entries, num_tokens, [per_layer] * len(entries)).added
+    per_layer = num_rows * plan.kv_bytes_per_token // len(entries)
+    return update_growth(entries, num_tokens // num_rows, [per_layer] * len(entries)).added

@@ -53,7 +53,9 @@ class Handler(APIHandler):
     def _send_failure(self, error: BaseException | None) -> None:
         if isinstance(error, ConnectionError):
             _log.info("a client left before its answer began")
-        elif isinstance(error, RefusedError):
+            return
+        _log.error("a request failed: %s", error)
+        if isinstance(error, RefusedError):
             self.send_error_json(error, error.status)
         elif isinstance(error, FlashError | RuntimeError):
             self.send_error_json(error, 500)

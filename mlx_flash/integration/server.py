@@ -7,17 +7,25 @@ import gc
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from queue import Queue
 from typing import Any
 
+import jinja2
+import mlx.core as mx
 from mlx_lm import server
 
 from mlx_flash.compat.server import RUN_HTTP_SERVER, GenerationContext, LRUPromptCache, ResponseGenerator, is_stopped
 from mlx_flash.errors import FlashError
+from mlx_flash.integration.admission import alone_bytes, batch_bytes, decide, room_bytes
 from mlx_flash.integration.http import ClientLeftError, Listener, UnansweredError, is_gone, known_as
 from mlx_flash.kv.kept import KeptCaches
+from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.model import FlashLLM
+
+_REQUEST_ERRORS = (FlashError, jinja2.TemplateError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of one request while its prompt is made: a chat template may fail in many ways."""
 
 
 class SharingPromptCache(LRUPromptCache):  # type: ignore[misc]
@@ -25,9 +33,11 @@ class SharingPromptCache(LRUPromptCache):  # type: ignore[misc]
 
     Attributes:
         model_provider: mlx-lm's; None while there is none.
+        limit_bytes: what is kept may take so much at most, beside the limits of mlx-lm; None for no such limit.
     """
 
     model_provider: Any = None
+    limit_bytes: int | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,9 +45,25 @@ class SharingPromptCache(LRUPromptCache):  # type: ignore[misc]
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **options: Any) -> None:
         streamed = None if self.model_provider is None else self.model_provider.model
-        if isinstance(streamed, FlashLLM) and streamed.kv is not None:
-            prompt_cache = self._kept.take(prompt_cache, tokens, streamed.kv)
+        nbytes = sum(entry.nbytes for entry in prompt_cache)
+        if self.limit_bytes is not None:
+            if nbytes > self.limit_bytes:
+                return
+            self.trim_to(n_bytes=self.limit_bytes - nbytes)
+        if isinstance(streamed, FlashLLM):
+            if streamed.engine is not None:  # what a batch extracts is not evaluated yet
+                streamed.engine.loans.recall(nbytes)
+            if streamed.kv is not None:
+                prompt_cache = self._kept.take(prompt_cache, tokens, streamed.kv)
+        for entry in prompt_cache:
+            mx.eval(arrays_in(entry))
         super().insert_cache(model, tokens, prompt_cache, **options)
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> Any:
+        """Return a copy of the kept cache with the longest prefix of some tokens, and the tokens after it."""
+        if self.limit_bytes is not None and self.nbytes > self.limit_bytes // 2:
+            self.trim_to(n_bytes=self.limit_bytes // 2)  # the copy is there beside the row of the batch for a moment
+        return super().fetch_nearest_cache(model, tokens)
 
     @property
     def nbytes(self) -> int:
@@ -56,12 +82,22 @@ class Answer:
 
     Args:
         queue: where the thread of the client waits.
-        generator: what answers the request.
+        request: the request.
+        args: its arguments.
+        generator: what answers it.
+
+    Attributes:
+        is_alone: it is answered in no batch.
+        is_done: mlx-lm computes nothing for it any more.
+        length: tokens of the prompt and the longest answer; 0 while unknown.
+        tokenized: the tokens as mlx-lm wants them; None while unknown.
     """
 
-    def __init__(self, queue: Queue[Any], generator: SurvivingGenerator) -> None:
-        self.queue = queue
-        self.is_alone = False
+    def __init__(self, queue: Queue[Any], request: Any, args: Any, generator: SurvivingGenerator) -> None:
+        self.queue, self.request, self.args = queue, request, args
+        self.is_alone = self.is_done = False
+        self.length = 0
+        self.tokenized: Any = None
         self._generator = generator
         self._context: Any = None
 
@@ -75,6 +111,7 @@ class Answer:
             self._context = item
         if self._context is not None and (self._generator.is_stopping or self._generator.is_left(self.queue)):
             self._context.stop()
+        self.is_done = item is None or isinstance(item, Exception) or is_stopped(self._context)
         self.queue.put(item)
         if self.is_alone and isinstance(item, tuple) and is_stopped(self._context):
             raise ClientLeftError("nobody waits for this answer any more")
@@ -96,6 +133,8 @@ class SurvivingGenerator(ResponseGenerator):
         self.native_id: int | None = None
         self._under_way: weakref.WeakSet[Queue[Any]] = weakref.WeakSet()  # each one is held by its client's thread
         self._left: weakref.WeakSet[Queue[Any]] = weakref.WeakSet()
+        self._waiting: deque[Answer] = deque()
+        self._running: list[Answer] = []
         if isinstance(prompt_cache, SharingPromptCache):
             prompt_cache.model_provider = model_provider
         super().__init__(model_provider, prompt_cache)
@@ -128,14 +167,79 @@ class SurvivingGenerator(ResponseGenerator):
         return queue in self._left
 
     def next_request(self, timeout: float | None) -> Any:
-        """Return the next request whose client is still there."""
-        request = super().next_request(timeout)
-        if request is None or self.is_left(request[0]):
-            return None
-        self._under_way.add(request[0])
-        return (Answer(request[0], self), *request[1:])
+        """Return the next request, in the order of their arrival, when the budget has room for it."""
+        while (request := super().next_request(None if self._waiting else timeout)) is not None:
+            queue, asked, args = request
+            self._under_way.add(queue)
+            self._waiting.append(Answer(queue, asked, args, self))
+        self._running = [answer for answer in self._running if not answer.is_done]
+        while self._waiting:
+            answer = self._waiting[0]
+            if not self.is_left(answer.queue) and not self._admit(answer):
+                return None
+            self._waiting.popleft()
+            if self._running[-1:] == [answer]:
+                return answer, answer.request, answer.args
+        return None
+
+    def _admit(self, answer: Answer) -> bool:
+        """Let a request run, or refuse it. Return False if it has to wait for others."""
+        model, tokenizer = self.model_provider.model, self.model_provider.tokenizer
+        if not isinstance(model, FlashLLM) or not self._is_loaded(answer.args):
+            if self._running:
+                return False  # it needs another model
+            self._running.append(answer)  # tokenize() decides
+            return True
+        try:
+            if answer.tokenized is None:
+                answer.tokenized = super().tokenize(tokenizer, answer.request, answer.args)
+            self._decide(answer, model)
+        except _REQUEST_ERRORS as error:
+            answer.put(error)
+            return True
+        return self._running[-1:] == [answer]
+
+    def _is_loaded(self, args: Any) -> bool:
+        """Return whether the model in memory is the one that a request names."""
+        name, served = args.model.model, self.cli_args.model
+        return bool(self.model_provider.model_key[0] == (served if name == "default_model" else name))
+
+    def _decide(self, answer: Answer, model: FlashLLM) -> None:
+        """Add a request to those that run, if there is room now.
+
+        Raises:
+            RefusedError: there is none even when nothing else runs.
+        """
+        model.start()
+        plan, num_prompt, num_new = model.plan, len(answer.tokenized[0]), answer.args.max_tokens
+        self._running = [each for each in self._running if each is not answer]
+        lengths = [each.length for each in self._running]
+        may_batch = self.would_batch(answer.args) and self._model_may_batch()
+        decision = decide(plan, num_prompt, num_new, lengths, may_batch=may_batch)
+        if decision == "wait":
+            return
+        answer.length, answer.is_alone = num_prompt + num_new, decision == "alone"
+        self._running.append(answer)
+        needed = alone_bytes(plan, answer.length) if answer.is_alone else batch_bytes(plan, [*lengths, answer.length])
+        self.prompt_cache.limit_bytes = room_bytes(plan) - needed
+        self.prompt_cache.trim_to(n_bytes=self.prompt_cache.limit_bytes)
+
+    def tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """Return a tuple that begins with the tokens of a request's prompt."""
+        found = [answer for answer in self._running if answer.request is request]
+        tokenized = found[0].tokenized if found else None
+        if tokenized is None:
+            tokenized = super().tokenize(tokenizer, request, args)
+        if found and not found[0].length and isinstance(self.model_provider.model, FlashLLM):
+            found[0].tokenized = tokenized
+            self._decide(found[0], self.model_provider.model)
+        return tokenized
 
     def may_batch(self, args: Any) -> bool:
+        """Return False for a request that the budget has no room for in a batch."""
+        return self._model_may_batch() and not any(answer.is_alone for answer in self._running if answer.args is args)
+
+    def _model_may_batch(self) -> bool:
         """Return False where batches, whose caches are in memory, would keep what the settings send to disk."""
         model = self.model_provider.model
         return model.is_batchable if isinstance(model, FlashLLM) else True
@@ -157,8 +261,10 @@ class SurvivingGenerator(ResponseGenerator):
                     raise  # it could not even be loaded
                 logging.exception("a request failed")
                 error = failure.with_traceback(None)  # whose frames hold the caches of the requests that failed
-            for queue in list(self._under_way):
+            waiting = {answer.queue for answer in self._waiting}
+            for queue in set(self._under_way) - waiting:
                 queue.put(error)
+            self._running = []
             gc.collect()
 
 

@@ -195,6 +195,7 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
         context_length=reserve.context_length,
         kv_bytes_per_token=sizes.cache.token_bytes,
         activations=sizes.activations,
+        cache=sizes.cache,
     )
 
 

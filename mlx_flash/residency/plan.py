@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlx_flash.config import GB
+from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.load import ModelLayout
 from mlx_flash.residency.kv import KVShare
 from mlx_flash.residency.sizes import ActivationSizes
@@ -162,6 +163,7 @@ class ResidencyPlan:
         context_length: tokens that ``kv`` is enough for.
         kv_bytes_per_token: what one more token adds to the KV cache of all layers.
         activations: what a forward call allocates, by its size.
+        cache: sizes of the KV cache of one sequence.
         kv_seconds: what reading the KV cache of that context adds to a pass.
         prompt_seconds_per_token: predicted time to compute one token of a prompt, without reading.
         is_measured: True when predictions use the speeds that an earlier run reached, False for those of a short probe.
@@ -188,6 +190,7 @@ class ResidencyPlan:
     context_length: int
     kv_bytes_per_token: int
     activations: ActivationSizes
+    cache: CacheSizes
     kv_seconds: float = 0.0
     prompt_seconds_per_token: float = 0.0
     is_measured: bool = False

@@ -1,0 +1,76 @@
+"""Admission to the server, and the check before a call, count every cache of mlx-lm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache, QuantizedKVCache
+
+from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
+from mlx_flash.engine.call import parse_call
+from mlx_flash.engine.headroom import check_headroom
+from mlx_flash.integration.admission import batch_bytes, decide, room_bytes
+from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.memory.footprint import footprint
+from mlx_flash.model import load_model
+from mlx_flash.residency.plan import ResidencyPlan
+from models import LLAMA, save
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> FlashLLM:
+    directory = tmp_path_factory.mktemp("model")
+    save(directory, {**LLAMA}, bits=None)
+    model, _ = load_model(directory, FlashConfig(ram_budget_gb=footprint() / 1e9 + 0.3, telemetry=False))
+    return model
+
+
+@pytest.fixture
+def plan(model: FlashLLM) -> ResidencyPlan:
+    return model.plan
+
+
+def filled(entry: object, rows: int, tokens: int) -> object:
+    keys = mx.zeros((rows, 4, tokens, 32))
+    entry.update_and_fetch(keys, keys)  # type: ignore[attr-defined]
+    return entry
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        lambda: filled(BatchKVCache([0, 0]), 2, 256),
+        lambda: filled(BatchRotatingKVCache(4096, [0, 0]), 2, 256),
+        lambda: CacheList(filled(BatchKVCache([0, 0]), 2, 256), ArraysCache(1)),
+        lambda: filled(KVCache(), 1, 256),
+        lambda: filled(QuantizedKVCache(group_size=32), 1, 256),
+    ],
+    ids=["batch", "rotating batch", "list", "plain", "quantized"],
+)
+def test_growth_of_every_cache_counts(plan: ResidencyPlan, entry: object) -> None:
+    caches = [entry() for _ in range(5)]  # type: ignore[operator]
+    mx.eval([cache.state for cache in caches])
+    rows = arrays_in(caches)[0].shape[0]
+    call = parse_call((mx.zeros((rows, 512 // rows), mx.int32), caches), {})
+    check_headroom(plan, call)
+    growth = 5 * 256 * 2 * 4 * 32  # at least a byte for every number of a row
+    in_use = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit
+    in_use += int(mx.get_active_memory()) + plan.activations.nbytes(512, 256 + 512 // rows, all_logits=True)
+    with pytest.raises(BudgetError):
+        check_headroom(replace(plan, budget_bytes=in_use + growth), call)
+
+
+def test_decisions(plan: ResidencyPlan) -> None:
+    assert decide(plan, 100, 20, [], may_batch=True) == "batch"
+    most = next(n for n in range(256, 1 << 24, 256) if batch_bytes(plan, [n]) > room_bytes(plan)) - 256
+    assert decide(plan, most - 20, 20, [], may_batch=True) == "batch"
+    assert decide(plan, 100, 20, [most], may_batch=True) == "wait"
+    assert decide(plan, 100, 20, [], may_batch=False) == "alone"
+    assert decide(plan, 100, 20, [20], may_batch=False) == "wait"
+    with pytest.raises(
+        RefusedError, match=r"at most 20 need [\d.]+ MB .* budget is [\d.]+ MB.* --ram-budget-gb"
+    ) as caught:
+        decide(plan, 1 << 24, 20, [], may_batch=True)
+    assert caught.value.status == 413

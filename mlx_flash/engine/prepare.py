@@ -16,7 +16,7 @@ from mlx_flash.layout.identity import ModelIdentity
 from mlx_flash.layout.load import LoadedModel, ModelLayout, load_lazily
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import kernel_alignment
-from mlx_flash.residency.machine import look_at_machine, look_at_memory
+from mlx_flash.residency.machine import has_grown, look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import measure
@@ -32,25 +32,30 @@ class Prepared:
         layout: the model's units.
         machine: the machine in numbers.
         plan: what will be in memory.
-        identity: what decides the model's output; None where there is no prefix cache.
+        identity: the modules and arrays that were loaded.
+        fingerprint: of what decides their output; None where there is no prefix cache.
     """
 
     loaded: LoadedModel
     layout: ModelLayout
     machine: Machine
     plan: ResidencyPlan
-    identity: ModelIdentity | None = None
+    identity: ModelIdentity
+    fingerprint: str | None = None
 
     def renewed(self, config: FlashConfig, promised_bytes: int) -> Prepared:
-        """Return it as of now: modules, and the memory that is left, may have changed.
+        """Return it as of now: adapters may have changed modules, and other models may have taken memory.
 
         Args:
             config: how to stream.
             promised_bytes: the part of the budget that other models of the process will take, or may.
         """
-        layout = make_layout(self.loaded)
-        plan = _plan(self.loaded, layout, config, look_at_memory(self.machine, promised_bytes))
-        return replace(self, layout=layout, plan=plan)
+        machine = look_at_memory(self.machine, promised_bytes)
+        is_unchanged = self.identity.is_unchanged
+        if is_unchanged and not has_grown(self.machine, machine):
+            return self
+        layout = self.layout if is_unchanged else make_layout(self.loaded)
+        return replace(self, layout=layout, plan=_plan(self.loaded, layout, config, machine))
 
 
 def prepare(
@@ -79,10 +84,9 @@ def prepare(
     layout = make_layout(loaded)
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
     machine = look_at_machine(largest.path, layout, config)
-    identity = None
-    if config.kv_prefixes != "off":
-        identity = ModelIdentity(loaded.model, fingerprint_of(loaded, state_of(checkpoint)))
-    return Prepared(loaded, layout, machine, _plan(loaded, layout, config, machine), identity)
+    fingerprint = None if config.kv_prefixes == "off" else fingerprint_of(loaded, state_of(checkpoint))
+    plan = _plan(loaded, layout, config, machine)
+    return Prepared(loaded, layout, machine, plan, ModelIdentity(loaded.model), fingerprint)
 
 
 def _plan(loaded: LoadedModel, layout: ModelLayout, config: FlashConfig, machine: Machine) -> ResidencyPlan:

@@ -92,11 +92,13 @@ class Session:
 
 def _fingerprint(prepared: Prepared, name: str) -> str | None:
     """Return that of the model, its adapters included; None when its prompts are not to be cached, or cannot be."""
-    identity = prepared.identity
-    fingerprint = None if identity is None else identity.fingerprint()
-    if identity is not None and fingerprint is None:
+    if prepared.fingerprint is None:
+        return None
+    changes = prepared.identity.changes()
+    if changes is None:
         _log.warning("prompts of %s are not remembered: too much of it is not as it was loaded.", name)
-    return fingerprint
+        return None
+    return prepared.fingerprint + changes
 
 
 def _files(layout: ModelLayout) -> list[Path]:

@@ -20,29 +20,35 @@ class ModelIdentity:
 
     Args:
         model: mlx-lm's, lazily loaded.
-        fingerprint: of its checkpoint, and of what computes.
     """
 
-    def __init__(self, model: nn.Module, fingerprint: str) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._fingerprint = fingerprint
         self._modules = list(_modules(model))
+        self._objects = [module for _, module in model.named_modules()]
         self._arrays = _arrays(model)
 
-    def fingerprint(self) -> str | None:
-        """The fingerprint, with a digest of what was changed since, the bytes of new arrays included.
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether modules and arrays are the same objects still, with the same settings."""
+        arrays, objects = _arrays(self._model), [module for _, module in self._model.named_modules()]
+        return (
+            all(self._arrays.get(name) is array for name, array in arrays.items())
+            and len(arrays) == len(self._arrays)
+            and [id(module) for module in objects] == [id(module) for module in self._objects]
+            and list(_modules(self._model)) == self._modules
+        )
+
+    def changes(self) -> str | None:
+        """Return a digest of what was changed since, the bytes of new arrays included; empty if nothing was.
 
         Returns:
             None when so much was changed that it cannot be told.
         """
-        changes = self._changes()
-        return None if changes is None else self._fingerprint + changes
-
-    def _changes(self) -> str | None:
+        if self.is_unchanged:
+            return ""
         modules, arrays = list(_modules(self._model)), _arrays(self._model)
         new = {name: array for name, array in arrays.items() if self._arrays.get(name) is not array}
-        if modules == self._modules and not new and len(arrays) == len(self._arrays):
-            return ""
         # an array that only has another name now is the checkpoint's, and which one it is must be told
         old = {id(array): name for name, array in self._arrays.items()}
         moved = {name: old[id(array)] for name, array in new.items() if id(array) in old}

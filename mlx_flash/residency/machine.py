@@ -110,6 +110,11 @@ def look_at_memory(machine: Machine, promised_bytes: int) -> Machine:
     )
 
 
+def has_grown(before: Machine, now: Machine) -> bool:
+    """Return whether this process has taken, or promised, more memory than a plan allows for."""
+    return now.base_bytes > before.base_bytes or now.active_bytes > before.active_bytes + BASE_STEP
+
+
 def compute_bytes_per_second(layout: ModelLayout) -> float:
     """Weight bytes a second in a matrix-vector product of the kind that the model's layers are made of.
 

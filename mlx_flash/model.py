@@ -141,7 +141,7 @@ class FlashLLM(ModelFacade):
                 cannot hold the plan.
             ClosedError: the model was closed.
         """
-        call = parse_call(args, kwargs, wants_logits=not result_is_dropped(sys._getframe(1)))
+        call = parse_call(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
         self.start()
         with self._lock:
             self._check_open()

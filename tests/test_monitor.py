@@ -173,6 +173,8 @@ def test_speeds_count_the_evaluation_of_lazy_calls() -> None:
     rates = History(published(state(passes={**passes, **gaps}))).rates
     assert rates.mean_prompt_tokens_per_second == pytest.approx(100)
     assert rates.mean_tokens_per_second == pytest.approx(5)
+    passes = {"num_tokens_in": 512, "num_tokens_out": 0, "num_prompt_tokens": 0, "pass_seconds": 0.01}
+    assert History(published(state(passes=passes))).rates.mean_prompt_tokens_per_second is None
 
 
 @given(st.lists(st.tuples(*[st.floats(0, 50)] * 4), min_size=2, max_size=20))

@@ -190,6 +190,16 @@ def test_lazy_calls_count_the_time_of_their_evaluation() -> None:
     assert counters.prompt_gap_seconds == before, "100 s of idle time count"
 
 
+def test_a_prompt_counts_towards_its_speed_when_its_evaluation_is_over() -> None:
+    counters = PassCounters()
+    counters.begin(1000, 2)
+    counters.end()
+    assert (counters.num_tokens_in, counters.num_prompt_tokens) == (1000, 0)
+    counters.begin(2, 2)
+    counters.end()
+    assert (counters.num_prompt_tokens, counters.num_tokens_out) == (1000, 2)
+
+
 def test_counters_of_a_call_that_raised() -> None:
     counters = PassCounters()
     counters.begin(1, 1)

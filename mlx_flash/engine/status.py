@@ -33,6 +33,7 @@ class PassCounters:
         num_failed: calls that raised.
         num_tokens_in: tokens that they were given, over all sequences.
         num_tokens_out: tokens that they generated: one for each sequence in a call with one new token a sequence.
+        num_prompt_tokens: tokens of prompts of which it is known how long MLX evaluated them: another call has begun.
         pass_seconds: time spent in calls.
         decode_seconds: the part of it in which ``num_tokens_out`` were generated.
         prompt_gap_seconds, decode_gap_seconds: time between a call that ended and the next one, in which MLX evaluates
@@ -47,6 +48,7 @@ class PassCounters:
     num_failed: int = 0
     num_tokens_in: int = 0
     num_tokens_out: int = 0
+    num_prompt_tokens: int = 0
     pass_seconds: float = 0.0
     decode_seconds: float = 0.0
     prompt_gap_seconds: float = 0.0
@@ -69,6 +71,7 @@ class PassCounters:
         if self.num_passes and self.last_ended >= self.last_began and gap < LONGEST_GAP_SECONDS:
             if self.num_tokens != self.batch_size:
                 self.prompt_gap_seconds += gap
+                self.num_prompt_tokens += self.num_tokens
             elif num_tokens == batch_size:
                 self.decode_gap_seconds += gap
         self.num_tokens, self.batch_size = num_tokens, batch_size

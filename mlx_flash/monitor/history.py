@@ -160,7 +160,8 @@ class History:
         seconds = now.clock - before.clock
         in_decoding, busy = number(state, "passes", "decode_seconds"), number(state, "read", "busy_seconds")
         decode = in_decoding + number(state, "passes", "decode_gap_seconds")
-        prompt = now.tokens_in - now.tokens_out
+        evaluated = optional(state, "passes", "num_prompt_tokens")
+        prompt = now.tokens_in - now.tokens_out if evaluated is None else evaluated
         prefill = number(state, "passes", "pass_seconds") - in_decoding + number(state, "passes", "prompt_gap_seconds")
         return Rates(
             tokens_per_second=self._tokens_per_second(),

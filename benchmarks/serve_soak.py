@@ -1,0 +1,221 @@
+"""A soak test of ``mlx-flash serve``: clients with prompts of mixed lengths, at several budgets, for a given time.
+
+Every answer is compared with the answer to the same request alone, from a server in the same settings that gets one
+request at a time. A refused request must have been refused before work began, with the numbers. With ``--limit`` the
+server runs in a kernel memory limit of its budget plus 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from harness import SMALL_MACHINE, describe, describe_cold, describe_model, write_json
+
+LIMIT_ROOM = 1.05
+"""Size of the kernel limit, in budgets."""
+
+REFUSED = 413
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request: a prompt of so many words, and the most tokens of its answer."""
+
+    words: int
+    max_tokens: int
+
+    def body(self) -> bytes:
+        """Return the request in JSON."""
+        text = f"{self.words} words: " + "word " * self.words
+        return json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": self.max_tokens}).encode()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An HTTP status, the answer or error, and seconds until it came; status 0 is a lost connection."""
+
+    status: int
+    text: str
+    seconds: float
+
+
+@dataclass
+class Server:
+    """A running server; its peak is sampled, since it is no child of this process with a limit."""
+
+    port: int
+    log: Path
+    process: subprocess.Popen[bytes]
+    peak_bytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, case: Case) -> Outcome:
+        """Send a request and wait for its answer."""
+        began = time.perf_counter()
+        url, head = f"http://127.0.0.1:{self.port}/v1/chat/completions", {"Content-Type": "application/json"}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, case.body(), head), timeout=3600) as response:
+                choice = json.load(response)["choices"][0]
+                return Outcome(200, json.dumps(choice, sort_keys=True), time.perf_counter() - began)
+        except urllib.error.HTTPError as error:
+            return Outcome(error.code, error.read().decode(), time.perf_counter() - began)
+        except OSError as error:
+            return Outcome(0, str(error), time.perf_counter() - began)
+
+    def note_peak(self) -> None:
+        """Read the peak of the process, where the system tells it."""
+        with contextlib.suppress(psutil.Error, OSError):
+            family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+            for process in family:
+                if "mlx_flash" in process.cmdline():
+                    text = Path(f"/proc/{process.pid}/status").read_text()
+                    self.peak_bytes = max(self.peak_bytes, int(text.partition("VmHWM:")[2].split()[0]) * 1024)
+
+
+@contextlib.contextmanager
+def serving(model: Path, budget_gb: float, log: Path, *, limit: bool, flags: list[str]) -> Iterator[Server]:
+    """Run a server until the block ends, then end it as a user does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlx_flash", "serve", "--model", model, "--ram-budget-gb", budget_gb, *flags]
+    words = [str(word) for word in (*command, "--port", port)]
+    if limit:
+        words = [str(SMALL_MACHINE), "--warm", str(int(budget_gb * LIMIT_ROOM * 1e9)), *words]
+    with log.open("wb") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=output, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    server = Server(port, log, process)
+    try:
+        _wait_until_healthy(server)
+        yield server
+        server.note_peak()
+        process.send_signal(signal.SIGTERM)
+        process.wait(600)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_healthy(server: Server) -> None:
+    for _ in range(600):
+        if server.process.poll() is not None:
+            raise SystemExit(f"the server ended: {server.log.read_text().strip().splitlines()[-1]}")
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=1).close()
+            return
+        time.sleep(0.1)
+    raise SystemExit("the server did not start within a minute")
+
+
+def soak(args: argparse.Namespace, cases: list[Case], budget_gb: float, folder: Path) -> dict[str, Any]:
+    """Return the numbers of one budget."""
+    with serving(args.model, budget_gb, folder / "alone.log", limit=False, flags=args.flags) as server:
+        alone = {case: server.ask(case) for case in cases}
+    log = folder / "soak.log"
+    with serving(args.model, budget_gb, log, limit=args.limit, flags=args.flags) as server:
+        outcomes = _ask_for(server, args, cases)
+    counts = Counter(_verdict(outcome, alone[case]) for case, outcome in outcomes)
+    seconds = sorted(outcome.seconds for _, outcome in outcomes if outcome.status == 200)
+    refused = [outcome.seconds for _, outcome in outcomes if outcome.status == REFUSED]
+    return {
+        "budget_bytes": round(budget_gb * 1e9),
+        "requests": len(outcomes),
+        **{name: counts[name] for name in ("equal", "different", "refused", "failed")},
+        "killed": int("kills=0" not in log.read_text()) if args.limit else 0,
+        "exit_status": server.process.returncode,
+        "peak_bytes": server.peak_bytes,
+        "peak_of_budget": server.peak_bytes / (budget_gb * 1e9),
+        "median_seconds": seconds[len(seconds) // 2] if seconds else None,
+        "longest_refusal_seconds": max(refused, default=None),
+        "failures": [outcome.text for case, outcome in outcomes if _verdict(outcome, alone[case]) == "failed"][:5],
+    }
+
+
+def _verdict(outcome: Outcome, alone: Outcome) -> str:
+    if outcome.status == REFUSED:
+        return "refused" if alone.status == REFUSED and "MB" in outcome.text else "failed"
+    if outcome.status != 200:
+        return "failed"
+    return "equal" if outcome.text == alone.text else "different"
+
+
+def _ask_for(server: Server, args: argparse.Namespace, cases: list[Case]) -> list[tuple[Case, Outcome]]:
+    """Ask with several clients until the time is over."""
+    outcomes: list[tuple[Case, Outcome]] = []
+    end = time.monotonic() + args.seconds
+
+    def work(number: int) -> None:
+        choose = random.Random(number)
+        while time.monotonic() < end and server.process.poll() is None:
+            case = choose.choice(cases)
+            outcome = server.ask(case)
+            with server.lock:
+                outcomes.append((case, outcome))
+                server.note_peak()
+
+    clients = [threading.Thread(target=work, args=(number,)) for number in range(args.clients)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    return outcomes
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="model directory")
+    parser.add_argument("--budgets", type=float, nargs="+", required=True, metavar="GB", help="budgets of the server")
+    parser.add_argument("--seconds", type=float, default=600, help="time for each budget (default: %(default)s)")
+    parser.add_argument("--clients", type=int, default=4, help="clients at once (default: %(default)s)")
+    parser.add_argument("--words", type=int, nargs="+", default=[4, 60, 200, 500, 2500], help="words of the prompts")
+    parser.add_argument("--max-tokens", type=int, nargs="+", default=[8, 48], help="longest answers, in tokens")
+    parser.add_argument("--limit", action="store_true", help="run the server in a kernel limit of its budget plus 5 %%")
+    parser.add_argument(
+        "--flags", nargs=argparse.REMAINDER, default=[], help="more flags of mlx-flash serve, at the end"
+    )
+    parser.add_argument("--json", type=Path, help="file for all numbers")
+    return parser
+
+
+def main() -> None:
+    """Run the soak test and print one line for each budget."""
+    args = make_parser().parse_args()
+    cases = [Case(words, tokens) for words in args.words for tokens in args.max_tokens]
+    results = []
+    for budget in args.budgets:
+        with tempfile.TemporaryDirectory() as folder:
+            result = soak(args, cases, budget, Path(folder))
+        results.append(result)
+        shown = ", ".join(f"{result[name]} {name}" for name in ("requests", "equal", "different", "refused", "failed"))
+        print(f"{budget:g} GB: {shown}, {result['killed']} killed, peak {result['peak_of_budget']:.1%} of the budget")
+    described = describe(args.model, describe_cold(None, limited=False)) | {"model": describe_model(args.model)}
+    settings = {"clients": args.clients, "seconds": args.seconds, "limit": args.limit}
+    write_json(args.json, described | settings | {"results": results})
+    wrong = sum(result["failed"] + result["killed"] for result in results)
+    if wrong or any(result["peak_of_budget"] > 1 for result in results):
+        raise SystemExit("a request failed, a server was killed, or a peak was above the budget")
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,7 @@ from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.facade import ModelFacade
 from mlx_flash.engine.headroom import check_headroom, check_not_forked
 from mlx_flash.engine.manager import FlashManager
-from mlx_flash.engine.prepare import Prepared, prepare, resolve
+from mlx_flash.engine.prepare import Prepared, load_tokenizer, prepare, resolve
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.errors import ClosedError, ConfigError
@@ -32,7 +32,7 @@ from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import open_governor
 from mlx_flash.layout.arrays import arrays_in
-from mlx_flash.layout.load import load_config, model_name
+from mlx_flash.layout.load import model_name
 from mlx_flash.prefixes.cache import PrefixCache
 from mlx_flash.prefixes.leaves import forget
 
@@ -285,7 +285,7 @@ def load(
         ConfigError: a setting is wrong; BudgetError when the budget is too small.
     """
     path = resolve(path_or_hf_repo, revision)
-    tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=load_config(path).get("eos_token_id"))
+    tokenizer = load_tokenizer(path, tokenizer_config)
     model, _ = load_model(path, config, adapter_path=adapter_path, model_config=model_config, progress=progress)
     return model, tokenizer
 

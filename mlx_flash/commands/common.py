@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from mlx_lm import utils as mlx_lm_utils
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
 from mlx_flash.commands.arguments import SETTINGS
 from mlx_flash.commands.report import Json
 from mlx_flash.config import FlashConfig
-from mlx_flash.layout.load import load_config
+from mlx_flash.engine import prepare
 
 
 def dial(args: argparse.Namespace) -> dict[str, Any]:
@@ -32,9 +31,7 @@ def make_config(args: argparse.Namespace) -> FlashConfig:
 
 def load_tokenizer(path: Path, args: argparse.Namespace, settings: Mapping[str, Any] | None = None) -> Any:
     """Return mlx-lm's tokenizer, as ``mlx_lm.generate`` loads it."""
-    eos_token_ids = load_config(path).get("eos_token_id")
-    settings = {**(settings or {}), "trust_remote_code": args.trust_remote_code}
-    return mlx_lm_utils.load_tokenizer(path, settings, eos_token_ids=eos_token_ids)
+    return prepare.load_tokenizer(path, {**(settings or {}), "trust_remote_code": args.trust_remote_code})
 
 
 def print_json(value: Json, out: TextIO) -> None:

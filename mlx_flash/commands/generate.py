@@ -189,7 +189,7 @@ def load_draft(args: argparse.Namespace, path: Path) -> nn.Module | None:
     if args.draft_model is None:
         return None
     draft = resolve(args.draft_model)
-    sizes = [mlx_lm_utils.load_tokenizer(folder).vocab_size for folder in (draft, path)]
+    sizes = [load_tokenizer(folder, args).vocab_size for folder in (draft, path)]
     if sizes[0] != sizes[1]:
         raise ConfigError(f"--draft-model {args.draft_model} has {sizes[0]} tokens, the model has {sizes[1]}")
     return cast(nn.Module, mlx_lm_utils.load_model(draft)[0])

@@ -11,12 +11,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TextIO
 
-from mlx_lm import utils as mlx_lm_utils
-
 from mlx_flash.commands.chat import HELP, chat_habits
 from mlx_flash.commands.common import dial, make_config
 from mlx_flash.config import GB, FlashConfig
-from mlx_flash.engine.prepare import prepare, resolve
+from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
 from mlx_flash.errors import ConfigError
 from mlx_flash.integration.http import Listener
 from mlx_flash.integration.mlx_lm import apply_flash_patch
@@ -110,7 +108,7 @@ def _plan(model: str | None, config: FlashConfig) -> ResidencyPlan | None:
     if model is None or not config.enabled:
         return None
     path = resolve(model)
-    tokenizer = mlx_lm_utils.load_tokenizer(path)  # takes memory too
+    tokenizer = load_tokenizer(path)  # takes memory too
     plan = prepare(path, config, writes=False).plan
     del tokenizer
     expected = f", about {speed(1 / plan.seconds)}" if plan.seconds else ""

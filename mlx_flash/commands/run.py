@@ -15,7 +15,6 @@ from typing import Any, TextIO
 
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm import utils as mlx_lm_utils
 
 from mlx_flash.commands.chat import BYE, HELP
 from mlx_flash.commands.common import dial, print_rich
@@ -24,7 +23,7 @@ from mlx_flash.commands.mlx_lm import serve_with
 from mlx_flash.commands.render import render_generation
 from mlx_flash.commands.report import Recorder, make_report
 from mlx_flash.config import FlashConfig, did_you_mean
-from mlx_flash.engine.prepare import resolve
+from mlx_flash.engine.prepare import load_tokenizer, resolve
 from mlx_flash.errors import ConfigError
 from mlx_flash.model import FlashLLM, load
 from mlx_flash.modelfile.conversation import Conversation, first_messages
@@ -167,7 +166,7 @@ def _chat_template(modelfile: Modelfile) -> str | None:
     if not first:
         return template
     if template is None:
-        template = mlx_lm_utils.load_tokenizer(resolve(modelfile.base)).chat_template
+        template = load_tokenizer(resolve(modelfile.base)).chat_template
     if template is None:
         print(f"{modelfile.path}: SYSTEM and MESSAGE have no effect: the model has no chat template", file=sys.stderr)
         return None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear, SwitchMLP
 
 from mlx_flash.compat.require import require, require_that
 
@@ -26,3 +29,18 @@ def is_expert_stack(module: nn.Module) -> bool:
 def computes_as_expert_stack(module: nn.Module) -> bool:
     """Return whether a module computes what mlx-lm's stacks do; derived classes may compute something else."""
     return is_expert_stack(module) and any(type(module).__call__ is kind.__call__ for kind in _STACKS)
+
+
+def has_kernel(module: nn.Module) -> bool:
+    """Return whether MLX can compute a module here: its CPU back end multiplies by experts in float32 only."""
+    return not isinstance(module, SwitchLinear) or _multiplies_experts(module.weight.dtype)
+
+
+@cache
+def _multiplies_experts(dtype: mx.Dtype) -> bool:
+    x = mx.ones((1, 1, 1), dtype)
+    try:
+        mx.eval(mx.gather_mm(x, x, rhs_indices=mx.array([0])))
+    except RuntimeError:
+        return False
+    return True

@@ -6,14 +6,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+from mlx_lm import utils as mlx_lm_utils
+
 from mlx_flash.compat import loading
+from mlx_flash.compat.experts import has_kernel
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.engine.engine import Progress
-from mlx_flash.errors import CheckpointNotFoundError
+from mlx_flash.errors import CheckpointError, CheckpointNotFoundError
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of
 from mlx_flash.layout.identity import ModelIdentity
-from mlx_flash.layout.load import LoadedModel, ModelLayout, load_lazily
+from mlx_flash.layout.load import LoadedModel, ModelLayout, load_config, load_lazily
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.residency.machine import has_grown, look_at_machine, look_at_memory
@@ -78,8 +82,10 @@ def prepare(
         loading: further arguments of ``mlx_lm.utils.load_model``.
     """
     path = Path(model_path)
+    _check_folder(path)
     checkpoint = read_checkpoint(path)
     loaded = load_lazily(path, checkpoint, model_config, **loading)
+    _check_kernels(loaded.model, path)
     adopt_derived(loaded, checkpoint, path, config.derived_cache_gb, progress, write=writes)
     layout = make_layout(loaded)
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
@@ -99,9 +105,71 @@ def resolve(path_or_hf_repo: str, revision: str | None = None) -> Path:
     Raises:
         CheckpointNotFoundError: there is neither.
     """
+    path = Path(path_or_hf_repo)
+    _check_folder(path)
+    if not path.exists() and (len(path.parts) > 2 or path_or_hf_repo.startswith(("/", ".", "~"))):
+        raise CheckpointNotFoundError(
+            f"there is no directory {path_or_hf_repo!r}. Hint: check the path; name one on Hugging Face NAMESPACE/NAME."
+        )
     try:
         return loading.download(path_or_hf_repo, revision)
     except (OSError, ValueError) as error:
         raise CheckpointNotFoundError(
             f"there is no directory {path_or_hf_repo!r}, and it cannot be had from Hugging Face: {error}"
+        ) from error
+
+
+def _check_folder(path: Path) -> None:
+    """Check that a path, if it exists, is a folder, and not one of models of another kind.
+
+    Raises:
+        CheckpointError: it is a file, or a folder with GGUF files and no ``config.json``.
+    """
+    if (path / "config.json").is_file():
+        return
+    files = [path] if path.is_file() else sorted(path.glob("*.gguf"))
+    if files and files[0].suffix == ".gguf":
+        raise CheckpointError(
+            f"{files[0]} is a GGUF file, which mlx-lm does not run. Hint: use the repository that it was made from, "
+            "with config.json and model*.safetensors."
+        )
+    if files:
+        raise CheckpointError(
+            f"{path} is a file. Hint: name the folder of the model, with config.json and model*.safetensors."
+        )
+
+
+def _check_kernels(model: nn.Module, path: Path) -> None:
+    """Check that MLX can compute the model here. Otherwise the first call would fail half-way.
+
+    Raises:
+        CheckpointError: it cannot; the message names a module.
+    """
+    for name, module in model.named_modules():
+        if not has_kernel(module):
+            raise CheckpointError(
+                f"MLX's back end on this machine computes experts in float32 only; {name}.weight of {path} is "
+                f"{str(module.weight.dtype).removeprefix('mlx.core.')}. Hint: convert the model with "
+                "`mlx_lm.convert --dtype float32`, or quantize it (`mlx_lm.convert -q`), or use a GPU."
+            )
+
+
+def load_tokenizer(path: Path, settings: dict[str, Any] | None = None) -> Any:
+    """Return mlx-lm's tokenizer of a model folder.
+
+    Args:
+        path: the folder.
+        settings: of the tokenizer.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be loaded.
+    """
+    eos_token_ids = load_config(path).get("eos_token_id")
+    try:
+        return mlx_lm_utils.load_tokenizer(path, settings, eos_token_ids=eos_token_ids)
+    except (OSError, ValueError) as error:
+        found = sorted(file.name for file in path.iterdir() if "token" in file.name or "vocab" in file.name)
+        raise CheckpointError(
+            f"cannot load the tokenizer of {path}, which holds {', '.join(found) or 'no tokenizer files'}. Hint: copy "
+            f"tokenizer.json and tokenizer_config.json from the model's repository. ({' '.join(str(error).split())})"
         ) from error

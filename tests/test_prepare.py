@@ -1,0 +1,71 @@
+"""Errors before anything is loaded: they name the file, and say what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm import utils as mlx_lm_utils
+
+import mlx_flash
+from mlx_flash import CheckpointError, CheckpointNotFoundError, FlashConfig, apply_flash_patch
+from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
+from models import LLAMA, QWEN3_MOE, save
+
+CONFIG = FlashConfig(ram_budget_gb=1, context_length=256)
+
+
+@pytest.mark.parametrize("place", ["model.gguf", "folder/model-Q4_K_M.gguf"])
+def test_gguf_files_are_named(tmp_path: Path, place: str) -> None:
+    file = tmp_path / place
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"GGUF" + bytes(100))
+    asked = file if file.parent == tmp_path else file.parent
+    for call in (lambda: mlx_flash.load(str(asked)), lambda: mlx_flash.load_model(asked), lambda: resolve(str(asked))):
+        with pytest.raises(CheckpointError, match=f"{file} is a GGUF file.*Hint: .*safetensors"):
+            call()
+
+
+def test_gguf_files_beside_a_model_do_not_matter(tmp_path: Path) -> None:
+    directory = save(tmp_path / "model", LLAMA, mx.bfloat16)
+    (directory / "model.gguf").write_bytes(b"GGUF")
+    assert prepare(resolve(str(directory)), CONFIG).plan.model_bytes
+
+
+def test_a_file_instead_of_a_folder_is_named(tmp_path: Path) -> None:
+    file = save(tmp_path / "model", LLAMA, mx.bfloat16) / "model.safetensors"
+    with pytest.raises(CheckpointError, match=rf"{file} is a file\. Hint: name the folder"):
+        mlx_flash.load(str(file))
+    with pytest.raises(CheckpointError, match=rf"{file} is a file\."):
+        mlx_flash.load_model(file)
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "./model", "../model", "~/model", "a/b/c"])
+def test_missing_folders_are_not_looked_for_on_hugging_face(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mlx_flash.compat.loading.download", lambda *_: pytest.fail("asked for a download"))
+    with pytest.raises(CheckpointNotFoundError, match=f"no directory {path!r}. Hint: check the path"):
+        resolve(path)
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    directory = save(tmp_path / "model", LLAMA, mx.bfloat16)
+    with pytest.raises(CheckpointError, match=f"tokenizer of {directory}, which holds no tokenizer files. Hint: copy"):
+        mlx_flash.load(str(directory))
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=f"tokenizer of {directory}, which holds tokenizer.json"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="GPU back ends multiply by experts of any dtype")
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_mixtures_that_the_back_end_cannot_compute_are_refused(tmp_path: Path, dtype: mx.Dtype) -> None:
+    directory = save(tmp_path / "model", QWEN3_MOE, dtype)
+    found = rf"float32 only; model\.layers\..*weight of {directory} is {str(dtype)[9:]}. Hint: convert"
+    with pytest.raises(CheckpointError, match=found):
+        mlx_flash.load_model(directory, CONFIG)
+    with apply_flash_patch(CONFIG), pytest.raises(CheckpointError, match=found):
+        mlx_lm_utils.load_model(directory)

@@ -167,7 +167,7 @@ def load_tokenizer(path: Path, settings: dict[str, Any] | None = None) -> Any:
     eos_token_ids = load_config(path).get("eos_token_id")
     try:
         return mlx_lm_utils.load_tokenizer(path, settings, eos_token_ids=eos_token_ids)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         found = sorted(file.name for file in path.iterdir() if "token" in file.name or "vocab" in file.name)
         raise CheckpointError(
             f"cannot load the tokenizer of {path}, which holds {', '.join(found) or 'no tokenizer files'}. Hint: copy "

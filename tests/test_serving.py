@@ -162,13 +162,26 @@ def test_a_model_that_is_not_here(models: list[str], streaming: Server) -> None:
     assert chat(streaming, "Hi", models[0]) == chat(streaming, "Hi")
 
 
+def sent(server: Server, options: dict[str, Any]) -> socket.socket:
+    """Return a connection over which a long answer was asked for."""
+    body = {"messages": [{"role": "user", "content": "Count"}], "max_tokens": 12_000, **options}
+    payload = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    head = f"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: {len(payload)}\r\n\r\n"
+    connection.sendall(head.encode() + payload)
+    return connection
+
+
+def test_a_refusal_does_not_wait_for_others(streaming: Server) -> None:
+    with sent(streaming, {}), sent(streaming, {"seed": 1}):  # the second one waits, because it is in no batch
+        time.sleep(1)
+        with pytest.raises(openai.APIStatusError, match=r"need [\d.]+ MB .* --ram-budget-gb"):
+            chat(streaming, "Hi", max_tokens=10_000_000)
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_client_that_leaves_before_its_answer(streaming: Server, alone: bool) -> None:
-    body = {"messages": [{"role": "user", "content": "Count"}], "max_tokens": 12_000}
-    payload = json.dumps({**body, "seed": 1} if alone else body).encode()
-    with socket.create_connection(("127.0.0.1", streaming.port)) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: {len(payload)}\r\n\r\n"
-        connection.sendall(head.encode() + payload)
+    with sent(streaming, {"seed": 1} if alone else {}):
         time.sleep(1)
     assert chat(streaming, "Still there?", seed=1) != ""  # waits until no batch is under way
 

@@ -8,7 +8,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from queue import Queue
 from typing import Any
 
@@ -18,11 +18,12 @@ from mlx_lm import server
 
 from mlx_flash.compat.server import RUN_HTTP_SERVER, GenerationContext, LRUPromptCache, ResponseGenerator, is_stopped
 from mlx_flash.errors import FlashError
-from mlx_flash.integration.admission import alone_bytes, batch_bytes, decide, room_bytes
+from mlx_flash.integration.admission import Decision, alone_bytes, batch_bytes, decide, room_bytes
 from mlx_flash.integration.http import ClientLeftError, Listener, UnansweredError, is_gone, known_as
 from mlx_flash.kv.kept import KeptCaches
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.model import FlashLLM
+from mlx_flash.residency.plan import ResidencyPlan
 
 _REQUEST_ERRORS = (FlashError, jinja2.TemplateError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of one request while its prompt is made: a chat template may fail in many ways."""
@@ -171,68 +172,80 @@ class SurvivingGenerator(ResponseGenerator):
         while (request := super().next_request(None if self._waiting else timeout)) is not None:
             queue, asked, args = request
             self._under_way.add(queue)
-            self._waiting.append(Answer(queue, asked, args, self))
+            answer = Answer(queue, asked, args, self)
+            if self._may_ever_run(answer):
+                self._waiting.append(answer)
         self._running = [answer for answer in self._running if not answer.is_done]
         while self._waiting:
             answer = self._waiting[0]
             if not self.is_left(answer.queue) and not self._admit(answer):
                 return None
             self._waiting.popleft()
-            if self._running[-1:] == [answer]:
+            if answer in self._running:
                 return answer, answer.request, answer.args
         return None
 
-    def _admit(self, answer: Answer) -> bool:
-        """Let a request run, or refuse it. Return False if it has to wait for others."""
+    def _may_ever_run(self, answer: Answer) -> bool:
+        """Refuse a request that the budget has no room for, or whose prompt cannot be made. Return False then."""
         model, tokenizer = self.model_provider.model, self.model_provider.tokenizer
         if not isinstance(model, FlashLLM) or not self._is_loaded(answer.args):
-            if self._running:
-                return False  # it needs another model
-            self._running.append(answer)  # tokenize() decides
-            return True
+            return True  # tokenize() decides
         try:
-            if answer.tokenized is None:
-                answer.tokenized = super().tokenize(tokenizer, answer.request, answer.args)
-            self._decide(answer, model)
+            answer.tokenized = super().tokenize(tokenizer, answer.request, answer.args)
+            self._decide(answer, model, [])
         except _REQUEST_ERRORS as error:
             answer.put(error)
-            return True
-        return self._running[-1:] == [answer]
+            return False
+        return True
+
+    def _admit(self, answer: Answer) -> bool:
+        """Let a request run if there is room now. Return False if it has to wait for others."""
+        model = self.model_provider.model
+        if answer.tokenized is None or not isinstance(model, FlashLLM) or not self._is_loaded(answer.args):
+            answer.tokenized = None
+            if not self._running:
+                self._running.append(answer)
+            return self._running[-1] is answer  # others run: it may need another model
+        lengths = [each.length for each in self._running]
+        decision = self._decide(answer, model, lengths)
+        if decision != "wait":
+            self._run(answer, model.plan, lengths, is_alone=decision == "alone")
+        return decision != "wait"
 
     def _is_loaded(self, args: Any) -> bool:
         """Return whether the model in memory is the one that a request names."""
         name, served = args.model.model, self.cli_args.model
         return bool(self.model_provider.model_key[0] == (served if name == "default_model" else name))
 
-    def _decide(self, answer: Answer, model: FlashLLM) -> None:
-        """Add a request to those that run, if there is room now.
+    def _decide(self, answer: Answer, model: FlashLLM, lengths: Sequence[int]) -> Decision:
+        """Return where a request is answered, beside others with so many tokens.
 
         Raises:
-            RefusedError: there is none even when nothing else runs.
+            RefusedError: the budget has no room for it even when nothing else runs.
         """
         model.start()
-        plan, num_prompt, num_new = model.plan, len(answer.tokenized[0]), answer.args.max_tokens
-        self._running = [each for each in self._running if each is not answer]
-        lengths = [each.length for each in self._running]
+        answer.length = len(answer.tokenized[0]) + answer.args.max_tokens
         may_batch = self.would_batch(answer.args) and self._model_may_batch()
-        decision = decide(plan, num_prompt, num_new, lengths, may_batch=may_batch)
-        if decision == "wait":
-            return
-        answer.length, answer.is_alone = num_prompt + num_new, decision == "alone"
+        num_prompt = len(answer.tokenized[0])
+        return decide(model.plan, num_prompt, answer.args.max_tokens, lengths, may_batch=may_batch)
+
+    def _run(self, answer: Answer, plan: ResidencyPlan, lengths: Sequence[int], *, is_alone: bool) -> None:
+        """Add a request to those that run, and leave kept prompt caches what is left then."""
+        answer.is_alone = is_alone
         self._running.append(answer)
-        needed = alone_bytes(plan, answer.length) if answer.is_alone else batch_bytes(plan, [*lengths, answer.length])
+        needed = alone_bytes(plan, answer.length) if is_alone else batch_bytes(plan, [*lengths, answer.length])
         self.prompt_cache.limit_bytes = room_bytes(plan) - needed
         self.prompt_cache.trim_to(n_bytes=self.prompt_cache.limit_bytes)
 
     def tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """Return a tuple that begins with the tokens of a request's prompt."""
         found = [answer for answer in self._running if answer.request is request]
-        tokenized = found[0].tokenized if found else None
-        if tokenized is None:
-            tokenized = super().tokenize(tokenizer, request, args)
-        if found and not found[0].length and isinstance(self.model_provider.model, FlashLLM):
+        if found and found[0].tokenized is not None:
+            return found[0].tokenized
+        tokenized = super().tokenize(tokenizer, request, args)
+        if found and isinstance(self.model_provider.model, FlashLLM):  # it was just loaded for this request
             found[0].tokenized = tokenized
-            self._decide(found[0], self.model_provider.model)
+            self._decide(found[0], self.model_provider.model, [])
         return tokenized
 
     def may_batch(self, args: Any) -> bool:

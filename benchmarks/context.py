@@ -77,7 +77,7 @@ def run(options: argparse.Namespace, mode: str) -> dict[str, Any]:
             ids.append(int(token))
             digest.update(np.array(logprobs.astype(mx.float32)).tobytes())
             times.append(time.perf_counter())
-            read.append(model.kv.read_bytes if model.kv else 0)
+            read.append(model.kv.note().read_bytes if model.kv else 0)
         kv, seconds = model.kv, times[-1] - times[1]
         return {
             "mode": mode,
@@ -91,8 +91,8 @@ def run(options: argparse.Namespace, mode: str) -> dict[str, Any]:
             "kv_bytes": model.plan.kv_bytes_per_token * options.tokens,
             "kv_share_bytes": model.plan.kv_bytes,
             "kv_memory_bytes": kv.memory_bytes if kv else None,
-            "kv_disk_bytes": kv.disk_bytes if kv else 0,
-            "kv_read_bytes": kv.read_bytes if kv else 0,
+            "kv_disk_bytes": kv.note().disk_bytes if kv else 0,
+            "kv_read_bytes": kv.note().read_bytes if kv else 0,
             "budget_bytes": model.plan.budget_bytes,
             "peak_bytes": peak_footprint(),
         }

@@ -104,7 +104,7 @@ def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
         budget = None
         if args.form != "stock":
             options = KVOptions(
-                form="lazy", max_context_length=args.length + 256, directory=Path(folder), step=args.step
+                form="preallocated", max_context_length=args.length + 256, directory=Path(folder), step=args.step
             )
             least = options.least_bytes([kv_bytes // args.length // args.layers] * args.layers, args.length + 256)
             budget = max(least, int(kv_bytes * args.share))
@@ -115,7 +115,7 @@ def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
         fill(caches, args.length, args)
         filled, digest = time.perf_counter() - began, hashlib.sha256()
         mx.eval(pass_through(caches, 10**6, 1, args))
-        read, seconds = sum(pool.read_bytes for pool in {c.pool for c in caches if args.form != "stock"}), []
+        read, seconds = sum(pool.note().read_bytes for pool in {c.pool for c in caches if args.form != "stock"}), []
         waited = sum(pool.stats.wait_seconds for pool in {c.pool for c in caches if args.form != "stock"})
         for i in range(args.tokens):
             began = time.perf_counter()
@@ -138,9 +138,9 @@ def measure_disk(args: argparse.Namespace) -> dict[str, Any]:
             result |= {
                 "budget_mb": None if budget is None else budget / MB,
                 "memory_mb": pool.memory_bytes / MB,
-                "disk_mb": pool.disk_bytes / MB,
-                "written_mb": pool.written_bytes / MB,
-                "read_mb_per_token": (pool.read_bytes - read) / args.tokens / MB,
+                "disk_mb": pool.note().disk_bytes / MB,
+                "written_mb": pool.note().written_bytes / MB,
+                "read_mb_per_token": (pool.note().read_bytes - read) / args.tokens / MB,
                 "wait_ms_per_token": (pool.stats.wait_seconds - waited) / args.tokens * 1e3,
                 "layers_on_disk": sum(cache.is_on_disk for cache in caches),
             }
@@ -238,7 +238,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def forms(args: argparse.Namespace) -> list[dict[str, Any]]:
-    results = [in_own_process(args, form=form) for form in ("stock", "step", "preallocated", "lazy")]
+    results = [in_own_process(args, form=form) for form in ("stock", "step", "preallocated")]
     for result in results:
         memory = result["memory_mb"]
         result["at_quarter_mb"], result["at_end_mb"] = memory[len(memory) // 4 - 1], memory[-1]
@@ -254,7 +254,7 @@ def disk(args: argparse.Namespace) -> list[dict[str, Any]]:
     for length in args.lengths:
         results.append(in_own_process(args, form="stock", length=length, share=None))
         for share in args.shares:
-            results.append(in_own_process(args, form="lazy", length=length, share=share))
+            results.append(in_own_process(args, form="preallocated", length=length, share=share))
     columns = [
         "length",
         "form",

@@ -26,7 +26,7 @@ GB = 1_000_000_000
 Profile = Literal["safe", "balanced", "performance"]
 Budget = float | Literal["min", "safe", "balanced", "performance"] | None
 IOMode = Literal["auto", "direct", "buffered"]
-KVMode = Literal["stock", "preallocated", "lazy", "disk"]
+KVMode = Literal["stock", "preallocated", "disk"]
 PrefixMode = Literal["off", "exact", "longest"]
 
 _BUDGET_WORDS = ("min", *get_args(Profile))
@@ -62,9 +62,9 @@ class FlashConfig:
         prefill_step_size: prompt tokens in one forward call. None takes mlx-lm's default, or fewer where that would
             take more than a fifth of the budget.
         kv_cache: storage of the KV cache. ``"stock"`` leaves it to mlx-lm. ``"preallocated"`` takes the memory of
-            ``context_length`` tokens at once, ``"lazy"`` commits memory as tokens arrive; neither copies old tokens.
-            ``"disk"`` keeps ``kv_ram_gb`` in memory and the rest in files, so that the disk limits the context. None
-            keeps it in memory as mlx-lm does, and offloads it to disk where the plan or a call has no room for it.
+            ``context_length`` tokens at once, and never copies old tokens. ``"disk"`` keeps ``kv_ram_gb`` in memory and
+            the rest in files, so that the disk limits the context. None keeps it in memory as mlx-lm does, and offloads
+            it to disk where the plan or a call has no room for it.
         kv_ram_gb: memory for keys and values, in GB; the rest is on disk. None lets the plan choose.
         kv_max_tokens: length at which a cache forgets its older half, which changes the output. None forgets nothing.
         kv_keep: tokens at the beginning that ``kv_max_tokens`` never forgets.

@@ -131,9 +131,9 @@ def test_unknown_settings_are_refused() -> None:
         FlashConfig(ram_budget=2.0)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("former", ["paged", "flat"])
+@pytest.mark.parametrize("former", ["paged", "flat", "lazy"])
 def test_former_names_of_kv_caches_are_unknown_words(former: str) -> None:
-    with pytest.raises(ConfigError, match="must be one of 'stock', 'preallocated', 'lazy', 'disk'"):
+    with pytest.raises(ConfigError, match="must be one of 'stock', 'preallocated', 'disk'"):
         FlashConfig(kv_cache=former)  # type: ignore[arg-type]
 
 
@@ -355,7 +355,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "ram_budget_gb": (None, "min", "safe", 2.0, 0.75),
     "context_length": (None, 1, 4096),
     "prefill_step_size": (None, 64, 512),
-    "kv_cache": (None, "preallocated", "lazy", "disk"),
+    "kv_cache": (None, "preallocated", "disk"),
     "kv_ram_gb": (None, 0.25, 1.0),
     "kv_max_tokens": (None, 1000, 20_000),
     "kv_keep": (0, 4),

@@ -1,4 +1,4 @@
-"""What mlx-lm's server keeps of conversations that it computes in batches: what they begin with is held once."""
+"""Conversations that mlx-lm's server computed in batches and keeps: common prefixes are stored once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 SHAPE = "--layers 4 --hidden-size 128 --intermediate-size 256 --heads 4 --kv-heads 2 --vocab-size 1000"
 LAYERS = 4
 TOKEN_BYTES = 2 * 2 * 32 * 2
-"""Of a layer: keys and values of two heads of 32 numbers of 16 bits."""
+"""Bytes of a token in a layer: keys and values of two heads of 32 numbers of 16 bits."""
 SYSTEM = "You answer in one sentence, and never say why. " * 24
 FLAGS: dict[str, Any] = {
     "adapter_path": None,
@@ -136,7 +136,7 @@ def turn(text: str, *before: dict[str, str], system: str = SYSTEM) -> list[dict[
 
 
 def copies(tokens: int, num: int = 1) -> int:
-    """What so many tokens take in every layer, each with one more behind it."""
+    """Return the bytes of so many tokens in every layer, each with one more behind it."""
     return (tokens + num) * TOKEN_BYTES * LAYERS
 
 
@@ -162,7 +162,7 @@ def lengths(served: Served) -> list[int]:
     return sorted(cache[0].offset for cache in served.kept)
 
 
-@pytest.mark.parametrize("form", [None, "lazy"])
+@pytest.mark.parametrize("form", [None, "preallocated"])
 def test_kept_conversations_share_their_common_prompt(model: str, expected: list[Answer], form: str | None) -> None:
     with serving(model, kv_cache=form, context_length=16384) as mine:
         answers = [mine.ask(*turn(text)) for text in QUESTIONS]
@@ -176,7 +176,7 @@ def test_kept_conversations_share_their_common_prompt(model: str, expected: list
         assert pool.memory_bytes < copies(common + rests + 100, 30)
         answers.append(mine.ask(*turn("And now?"), seed=3))  # not in a batch
         assert answers == expected[:5]
-        assert pool.disk_bytes == pool.stats.num_spilled == 0
+        assert pool.note().disk_bytes == pool.stats.num_spilled == 0
         mine.ask(*turn("And in a batch again?"))
         rests = sum(length - common for length in lengths(mine))
         assert len(lengths(mine)) == 6 and pool.memory_bytes < copies(common + rests, 40)
@@ -195,7 +195,7 @@ def test_one_conversation_takes_no_additional_memory(model: str, expected: list[
 
 
 def test_requests_in_one_batch_are_answered_as_by_mlx_lm(model: str, expected: list[Answer]) -> None:
-    """What was computed together, with padding, is shared only as far as it is the same."""
+    """Rows computed together, with padding, are shared as far as they are equal."""
     with serving(model, context_length=16384) as mine:
         found: list[Answer] = [[], [], []]
 

@@ -24,12 +24,11 @@ from mlx_flash.errors import BudgetError, ClosedError, ConfigError, StreamedWeig
 from mlx_flash.kv import options as kv_options
 from mlx_flash.kv import ring, slots
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache, make_caches
-from mlx_flash.kv.memory import MemoryRows, commits_lazily
+from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.slots import Slot
 from mlx_flash.layout.arrays import arrays_in
-from mlx_flash.memory.footprint import footprint
 from mlx_flash.storage.ranges import RangeReader
 from models import GEMMA3, LLAMA, build
 
@@ -69,7 +68,7 @@ def rows_of(seed: int, num_tokens: int, dtype: mx.Dtype, heads: int = 2, width: 
 
 
 def equal(left: Any, right: Any) -> bool:
-    """Whether trees of arrays are equal bit for bit."""
+    """Return whether trees of arrays are equal bit for bit."""
     pairs = zip(tree_flatten(left), tree_flatten(right), strict=True)
     return all(
         a.shape == b.shape and a.dtype == b.dtype and bool(mx.array_equal(bits(a), bits(b))) for (_, a), (_, b) in pairs
@@ -88,12 +87,11 @@ class Against(RuleBasedStateMachine):
         {"step": 256},
         {"step": 16},
         {"form": "preallocated", "max_context_length": 700, "step": 16},
-        {"form": "lazy", "max_context_length": 4096, "step": 16},
-        {"form": "lazy", "max_context_length": 300, "step": 32},
+        {"form": "preallocated", "max_context_length": 4096, "step": 16},
         {"step": 16, "disk": (0, 1, 2)},
         {"step": 256, "disk": (0, 1, 2)},
         {"step": 64, "disk": (1,)},
-        {"step": 32, "disk": (0, 2), "form": "lazy", "max_context_length": 4096, "direct": False},
+        {"step": 32, "disk": (0, 2), "form": "preallocated", "max_context_length": 4096, "direct": False},
     )
     """``disk``: the layers that are on disk."""
 
@@ -241,7 +239,7 @@ class Against(RuleBasedStateMachine):
         arrays = {id(array): array.nbytes for array in (*buffers, *parts)}
         held = sum(arrays.values())
         assert self.pool.reserved_bytes == held + self.pool.ring.nbytes
-        if self.pool.options.form != "lazy" and not self.pool.on_disk:
+        if not self.pool.on_disk:
             assert self.pool.memory_bytes == held + self.pool.ring.held
         assert not any(memory.arrays and memory.parts for memory in memories)
 
@@ -268,7 +266,7 @@ def llama() -> nn.Module:
 PROMPT = mx.array([i * 7 % 1000 for i in range(1, 300)])
 
 
-@pytest.mark.parametrize("form", ["step", "preallocated", "lazy"])
+@pytest.mark.parametrize("form", ["step", "preallocated"])
 @settings(deadline=None, max_examples=30)
 @given(news=st.lists(st.sampled_from([1, 1, 1, 3, 70, 300]), min_size=1, max_size=12))
 def test_takes_more_predicts_memory_of_new_tokens(form: str, news: list[int]) -> None:
@@ -282,9 +280,8 @@ def test_takes_more_predicts_memory_of_new_tokens(form: str, news: list[int]) ->
 FORMS: dict[str, dict[str, Any]] = {
     "step": {},
     "preallocated": {"form": "preallocated", "max_context_length": 350},
-    "lazy": {"form": "lazy", "max_context_length": 20_000},
     "disk": {"step": 16},
-    "disk, lazy": {"step": 32, "form": "lazy", "max_context_length": 512},
+    "disk, preallocated": {"step": 32, "form": "preallocated", "max_context_length": 512},
 }
 """``disk``: all layers go there while tokens are generated."""
 
@@ -312,7 +309,7 @@ def test_generation_is_equal(llama: nn.Module, form: str, options: Callable[...,
     cache = make_caches(make_prompt_cache(llama), options(**FORMS[form]))
     assert same(generated(llama, cache, spills="disk" in form), generated(llama, make_prompt_cache(llama)))
     assert all(entry.is_on_disk for entry in cache) == ("disk" in form)
-    assert bool(cache[0].pool.read_bytes) == ("disk" in form)
+    assert bool(cache[0].pool.note().read_bytes) == ("disk" in form)
 
 
 def test_generation_within_a_budget_is_equal(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
@@ -472,7 +469,7 @@ def test_pending_computations_keep_their_slot_contents(options: Callable[..., KV
 def test_slots_do_not_move_without_pending_computations(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
     cache = make_caches(make_prompt_cache(llama), options(step=16))
     generated(llama, cache, 20, spills=True)
-    assert cache[0].pool.read_bytes
+    assert cache[0].pool.note().read_bytes
     assert [slot.num_moved for slot in cache[0].pool.ring.slots] == [0, 0]
 
 
@@ -534,10 +531,10 @@ def test_two_layers_on_disk_stay_in_their_slots(options: Callable[..., KVOptions
     pool = mine[0].pool
     spill_all(pool)
     feed(mine, theirs, 1, 1)
-    before = pool.read_bytes
+    before = pool.note().read_bytes
     for seed in range(2, 40):
         feed(mine, theirs, seed, 1)
-    assert pool.read_bytes == before
+    assert pool.note().read_bytes == before
 
 
 def test_layers_of_different_shapes(options: Callable[..., KVOptions]) -> None:
@@ -608,7 +605,7 @@ FORGETFUL: dict[str, dict[str, Any]] = {name: form | {"step": 16} for name, form
 
 
 class Forgetful(KVCache):
-    """What forgetting should do, in a few lines: whole pages, after those that are kept."""
+    """The expected result of forgetting, in a few lines: whole pages, after those that are kept."""
 
     def __init__(self, max_tokens: int, keep: int, step: int) -> None:
         super().__init__()
@@ -684,29 +681,6 @@ def address(array: mx.array) -> int:
     return int(np.frombuffer(memoryview(array), np.uint8).ctypes.data)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(not commits_lazily(), reason="memory is not given page by page here")
-def test_lazy_takes_memory_as_tokens_come(options: Callable[..., KVOptions]) -> None:
-    (cache,) = make_caches([KVCache()], options(form="lazy", max_context_length=100_000))
-    before = footprint()
-    for seed in range(40):
-        rows = rows_of(seed, 100, mx.float16, 4, 128)
-        mx.eval(cache.update_and_fetch(rows, rows))
-        del rows
-    expected = 4000 * 4 * 128 * 2 * 2
-    assert cache.keys.nbytes > 100_000_000
-    assert expected <= cache.nbytes < 1.2 * expected
-    assert footprint() - before < 2 * expected + 8_000_000
-
-
-def test_lazy_grows_in_steps_without_lazy_commitment(
-    monkeypatch: pytest.MonkeyPatch, options: Callable[..., KVOptions]
-) -> None:
-    monkeypatch.setattr("mlx_flash.kv.memory.commits_lazily", lambda: False)
-    mine, theirs = filled(options(form="lazy", max_context_length=100_000), (10, 300, 1), 2)
-    assert mine[0].keys.shape == theirs[0].keys.shape
-    assert mine[0].nbytes == theirs[0].nbytes
-
-
 def test_a_copy_does_not_keep_the_original_in_memory(options: Callable[..., KVOptions]) -> None:
     """Or each token of either would copy the whole reserve."""
     mine, theirs = filled(options(form="preallocated", max_context_length=2000), (10,), 1)
@@ -721,16 +695,16 @@ def test_copies_share_pages_until_they_differ(options: Callable[..., KVOptions])
     mine, theirs = filled(options(step=16), (160,), 3)
     pool = mine[0].pool
     spill_all(pool)
-    before = pool.disk_bytes
+    before = pool.note().disk_bytes
     copies = [(copy.deepcopy(mine), copy.deepcopy(theirs)) for _ in range(3)]
-    assert pool.disk_bytes == before
+    assert pool.note().disk_bytes == before
     for seed, (ours, own) in enumerate([(mine, theirs), *copies]):
         for entry in (*ours, *own):
             entry.trim(40 * seed)
         feed(ours, own, seed + 1, 50)
     for ours, own in [(mine, theirs), *copies]:
         assert all(equal(a.keys_and_values(), b.keys_and_values()) for a, b in zip(ours, own, strict=True))
-    assert before < pool.disk_bytes < 4 * before
+    assert before < pool.note().disk_bytes < 4 * before
 
 
 def test_arrays_in_one_cache_exclude_those_of_others(options: Callable[..., KVOptions]) -> None:
@@ -752,7 +726,7 @@ def test_a_closed_pool_raises(options: Callable[..., KVOptions]) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"form": "folded"}, "must be one of step, preallocated, lazy"),
+        ({"form": "folded"}, "must be one of step, preallocated"),
         ({"form": "preallocated"}, "needs max_context_length"),
         ({"step": 0}, "at least 1"),
         ({"max_tokens": 300}, "its newer half"),

@@ -309,9 +309,7 @@ def test_a_slot_takes_the_counted_memory(heap: str, tmp_path: Path) -> None:
     if not commits_lazily():
         pytest.skip("arrays take all of their memory here")
     tokens = 18432
-    caches = make_caches(
-        [KVCache() for _ in range(3)], KVOptions(form="lazy", max_context_length=4 * tokens, directory=tmp_path)
-    )
+    caches = make_caches([KVCache() for _ in range(3)], KVOptions(max_context_length=4 * tokens, directory=tmp_path))
     pool = caches[0].pool
     rows = mx.random.normal((1, 4, tokens, 64))
     for cache in caches:

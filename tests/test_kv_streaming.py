@@ -67,7 +67,6 @@ MODELS: dict[str, dict[str, Any]] = {
 FORMS: dict[str, dict[str, Any]] = {
     "open": {},
     "preallocated": {"kv_cache": "preallocated"},
-    "lazy": {"kv_cache": "lazy"},
     "disk": {"kv_cache": "disk", "kv_step": 16},
     "disk, wide pages": {"kv_cache": "disk", "kv_step": 64},
 }
@@ -115,7 +114,7 @@ def same(left: list[tuple[int, mx.array]], right: list[tuple[int, mx.array]]) ->
 
 def went_to_disk(model: FlashLLM) -> bool:
     assert model.kv is not None
-    return model.kv.stats.num_spilled > 0 and model.kv.read_bytes > 0
+    return model.kv.stats.num_spilled > 0 and model.kv.note().read_bytes > 0
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -130,11 +129,11 @@ def test_output_is_stock(directories: Callable[[str], Path], name: str, form: st
         assert went_to_disk(model) == ("disk" in form)
 
 
-@pytest.mark.parametrize("form", ["lazy", "disk"])
+@pytest.mark.parametrize("form", ["preallocated", "disk"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_output_is_stock(directories: Callable[[str], Path], bits: int, form: str) -> None:
     directory, quantized = directories("llama"), {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 100}
-    with load_model(directory, settings(directory, form, kv_cache="disk" if form == "disk" else "lazy"))[0] as model:
+    with load_model(directory, settings(directory, form, kv_cache=form))[0] as model:
         cache = make_prompt_cache(model)
         mine = generated(model, prompt_cache=cache, **quantized)
         assert same(mine, generated(stock(directory), **quantized))
@@ -300,7 +299,7 @@ def test_drafts_and_batches_refuse_kv_max_tokens(directories: Callable[[str], Pa
 
 
 def test_contradicting_kv_settings_are_refused(directories: Callable[[str], Path]) -> None:
-    for changes in ({"kv_cache": "stock", "kv_max_tokens": 1000}, {"kv_cache": "lazy", "kv_ram_gb": 1.0}):
+    for changes in ({"kv_cache": "stock", "kv_max_tokens": 1000}, {"kv_cache": "preallocated", "kv_ram_gb": 1.0}):
         with pytest.raises(ConfigError, match="Hint: kv_cache='disk'"):
             prepare(directories("llama"), FlashConfig(ram_budget_gb=4, **changes))
 
@@ -350,7 +349,7 @@ def test_a_call_beyond_kv_ram_gb_names_it_with_its_numbers(tmp_path: Path, monke
 
 
 def test_more_context_than_planned_goes_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be refused in memory is not when there is room on disk."""
+    """A call that memory has no room for is admitted when the disk has."""
     directory = save(tmp_path, SMALL | {"num_hidden_layers": 24})
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 400_000_000)
     config = FlashConfig(ram_budget_gb=4, prefill_step_size=STEP, context_length=256, kv_step=16, kv_cache="stock")
@@ -493,7 +492,7 @@ tokens = [int(t) for t, _ in generate_step(prompt, model, max_tokens=2, prefill_
 kv = model.kv
 print(json.dumps({{
     "tokens": tokens, "peak": peak_footprint(), "budget": model.plan.budget_bytes, "limit": model.plan.kv.limit,
-    "written": kv.written_bytes, "planned": model.plan.kv.disk_bytes, "read": kv.read_bytes,
+    "written": kv.note().written_bytes, "planned": model.plan.kv.disk_bytes, "read": kv.note().read_bytes,
 }}))
 """
 

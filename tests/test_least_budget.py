@@ -12,7 +12,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import FlashConfig, load_model
-from mlx_flash.residency.plan import Machine, ResidencyPlan
+from mlx_flash.model import prepare
+from mlx_flash.residency.plan import Machine, ResidencyPlan, round_up_to_mb
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import ModelSizes
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save
@@ -23,8 +24,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA3,
     "mamba2": MAMBA2,
     "qwen3_moe": QWEN3_MOE,
+    "jamba": configuration("jamba"),
 }
-"""Plain caches, sliding windows, recurrent states, and experts."""
+"""Plain caches, sliding windows, recurrent states, experts, and recurrent states between attention layers."""
+
+CASES = [(name, context) for name in MODELS for context in (260, 520, 1040) if name != "jamba" or context > 1000]
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +57,27 @@ def one_cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("mlx_flash.engine.prepare.make_plan", plan)
 
 
-@pytest.mark.parametrize("context", [260, 520, 1040])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "context"), CASES)
 def test_smallest_budget_holds_the_planned_context(
     directories: Callable[[str], Path], one_cut: None, name: str, context: int
 ) -> None:
-    config = FlashConfig(ram_budget_gb="min", context_length=context, prefill_step_size=32, telemetry=False)
-    with load_model(directories(name), config)[0] as model:
-        step, cache = model.plan.prefill_step_size, make_prompt_cache(model)
-        for start in range(0, context - 4, step):
-            tokens = [7 * i % 300 for i in range(start, min(start + step, context - 4))]
+    fill_context(directories(name), FlashConfig(ram_budget_gb="min", context_length=context, prefill_step_size=32))
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba"])
+def test_budgets_above_the_smallest_hold_the_planned_context(directories: Callable[[str], Path], name: str) -> None:
+    for more in (0, 300_000, 3_000_000):
+        prepared = prepare(directories(name), FlashConfig(ram_budget_gb="min", context_length=520))  # the process grows
+        budget = (round_up_to_mb(prepared.plan.minimum_bytes) + more) / 1e9
+        fill_context(directories(name), FlashConfig(ram_budget_gb=budget, context_length=520))
+
+
+def fill_context(directory: Path, config: FlashConfig) -> None:
+    """Run a prompt and four tokens that fill the planned context."""
+    with load_model(directory, replace(config, telemetry=False))[0] as model:
+        step, cache, end = model.plan.prefill_step_size, make_prompt_cache(model), model.plan.context_length - 4
+        for start in range(0, end, step):
+            tokens = [7 * i % 300 for i in range(start, min(start + step, end))]
             model(mx.array([tokens]), cache=cache)
             mx.eval([entry.state for entry in cache])
         for i in range(4):

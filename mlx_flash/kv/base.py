@@ -42,13 +42,8 @@ class PooledCache:
         return self.rows.pool
 
     @property
-    def step(self) -> int:
-        """Tokens by which the cache grows."""
-        return self.pool.options.step
-
-    @property
     def is_on_disk(self) -> bool:
-        """Whether the pages are on disk."""
+        """True when the pages are on disk."""
         return self.rows.disk is not None
 
     @property

@@ -4,38 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Container, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic
 
 import mlx.core as mx
 
 from mlx_flash.errors import BudgetError
 from mlx_flash.kv.layout import RowLayout
-from mlx_flash.kv.memory import MemoryRows, commits_lazily
+from mlx_flash.kv.memory import commits_lazily
 from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, round_up, slot_memory
 from mlx_flash.kv.pages import DiskRows
+from mlx_flash.kv.parking import Parking, R, Rows
 from mlx_flash.kv.ring import SlotRing
-from mlx_flash.kv.shared import Lineage, Parts, cut, num_tokens
-from mlx_flash.kv.shared import sizes as sizes_of
-
-
-class Rows(Protocol):
-    """The rows of one layer, in memory or on disk."""
-
-    memory: MemoryRows
-    group: int
-    index: int
-    lineage: Lineage[Any]
-
-    @property
-    def length(self) -> int:
-        """Tokens."""
-
-    @property
-    def layout(self) -> RowLayout | None:
-        """Layout of the rows; None before the first ones."""
-
-
-R = TypeVar("R", bound=Rows)
 
 
 class KVBudget(Generic[R]):
@@ -46,51 +25,33 @@ class KVBudget(Generic[R]):
         layers: every layer of every cache.
         on_disk: the layers whose rows are on disk.
         slots: the slots that these layers are computed from.
+        parking: the parts that layers share.
     """
 
     def __init__(
-        self, options: KVOptions, layers: Collection[R], on_disk: Mapping[R, DiskRows], slots: SlotRing
+        self,
+        options: KVOptions,
+        layers: Collection[R],
+        on_disk: Mapping[R, DiskRows],
+        slots: SlotRing,
+        parking: Parking[R],
     ) -> None:
         self._options = options
         self._layers = layers
         self._on_disk = on_disk
         self._slots = slots
+        self._parking = parking
 
     @property
     def memory_bytes(self) -> int:
         """Bytes in memory now: caches, slots, and the last tokens of layers on disk."""
-        return sum(rows.memory.held for rows in self._layers) + self._shared_bytes() + self._disk_overhead()
+        return sum(rows.memory.held for rows in self._layers) + self._parking.shared_bytes() + self._disk_overhead()
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes that MLX counts as active for caches in memory and slots."""
         arrays = sum(array.nbytes for rows in self._layers for array in rows.memory.arrays)
-        return arrays + self._shared_bytes() + self._slots.nbytes
-
-    def _shared_bytes(self, but: Container[R] = ()) -> int:
-        """Return the bytes of the parts of parked caches, except parts that only the given layers hold."""
-        return sum(sizes_of(rows.memory.parts for rows in self._layers if rows not in but).values())
-
-    def known_parts(self, rows: R) -> Parts:
-        """Return the first tokens of a layer as parts that another, parked layer holds."""
-        found = [(length, other) for other, length in rows.lineage.relatives() if other.memory.parts]
-        length, other = max(found, key=lambda pair: pair[0], default=(0, rows))
-        return cut(other.memory.parts, length)
-
-    def copied_bytes(self, rows: R) -> int:
-        """Return the bytes that a copy of a layer takes: tokens that are in no part yet, or on disk in no page."""
-        if rows in self._on_disk:
-            return self._on_disk[rows].tail_bytes
-        return rows.memory.copied_bytes(num_tokens(self.known_parts(rows))) if rows.memory.arrays else 0
-
-    def pays_to_park(self, rows: R) -> bool:
-        """Return whether others hold at least a page of a layer's buffers, so that parking it saves memory."""
-        return bool(rows.memory.arrays) and num_tokens(self.known_parts(rows)) >= self._options.step
-
-    def parked_for_nothing(self, group: int) -> R | None:
-        """Return a layer of another list of caches that frees memory when it is parked, without a copy."""
-        others = (rows for rows in self._layers if rows.group != group)
-        return next((r for r in others if self.pays_to_park(r) and not self.copied_bytes(r)), None)
+        return arrays + self._parking.shared_bytes() + self._slots.nbytes
 
     def victim(self, asking: R, used: Mapping[int, int]) -> R | None:
         """Return the layer to evict next: of the sequence used longest ago, and far from those that were evicted.
@@ -102,12 +63,6 @@ class KVBudget(Generic[R]):
         layers = [r for r in self._layers if r not in self._on_disk and (r.memory.length or r is asking)]
         return min(layers, key=lambda r: (used.get(r.group, 0), _spread(r.index), r.index), default=None)
 
-    def slot_bytes(self, layout: RowLayout, tokens: int) -> int:
-        """Return the memory of a slot that holds so many tokens."""
-        if commits_lazily():
-            return slot_memory(layout.slot_bytes(round_up(tokens, self._options.step)))
-        return layout.slot_bytes(self._options.slot_tokens(tokens))
-
     def _disk_overhead(self, growing: Container[R] = (), num_new: int = 0) -> int:
         """Return the memory of layers on disk: slots for the largest, and the last tokens of each."""
         if not self._on_disk:
@@ -118,7 +73,13 @@ class KVBudget(Generic[R]):
     def slots_needed(self, growing: Container[R], num_new: int) -> int:
         """Return the bytes of both slots, for the largest layer on disk after new tokens came to some."""
         layers = [(disk, num_new if rows in growing else 0) for rows, disk in self._on_disk.items()]
-        return NUM_SLOTS * max((self.slot_bytes(disk.layout, disk.length + more) for disk, more in layers), default=0)
+        return NUM_SLOTS * max((self._slot_bytes(disk.layout, disk.length + more) for disk, more in layers), default=0)
+
+    def _slot_bytes(self, layout: RowLayout, tokens: int) -> int:
+        """Return the memory of a slot that holds so many tokens."""
+        if commits_lazily():
+            return slot_memory(layout.slot_bytes(round_up(tokens, self._options.step)))
+        return layout.slot_bytes(self._options.slot_tokens(tokens))
 
     def grows(self, rows: R, new: Sequence[mx.array]) -> bool:
         """Return whether new tokens of a layer take more memory."""
@@ -133,23 +94,24 @@ class KVBudget(Generic[R]):
         others = sum(layer.memory.held for layer in self._layers if layer is not rows)
         num_new = new[0].shape[2] if new else 0
         nbytes = token_bytes(rows) or sum(array.nbytes for array in new) // max(1, num_new)
-        moved = rows.memory.moved_for(num_new, nbytes)
-        mine = 0 if is_on_disk else rows.memory.held_after(new) + moved
-        return others + mine + self._shared_bytes() + self._disk_overhead((rows,), num_new)
+        mine = 0 if is_on_disk else rows.memory.held
+        if not is_on_disk and num_new and rows.memory.takes_more(num_new):  # the old buffers, and the new ones
+            mine += rows.memory.held_for(num_new, nbytes)
+        return others + mine + self._parking.shared_bytes() + self._disk_overhead((rows,), num_new)
 
     def needed_for(self, sizes: Mapping[R, int], num_new: int) -> int:
         """Return the peak memory while new tokens come to some layers, given the bytes of a token in each."""
         within = [(rows, nbytes) for rows, nbytes in sizes.items() if rows not in self._on_disk]
         held = {rows: rows.memory.held_for(num_new, nbytes) for rows, nbytes in within}
-        growing = [rows for rows in held if held[rows] > rows.memory.held]
-        shared = self._shared_bytes(but=growing)
+        growing = [rows for rows in held if rows.memory.takes_more(num_new)]
+        shared = self._parking.shared_bytes(but=growing)
         # one layer at a time has its old buffers besides, or the parts that nobody else holds
         num_holders = Counter(id(part.rows) for rows in self._layers for part in rows.memory.parts)
         own = {
             rows: sum(part.rows.nbytes for part in rows.memory.parts if num_holders[id(part.rows)] == 1)
             for rows in growing
         }
-        moved = max((rows.memory.moved_for(num_new, sizes[rows]) + own[rows] for rows in growing), default=0)
+        moved = max((rows.memory.held + own[rows] for rows in growing), default=0)
         others = sum(rows.memory.held for rows in self._layers if rows not in held)
         return others + sum(held.values()) + moved + shared + self._disk_overhead(sizes, num_new)
 

@@ -94,7 +94,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         if not self.empty():
             arrays = _quantized(self.rows.fetch(), group_size, bits)
             mx.eval(arrays)
-            self.pool.retire(self.rows)
+            self.rows.clear()
             rows.set(arrays, self.size())
             cache.offset = self.offset
         pass_on(self, cache)
@@ -177,7 +177,6 @@ def _rows_on_disk(max_tokens: int | None, directory: Path | None) -> LayerRows:
     pool = _pools.get((max_tokens, directory))
     if pool is None:
         pool = KVPool(KVOptions(max_tokens=max_tokens, directory=directory, always_on_disk=True))
-        pool.close_at_end()
         _pools[max_tokens, directory] = pool
     return pool.new_rows(pool.new_group(), 0)
 

@@ -118,7 +118,7 @@ class KeptCaches:
     def _part_at(self, rows: LayerRows, length: int) -> None:
         """Park a layer, and split its part at ``length``, so that shared parts hold few unshared tokens."""
         if not rows.is_parked:
-            rows.memory.park(rows.pool.as_parts(rows))
+            rows.pool.parking.park(rows)
         begin = 0
         for part in rows.memory.parts:
             if begin + part.length >= length:

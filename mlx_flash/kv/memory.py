@@ -88,9 +88,6 @@ class MemoryRows:
         self.parts: Parts = ()
         self.length = 0
         self._options = options
-        # Without lazy commitment a reserve would take all of its memory at once: then grow in steps.
-        self._grows = options.form == "step" or (options.form == "lazy" and not commits_lazily())
-        self._is_lazy = options.form == "lazy" and not self._grows
 
     @property
     def capacity(self) -> int:
@@ -107,55 +104,24 @@ class MemoryRows:
         end = self.length + num_new
         if self.arrays and end <= self.capacity:
             return self.capacity
-        if self._grows:
+        if self._options.form == "step":
             return self.length + round_up(num_new, self._options.step)
         if end <= self._options.reserved_tokens:
             return self._options.reserved_tokens
         return round_up(max(end, self.capacity + self.capacity // _GROWTH), self._options.step)
 
-    def held_after(self, new: Sequence[mx.array]) -> int:
-        """Return the bytes of the buffers after new tokens came; only those written to, if committed lazily."""
-        num_new = new[0].shape[2] if new else 0
-        capacity = self.capacity_after(num_new) if num_new else self.capacity
-        return sum(self._held(array, self.length + num_new, capacity) for array in (self.examples or new))
-
     def held_for(self, num_new: int, token_bytes: int) -> int:
-        """Return the bytes of the buffers after so many new tokens came.
-
-        Args:
-            num_new: new tokens.
-            token_bytes: bytes of a token; not used when there are tokens already.
-        """
-        capacity, length = self.capacity_after(num_new), self.length + num_new
-        if self.examples:
-            return sum(self._held(array, length, capacity) for array in self.examples)
-        return token_bytes * (min(length, capacity) if self._is_lazy else capacity)
-
-    def moved_for(self, num_new: int, token_bytes: int) -> int:
-        """Return the additional bytes while buffers grow: the old buffers, and room that is released afterwards."""
-        capacity = self.capacity_after(num_new)
-        if not num_new or (self.arrays and capacity == self.capacity):
-            return 0
-        return self.held + max(0, token_bytes * capacity - self.held_for(num_new, token_bytes))
+        """Return the bytes of the buffers after new tokens came, given the bytes of a token."""
+        return token_bytes * self.capacity_after(num_new)
 
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens take more memory. Called for each token."""
-        if not self._is_lazy:
-            return not self.arrays or self.length + num_new > self.capacity
-        return self.held_for(num_new, 1) != self.held
+        return not self.arrays or self.length + num_new > self.capacity
 
     @property
     def held(self) -> int:
         """Bytes of the buffers, without parts."""
-        return self.held_after(()) if self._is_lazy else sum(array.nbytes for array in self.arrays)
-
-    def _held(self, array: mx.array, length: int, capacity: int) -> int:
-        batch, heads, _, width = array.shape
-        row = width * array.itemsize
-        if not self._is_lazy:
-            return int(batch * heads * capacity * row)
-        written = round_up(round_up(length, self._options.step) * row, DIRECT_ALIGNMENT) + DIRECT_ALIGNMENT
-        return int(batch * heads * min(written, round_up(capacity * row, DIRECT_ALIGNMENT)))
+        return sum(array.nbytes for array in self.arrays)
 
     def append(self, new: Sequence[mx.array]) -> None:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each buffer."""
@@ -173,22 +139,10 @@ class MemoryRows:
         else:
             old = [[array[..., : self.length, :]] for array in self.arrays] if self.length else [[] for _ in new]
         examples = self.examples or new
-        self.arrays = [self._longer(pieces, capacity, like) for pieces, like in zip(old, examples, strict=True)]
+        self.arrays = [_longer(pieces, capacity, like) for pieces, like in zip(old, examples, strict=True)]
         if parts:
             mx.eval(self.arrays)  # frees unshared parts now, instead of after all layers have grown
             self.parts = ()
-
-    def _longer(self, pieces: Sequence[mx.array], capacity: int, like: mx.array) -> mx.array:
-        batch, heads, _, width = like.shape
-        length = sum(piece.shape[2] for piece in pieces)
-        if not self._is_lazy:
-            room = mx.zeros((batch, heads, capacity - length, width), like.dtype)
-            return mx.concatenate([*pieces, room], axis=2) if length else room
-        longer, at = reserve((batch, heads, capacity, width), like.dtype), 0
-        for piece in pieces:
-            longer[..., at : at + piece.shape[2], :] = piece
-            at += piece.shape[2]
-        return longer
 
     def fetch(self) -> list[mx.array]:
         """Return all tokens, without the room behind them. Copy them if parked."""
@@ -257,3 +211,11 @@ def _joined(pieces: Sequence[mx.array], like: mx.array) -> mx.array:
     if not pieces:
         return like[..., :0, :]
     return mx.concatenate(list(pieces), axis=2) if len(pieces) > 1 else pieces[0]
+
+
+def _longer(pieces: Sequence[mx.array], capacity: int, like: mx.array) -> mx.array:
+    """Return some pieces with room behind them."""
+    batch, heads, _, width = like.shape
+    length = sum(piece.shape[2] for piece in pieces)
+    room = mx.zeros((batch, heads, capacity - length, width), like.dtype)
+    return mx.concatenate([*pieces, room], axis=2) if length else room

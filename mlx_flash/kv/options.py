@@ -51,12 +51,11 @@ QUEUED_PAGES = 2
 PAGES_ON_THEIR_WAY = QUEUED_PAGES + 1
 """Pages of the prefix cache in memory: one more is being copied or read."""
 
-Form = Literal["step", "preallocated", "lazy"]
+Form = Literal["step", "preallocated"]
 """The form of keys and values in memory.
 
 ``step`` grows by some tokens at a time and copies the old ones, as mlx-lm does. ``preallocated`` allocates memory for
-``max_context_length`` tokens at once and writes in place. ``lazy`` reserves addresses at once, and the system commits
-memory as tokens come.
+``max_context_length`` tokens at once and writes in place.
 """
 
 
@@ -68,7 +67,7 @@ class KVOptions:
         form: form of keys and values in memory.
         step: tokens of a page; caches of the form ``step`` grow by as many.
         max_context_length: tokens to reserve room for, rounded up to a multiple of 256; longer contexts still grow.
-            ``preallocated`` and ``lazy`` need it.
+            ``preallocated`` needs it.
         budget_bytes: the most memory of all caches together, before layers are evicted to disk; None for no limit.
         max_tokens: when a cache would hold more, the older half is dropped; None keeps every token.
         keep: number of first tokens that are never dropped, rounded up to whole pages.

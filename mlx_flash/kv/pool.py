@@ -25,8 +25,9 @@ from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows, give_back_freed
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import DiskRows
+from mlx_flash.kv.parking import Parking
 from mlx_flash.kv.ring import SlotRing
-from mlx_flash.kv.shared import Lineage, Parts
+from mlx_flash.kv.shared import Lineage
 from mlx_flash.kv.stats import KVStats, KVUsage
 
 
@@ -45,7 +46,7 @@ class LayerRows:
         self.group = group
         self.index = index
         self.lineage = Lineage(self)
-        self._pool = pool.itself  # a method, so that a search for arrays among attributes does not find every cache
+        self._pool: Callable[[], KVPool] = lambda: pool  # hides other caches from a search for arrays in attributes
 
     @property
     def pool(self) -> KVPool:
@@ -72,7 +73,7 @@ class LayerRows:
 
     @property
     def is_parked(self) -> bool:
-        """Whether the rows are in memory only as parts that copies may share."""
+        """True when the rows are in memory only as parts that copies may share."""
         return bool(self.memory.parts)
 
     def append(self, new: Sequence[mx.array]) -> list[mx.array]:
@@ -124,6 +125,12 @@ class LayerRows:
             self.memory.set(arrays, length)
             self.pool.make_room(self, ())
 
+    def clear(self) -> None:
+        """Remove all tokens, of which another cache has a copy."""
+        with self.pool.lock:
+            self.pool.on_disk.pop(self, None)
+            self.memory = MemoryRows(self.pool.options)
+
     def fork(self, group: int) -> LayerRows:
         """Return a copy in another list of caches that shares the rows."""
         with self.pool.lock:
@@ -132,7 +139,7 @@ class LayerRows:
             if (disk := self.disk) is not None:
                 self.pool.on_disk[other] = disk.fork()
             else:
-                other.memory.park(self.pool.as_parts(self), self.memory.examples)
+                other.memory.park(self.pool.parking.as_parts(self), self.memory.examples)
             self.lineage.copy_to(other.lineage, self.length)
             self.pool.park_idle(self)
             return other
@@ -151,6 +158,7 @@ class KVPool:
         under_way_bytes: the part of it that reads and writes need once a layer is on disk.
         on_disk: the layers whose rows are on disk.
         ring: the slots that layers on disk are computed from.
+        parking: the parts that layers share.
         stats: counters.
         usage: sizes at the last :meth:`note`. Any thread may read it.
         lock: held while caches change. Callers run one forward pass at a time.
@@ -166,17 +174,16 @@ class KVPool:
         self.lock = threading.RLock()
         self.ring = SlotRing(options, self.stats)
         self._layers: weakref.WeakSet[LayerRows] = weakref.WeakSet()
-        self._sums = KVBudget(options, self._layers, self.on_disk, self.ring)
+        self.parking = Parking(self._layers, self.on_disk, options.step)
+        self._sums = KVBudget(options, self._layers, self.on_disk, self.ring, self.parking)
         self._files = PageFiles(options, count_written)
         self._groups = count()
         self._used: dict[int, int] = {}
         self._current_group: int | None = None
         self._clock = count(1)
         self._closed = False
-
-    def itself(self) -> KVPool:
-        """Return this object."""
-        return self
+        if options.always_on_disk:  # nobody closes these pools
+            finalize(self, self._files.close)
 
     def new_group(self) -> int:
         """Return a number for another list of caches."""
@@ -195,28 +202,16 @@ class KVPool:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that MLX counts as active for caches and slots: more than they take, if committed lazily."""
+        """Bytes that MLX counts as active for caches and slots."""
         return self._sums.reserved_bytes
 
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of pages on disk. Shared ones count once."""
-        return sum({id(disk.file): disk.file.nbytes for disk in self.on_disk.values()}.values())
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of pages that were read."""
-        return self._files.read_bytes
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes of pages that were written, or are queued for it."""
-        return self._files.written_bytes
-
-    def note(self) -> None:
-        """Bring :attr:`usage` up to date."""
-        now = self.memory_bytes, self.disk_bytes, self.reserved_bytes, self.read_bytes, self.written_bytes
-        self.usage = KVUsage(*now, self.stats.num_spilled, self.stats.wait_seconds)
+    def note(self) -> KVUsage:
+        """Bring :attr:`usage` up to date, and return it."""
+        files, stats = self._files, self.stats
+        disk_bytes = sum({id(disk.file): disk.file.nbytes for disk in self.on_disk.values()}.values())
+        sizes = self.memory_bytes, disk_bytes, self.reserved_bytes, files.read_bytes, files.written_bytes
+        self.usage = KVUsage(*sizes, stats.num_spilled, stats.wait_seconds)
+        return self.usage
 
     def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
         """Evict layers to disk until the memory, with new tokens of one layer, fits the budget.
@@ -239,15 +234,15 @@ class KVPool:
         """
         self._check_open()
         self._used.setdefault(group, next(self._clock))
-        self._free_until_fits(lambda: self.memory_bytes + self._sums.copied_bytes(rows), group, rows, ())
+        self._free_until_fits(lambda: self.memory_bytes + self.parking.copied_bytes(rows), group, rows, ())
 
     def _free_until_fits(self, needed: Callable[[], int], group: int, rows: LayerRows, new: Sequence[mx.array]) -> None:
         num_new = new[0].shape[2] if new else 0
         while (nbytes := needed()) > self._limit:
             if self.ring.held and not self.on_disk:
                 self.ring.release()
-            elif (idle := self._sums.parked_for_nothing(group)) is not None:
-                idle.memory.park(self.as_parts(idle))
+            elif (idle := self.parking.next_without_copy(group)) is not None:
+                self.parking.park(idle)
             elif (victim := self._sums.victim(rows, self._used)) is not None:
                 self._spill(victim, new if victim is rows else ())
                 give_back_freed()
@@ -276,15 +271,11 @@ class KVPool:
 
     def park_idle(self, rows: LayerRows) -> bool:
         """Park a layer if it is idle, that saves memory, and the copy has room. Return whether it was parked."""
-        pays = rows.group != self._current_group and self._sums.pays_to_park(rows)
-        if not pays or self.memory_bytes + self._sums.copied_bytes(rows) > self._limit:
+        pays = rows.group != self._current_group and self.parking.pays(rows)
+        if not pays or self.memory_bytes + self.parking.copied_bytes(rows) > self._limit:
             return False
-        rows.memory.park(self.as_parts(rows))
+        self.parking.park(rows)
         return True
-
-    def as_parts(self, rows: LayerRows) -> Parts:
-        """Return all tokens of a layer in memory as parts, shared ones where other layers have the same."""
-        return rows.memory.as_parts(self._sums.known_parts(rows))
 
     def admit(self, layers: Sequence[LayerRows], num_new: int, step: int, row_bytes: Sequence[int], limit: int) -> int:
         """Prepare a call, in which layers may be evicted to disk to stay within a limit.
@@ -343,17 +334,6 @@ class KVPool:
         rows.memory = MemoryRows(self.options)
         self.on_disk[rows] = disk
         self.stats.num_spilled += 1
-
-    def retire(self, rows: LayerRows) -> None:
-        """Release the rows of a layer that another cache replaces."""
-        with self.lock:
-            self.on_disk.pop(rows, None)
-            self._layers.discard(rows)
-            rows.memory = MemoryRows(self.options)
-
-    def close_at_end(self) -> None:
-        """End the threads and remove the files when nothing refers to the pool any more."""
-        finalize(self, self._files.close)
 
     def close(self) -> None:
         """End the threads and remove the files. The pool's caches cannot be used any more. Idempotent."""

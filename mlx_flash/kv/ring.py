@@ -134,5 +134,5 @@ class SlotRing:
         if upcoming is None or not upcoming.pages or any(slot.belongs_to(upcoming) for slot in self.slots):
             return
         slot = next(slot for slot in self.slots if slot is not busy)
-        self._assign(slot, upcoming, upcoming.length + num_new)
+        self._assign(slot, upcoming, self._options.held_tokens(upcoming.length + num_new, num_new))
         self._read(slot, upcoming, 0)

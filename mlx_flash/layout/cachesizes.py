@@ -29,7 +29,6 @@ class CacheSizes:
         token_bytes: growth by each token. Sliding windows count as if they grew for good.
         largest_row: the most that a token adds to the cache of a layer.
         rows: of each plain ``KVCache``, growth by each token; part of ``token_bytes``.
-        num_heads: heads of keys and of values in all of those.
         call_bytes: memory that states keep for each token of the last call: a state that is a slice of an array with
             all tokens of the call holds that array.
         largest_scan: the most in one layer, for each token of a call, of arrays with the states after every token.
@@ -40,7 +39,6 @@ class CacheSizes:
     token_bytes: int = 0
     largest_row: int = 0
     rows: tuple[int, ...] = ()
-    num_heads: int = 0
     call_bytes: int = 0
     largest_scan: int = 0
     largest_state: int = 0
@@ -51,7 +49,7 @@ class CacheSizes:
 
 
 class CacheMeter:
-    """Measures a cache while a model is called with one token, then with two.
+    """A meter of a cache while a model is called with one token, then with two.
 
     Args:
         cache: a new prompt cache. Call the model with one token, :meth:`note_first`, call it with two, :meth:`sizes`.
@@ -69,13 +67,11 @@ class CacheMeter:
         """Return the sizes, after two more tokens."""
         layers = [[self._sizes_of(leaf) for leaf in _leaves([entry])] for entry in self._cache]
         constant, rows, calls, scans = ([sum(sizes[i] for sizes in layer) for layer in layers] for i in range(4))
-        plain = [(entry, row) for entry, row in zip(self._cache, rows, strict=True) if type(entry) is KVCache]
         return CacheSizes(
             constant_bytes=sum(constant),
             token_bytes=sum(rows),
             largest_row=max(rows, default=0),
-            rows=tuple(row for _, row in plain),
-            num_heads=sum(array.shape[1] for entry, _ in plain for array in arrays_in(entry)),
+            rows=tuple(row for entry, row in zip(self._cache, rows, strict=True) if type(entry) is KVCache),
             call_bytes=sum(calls),
             largest_scan=max(scans, default=0),
             largest_state=max(constant, default=0),

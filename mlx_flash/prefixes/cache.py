@@ -61,7 +61,7 @@ class Call:
 
     @property
     def is_answered(self) -> bool:
-        """Whether nothing is left to be computed."""
+        """True when nothing is left to be computed."""
         return self.num_restored == self.tokens.shape[1]
 
     @property

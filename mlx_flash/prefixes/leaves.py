@@ -64,7 +64,7 @@ class Leaf:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it holds one sequence from its beginning on, without padding."""
+        """True when it holds one sequence from its beginning on, without padding."""
         entry = self.entry
         if isinstance(entry, ArraysCache):
             return entry.lengths is None and entry.batch_size == 1 and _is_zero(entry.left_padding)
@@ -82,7 +82,7 @@ class Leaf:
 
     @property
     def is_empty(self) -> bool:
-        """Whether its content does not matter."""
+        """True when its content does not matter."""
         return bool(self.entry.empty())
 
     @property

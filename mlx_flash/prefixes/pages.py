@@ -34,7 +34,7 @@ from mlx_flash.memory.pagecache import drop_cached
 
 MAGIC = b"MLXFKV\x00\x03"
 ALIGNMENT = 4096
-"""Of blobs in the file, for direct reads."""
+"""Alignment of blobs in the file, for direct reads."""
 
 SUFFIX = ".page"
 
@@ -91,7 +91,7 @@ class PageKey:
 
     @property
     def depth(self) -> int:
-        """How many pages it depends on."""
+        """Number of pages it depends on."""
         return self.number + bool(self.kind)
 
 
@@ -208,7 +208,7 @@ class PageFile:
 
     @cached_property
     def blobs(self) -> dict[str, BlobInfo]:
-        """What the file holds, by name; a look at the whole folder does without."""
+        """The blobs in the file, by name. A scan of the whole folder does not need them."""
         blobs, offset = {}, self._start
         try:
             for name, dtype, shape, nbytes, checksum in json.loads(self._table):

@@ -38,7 +38,7 @@ class Prefix:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it covers."""
+        """Number of tokens it covers."""
         return self.ends[-1] if self.ends else 0
 
     @property
@@ -100,7 +100,7 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
 
     @property
     def is_writable(self) -> bool:
-        """Whether pages are still stored."""
+        """True while pages are still stored."""
         return self._folder.is_writable
 
     def find(self, tokens: Tokens, *, snapshot: str = "", ends: Sequence[int] | None = None) -> Prefix:

@@ -1,4 +1,4 @@
-"""What a choice takes: adds up memory, and simulates a pass over the streamed units to predict its time."""
+"""The memory of a plan, added up, and its time, from a simulation of a pass over the streamed units."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DISK_UNEVENNESS = 0.3
 """Disks do not deliver evenly; a third slot evens that out. Measured: docs/lab-notes.md."""
 
 LEAST_TILE_BYTES = 8 << 20
-"""How large the tiles of layers are at least: small reads are slow, and each tile is waited for."""
+"""Smallest tile of a layer: small reads are slow, and each tile is waited for."""
 
 MAX_TILES = 60
 """Each tile is waited for."""
@@ -34,7 +34,7 @@ TILE_SLACK_BYTES = 12 * DIRECT_ALIGNMENT
 
 @dataclass(frozen=True)
 class Task:
-    """What is given.
+    """The input of a plan.
 
     Attributes:
         sizes: the model.
@@ -63,21 +63,21 @@ class Task:
 
     @cached_property
     def streamed(self) -> Callable[[int, bool], Streamed]:
-        """What so many bytes, spread over the layers, add up to. Bisections ask for the same again and again."""
+        """Sums for a number of bytes spread over the layers. Bisections ask for the same again and again."""
         layers = self.sizes.layers
         return cache(lambda target, whole_layers: add_up(spread(layers, target, whole_layers)))
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """What is set aside for tokens."""
+    """Tokens that memory is set aside for."""
 
     prefill_step_size: int
     context_length: int
 
 
 def activation_bytes(task: Task, reserve: Reserve) -> int:
-    """For a prefill step, whose logits nobody looks at, or a short call whose logits all are."""
+    """Return the larger of a prefill step without logits and a short call with all of them."""
     context = round_up(reserve.context_length, CACHE_STEP)
     activations, short = task.sizes.activations, min(PREFILL_STEPS[-1], reserve.prefill_step_size)
     prefill = activations.nbytes(reserve.prefill_step_size, context, all_logits=False)
@@ -85,7 +85,7 @@ def activation_bytes(task: Task, reserve: Reserve) -> int:
 
 
 def kv_share(task: Task, reserve: Reserve) -> KVShare:
-    """The KV cache. Raises: ConfigError: the share that was asked for is too small."""
+    """Return the share of the KV cache. Raises: ConfigError: the share that was asked for is too small."""
     sizes, config, context, step = task.sizes, task.config, reserve.context_length, reserve.prefill_step_size
     if task.kv_on_disk:
         return on_disk(sizes, config, context, step, task.kv_room)
@@ -93,8 +93,7 @@ def kv_share(task: Task, reserve: Reserve) -> KVShare:
 
 
 def everything_pinned(task: Task, reserve: Reserve, *, tables: bool = True) -> ResidencyPlan:
-    """All weights in memory, except for experts: nothing is streamed. Embedding tables that are no heads may be left
-    on disk."""
+    """Return the plan with all weights but experts in memory. Embedding tables that are no heads may stay on disk."""
     sizes = task.sizes
     left = [] if tables else [table.unit for table in sizes.tables if not table.is_head]
     others = [*sizes.heads, *(table.unit for table in sizes.tables if table.unit not in left)]
@@ -103,7 +102,7 @@ def everything_pinned(task: Task, reserve: Reserve, *, tables: bool = True) -> R
 
 
 def assemble(task: Task, reserve: Reserve, num_slots: int, streamed: Streamed, tile_bytes: int | None) -> ResidencyPlan:
-    """Adds up what a choice takes. Heads are pinned, or tiled if ``tile_bytes`` says how large slots are at least.
+    """Return the plan of a choice. Heads are pinned, or in tiles if ``tile_bytes`` gives the smallest slot.
 
     The plan does not say which tensors of the layers are streamed: see ``named``.
     """
@@ -131,14 +130,14 @@ def assemble(task: Task, reserve: Reserve, num_slots: int, streamed: Streamed, t
 
 
 def named(task: Task, plan: ResidencyPlan, chosen: Sequence[tuple[TensorSize, ...]]) -> ResidencyPlan:
-    """The plan, saying which tensors of each layer are streamed."""
+    """Return the plan with the names of the streamed tensors of each layer."""
     layers = zip(task.sizes.layers, chosen, strict=True)
     names = tuple([(unit.name, tuple([tensor.name for tensor in tensors])) for unit, tensors in layers if tensors])
     return replace(plan, streaming=replace(plan.streaming, layers=names))
 
 
 def heads_of(sizes: ModelSizes) -> list[UnitSize]:
-    """Everything that every output needs whole."""
+    """Return the units that every output needs whole."""
     return [*sizes.heads, *(table.unit for table in sizes.tables if table.is_head)]
 
 
@@ -154,7 +153,7 @@ def _num_tiles(head: UnitSize, rows: int) -> int:
 
 
 def tile_rows(head: UnitSize, slot_bytes: int) -> int:
-    """Rows of a head in one tile: as few equal tiles as fit the slot, cut at multiples that keep rows aligned."""
+    """Return the rows of a head in one tile: few equal tiles that fit the slot, aligned."""
     assert head.num_rows
     most = max(TILE_ROW_MULTIPLE, (slot_bytes - TILE_SLACK_BYTES) // _row_bytes(head))
     num_tiles = -(-head.num_rows // most)
@@ -200,7 +199,7 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
 
 
 def pool_of(task: Task, experts: ExpertSizes, num_slots: int) -> Pool:
-    """A pool of so many slots, and what it brings."""
+    """Return a pool of so many slots, with its hit rate and time."""
     hit_rate = experts.hit_rate(num_slots)
     read_bytes = round((1 - hit_rate) * experts.token_bytes)
     machine = task.machine
@@ -213,7 +212,7 @@ def pool_of(task: Task, experts: ExpertSizes, num_slots: int) -> Pool:
 
 
 def finished(task: Task, plan: ResidencyPlan, budget: int) -> ResidencyPlan:
-    """The plan with its predicted time and, for a mixture of experts, with what is left of the budget in the pool."""
+    """Return the plan with its predicted time and, for a mixture, the rest of the budget in the pool."""
     experts = task.sizes.experts
     if experts is not None and plan.pool is not None and not task.pool_slots:
         more = max(0, budget - plan.peak_bytes) // experts.slot_bytes
@@ -223,12 +222,12 @@ def finished(task: Task, plan: ResidencyPlan, budget: int) -> ResidencyPlan:
 
 
 def cache_limit_of(machine: Machine, budget: int) -> int:
-    """What MLX may keep of freed buffers."""
+    """Return the bytes of freed buffers that MLX may keep."""
     return min(max(64 * MB, budget // 20), 256 * MB) if machine.has_buffer_cache else 0
 
 
 def timed(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
-    """The plan with the predicted time of a decoding pass, from a simulation of the ring."""
+    """Return the plan with the predicted time of a decoding pass, from a simulation of the ring."""
     streaming, machine = plan.streaming, task.machine
     compute, barrier = machine.compute_bytes_per_second, machine.barrier_seconds
     disk = machine.disk.bytes_per_second
@@ -272,7 +271,7 @@ def _prompt_seconds(task: Task, decode_seconds: float) -> float:
 def simulate(
     steps: Sequence[tuple[float, float]], num_slots: int, num_passes: int = 4, unevenness: float = 0.0
 ) -> float:
-    """Seconds of one pass in the steady state.
+    """Return the seconds of one pass in the steady state.
 
     Args:
         steps: (seconds to read, seconds to compute) of each unit in calling order; nothing to read means pinned.
@@ -303,5 +302,5 @@ def simulate(
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The next multiple."""
+    """Return the next multiple."""
     return -(-number // multiple) * multiple

@@ -36,7 +36,7 @@ DISK_SHARE = 0.5
 """Share of the free disk that it may take then."""
 
 ENOUGH_CONTEXT = 1024
-"""Everything in memory with this many tokens beats more tokens and weights that have to be read."""
+"""All weights in memory and this many tokens beat more tokens and weights that have to be read."""
 
 MAX_SLOTS = 4
 
@@ -49,7 +49,7 @@ WORTH_MORE_TOKENS = 1.25
 SEARCH_STEPS = 16
 
 TILE_BYTES = (32 << 20, 8 << 20, 2 << 20, 0)
-"""How large the tiles of a streamed head are at least, to try: small ones leave memory, but each is waited for."""
+"""Smallest tiles of a streamed head to try: small ones leave memory, but each is waited for."""
 
 
 def smallest(task: Task, reserve: Reserve) -> ResidencyPlan:

@@ -1,4 +1,4 @@
-"""What a plan says about the KV cache: where keys and values are, and what that takes. Pure."""
+"""The KV cache in a plan: its place and its memory. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 from mlx_flash.config import GB, FlashConfig, KVMode
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.options import PAGE_TOKENS, PAGES_ON_THEIR_WAY, Form, KVOptions, round_up
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes
 
 KV_SHARE = 0.25
 """Share of the budget that the KV cache may take in memory when the plan chooses."""
 
-_FORMS: dict[KVMode | None, Form] = {"preallocated": "preallocated", "lazy": "lazy"}
+_FORMS: dict[KVMode | None, Form] = {"preallocated": "preallocated"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,11 @@ class KVShare:
 
 
 def check_kv(config: FlashConfig) -> None:
-    """Refuses settings of which one leaves no use for the other. Raises: ConfigError."""
+    """Refuse settings that contradict each other. Raises: ConfigError."""
     directory = None if config.kv_directory is None else Path(config.kv_directory).expanduser()
     if directory is not None:
         _check_directory(directory)
-    if config.kv_ram_gb is not None and config.kv_cache in ("stock", "preallocated", "lazy"):
+    if config.kv_ram_gb is not None and config.kv_cache in ("stock", "preallocated"):
         raise ConfigError(
             f"kv_ram_gb is {config.kv_ram_gb:g}, but nothing goes to disk with kv_cache={config.kv_cache!r}. "
             "Hint: kv_cache='disk'."
@@ -61,12 +60,12 @@ def check_kv(config: FlashConfig) -> None:
     if config.kv_max_tokens is not None and config.kv_cache == "stock":
         raise ConfigError(
             f"kv_max_tokens is {config.kv_max_tokens}, but mlx-lm's own caches, kv_cache='stock', forget nothing. "
-            "Hint: kv_cache='disk' or 'lazy'."
+            "Hint: kv_cache='disk' or 'preallocated'."
         )
 
 
 def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int) -> KVShare:
-    """All of it in memory, as far as is planned for; a cache that grows beyond may go to disk when it does.
+    """Return the share with all of it in memory. A cache that grows beyond the plan may go to disk.
 
     Args:
         sizes: the model.
@@ -80,8 +79,7 @@ def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefi
     options = _options(config, 0, context_length)
     tokens = options.held_tokens(context_length, prefill_step_size)
     tokens = round_up(tokens, _growth(options)) if tokens == context_length else tokens + _growth(options)
-    pages = 2 * DIRECT_ALIGNMENT * sizes.cache.num_heads if options.form == "lazy" else 0
-    return KVShare(options, sizes.cache.rows, _growing_bytes(sizes, tokens, prefill_step_size) + pages)
+    return KVShare(options, sizes.cache.rows, _growing_bytes(sizes, tokens, prefill_step_size))
 
 
 def _growing_bytes(sizes: ModelSizes, tokens: int, num_new: int) -> int:
@@ -107,7 +105,7 @@ def on_disk(
     prefill_step_size: int,
     room_bytes: int,
 ) -> KVShare:
-    """As much of it in memory as there is room for, the rest on disk.
+    """Return the share with as much of it in memory as there is room for, the rest on disk.
 
     Args:
         sizes: the model; it has caches that can be on disk.
@@ -167,7 +165,7 @@ def prefix_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int) ->
 
 
 def least_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int) -> int:
-    """The smallest share with which a context can be, in bytes: on disk, or if it is short in memory."""
+    """Return the smallest share for a context, in bytes: on disk, or in memory if it is short."""
     options = _options(config, 0, context_length)
     tokens = options.held_tokens(context_length, prefill_step_size)
     under_way = options.under_way_bytes(sizes.cache.rows, tokens, prefill_step_size)
@@ -176,7 +174,7 @@ def least_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int, pre
 
 
 def most_on_disk(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:
-    """The most that keys and values of a context may take on disk, in bytes."""
+    """Return the most that keys and values of a context may take on disk, in bytes."""
     return sum(sizes.cache.rows) * _options(config, 0, context_length).held_tokens(context_length, 1)
 
 
@@ -194,7 +192,7 @@ def _options(config: FlashConfig, budget: int, context_length: int) -> KVOptions
 
 
 def _spilled(rows: Sequence[int], tokens: int, room: int) -> list[int]:
-    """The layers that will be on disk: all but as many as there is room for beside what those need."""
+    """Return the rows of layers on disk: all but as many as there is room for."""
     room //= max(1, tokens)
     left = sorted(rows)
     while left and left[0] <= room:

@@ -41,7 +41,7 @@ _FALLBACK_BYTES_PER_SECOND = 10e9
 
 
 def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Machine:
-    """Measures what a plan depends on.
+    """Measure the machine.
 
     Args:
         shard: a file of the checkpoint, to probe its disk.
@@ -94,7 +94,7 @@ def _speed(key: str, shard: Path, layout: ModelLayout, disk: DiskProfile) -> Spe
 
 
 def look_at_memory(machine: Machine, promised_bytes: int) -> Machine:
-    """The machine with its memory as it is now, some time after :func:`look_at_machine`.
+    """Return the machine with its memory as it is now, some time after :func:`look_at_machine`.
 
     Args:
         machine: as it was.
@@ -116,7 +116,7 @@ def has_grown(before: Machine, now: Machine) -> bool:
 
 
 def compute_bytes_per_second(layout: ModelLayout) -> float:
-    """Weight bytes a second in a matrix-vector product of the kind that the model's layers are made of.
+    """Return weight bytes a second in a matrix-vector product of the kind that the model's layers are made of.
 
     The weights are written by the processor before each run, as the reader writes them: a GPU with memory of its own
     has to fetch them first.
@@ -139,7 +139,7 @@ def _seconds_after_writing(part: nn.Module, x: mx.array, arena: Arena) -> float:
 
 
 def barrier_seconds() -> float:
-    """What it takes to compute next to nothing and wait for it."""
+    """Return the time to compute next to nothing and wait for it."""
     x = mx.zeros((1,))
     mx.eval(x)
     return min(_seconds(mx.negative, x) for _ in range(5))
@@ -166,7 +166,7 @@ def _largest_linear(layout: ModelLayout) -> nn.Module | None:
 
 
 def _some_rows(linear: nn.Module) -> tuple[nn.Module, Arena]:
-    """The first rows of a linear layer, with the memory that holds them instead of weights."""
+    """Return the first rows of a linear layer, with the memory that holds them instead of weights."""
     weight = linear["weight"]
     limit = _PROBE_BYTES[_device_type()]
     limit //= _QUANTIZED_SHARE if "scales" in linear and mx.default_device() == mx.cpu else 1

@@ -1,4 +1,4 @@
-"""What a plan says: what stays in memory, what is streamed, and what all of it takes."""
+"""A plan: the weights in memory, the weights that are streamed, and the memory of all parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREFILL_STEPS = (DEFAULT_PREFILL_STEP_SIZE, 1024, 512, 256, 128, 64, 32, 16)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the plan has to work with.
+    """The machine that a plan is made for.
 
     Attributes:
         total_memory: bytes this process could ever have.
@@ -77,7 +77,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """What flows through the slots on every pass.
+    """The weights that pass through the slots on every pass.
 
     Attributes:
         layers: of each layer that is not in memory whole, its name and the names of the parameters that are read.
@@ -139,7 +139,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyPlan:
-    """What stays in memory, what is streamed, and what all of it takes. Sizes in bytes.
+    """The weights in memory, the streamed weights, and the memory of all parts. Sizes in bytes.
 
     Attributes:
         budget_bytes: the promise.
@@ -258,7 +258,7 @@ class ResidencyPlan:
         return sum(nbytes for _, nbytes in self.parts())
 
     def parts(self) -> list[tuple[str, int]]:
-        """What the predicted peak is made of: (words for people, bytes)."""
+        """Return the parts of the predicted peak: (words for people, bytes)."""
         pool = self.pool
         tokens = f"{self.context_length} tokens"
         if self.kv.disk_bytes:

@@ -92,7 +92,7 @@ class TableSize:
 
 @dataclass(frozen=True, slots=True)
 class ActivationSizes:
-    """What one forward call allocates beside weights and KV cache, in bytes.
+    """Memory of one forward call beside weights and KV cache, in bytes.
 
     Attributes:
         per_token: intermediate results of the widest layer, for each new token.
@@ -108,7 +108,7 @@ class ActivationSizes:
     embedding_per_token: int
 
     def nbytes(self, num_tokens: int, context_length: int, *, all_logits: bool) -> int:
-        """Bytes for one call.
+        """Return the bytes for one call.
 
         Args:
             num_tokens: new tokens, over all sequences.
@@ -146,7 +146,7 @@ class ExpertSizes:
     copies: bool
 
     def hit_rate(self, num_slots: int) -> float:
-        """Share of the experts of a token that a pool of so many slots is expected to hold."""
+        """Return the share of the experts of a token that a pool of so many slots is expected to hold."""
         at = min(1.0, num_slots / sum(self.num_experts)) * (len(DEFAULT_HITS) - 1)
         low = min(int(at), len(DEFAULT_HITS) - 2)
         return DEFAULT_HITS[low] + (at - low) * (DEFAULT_HITS[low + 1] - DEFAULT_HITS[low])
@@ -181,7 +181,7 @@ class ModelSizes:
     trunk: ModelSizes | None = None
 
     def cut(self, units: tuple[UnitSize, ...]) -> ModelSizes:
-        """The same model with smaller units in the place of its layers; what they leave over stays in memory."""
+        """Return the same model with smaller units instead of its layers. The rest of the layers stays in memory."""
         rest = self.layer_bytes - sum(unit.nbytes for unit in units)
         return replace(self, layers=units, resident_bytes=self.resident_bytes + rest, finer=())
 
@@ -191,7 +191,7 @@ class ModelSizes:
         return tuple(unit for unit in (self.finer[-1] if self.finer else self.layers) if unit.num_rows)
 
     def tiled(self, names: Collection[str]) -> ModelSizes:
-        """The same model, cut as finely as it can be, with some linear layers passing through the slots in row tiles.
+        """Return the same model in its finest cut, with some linear layers passing through the slots in row tiles.
 
         Args:
             names: of those; the other linear layers stay in memory.
@@ -214,7 +214,7 @@ class ModelSizes:
 
     @cached_property
     def copies(self) -> bool:
-        """Whether direct reads of any unit go through a bounce buffer."""
+        """True when direct reads of any unit go through a bounce buffer."""
         return any(unit.copies for unit in [*self.layers, *self.heads, *(table.unit for table in self.tables)])
 
     @cached_property
@@ -226,7 +226,7 @@ class ModelSizes:
 
 
 def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> ModelSizes:
-    """Takes the numbers of a model. Reads no weights.
+    """Return the numbers of a model. Reads no weights.
 
     Args:
         layout: its units.
@@ -282,7 +282,7 @@ def _unit_size(unit: Unit, alignment: int, idle: Mapping[int, int] = MappingProx
 
 
 def working_itemsize(parameters: list[Parameter]) -> int:
-    """Item size in bytes of the floating-point dtype a unit computes in; packed weights are integers."""
+    """Return the item size of the floating-point dtype that a unit computes in; packed weights are integers."""
     sizes = [int(p.array.itemsize) for p in parameters if mx.issubdtype(p.array.dtype, mx.floating)]
     return max(sizes, default=2)
 
@@ -309,7 +309,7 @@ def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes
 
 
 def _outputs(parameter: Parameter, top_k: int) -> int:
-    """Numbers that a weight matrix, or those chosen of a stack of experts' matrices, make of one token."""
+    """Return the outputs of a weight matrix, or of the chosen experts' matrices of a stack, for one token."""
     shape = parameter.array.shape
     if parameter.key != "weight" or len(shape) < 2:
         return 0

@@ -35,7 +35,7 @@ class Speed:
 
     @property
     def is_usable(self) -> bool:
-        """Whether a plan can be made with these numbers."""
+        """True when a plan can be made with these numbers."""
         speeds = (self.disk_bytes_per_second, self.compute_bytes_per_second)
         seconds = (self.barrier_seconds, self.prompt_seconds_per_token)
         return all(0 < value < math.inf for value in speeds) and all(0 <= value < math.inf for value in seconds)

@@ -1,4 +1,4 @@
-"""Which tensors of the layers are streamed: so many bytes, spread evenly, so that reading overlaps computing."""
+"""The choice of streamed tensors: a number of bytes, spread evenly, so that reading overlaps computing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_flash.residency.sizes import TensorSize, UnitSize
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """What is streamed of the layers, added up. Sizes in bytes.
+    """Sums over the streamed tensors of layers. Sizes in bytes.
 
     Attributes:
         num_layers: those of which anything is streamed.
@@ -26,14 +26,14 @@ class Streamed:
 
 
 def add_up(chosen: Sequence[tuple[TensorSize, ...]]) -> Streamed:
-    """Adds up the tensors that are streamed of each layer."""
+    """Add up the streamed tensors of each layer."""
     buffers = [sum([tensor.buffer_bytes for tensor in tensors]) for tensors in chosen]
     nbytes = sum([tensor.nbytes for tensors in chosen for tensor in tensors])
     return Streamed(sum(map(bool, chosen)), nbytes, sum(buffers), max(buffers, default=0))
 
 
 def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[tuple[TensorSize, ...]]:
-    """Chooses which tensors of each layer are streamed, so that every stretch of layers has its share of the target.
+    """Choose the streamed tensors of each layer, so that every stretch of layers has its share of the target.
 
     Args:
         layers: the layers.
@@ -52,7 +52,7 @@ def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[
 
 
 def spread_whole(units: Sequence[UnitSize], target: int) -> list[UnitSize]:
-    """Chooses units to stream whole, of together about ``target`` bytes, evenly over all of them."""
+    """Choose units to stream whole, of together about ``target`` bytes, evenly over all of them."""
     return [unit for unit, tensors in zip(units, spread(units, target, True), strict=True) if tensors]
 
 

@@ -11,7 +11,7 @@ BACKEND ?= $(if $(filter-out Linux,$(shell uname -s)),metal,$(if $(CUDA),$(if $(
 EXTRAS := dev$(if $(filter-out metal,$(BACKEND)),$(comma)$(BACKEND))
 INSTALLED := $(VENV)/.installed-$(BACKEND)
 
-.PHONY: demo test test-quick zoo check format clean
+.PHONY: demo test test-quick test-compat zoo check format clean
 
 demo: $(INSTALLED)  ## build a model of 1 GB, run it in a third of that, then in memory
 	$(BIN)/python scripts/demo.py
@@ -24,6 +24,14 @@ test: $(INSTALLED)  ## run all tests
 
 test-quick: $(INSTALLED)  ## run a fast part of the tests, some of every folder, in a minute or so
 	$(PYTEST) -m quick
+
+# The oldest release that pyproject.toml allows; `make test-compat MLX_LM=0.32.1` runs another one.
+MLX_LM ?= 0.32.0
+COMPAT := .venv-mlx-lm-$(MLX_LM)
+COMPAT_TESTS := $(addprefix tests/test_,$(addsuffix .py,compat dropped layers generation patch prefixes serving kv_cache))
+
+test-compat: $(COMPAT)/.installed  ## run what touches private parts of mlx-lm, with release MLX_LM of it
+	$(COMPAT)/bin/python -m pytest $(COMPAT_TESTS)
 
 zoo: $(INSTALLED)  ## run every architecture of mlx-lm, stock and streamed, and compare bit for bit
 	$(BIN)/python scripts/zoo.py --jobs 2
@@ -39,7 +47,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) models .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-mlx-lm-* models .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -47,4 +55,10 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	@touch $@
+
+$(COMPAT)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(COMPAT)/bin/python -m pip install --quiet mlx-lm==$(MLX_LM)
 	@touch $@

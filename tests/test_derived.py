@@ -23,7 +23,8 @@ from fused import SMALL, sanitize, save_fused
 from mlx_flash import cli
 from mlx_flash.convert import copies, derived
 from mlx_flash.convert.copies import Room, derived_directory, list_copies
-from mlx_flash.convert.derived import adopt_derived, derived_parameters
+from mlx_flash.convert.derived import adopt_derived
+from mlx_flash.convert.parameters import derived_parameters
 from mlx_flash.convert.writer import ShardWriter
 from mlx_flash.errors import FileChangedError, FlashError, WriteError
 from mlx_flash.files import PARTIAL_SUFFIX

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_flash import FileChangedError, FlashLLM
 from mlx_flash.convert import derived
 from mlx_flash.convert.copies import derived_directory, list_copies
-from mlx_flash.convert.derived import derived_parameters
+from mlx_flash.convert.parameters import derived_parameters
 from mlx_flash.convert.writer import ShardWriter
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.storage.safetensors import read_checkpoint

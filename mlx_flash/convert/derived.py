@@ -19,10 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.config import GB
@@ -38,12 +37,12 @@ from mlx_flash.convert.copies import (
     write_errors,
     write_manifest,
 )
-from mlx_flash.convert.renewal import bind, renew
+from mlx_flash.convert.parameters import DerivedParameter, derived_parameters, renew
 from mlx_flash.convert.writer import ShardWriter, TensorSpec, aligned_order, is_complete, make_head
 from mlx_flash.errors import FileChangedError
 from mlx_flash.files import PARTIAL_SUFFIX, rename_durably
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of, versions
-from mlx_flash.layout.load import LoadedModel, iter_parameters, model_name
+from mlx_flash.layout.load import LoadedModel, model_name
 from mlx_flash.storage.safetensors import Checkpoint, Extent, TensorRecord
 
 LEAST_BYTES = 32_000_000
@@ -54,55 +53,7 @@ SHARD_BYTES = 2 * 10**9
 
 Progress = Callable[[int, int], object]
 
-_DTYPES = {
-    mx.bool_: "BOOL",
-    mx.uint8: "U8",
-    mx.int8: "I8",
-    mx.uint16: "U16",
-    mx.int16: "I16",
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.uint32: "U32",
-    mx.int32: "I32",
-    mx.float32: "F32",
-    mx.uint64: "U64",
-    mx.int64: "I64",
-    mx.complex64: "C64",
-}
-
 _log = logging.getLogger("mlx_flash")
-
-
-@dataclass(slots=True, eq=False)
-class DerivedParameter:
-    """A parameter that was computed, at every place of the model that holds it.
-
-    Attributes:
-        name: its path in the model, the first one if there are several.
-        array: not evaluated; None once it was let go.
-        places: (container, key) of each.
-        spec: the tensor that it is written as.
-    """
-
-    name: str
-    array: mx.array | None
-    places: list[tuple[Any, Any]]
-    spec: TensorSpec
-
-    def bind(self, array: mx.array) -> None:
-        """Puts another array in its places."""
-        for container, key in self.places:
-            bind(container, key, array)
-
-    def let_go(self) -> mx.array:
-        """Hands the array over; nothing else holds it afterwards.
-
-        In its places is an array that nothing can be computed with: a model that was left half done must not be used.
-        """
-        assert self.array is not None
-        array, self.array = self.array, None
-        self.bind(mx.zeros((0,), array.dtype))
-        return array
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,24 +133,6 @@ def adopt_derived(
     if held is not None:
         weakref.finalize(loaded.model, os.close, held)
         copying.adopt()
-
-
-def derived_parameters(loaded: LoadedModel) -> list[DerivedParameter]:
-    """The parameters that were computed from tensors of the checkpoint, in the order of the module tree.
-
-    Constants that a module makes for itself, such as RoPE frequencies, are private to it and none of them: mlx-lm loads
-    weights into what ``parameters()`` names.
-    """
-    named = {id(array) for _, array in cast(Any, tree_flatten(loaded.model.parameters()))}
-    found: dict[int, DerivedParameter] = {}
-    for name, container, key, array in iter_parameters(loaded.model, ""):
-        if id(array) in loaded.sources or id(array) not in named or not array.nbytes:
-            continue
-        if array.dtype in _DTYPES:
-            spec = TensorSpec(name, _DTYPES[array.dtype], tuple(array.shape), int(array.nbytes))
-            parameter = found.setdefault(id(array), DerivedParameter(name, array, [], spec))
-            parameter.places.append((container, key))
-    return list(found.values())
 
 
 def _shards(derived: Sequence[DerivedParameter], fingerprint: str) -> list[_Shard]:

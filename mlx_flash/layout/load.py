@@ -64,10 +64,15 @@ class Parameter:
 
     def bind(self, array: mx.array) -> None:
         """Makes the module use another array of the same shape and dtype."""
-        if isinstance(self.container, dict):
-            dict.__setitem__(self.container, self.key, array)
-        else:
-            self.container[self.key] = array
+        bind(self.container, self.key, array)
+
+
+def bind(container: dict[Any, Any] | list[Any], key: Any, array: mx.array) -> None:
+    """Puts an array into a module, dict or list; a module does not look at it."""
+    if isinstance(container, dict):
+        dict.__setitem__(container, key, array)
+    else:
+        container[key] = array
 
 
 @dataclass(slots=True, eq=False)

@@ -96,13 +96,13 @@ class KVBudget(Generic[R]):
         nbytes = token_bytes(rows) or sum(array.nbytes for array in new) // max(1, num_new)
         mine = 0 if is_on_disk else rows.memory.held
         if not is_on_disk and num_new and rows.memory.takes_more(num_new):  # the old buffers, and the new ones
-            mine += rows.memory.held_for(num_new, nbytes)
+            mine += nbytes * rows.memory.capacity_after(num_new)
         return others + mine + self._parking.shared_bytes() + self._disk_overhead((rows,), num_new)
 
     def needed_for(self, sizes: Mapping[R, int], num_new: int) -> int:
         """Return the peak memory while new tokens come to some layers, given the bytes of a token in each."""
         within = [(rows, nbytes) for rows, nbytes in sizes.items() if rows not in self._on_disk]
-        held = {rows: rows.memory.held_for(num_new, nbytes) for rows, nbytes in within}
+        held = {rows: nbytes * rows.memory.capacity_after(num_new) for rows, nbytes in within}
         growing = [rows for rows in held if rows.memory.takes_more(num_new)]
         shared = self._parking.shared_bytes(but=growing)
         # one layer at a time has its old buffers besides, or the parts that nobody else holds

@@ -11,7 +11,7 @@ from mlx_flash.errors import WriteError
 from mlx_flash.files import PrivateFolder, cache_directory, free_bytes
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
-from mlx_flash.kv.options import SPILL_TOKENS, KVOptions
+from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, SPILL_TOKENS, KVOptions
 from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.slots import row_bytes
 from mlx_flash.memory.arena import reads_beside
@@ -75,9 +75,9 @@ class PageFiles:
         if self._folder is None:
             self._folder = PrivateFolder(self._options.directory or cache_directory() / "kv-sessions")
         if self._reader is None or self._writer is None:
-            o = self._options
+            direct, in_place = self._options.direct, reads_beside()
             self._reader = PageReader(
-                (), direct=o.direct, read_size=o.read_size, queue_depth=o.queue_depth, in_place=reads_beside()
+                (), direct=direct, read_size=READ_SIZE, queue_depth=QUEUE_DEPTH, in_place=in_place
             )
             self._writer = WriteBehind(self._count_written)
         path = self._folder.path / f"layer-{next(self._numbers)}.kv"

@@ -110,10 +110,6 @@ class MemoryRows:
             return self._options.reserved_tokens
         return round_up(max(end, self.capacity + self.capacity // _GROWTH), self._options.step)
 
-    def held_for(self, num_new: int, token_bytes: int) -> int:
-        """Return the bytes of the buffers after new tokens came, given the bytes of a token."""
-        return token_bytes * self.capacity_after(num_new)
-
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens take more memory. Called for each token."""
         return not self.arrays or self.length + num_new > self.capacity
@@ -189,11 +185,6 @@ class MemoryRows:
         if self.parts or length == self.length:
             return self.parts or known
         return (*known, Part(SharedRows(self.read(length, self.length)), self.length - length))
-
-    def copied_bytes(self, num_known: int) -> int:
-        """Return the bytes that :meth:`as_parts` copies when so many tokens are known."""
-        missing = self.length - num_known
-        return sum(a.shape[0] * a.shape[1] * (missing + 1) * a.shape[3] * a.itemsize for a in self.arrays if missing)
 
     def park(self, parts: Parts, examples: Sequence[mx.array] = ()) -> None:
         """Replace the buffers by parts.

@@ -36,6 +36,12 @@ SPILL_TOKENS = 1024
 WRITE_BEHIND_BYTES = 32 << 20
 """The most bytes queued for writing; adding more blocks."""
 
+READ_SIZE = 2 << 20
+"""Bytes of one read."""
+
+QUEUE_DEPTH = 4
+"""Reads in flight at once."""
+
 NUM_READERS = 2
 """Sets of read buffers: urgent reads have threads and buffers of their own."""
 
@@ -74,8 +80,6 @@ class KVOptions:
         always_on_disk: whether layers go to disk with their first tokens, whatever the budget.
         directory: folder in which a folder for files is created; None for the cache folder.
         direct: whether reads bypass the page cache.
-        read_size: bytes of one read.
-        queue_depth: reads in flight at once.
 
     Raises:
         ConfigError: a value is out of range, or contradicts another one.
@@ -90,8 +94,6 @@ class KVOptions:
     always_on_disk: bool = False
     directory: Path | None = None
     direct: bool = True
-    read_size: int = 2 << 20
-    queue_depth: int = 4
 
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
@@ -157,7 +159,7 @@ class KVOptions:
             num_new: the most new tokens of one call.
         """
         waiting = min(WRITE_BEHIND_BYTES, sum(token_bytes) * tokens)
-        buffers = NUM_READERS * self.queue_depth * self.read_size if self.direct else 0
+        buffers = NUM_READERS * QUEUE_DEPTH * READ_SIZE if self.direct else 0
         return waiting + NUM_COPIES * max(token_bytes, default=0) * max(num_new, min(tokens, SPILL_TOKENS)) + buffers
 
     def forgotten_tokens(self, length: int, num_new: int) -> int:

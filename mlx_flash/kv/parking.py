@@ -61,7 +61,9 @@ class Parking(Generic[R]):
         """Return the bytes that a copy of a layer takes: tokens that are in no part yet, or on disk in no page."""
         if rows in self._on_disk:
             return self._on_disk[rows].tail_bytes
-        return rows.memory.copied_bytes(num_tokens(self._known_parts(rows))) if rows.memory.arrays else 0
+        memory = rows.memory
+        missing = memory.length - num_tokens(self._known_parts(rows))  # a part has one more token than it holds
+        return sum(a.nbytes // memory.capacity * (missing + 1) for a in memory.arrays) if missing else 0
 
     def pays(self, rows: R) -> bool:
         """Return whether others hold at least a page of a layer's buffers, so that parking it saves memory."""

@@ -12,12 +12,12 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.errors import WriteError
+from mlx_flash.convert.writer import write_errors
 from mlx_flash.files import PARTIAL_SUFFIX, cache_directory, open_locked, write_atomically
 
 MANIFEST_NAME = "copy.json"
@@ -104,7 +104,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     Raises:
         WriteError: it cannot be written.
     """
-    with write_errors(folder):
+    with copy_errors(folder):
         write_atomically(folder / MANIFEST_NAME, json.dumps(manifest, indent=1), mode=0o666, durable=True)
 
 
@@ -136,7 +136,7 @@ def discard(folder: Path) -> None:
     Raises:
         WriteError: it cannot be removed.
     """
-    with write_errors(folder):
+    with copy_errors(folder):
         (folder / MANIFEST_NAME).unlink(missing_ok=True)  # from here on it is not complete
         shutil.rmtree(folder)
 
@@ -174,7 +174,7 @@ def only_one(fingerprint: str) -> Iterator[None]:
         WriteError: the folder cannot be written.
     """
     path = derived_directory() / f"{fingerprint}.lock"
-    with write_errors(path):
+    with copy_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             fd = open_locked(path, create=0o666, wait=False, required=False)
@@ -238,13 +238,6 @@ def remove_older(source: str, fingerprint: str) -> None:
             remove(copy)
 
 
-@contextmanager
-def write_errors(path: Path) -> Iterator[None]:
-    """Turns the system's errors into ours."""
-    try:
-        yield
-    except OSError as error:
-        raise WriteError(
-            f"cannot write {path}: {error.strerror or error}. Hint: make room, or check who may write there; "
-            "derived_cache_gb=0 does without."
-        ) from error
+def copy_errors(path: Path) -> AbstractContextManager[None]:
+    """Turn the system's errors while a copy is written into ours."""
+    return write_errors(f"cannot write {path}", "or set derived_cache_gb=0")

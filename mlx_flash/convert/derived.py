@@ -27,6 +27,7 @@ from mlx_flash.compat.arrays import memory_of
 from mlx_flash.config import GB
 from mlx_flash.convert.copies import (
     Room,
+    copy_errors,
     derived_directory,
     discard,
     hold,
@@ -34,11 +35,10 @@ from mlx_flash.convert.copies import (
     only_one,
     read_manifest,
     remove_older,
-    write_errors,
     write_manifest,
 )
 from mlx_flash.convert.parameters import DerivedParameter, derived_parameters, renew
-from mlx_flash.convert.writer import ShardWriter, TensorSpec, aligned_order, is_complete, make_head
+from mlx_flash.convert.writer import ByteCounter, ShardPlan, ShardWriter, aligned_order
 from mlx_flash.errors import FileChangedError
 from mlx_flash.files import PARTIAL_SUFFIX, rename_durably
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of, versions
@@ -57,38 +57,21 @@ _log = logging.getLogger("mlx_flash")
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
-    name: str
+class _Shard(ShardPlan):
     parameters: list[DerivedParameter]
-    fingerprint: str
-
-    @property
-    def tensors(self) -> list[TensorSpec]:
-        return aligned_order([parameter.spec for parameter in self.parameters])
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        return {"format": "mlx", "fingerprint": self.fingerprint}
 
     def parameter(self, name: str) -> DerivedParameter:
         return next(parameter for parameter in self.parameters if parameter.name == name)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(parameter.spec.nbytes for parameter in self.parameters)
-
     def records(self, folder: Path) -> dict[str, TensorRecord]:
         """Where its parameters lie, written or not."""
         sizes = [tensor.nbytes for tensor in self.tensors]
-        starts = accumulate(sizes, initial=len(make_head(self.tensors, self.metadata)))
+        starts = accumulate(sizes, initial=len(self.head))
         extents = [Extent(folder / self.name, start, nbytes) for start, nbytes in zip(starts, sizes, strict=False)]
         return {
             tensor.name: TensorRecord(tensor.name, tensor.dtype, tensor.shape, extent)
             for tensor, extent in zip(self.tensors, extents, strict=True)
         }
-
-    def is_written(self, folder: Path) -> bool:
-        return is_complete(folder / self.name, make_head(self.tensors, self.metadata), self.nbytes)
 
 
 def adopt_derived(
@@ -145,7 +128,11 @@ def _shards(derived: Sequence[DerivedParameter], fingerprint: str) -> list[_Shar
             size = 0
         parts[-1] += layer
         size += sum(parameter.spec.nbytes for parameter in layer)
-    return [_Shard(f"model-{i:05}.safetensors", part, fingerprint) for i, part in enumerate(parts, 1)]
+    metadata = {"format": "mlx", "fingerprint": fingerprint}
+    return [
+        _Shard(f"model-{i:05}.safetensors", aligned_order([p.spec for p in part]), metadata, part)
+        for i, part in enumerate(parts, 1)
+    ]
 
 
 def _layer_of(name: str) -> str:
@@ -222,7 +209,7 @@ class _Copying:
     def _make(self, progress: Progress) -> int:
         if self.folder.exists():
             discard(self.folder)  # damaged
-        with write_errors(self._partial):
+        with copy_errors(self._partial):
             self._partial.mkdir(exist_ok=True)
         held = hold(self._partial)
         assert held is not None, "nobody else removes what is begun"
@@ -232,7 +219,7 @@ class _Copying:
             write_manifest(self._partial, manifest)
             self._write(progress)
             write_manifest(self._partial, {**manifest, "files": self._stamps(self._partial)})
-            with write_errors(self.folder):
+            with copy_errors(self.folder):
                 rename_durably(self._partial, self.folder)
             remove_older(self._source, self._fingerprint)
         except BaseException:
@@ -243,20 +230,14 @@ class _Copying:
     def _write(self, progress: Progress) -> None:
         total = sum(shard.nbytes for shard in self.shards)
         left = [shard for shard in self.shards if not shard.is_written(self._partial)]
-        done = total - sum(shard.nbytes for shard in left)
-        progress(done, total)
-
-        def count(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            progress(done, total)
-
+        counter = ByteCounter(total, progress)
+        counter.add(total - sum(shard.nbytes for shard in left))
         renew(self._loaded, self._checkpoint)
         for shard in self.shards:
             for parameter in shard.parameters if shard not in left else ():
                 parameter.let_go()
         for shard in left:
-            with ShardWriter(self._partial / shard.name, shard.tensors, shard.metadata, progress=count) as writer:
+            with ShardWriter(self._partial / shard.name, shard.tensors, shard.metadata, progress=counter.add) as writer:
                 for tensor in shard.tensors:
                     write_parameter(writer, shard.parameter(tensor.name))
                 self._check_source()

@@ -11,7 +11,6 @@ the first shard that is not complete.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -25,13 +24,14 @@ import numpy as np
 
 from mlx_flash.convert.order import ReadPattern, UnitTensors, read_pattern, streaming_order
 from mlx_flash.convert.writer import (
+    ByteCounter,
+    ShardPlan,
     ShardWriter,
     TensorSpec,
     aligned_order,
     copy_buffer,
-    is_complete,
-    make_head,
     read_pieces,
+    write_errors,
 )
 from mlx_flash.errors import CheckpointNotFoundError, ConfigError, FileChangedError, WriteError
 from mlx_flash.files import PARTIAL_SUFFIX, open_locked, rename_durably
@@ -77,32 +77,6 @@ class PackReport:
     after: ReadPattern
 
 
-@dataclass(frozen=True, slots=True)
-class _ShardPlan:
-    path: Path
-    tensors: list[TensorSpec]
-    metadata: dict[str, str] | None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def is_written(self) -> bool:
-        return is_complete(self.path, make_head(self.tensors, self.metadata), self.nbytes)
-
-
-class _Counter:
-    """Sums bytes up for the caller's progress function."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._done, self._total = 0, total
-        self._progress = progress or (lambda done, total: None)
-
-    def add(self, nbytes: int) -> None:
-        self._done += nbytes
-        self._progress(self._done, self._total)
-
-
 def pack(
     source: Path,
     target: Path,
@@ -136,10 +110,10 @@ def pack(
     units = streaming_order(make_layout(load_lazily(source, checkpoint)), checkpoint)
     folder = target.with_name(f"{target.name}{PARTIAL_SUFFIX}")
     with _locked(folder):
-        shards = _plan_shards(units, checkpoint, folder, shard_bytes)
-        _clear_unless(folder, state, {shard.path.name for shard in shards})
+        shards = _plan_shards(units, checkpoint, shard_bytes)
+        _clear_unless(folder, state, {shard.name for shard in shards})
         resumed = _write(checkpoint, state, folder, shards, verify, progress)
-        with _system_errors(f"cannot rename {folder} to {target}"):
+        with write_errors(f"cannot rename {folder} to {target}"):
             rename_durably(folder, target)
             (target / STATE_NAME).unlink()
     return PackReport(
@@ -165,9 +139,7 @@ def _check_target(source: Path, target: Path) -> None:
         raise ConfigError(f"{target} is inside of the source {source}. Hint: name a folder beside it.")
 
 
-def _plan_shards(
-    units: Sequence[UnitTensors], checkpoint: Checkpoint, folder: Path, shard_bytes: int
-) -> list[_ShardPlan]:
+def _plan_shards(units: Sequence[UnitTensors], checkpoint: Checkpoint, shard_bytes: int) -> list[ShardPlan]:
     parts: list[list[TensorSpec]] = [[]]
     size = 0
     for unit in units:
@@ -181,10 +153,7 @@ def _plan_shards(
     metadata = {key: value for shard in checkpoint.shards for key, value in shard.metadata.items()}
     names = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
     names = names if len(parts) > 1 else ["model.safetensors"]
-    return [
-        _ShardPlan(folder / name, aligned_order(part), metadata or None)
-        for name, part in zip(names, parts, strict=True)
-    ]
+    return [ShardPlan(name, aligned_order(part), metadata or None) for name, part in zip(names, parts, strict=True)]
 
 
 # --- the files -------------------------------------------------------------------------------------------------------
@@ -194,21 +163,21 @@ def _write(
     checkpoint: Checkpoint,
     state: str,
     folder: Path,
-    shards: Sequence[_ShardPlan],
+    shards: Sequence[ShardPlan],
     verify: bool,
     progress: Progress | None,
 ) -> int:
     """Fills the folder. Returns how many bytes an earlier run had written."""
     others = list(_other_files(checkpoint, checkpoint.directory))
-    left = [shard for shard in shards if not shard.is_written()]
+    left = [shard for shard in shards if not shard.is_written(folder)]
     _check_room(folder, sum(shard.nbytes for shard in left) + sum(path.stat().st_size for path in others))
     resumed = checkpoint.nbytes - sum(shard.nbytes for shard in left)
-    counter = _Counter(checkpoint.nbytes * (2 if verify else 1), progress)
+    counter = ByteCounter(checkpoint.nbytes * (2 if verify else 1), progress)
     counter.add(resumed)
     for shard in left:
-        _write_shard(shard, checkpoint, state, counter)
+        _write_shard(folder, shard, checkpoint, state, counter)
     for shard in shards if verify else ():
-        _compare(shard, checkpoint, counter)
+        _compare(folder / shard.name, checkpoint, counter)
     for path in others:
         _copy_file(path, folder / path.relative_to(checkpoint.directory))
     if len(shards) > 1:
@@ -233,7 +202,7 @@ def _clear_unless(folder: Path, state: str, keep: set[str]) -> None:
     if not path.exists() and (found := sorted(entry.name for entry in folder.iterdir())):
         raise ConfigError(f"{folder} is in the way: it holds {found[0]!r}, and no run made it. Hint: move it away.")
     is_same = path.exists() and path.read_text() == state
-    with _system_errors(f"cannot empty {folder}"):
+    with write_errors(f"cannot empty {folder}"):
         for entry in folder.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -251,8 +220,8 @@ def _check_room(folder: Path, nbytes: int) -> None:
         )
 
 
-def _write_shard(shard: _ShardPlan, checkpoint: Checkpoint, state: str, counter: _Counter) -> None:
-    with ShardWriter(shard.path, shard.tensors, shard.metadata, progress=counter.add) as writer:
+def _write_shard(folder: Path, shard: ShardPlan, checkpoint: Checkpoint, state: str, counter: ByteCounter) -> None:
+    with ShardWriter(folder / shard.name, shard.tensors, shard.metadata, progress=counter.add) as writer:
         for tensor in shard.tensors:
             writer.copy(tensor.name, checkpoint.tensors[tensor.name].extent)
         if _state(checkpoint) != state:
@@ -261,10 +230,10 @@ def _write_shard(shard: _ShardPlan, checkpoint: Checkpoint, state: str, counter:
             )
 
 
-def _compare(shard: _ShardPlan, checkpoint: Checkpoint, counter: _Counter) -> None:
+def _compare(shard: Path, checkpoint: Checkpoint, counter: ByteCounter) -> None:
     """Compares a shard with its source, byte for byte; one that differs is removed, so that the next run writes it."""
     buffers = copy_buffer(), copy_buffer()
-    for written in read_shard(shard.path).tensors:
+    for written in read_shard(shard).tensors:
         original = checkpoint.tensors[written.name]
         pairs = zip(
             read_pieces(original.name, original.extent, buffers[0]),
@@ -273,9 +242,9 @@ def _compare(shard: _ShardPlan, checkpoint: Checkpoint, counter: _Counter) -> No
         )
         for theirs, ours in pairs:
             if not np.array_equal(np.frombuffer(theirs, np.uint8), np.frombuffer(ours, np.uint8)):
-                shard.path.unlink()
+                shard.unlink()
                 raise WriteError(
-                    f"{written.name!r} in {shard.path} is not what {original.extent.path} holds. "
+                    f"{written.name!r} in {shard} is not what {original.extent.path} holds. "
                     "Hint: check disk and memory of this machine, then start it again."
                 )
             counter.add(len(ours))
@@ -298,14 +267,14 @@ def _other_files(checkpoint: Checkpoint, folder: Path, above: frozenset[Path] = 
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    with _system_errors(f"cannot copy {source} to {target}"):
+    with write_errors(f"cannot copy {source} to {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target)
         _sync(target)
 
 
 def _write_text(path: Path, text: str) -> None:
-    with _system_errors(f"cannot write {path}"):
+    with write_errors(f"cannot write {path}"):
         path.write_text(text)
         _sync(path)
 
@@ -318,8 +287,8 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def _index(shards: Sequence[_ShardPlan]) -> str:
-    places = {tensor.name: shard.path.name for shard in shards for tensor in shard.tensors}
+def _index(shards: Sequence[ShardPlan]) -> str:
+    places = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
     total = sum(shard.nbytes for shard in shards)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}, indent=4) + "\n"
 
@@ -327,7 +296,7 @@ def _index(shards: Sequence[_ShardPlan]) -> str:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Makes the folder, and keeps a second run out of it."""
-    with _system_errors(f"cannot make {folder}"):
+    with write_errors(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             fd = open_locked(folder, wait=False, required=False)
@@ -337,12 +306,3 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-@contextmanager
-def _system_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        hint = "make room on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check who may write there"
-        raise WriteError(f"{what}: {error.strerror or error}. Hint: {hint}, then start it again.") from error

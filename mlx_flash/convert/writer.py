@@ -15,6 +15,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -111,6 +112,48 @@ def is_complete(path: Path, head: bytes, nbytes: int) -> bool:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """A safetensors file that is to be written.
+
+    Attributes:
+        name: of the file.
+        tensors: in the order in which they are written.
+        metadata: the header's ``__metadata__``.
+    """
+
+    name: str
+    tensors: list[TensorSpec]
+    metadata: dict[str, str] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def head(self) -> bytes:
+        """Everything before the tensors."""
+        return make_head(self.tensors, self.metadata)
+
+    def is_written(self, folder: Path) -> bool:
+        """Whether the file is complete in a folder."""
+        return is_complete(folder / self.name, self.head, self.nbytes)
+
+
+class ByteCounter:
+    """Sums bytes up for a caller's progress function."""
+
+    def __init__(self, total: int, progress: Callable[[int, int], object] | None) -> None:
+        self._done, self._total = 0, total
+        self._progress = progress or (lambda done, total: None)
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes, and report."""
+        self._done += nbytes
+        self._progress(self._done, self._total)
+
+
 class ShardWriter:
     """Writes one safetensors file, tensor by tensor in the order of the header.
 
@@ -144,7 +187,7 @@ class ShardWriter:
         self._progress = progress or (lambda nbytes: None)
         self._buffer: memoryview | None = None
         head = make_head(tensors, metadata, alignment=alignment)
-        with _write_errors(self._partial):
+        with write_errors(f"cannot write {self._partial}"):
             self._file = AtomicFile(path, mode=0o666, durable=True)
         try:
             self._append(memoryview(head))
@@ -200,7 +243,7 @@ class ShardWriter:
     def _append(self, piece: memoryview) -> None:
         if not self._file.is_open:
             raise ValueError(f"{self.path}: this writer is finished")
-        with _write_errors(self._partial):
+        with write_errors(f"cannot write {self._partial}"):
             self._file.write(piece)
 
     def finish(self) -> None:
@@ -212,7 +255,7 @@ class ShardWriter:
         """
         if not self._file.is_open or self._left:
             raise ValueError(f"{self.path}: finished with {len(self._left)} tensors left to write")
-        with _write_errors(self._partial):
+        with write_errors(f"cannot write {self._partial}"):
             os.fsync(self._file.fd)
             drop_cached(self._file.fd, 0, self._file.nbytes)  # whoever reads it next reads what the disk holds
             self._file.commit()
@@ -292,9 +335,15 @@ def _read_errors(name: str, extent: Extent) -> Iterator[None]:
 
 
 @contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
+def write_errors(what: str, otherwise: str = "then start it again") -> Iterator[None]:
+    """Turn the system's errors into ours.
+
+    Args:
+        what: what failed, to begin the message.
+        otherwise: how the hint goes on.
+    """
     try:
         yield
     except OSError as error:
         hint = "make room on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check who may write there"
-        raise WriteError(f"cannot write {path}: {error.strerror}. Hint: {hint}, then start it again.") from error
+        raise WriteError(f"{what}: {error.strerror or error}. Hint: {hint}, {otherwise}.") from error

@@ -89,7 +89,9 @@ RECURRENT = ("falcon_h1", "jamba", "lfm2", "mamba", "mamba2", "nemotron_h", "qwe
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_plan_counts_the_states_and_intermediate_arrays_of_recurrent_layers(tmp_path: Path, name: str) -> None:
-    config = FlashConfig(ram_budget_gb="min", context_length=600, prefill_step_size=256, telemetry=False)
+    config = FlashConfig(
+        ram_budget_gb="min", context_length=600, prefill_step_size=256, telemetry=False, lend_reserves=False
+    )
     with load_model(save(tmp_path, configuration(name)), config)[0] as model:
         model.start()
         cache = make_prompt_cache(model)

@@ -217,9 +217,10 @@ def test_windows_and_states_are_restored_at_the_end_of_a_call(tmp_path: Path) ->
 def test_sessions_with_one_beginning_store_it_once(llama: Path) -> None:
     with loaded(llama) as model:
         generated(model, PROMPT)
+        assert model.prefixes is not None and model.prefixes.store.flush()
         pages = list_prefixes(prefix_directory())[0].pages
         generated(model, [*PROMPT[: 2 * STEP], *range(187)])
-        assert model.prefixes is not None and model.prefixes.store.flush()
+        assert model.prefixes.store.flush()
         assert pages == 3 and list_prefixes(prefix_directory())[0].pages == pages + 1
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         TruncatedFileError,
         WriteError,
     )
+    from mlx_flash.generation import generate, generate_step, stream_generate
     from mlx_flash.integration.mlx_lm import FlashPatch, apply_flash_patch, remove_flash_patch
     from mlx_flash.kv.cache import DiskKVCache
     from mlx_flash.model import FlashLLM, load, load_model
@@ -51,15 +52,19 @@ __all__ = [
     "TruncatedFileError",
     "WriteError",
     "apply_flash_patch",
+    "generate",
+    "generate_step",
     "load",
     "load_model",
     "parse_budget",
     "remove_flash_patch",
+    "stream_generate",
 ]
 
 _HOMES = {
     "mlx_flash.config": {"FlashConfig", "parse_budget"},
     "mlx_flash.engine.manager": {"FlashManager"},
+    "mlx_flash.generation": {"generate", "generate_step", "stream_generate"},
     "mlx_flash.integration.mlx_lm": {"FlashPatch", "apply_flash_patch", "remove_flash_patch"},
     "mlx_flash.kv.cache": {"DiskKVCache"},
     "mlx_flash.model": {"FlashLLM", "load", "load_model"},

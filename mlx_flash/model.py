@@ -6,6 +6,10 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -21,6 +25,7 @@ from mlx_flash.engine.call import ForwardCall, parse_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.facade import ModelFacade
+from mlx_flash.engine.group import CallGroup
 from mlx_flash.engine.headroom import check_headroom, check_not_forked
 from mlx_flash.engine.manager import FlashManager
 from mlx_flash.engine.prepare import Prepared, load_tokenizer, prepare, resolve
@@ -117,6 +122,7 @@ class FlashLLM(ModelFacade):
         session = Session(prepared, self._config, self.name, self.counters, self.kv, self._governor, progress)
         self.layout, self.plan = prepared.layout, prepared.plan
         self.engine, self.prefixes, self._session = session.engine, session.prefixes, session
+        self._group = CallGroup(self._model, session.engine)
         self._release = finalize(self, session.end)
 
     def end_loans(self) -> None:
@@ -146,27 +152,93 @@ class FlashLLM(ModelFacade):
         with self._lock:
             self._check_open()
             step = call.step_within(self.plan.prefill_step_size)
-            lends = self._config.lend_reserves and self._manager.is_alone
-            check_headroom(self.plan, call, step, self._running.engine.loans if lends else None)
-            self._running.engine.drop_logits(not call.wants_logits)
-            return self._with_prefixes(call) if step is None else self._in_steps(call, step)
+            if step is not None:
+                self._tell_step(step, call.batch_size)
+            outputs = self._run(call, [call] if step is None else list(call.parts(step)))
+            if step is None:
+                return outputs[0]
+            return mx.concatenate(outputs, axis=1) if call.wants_logits else DroppedResult()
 
-    def _in_steps(self, call: ForwardCall, step: int) -> Any:
-        """Compute a call step by step, as mlx-lm's prefill does."""
+    def prompt(self, tokens: mx.array, cache: list[Any], step: int, progress: Progress = lambda *_: None) -> mx.array:
+        """Compute a prompt, in one pass over the weights if memory allows.
+
+        Args:
+            tokens: the prompt, ``(1, length)``.
+            cache: the prompt cache, which the prompt is added to.
+            step: mlx-lm's ``prefill_step_size``. All tokens but the last are computed in parts of so many, and the last
+                one alone, as mlx-lm does.
+            progress: called with (tokens done, tokens to do). What it raises ends the pass, where the cache can be put
+                back.
+
+        Returns:
+            The logits of the last token, ``(1, 1, vocabulary)``.
+
+        Raises:
+            As a call.
+        """
+        self.start()
+        whole = parse_call((tokens,), {"cache": cache}, wants_logits=False)
+        limit = self.plan.prefill_step_size
+        if limit < min(step, tokens.shape[1] - 1):
+            self._tell_step(limit, 1)
+        borders = sorted({*range(0, tokens.shape[1] - 1, step), tokens.shape[1] - 1, tokens.shape[1]})
+        chunks = [whole.part(start, stop) for start, stop in pairwise(borders)]
+        calls = [part for chunk in chunks for part in chunk.parts(limit)]
+        calls[-1] = replace(calls[-1], wants_logits=True)
+        with self._lock:
+            self._check_open()
+            return cast(mx.array, self._run(whole, calls, progress)[-1])
+
+    def _tell_step(self, step: int, batch_size: int) -> None:
         if not self._told_step:
             self._told_step = True
             _log.warning(
                 "the budget has room for %d prompt tokens at a time: output is mlx-lm's own for --prefill-step-size %d",
-                step * call.batch_size,
+                step * batch_size,
                 step,
             )
-        outputs = []
-        for part in call.parts(step):
-            mx.eval(arrays_in(call.cache))  # lets the intermediate results of the step before go
-            outputs.append(self._with_prefixes(part))
-            if not call.wants_logits:
-                outputs.clear()
-        return mx.concatenate(outputs, axis=1) if call.wants_logits else DroppedResult()
+
+    def _run(self, whole: ForwardCall, calls: Sequence[ForwardCall], progress: Progress = lambda *_: None) -> list[Any]:
+        """Compute a call in parts. As many of them share a pass as memory allows.
+
+        Returns:
+            The outputs of the parts whose logits are wanted.
+        """
+        step = max(call.num_tokens for call in calls) // whole.batch_size
+        lends = self._config.lend_reserves and self._manager.is_alone
+        per_part = self.plan.activations.waiting_bytes(step * whole.batch_size)
+        granted = check_headroom(
+            self.plan,
+            whole,
+            step if len(calls) > 1 else None,
+            self._running.engine.loans if lends else None,
+            (len(calls) - 1) * per_part,
+        )
+        size = 1 + granted // per_part
+        outputs: list[Any] = []
+        for start in range(0, len(calls), size):
+            if start:
+                mx.eval(arrays_in(whole.cache))  # lets the intermediate results of the parts before go
+            group = calls[start : start + size]
+            found = self._together(group, partial(_report, progress, calls, start, len(group)))
+            outputs += [o for o, call in zip(found, group, strict=True) if call.wants_logits or len(calls) == 1]
+            _report(progress, calls, start, len(group), 1.0)
+        return outputs
+
+    def _together(self, calls: Sequence[ForwardCall], progress: Callable[[float], None]) -> list[Any]:
+        """Compute calls that share a prompt cache, in one pass over the weights where the model allows it."""
+        cache = calls[0].cache
+        in_order = len(calls) == 1 or cache is None or self.prefixes is not None or not self._group.fits(cache)
+        if not in_order:
+            outputs = self._counted(calls, partial(self._group.run, calls, progress))
+            in_order = outputs is None
+        if in_order:
+            outputs = []
+            for i, call in enumerate(calls):
+                if i:
+                    mx.eval(arrays_in(call.cache))
+                outputs.append(self._with_prefixes(call))
+        return cast("list[Any]", outputs)
 
     def _with_prefixes(self, call: ForwardCall) -> Any:
         """Compute the part of a call that the prefix cache does not answer."""
@@ -184,11 +256,17 @@ class FlashLLM(ModelFacade):
 
     def _compute(self, call: ForwardCall) -> Any:
         """Call mlx-lm's model."""
+        self._running.engine.drop_logits(not call.wants_logits)
+        return self._counted([call], partial(self._model, *call.arguments, **call.keywords))
+
+    def _counted(self, calls: Sequence[ForwardCall], run: Callable[[], Any]) -> Any:
+        """Compute some calls in one pass, and count it."""
         running = self._running
-        self.counters.begin(call.num_tokens, call.batch_size)
+        num_tokens, batch_size = sum(call.num_tokens for call in calls), calls[0].batch_size
+        self.counters.begin(num_tokens, batch_size)
         running.meter.begin()
         try:
-            output = self._model(*call.arguments, **call.keywords)
+            output = run()
         except BaseException:
             self.counters.end(failed=True)
             if running.engine.experts is not None:
@@ -197,7 +275,7 @@ class FlashLLM(ModelFacade):
         if self.kv is not None:
             self.kv.note()
         self.counters.end()
-        running.meter.end(call.num_tokens, call.batch_size)
+        running.meter.end(num_tokens, batch_size)
         return output
 
     @property
@@ -253,6 +331,12 @@ class FlashLLM(ModelFacade):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _report(progress: Progress, calls: Sequence[ForwardCall], start: int, num_calls: int, share: float) -> None:
+    """Report tokens done, when a share of some calls is done."""
+    before, now = (sum(call.num_tokens for call in calls[i:j]) for i, j in ((0, start), (start, start + num_calls)))
+    progress(before + int(share * now), sum(call.num_tokens for call in calls))
 
 
 def load(

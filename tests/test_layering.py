@@ -23,6 +23,7 @@ FLOORS = [
     ["residency"],
     ["engine"],
     ["model"],
+    ["generation"],
     ["integration", "modelfile", "monitor"],
     ["commands"],
     ["cli"],

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import TextIO
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step
 from rich.progress import DownloadColumn
 
 from mlx_flash.commands.common import make_config, print_json, print_rich, progress_bar
@@ -17,6 +16,7 @@ from mlx_flash.commands.render import labelled_lines
 from mlx_flash.commands.report import GenerationReport, Recorder, make_report
 from mlx_flash.config import GB
 from mlx_flash.engine.prepare import resolve
+from mlx_flash.generation import generate_step
 from mlx_flash.memory.pagecache import drop_file
 from mlx_flash.model import load_model
 from mlx_flash.monitor.words import duration, size, speed

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
 from mlx_flash.config import GB
+from mlx_flash.generation import stream_generate
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.monitor.words import speed
 
@@ -48,7 +49,7 @@ def stoppable(model: Any, tokenizer: Any, prompt: Any, **options: Any) -> Iterat
     cache = options["prompt_cache"]
     before = _length(cache)
     with Interrupts() as interrupts:
-        responses = _generate(model, tokenizer, prompt, prompt_progress_callback=interrupts.check, **options)
+        responses = stream_generate(model, tokenizer, prompt, prompt_progress_callback=interrupts.check, **options)
         try:
             for response in responses:
                 yield response
@@ -61,9 +62,6 @@ def stoppable(model: Any, tokenizer: Any, prompt: Any, **options: Any) -> Iterat
                 print("A part of the prompt stays in the conversation; /clear forgets it.", file=sys.stderr)
         finally:
             responses.close()
-
-
-_generate = chat.stream_generate
 
 
 def _length(cache: list[Any]) -> int:

@@ -15,7 +15,6 @@ from typing import Any, TextIO, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from rich.progress import DownloadColumn, MofNCompleteColumn
@@ -27,6 +26,7 @@ from mlx_flash.compat.loading import makes_own_cache
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import ConfigError
 from mlx_flash.experts.trace import RoutingTrace
+from mlx_flash.generation import stream_generate
 from mlx_flash.integration.mlx_lm import apply_flash_patch
 from mlx_flash.model import FlashLLM, load_model
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE

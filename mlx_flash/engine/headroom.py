@@ -38,7 +38,9 @@ def check_not_forked(pid: int) -> None:
         )
 
 
-def check_headroom(plan: ResidencyPlan, call: ForwardCall, step: int | None = None, loans: Loans | None = None) -> None:
+def check_headroom(
+    plan: ResidencyPlan, call: ForwardCall, step: int | None = None, loans: Loans | None = None, wish: int = 0
+) -> int:
     """Refuse a call that would take the process over its budget; only loans have changed when it raises.
 
     Loans end as far as the call needs their memory. What it does not need is lent.
@@ -48,6 +50,10 @@ def check_headroom(plan: ResidencyPlan, call: ForwardCall, step: int | None = No
         call: the call.
         step: how many new tokens of each sequence go through the model at a time; None for all.
         loans: weights in memory that is reserved for something else; None lends nothing.
+        wish: bytes that would make the call faster.
+
+    Returns:
+        The part of ``wish`` that the call may use.
 
     Raises:
         BudgetError: it names what to change.
@@ -65,8 +71,12 @@ def check_headroom(plan: ResidencyPlan, call: ForwardCall, step: int | None = No
     in_use = _in_use({entry.pool for entry in own})
     growth = _kv_growth(plan, num_tokens, num_rows, others)
     missing = elsewhere + in_use + activations + growth - plan.budget_bytes
+    growth_of_own = _own_growth(plan, own, num_tokens, step or num_tokens) if wish or loans is not None else 0
+    room = (loans.nbytes if loans is not None else 0) - missing - growth_of_own
+    granted = max(0, min(wish, room))
+    missing += granted
     if loans is not None:
-        short = missing + _own_growth(plan, own, num_tokens, step or num_tokens)
+        short = missing + growth_of_own
         freed = _settle(plan, loans, short)
         in_use, missing = in_use - freed, missing - freed
     if own:
@@ -88,6 +98,7 @@ def check_headroom(plan: ResidencyPlan, call: ForwardCall, step: int | None = No
             f"cache; the budget is {plan.budget_bytes / MB:.1f} MB. {hint}",
             total,
         )
+    return granted
 
 
 def _no_room_for_kv(plan: ResidencyPlan, num_tokens: int, context: int, needed: int) -> BudgetError:

@@ -16,10 +16,12 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_flash.compat.callers import calling_modules, is_sharded_load
+from mlx_flash.compat.generation import current_generate_step, replace_generate_step, stock_generate_step
 from mlx_flash.compat.loading import WRITERS, LoadModel, current_load_model, replace_load_model
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import StreamedWeightsError
+from mlx_flash.generation import generate_step
 from mlx_flash.layout.load import model_name
 from mlx_flash.model import FlashLLM
 
@@ -87,9 +89,13 @@ def _put_in_force(config: FlashConfig | None) -> None:
             _State.original = current_load_model()
             _State.replacement = _make_replacement(_State.original)
             replace_load_model(_State.replacement)
+            if current_generate_step() is stock_generate_step:
+                replace_generate_step(generate_step)
 
 
 def _restore() -> None:
+    if current_generate_step() is generate_step:
+        replace_generate_step(stock_generate_step)
     if _State.replacement is None or _State.original is None:
         return
     if current_load_model() is _State.replacement:

@@ -110,7 +110,7 @@ def _traced(entry: Any, num_tokens: int, row_bytes: int) -> Growth:
     clone = copy.deepcopy(entry, memo)
     before = {id(array): array for array in arrays_in(clone)}
     is_empty = entry.keys is None
-    clone.update_and_fetch(*_example(entry, num_tokens))
+    clone.update_and_fetch(*example_update(entry, num_tokens))
     after = {id(array): array for array in arrays_in(clone)}
     if is_empty:
         added = _arrays_of(clone.keys)[0].shape[2] * row_bytes
@@ -122,7 +122,7 @@ def _traced(entry: Any, num_tokens: int, row_bytes: int) -> Growth:
     return Growth(added, new + (old if is_window else new - old))  # a window is put in order before it is cut
 
 
-def _example(entry: Any, num_tokens: int) -> list[mx.array]:
+def example_update(entry: Any, num_tokens: int) -> list[mx.array]:
     """Return keys and values that the entry can be updated with."""
     if entry.keys is None:
         return [mx.zeros((1, 1, num_tokens, _EXAMPLE_WIDTH), mx.float16)] * 2

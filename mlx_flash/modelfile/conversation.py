@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_flash.errors import ConfigError
+from mlx_flash.generation import stream_generate
 from mlx_flash.modelfile.parse import Modelfile, Parameters
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]

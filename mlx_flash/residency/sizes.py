@@ -119,6 +119,10 @@ class ActivationSizes:
         scores = self.scores_per_pair * num_tokens * max(context_length, num_tokens)
         return num_tokens * (self.per_token + self.embedding_per_token) + scores + rows * self.logits_per_token
 
+    def waiting_bytes(self, num_tokens: int) -> int:
+        """Bytes of a call that waits for its turn in lockstep: less than what a layer computes for its tokens."""
+        return num_tokens * (self.per_token + self.embedding_per_token)
+
 
 DEFAULT_HITS = (0.0, 0.33, 0.55, 0.7, 0.8, 0.87, 0.93, 0.97, 1.0)
 """Expected hit rates of pools of 0, 1/8, 2/8 ... of all experts. Measured with random models whose routing is as skewed

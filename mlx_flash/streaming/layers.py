@@ -50,6 +50,12 @@ def run_resident(stream: WeightStream, index: int, run: Callable[..., Any], args
     """
     if stream.is_guessing:
         raise GuessEndedError
+    if stream.wait_turn is not None:
+        mx.eval(arrays_in(args, kwargs))  # now, or the pinned layers of all calls would take memory at once
+        stream.wait_turn(index)
+        result = run(*args, **kwargs)
+        mx.eval(arrays_in(result, args, kwargs))
+        return result
     if not stream.is_ready(index):
         mx.async_eval(arrays_in(args, kwargs))  # pinned layers before this one compute while we wait
     stream.acquire(index)

@@ -98,12 +98,14 @@ class WeightStream:
 
     Attributes:
         is_guessing: nothing is to be waited for now: calls end with :class:`GuessEndedError`.
+        wait_turn: while several calls share a pass, acquires a unit for the call that needs it.
         before_release: called with the number of a unit that is about to be released, and the memory of its slot.
     """
 
     def __init__(self, slots: Sequence[Arena], reader: BackgroundPrefetcher, poison: bool, num_units: int) -> None:
         self.stats = StreamStats()
         self.is_guessing = False
+        self.wait_turn: Callable[[int], None] | None = None
         self.before_release: Callable[[int, memoryview], None] | None = None
         self.units: list[StreamedUnit] = []
         self._slots = [_Slot(arena) for arena in slots]

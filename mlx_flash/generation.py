@@ -1,0 +1,110 @@
+"""A generation loop for streamed models, where each pass over the weights counts.
+
+mlx-lm's loop spends three passes before it shows a token: the prompt, the prompt's last token, and the next token,
+which it computes ahead to keep a GPU busy. Here the prompt and its last token share one pass, a token is handed out as
+soon as it is known, and no pass is spent on a token that nobody asked for. Tokens and log probabilities are mlx-lm's
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_flash.compat.generation import (
+    generation_stream,
+    stock_generate,
+    stock_generate_step,
+    stock_stream_generate,
+    with_names,
+)
+from mlx_flash.model import FlashLLM
+
+Token = tuple[int, mx.array]
+"""A token and the logarithms of all probabilities, ``(vocabulary,)``."""
+
+_CLEAR_EVERY = 256
+"""Tokens after which MLX's freed buffers are released, as mlx-lm does."""
+
+
+def generate_step(prompt: mx.array, model: Any, stream: Any = generation_stream, **options: Any) -> Iterator[Token]:
+    """Yield tokens, as ``mlx_lm.generate.generate_step`` does with the same arguments.
+
+    A model that is not streamed, ``kv_bits`` and ``input_embeddings`` are left to mlx-lm's own loop.
+    """
+    others = [name for name in ("kv_bits", "input_embeddings") if options.get(name) is not None]
+    if not isinstance(model, FlashLLM) or others or not len(prompt):
+        return stock_generate_step(prompt, model, stream, **options)
+    return _generate(prompt, model, stream, **options)
+
+
+stream_generate = with_names(stock_stream_generate, generate_step=generate_step)
+generate = with_names(stock_generate, stream_generate=stream_generate)
+
+
+def _generate(
+    prompt: mx.array,
+    model: FlashLLM,
+    stream: Any,
+    *,
+    max_tokens: int = 256,
+    sampler: Callable[[mx.array], mx.array] | None = None,
+    logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
+    max_kv_size: int | None = None,
+    prompt_cache: list[Any] | None = None,
+    prefill_step_size: int = 2048,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    **_: Any,
+) -> Iterator[Token]:
+    cache = make_prompt_cache(model, max_kv_size) if prompt_cache is None else prompt_cache
+    report = prompt_progress_callback or (lambda done, total: None)
+    report(0, len(prompt))
+    choose = _Chooser(sampler, logits_processors)
+    with mx.stream(stream):
+        token, logprobs = choose(prompt, model.prompt(prompt[None], cache, prefill_step_size, report))
+    num_done, is_in_cache = 0, True
+    try:
+        while num_done != max_tokens:
+            is_in_cache = False
+            yield cast(int, token.item()), logprobs.squeeze(0)
+            num_done += 1
+            if num_done % _CLEAR_EVERY == 0:
+                mx.clear_cache()
+            if num_done == max_tokens:
+                return
+            with mx.stream(stream):
+                following, logprobs = choose(token, model(token[None], cache=cache))
+            token, is_in_cache = following, True
+    finally:
+        if prompt_cache is not None and not is_in_cache:  # the caller's cache holds every token that was handed out
+            with mx.stream(stream):
+                model(token[None], cache=cache)
+
+
+class _Chooser:
+    """Chooses tokens from logits as mlx-lm does."""
+
+    def __init__(self, sampler: Any, processors: Any) -> None:
+        self._sampler = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
+        self._processors = processors or ()
+        self._tokens: mx.array | None = None
+
+    def __call__(self, new: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the next token, ``(1,)``, and the log probabilities, ``(1, vocabulary)``, evaluated.
+
+        Args:
+            new: the tokens that were computed.
+            output: the logits, of which the last row counts.
+        """
+        logits = output[:, -1, :]
+        if self._processors:
+            self._tokens = new if self._tokens is None else mx.concat([self._tokens, new])
+            for process in self._processors:
+                logits = process(self._tokens, logits)
+        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        token = self._sampler(logprobs)
+        mx.eval(token, logprobs)
+        return token, logprobs

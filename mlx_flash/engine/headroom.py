@@ -15,6 +15,7 @@ from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.sizes import cache_nbytes, update_growth
 from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency.plan import MB, ResidencyPlan
 from mlx_flash.streaming.loans import Loans
 
@@ -76,8 +77,7 @@ def check_headroom(
     granted = max(0, min(wish, room))
     missing += granted
     if loans is not None:
-        short = missing + growth_of_own
-        freed = _settle(plan, loans, short)
+        freed = _settle(plan, loans, missing + growth_of_own, elsewhere + in_use)
         in_use, missing = in_use - freed, missing - freed
     if own:
         kept = own[0].pool.memory_bytes
@@ -146,9 +146,18 @@ def _rooms(plan: ResidencyPlan, free: int) -> list[int]:
     return [min(free, plan.kv.limit), *(() if plan.kv.is_fixed else (free,))]
 
 
-def _settle(plan: ResidencyPlan, loans: Loans, short: int) -> int:
-    """End loans where memory is short, and lend what is left over. Return the bytes that were freed."""
+def _settle(plan: ResidencyPlan, loans: Loans, short: int, known_bytes: int) -> int:
+    """End loans where memory is short, and lend what is left over. Return the bytes that were freed.
+
+    Args:
+        plan: the plan of the model.
+        loans: its loans.
+        short: bytes that are missing if positive, left over if negative.
+        known_bytes: the footprint, as the plan and the arrays explain it. What the process has beyond that, such as
+            holes between arrays, is not lent.
+    """
     before = loans.nbytes
+    short += max(0, footprint() - known_bytes)
     if short > 0:
         loans.recall(short)
     else:

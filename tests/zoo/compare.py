@@ -32,6 +32,9 @@ GENERATIONS: Sequence[Sequence[Sequence[Sequence[int]]]] = (
 """Calls of each generation: rows of tokens. They exceed the sliding windows of 8 tokens, and one call is so long that
 mlx-lm sorts its tokens by expert, even with one expert a token."""
 
+PART = 9
+"""Tokens of a part of a prompt: the sliding windows are shorter, and the last part has fewer."""
+
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
@@ -50,6 +53,7 @@ class Outcome:
         nbytes: of all parameters.
         streamed_bytes: of those that were not in memory.
         num_cuts: finer cuts of the layers, row tiles among them, that gave the same bits.
+        in_order: whether the parts of a prompt cannot share a pass, since layers use the caches of others.
         num_stacks: stacks of experts that were read expert by expert.
         num_pools: ways to read them that gave the same bits.
         unpooled: why each module that has routed experts, but is no such stack, is none.
@@ -68,6 +72,7 @@ class Outcome:
     nbytes: int = 0
     streamed_bytes: int = 0
     num_cuts: int = 0
+    in_order: bool = False
     num_stacks: int = 0
     num_pools: int = 0
     unpooled: dict[str, str] = field(default_factory=dict)
@@ -122,6 +127,7 @@ def run_streamed(directory: Path, outcome: Outcome, expected: list[Any]) -> None
             describe(model, outcome)
             num_cuts = len(model.layout.finer)
             got = trace(model)
+            outcome.in_order = model._group._needs_order
             closed = trace(model.close(), GENERATIONS[-1:])
         outcome.reason = judge(directory, outcome, expected, got, closed)
         for cut in [*range(1, num_cuts + 1), "tiles"]:
@@ -180,7 +186,7 @@ def judge(directory: Path, outcome: Outcome, expected: list[Any], got: list[Any]
 
 def trace(model: Any, generations: Sequence[Any] = GENERATIONS) -> list[Any]:
     """Return the logits of every call and the state of every cache after each generation, with labels."""
-    found: list[Any] = []
+    found: list[Any] = prompt_in_parts(model) if generations is GENERATIONS else []
     for i, calls in enumerate(generations, len(GENERATIONS) - len(generations)):
         cache = make_prompt_cache(model)
         for j, rows in enumerate(calls):
@@ -190,6 +196,23 @@ def trace(model: Any, generations: Sequence[Any] = GENERATIONS) -> list[Any]:
             found.append((f"logits of call {j} of generation {i}", logits))
         found += [(f"cache {path} after generation {i}", leaf) for path, leaf in states(cache)]
     return found
+
+
+def prompt_in_parts(model: Any) -> list[Any]:
+    """Return the last logits of a prompt that is computed in parts, and its cache. A streamed model shares a pass."""
+    cache, tokens = make_prompt_cache(model), mx.array([LONG_PROMPT[: PART * 3]])
+    if isinstance(model, FlashLLM) and model.engine is not None:
+        logits = model.prompt(tokens, cache, PART)
+    else:
+        for start in range(0, tokens.shape[1] - 1, PART):
+            model(tokens[:, start : min(start + PART, tokens.shape[1] - 1)], cache=cache)
+            mx.eval([leaf for _, leaf in states(cache) if isinstance(leaf, mx.array)])
+        logits = model(tokens[:, -1:], cache=cache)
+    mx.eval(logits, [leaf for _, leaf in states(cache) if isinstance(leaf, mx.array)])
+    return [
+        ("logits of a prompt in parts", logits),
+        *((f"cache {path} of a prompt in parts", leaf) for path, leaf in states(cache)),
+    ]
 
 
 def change_loans(model: Any, number: int) -> None:

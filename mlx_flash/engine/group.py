@@ -73,7 +73,7 @@ class CallGroup:
         except SharedEntryError as error:
             if put_back is None:
                 raise StreamedWeightsError(
-                    f"the parts of a prompt shared a pass, and one used {error} of the prompt cache after a later one. "
+                    "the parts of a prompt shared a pass, and one used the prompt cache out of order. "
                     "Hint: start again with a new prompt cache."
                 ) from error
             put_back()

@@ -190,7 +190,8 @@ def _others(cache: Sequence[Any] | None) -> list[Any]:
 
 
 def _num_tokens(entry: Any) -> int:
-    return int(entry.offset if isinstance(entry, QuantizedKVCache) else entry.size())
+    has_size = hasattr(entry, "size") and not isinstance(entry, QuantizedKVCache)  # whose size is always 0
+    return int(entry.size() if has_size else getattr(entry, "offset", 0))  # a model's own caches may have neither
 
 
 def _settle_batches(entries: Sequence[Any], loans: Loans | None) -> None:

@@ -9,28 +9,49 @@ becomes the entry itself: both have one class and one ``__dict__``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cache as cached
+from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.sizes import example_update
 from mlx_flash.layout.arrays import arrays_in
 
+_KINDS = (KVCache, QuantizedKVCache, RotatingKVCache, ChunkedKVCache, ArraysCache)
+"""Classes of mlx-lm whose positions and masks depend on their lengths alone."""
+
 
 class SharedEntryError(Exception):
-    """A call used an entry of the cache after a later call had changed it: this model's calls need an order."""
+    """A call used tokens or states of the cache at the wrong time: before the call ahead of it had left them there, or
+    after a later one had changed them. This model's calls need an order."""
+
+
+def _refuse(*_: Any) -> Any:
+    raise SharedEntryError
 
 
 class _Passed:
     """The class of a view that its call is done with."""
 
-    def _refuse(self, *args: Any) -> Any:
-        raise SharedEntryError("an entry")
-
     __getattribute__ = __getitem__ = __setitem__ = __len__ = __iter__ = __bool__ = _refuse
+
+
+@cached
+def _early(kind: Any) -> Any:
+    """Return the class of a view that its call has not got yet: it knows its length, and holds nothing."""
+    refusing = property(_refuse)
+    body = {"keys": refusing, "values": refusing, "state": refusing, "__getitem__": _refuse, "__setitem__": _refuse}
+    return type(kind.__name__, (kind,), body)
 
 
 class CacheViews:
@@ -45,55 +66,55 @@ class CacheViews:
     """
 
     def __init__(self, cache: Sequence[Any], lengths: Sequence[int]) -> None:
-        self._real = cache
-        self.views: list[list[Any]] = [[] for _ in lengths]
-        for entry in cache:
-            before = 0
-            for views, length in zip(self.views, lengths, strict=True):
-                views.append(_advanced(entry, before))
-                before += length
-        self._owner = [0] * len(cache)
-        self._seen = [_leaves(entry) for entry in cache]
-        for number in range(len(cache)):
+        self._entries = [part for entry in cache for part in _parts(entry)]
+        starts = [sum(lengths[:call]) for call in range(len(lengths))]
+        self._views = [[_advanced(entry, start) for entry in self._entries] for start in starts]
+        self.views = [_same_structure(cache, iter(parts)) for parts in self._views]
+        self._owner = [0] * len(self._entries)
+        self._seen = [_contents(entry) for entry in self._entries]
+        for number in range(len(self._entries)):
             self._attach(number)
 
     def after(self, call: int) -> None:
         """Pass on the entries that a call has updated since it got them."""
-        for number, entry in enumerate(self._real):
-            if self._owner[number] == call and not _same(self._seen[number], now := _leaves(entry)):
+        for number, entry in enumerate(self._entries):
+            if self._owner[number] == call and not _same(self._seen[number], now := _contents(entry)):
                 self._seen[number] = now
                 self._owner[number] += 1
                 self._attach(number)
-                if call + 1 < len(self.views):
-                    view = self.views[call][number]
+                if call + 1 < len(self._views):
+                    view = self._views[call][number]
                     object.__setattr__(view, "__dict__", {})
                     object.__setattr__(view, "__class__", _Passed)
 
     def _attach(self, number: int) -> None:
-        call, entry = self._owner[number], self._real[number]
-        if call < len(self.views):
-            view = self.views[call][number]
+        """Make the view of the call that owns an entry the entry itself."""
+        call, entry = self._owner[number], self._entries[number]
+        if call < len(self._views):
+            view = self._views[call][number]
             view.__class__ = type(entry)
             view.__dict__ = entry.__dict__
 
 
 def can_be_viewed(cache: Sequence[Any]) -> bool:
-    """Return whether every entry is a cache that views exist for."""
-    return all(hasattr(entry, "__dict__") and not isinstance(entry, list | tuple) for entry in cache)
+    """Return whether views of all entries exist: they are mlx-lm's caches of one sequence, or of a pool."""
+    parts = [part for entry in cache for part in _parts(entry)]
+    return all(isinstance(part, PooledCache) or type(part) in _KINDS for part in parts)
 
 
 def snapshot(cache: Sequence[Any]) -> Callable[[], None] | None:
     """Return what puts empty entries back as they are; None if one of them holds anything."""
-    if any(arrays_in(entry) for entry in cache) or any(not entry.empty() for entry in cache if hasattr(entry, "empty")):
+    entries = [part for entry in cache for part in _parts(entry)]
+    if any(arrays_in(vars(entry)) or not entry.empty() for entry in entries):
         return None
-    before = [copy.deepcopy(_state(entry)) for entry in cache]
+    before = [{} if isinstance(entry, PooledCache) else copy.deepcopy(vars(entry)) for entry in entries]
 
     def put_back() -> None:
-        for entry, state in zip(cache, before, strict=True):
+        for entry, attributes in zip(entries, before, strict=True):
             if isinstance(entry, PooledCache):
                 entry.trim(entry.size())
             else:
-                entry.__dict__ = state
+                entry.__dict__ = attributes
 
     return put_back
 
@@ -111,54 +132,48 @@ def trimmer(cache: Sequence[Any]) -> Callable[[], None] | None:
     return trim
 
 
-def _state(entry: Any) -> dict[str, Any]:
-    return {} if isinstance(entry, PooledCache) else vars(entry)
+def _parts(entry: Any) -> Iterator[Any]:
+    """Yield the caches in an entry: itself, or those of a list of caches."""
+    if isinstance(entry, CacheList):
+        for child in entry.caches:
+            yield from _parts(child)
+    else:
+        yield entry
+
+
+def _same_structure(cache: Sequence[Any], parts: Iterator[Any]) -> list[Any]:
+    return [
+        CacheList(*_same_structure(entry.caches, parts)) if isinstance(entry, CacheList) else next(parts)
+        for entry in cache
+    ]
 
 
 def _advanced(entry: Any, num_tokens: int) -> Any:
-    """Return an object of some cache class that answers as the entry will after more tokens. Evaluates nothing."""
+    """Return an object that answers for its length as the entry will after more tokens. Evaluates nothing."""
     if isinstance(entry, PooledCache | KVCache | QuantizedKVCache):  # the offset says everything
         clone: Any = KVCache()
         clone.offset = entry.offset + num_tokens
-        return clone
-    memo: dict[int, Any] = {id(array): mx.zeros(array.shape, array.dtype) for array in arrays_in(entry)}
-    clone = copy.deepcopy(entry, memo)
-    if num_tokens:
-        _advance(clone, num_tokens)
+    else:
+        zeros = [getattr(entry, name, None) for name in ("keys", "values")]
+        memo: dict[int, Any] = {id(array): array for array in arrays_in(vars(entry))}
+        memo |= {id(array): mx.zeros(array.shape, array.dtype) for array in arrays_in(zeros)}
+        clone = copy.deepcopy(entry, memo)
+        if num_tokens and hasattr(clone, "update_and_fetch"):
+            clone.update_and_fetch(*example_update(clone, num_tokens))
+        elif num_tokens and hasattr(clone, "advance"):
+            clone.advance(num_tokens)
+    clone.__class__ = _early(cast(Hashable, type(clone)))
     return clone
 
 
-def _advance(clone: Any, num_tokens: int) -> None:
-    if hasattr(clone, "update_and_fetch"):
-        clone.update_and_fetch(*example_update(clone, num_tokens))
-    elif hasattr(clone, "caches"):
-        for child in clone.caches:
-            _advance(child, num_tokens)
-    elif hasattr(clone, "advance"):
-        clone.advance(num_tokens)
-
-
-def _leaves(entry: Any) -> list[Any]:
-    """Return what an entry holds: arrays, and numbers."""
-    found: list[Any] = []
-    _collect(vars(entry), found)
-    return found
-
-
-def _collect(value: Any, found: list[Any]) -> None:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, mx.array | int | float | str) or value is None:
-        found.append(value)
-    elif hasattr(value, "update_and_fetch") or hasattr(value, "caches"):
-        _collect(vars(value), found)
+def _contents(entry: Any) -> list[Any]:
+    """Return what an entry holds, to compare it by."""
+    values = vars(entry).values()
+    return [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:
     return len(left) == len(right) and all(
-        a is b or (not isinstance(a, mx.array) and not isinstance(b, mx.array) and a == b)
+        a is b or (isinstance(a, int | float) and isinstance(b, int | float) and a == b)
         for a, b in zip(left, right, strict=True)
     )

@@ -43,7 +43,8 @@ class Lockstep:
     def run(self, tasks: Sequence[Task]) -> list[Any]:
         """Return the results of all tasks.
 
-        At each unit the tasks run in their order, so that one may depend on what those before it did there.
+        At each unit the tasks run in their order, and none overtakes another, so that one may depend on what those
+        before it did there.
 
         Raises:
             ReadError: weights could not be read. What a task raises is raised too; no task goes on then.
@@ -66,8 +67,9 @@ class Lockstep:
                 self._stream.acquire(unit)
                 try:
                     for number in live:
-                        if waiting[number] == unit:
-                            waiting[number] = self._resume(number, greenlets)
+                        if waiting[number] != unit:
+                            break
+                        waiting[number] = self._resume(number, greenlets)
                 finally:
                     self._stream.release(unit)
                 num_units += 1

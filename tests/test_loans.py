@@ -94,6 +94,7 @@ def test_a_loan_takes_no_more_memory_than_it_says(directory: Path) -> None:
 def test_reserved_memory_is_lent_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short context leaves the memory of a long one to weights; a long prompt takes it back."""
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100 * MB)
+    monkeypatch.setattr("mlx_flash.engine.headroom.footprint", lambda: 100 * MB)
     saved = save(tmp_path, LARGE | {"num_key_value_heads": LARGE["num_attention_heads"]}, mx.float32)
     settings: dict[str, Any] = {"context_length": 2048, "kv_cache": "stock", "prefill_step_size": 256}
     with load_model(saved, FlashConfig(ram_budget_gb="min", **settings))[0] as model:
@@ -161,6 +162,7 @@ def test_bytes_are_added_to_a_slot_that_is_read_or_in_flight() -> None:
 
 def test_models_that_share_a_budget_lend_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100 * MB)
+    monkeypatch.setattr("mlx_flash.engine.headroom.footprint", lambda: 100 * MB)
     settings = FlashConfig(ram_budget_gb=0.3, context_length=8192)
     with load_model(directory, settings)[0] as first:
         run(first, [[1], [2]])

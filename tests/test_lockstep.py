@@ -68,7 +68,7 @@ def test_finer_cuts(directories: Callable[[str], Path], name: str, cut: int | st
         )
 
 
-@pytest.mark.parametrize("kv_cache", ["stock", "preallocated", "lazy", "disk", None])
+@pytest.mark.parametrize("kv_cache", ["stock", "preallocated", "disk", None])
 def test_every_kind_of_kv_cache(directories: Callable[[str], Path], kv_cache: Any) -> None:
     expected = by_mlx_lm(directories("llama"), PROMPT, prefill_step_size=STEP)
     settings = config(kv_cache=kv_cache, kv_ram_gb=0.004 if kv_cache == "disk" else None, kv_step=64)

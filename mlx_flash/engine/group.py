@@ -36,7 +36,10 @@ class CallGroup:
 
     def fits(self, cache: Sequence[Any]) -> bool:
         """Return whether calls with a prompt cache can share a pass, and gain by it."""
-        if self._needs_order or not self._engine.stream.units or not can_be_viewed(cache):
+        engine = self._engine
+        if self._needs_order or not engine.stream.units or not can_be_viewed(cache):
+            return False
+        if engine.experts is not None and engine.experts.listeners:  # they count passes
             return False
         pooled = [entry for entry in cache if isinstance(entry, PooledCache)]
         if any(entry.is_on_disk or entry.pool.options.max_tokens is not None for entry in pooled):

@@ -114,7 +114,7 @@ class Experts:
             raise GuessedError(indices)
         next_guess = begun = None
         known = [indices]  # evaluated before anything is computed with them
-        if indices.size < SORTED_SIZE:
+        if indices.size < SORTED_SIZE and self._stream.wait_turn is None:  # the last residual may be another call's
             guess = self._ahead.late(layer)
             if guess is not None:
                 mx.async_eval(guess.arrays)

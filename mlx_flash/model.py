@@ -206,7 +206,7 @@ class FlashLLM(ModelFacade):
         """
         step = max(call.num_tokens for call in calls) // whole.batch_size
         lends = self._config.lend_reserves and self._manager.is_alone
-        per_part = self.plan.activations.waiting_bytes(step * whole.batch_size)
+        per_part = max(1, self.plan.activations.waiting_bytes(step * whole.batch_size))
         granted = check_headroom(
             self.plan,
             whole,

@@ -2,7 +2,7 @@
 
     python benchmarks/plot_budget.py out.json docs/images/budget.png
 
-It draws mlx-flash in each budget. Beside it are stock mlx-lm and llama.cpp with memory-mapped weights, each in the
+It draws mlx-flash in each budget, on a logarithmic scale. Beside it are stock mlx-lm and llama.cpp with memory-mapped weights, each in the
 kernel memory limit of that budget. A run that the kernel killed is a cross on the axis. Needs the extra ``plots``.
 """
 
@@ -40,7 +40,8 @@ def draw(axes: Axes, result: dict[str, Any]) -> None:
     axes.set(xlabel="RAM budget, GB", ylabel="tokens/s, decoding")
     axes.set_title(title(result), fontsize=9)
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.legend()
 
 
@@ -52,7 +53,8 @@ def draw_other(axes: Axes, summary: dict[str, Any], name: str, label: str, style
     if alive:
         axes.plot(*zip(*alive, strict=True), style, color=color, label=label)
     if killed:
-        axes.plot(killed, [0] * len(killed), "x", color=color, clip_on=False, label=f"{label}: killed")
+        bottom = axes.get_xaxis_transform()
+        axes.plot(killed, [0.03] * len(killed), "x", color=color, transform=bottom, label=f"{label}: killed")
 
 
 def title(result: dict[str, Any]) -> str:

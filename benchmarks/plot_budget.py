@@ -2,8 +2,9 @@
 
     python benchmarks/plot_budget.py out.json docs/images/budget.png
 
-It draws mlx-flash in each budget, on a logarithmic scale. Beside it are stock mlx-lm and llama.cpp with memory-mapped weights, each in the
-kernel memory limit of that budget. A run that the kernel killed is a cross on the axis. Needs the extra ``plots``.
+It draws mlx-flash in each budget, on a logarithmic scale. Beside it are stock mlx-lm and llama.cpp with memory-mapped
+weights, each in the kernel memory limit of that budget. A run that the kernel killed is a cross above the axis. Needs
+the extra ``plots``.
 """
 
 from __future__ import annotations

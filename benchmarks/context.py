@@ -36,8 +36,9 @@ from rich.table import Table
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.headroom import check_headroom
+from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import peak_footprint
-from mlx_flash.model import FlashLLM, load_model
+from mlx_flash.model import FlashLLM
 
 FILL_STEP = 1024
 """Tokens that are added at a time, without attention: a cache on disk is read once for each of these."""

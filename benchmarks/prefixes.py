@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_flash.config import GB, FlashConfig
+from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import peak_footprint
-from mlx_flash.model import load_model
 
 SEED = 5
 

@@ -16,8 +16,9 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.generate import generate_step
 
 from mlx_flash.config import FlashConfig, parse_budget
+from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import peak_footprint
-from mlx_flash.model import FlashLLM, load_model
+from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
 
 PREFILL_STEP = PREFILL_STEPS[-1]

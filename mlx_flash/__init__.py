@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from mlx_flash.generation import generate, generate_step, stream_generate
     from mlx_flash.integration.mlx_lm import FlashPatch, apply_flash_patch, remove_flash_patch
     from mlx_flash.kv.cache import DiskKVCache
-    from mlx_flash.model import FlashLLM, load, load_model
+    from mlx_flash.loading import load, load_model
+    from mlx_flash.model import FlashLLM
 
 __version__ = "0.1.0"
 
@@ -67,7 +68,8 @@ _HOMES = {
     "mlx_flash.generation": {"generate", "generate_step", "stream_generate"},
     "mlx_flash.integration.mlx_lm": {"FlashPatch", "apply_flash_patch", "remove_flash_patch"},
     "mlx_flash.kv.cache": {"DiskKVCache"},
-    "mlx_flash.model": {"FlashLLM", "load", "load_model"},
+    "mlx_flash.loading": {"load", "load_model"},
+    "mlx_flash.model": {"FlashLLM"},
 }
 
 

@@ -1,4 +1,4 @@
-"""``FlashLLM`` and ``load``: where everything meets."""
+"""``FlashLLM``: where everything meets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.callers import requested_kv_size
@@ -28,16 +26,15 @@ from mlx_flash.engine.facade import ModelFacade
 from mlx_flash.engine.group import CallGroup
 from mlx_flash.engine.headroom import check_headroom, check_not_forked
 from mlx_flash.engine.manager import FlashManager
-from mlx_flash.engine.prepare import Prepared, load_tokenizer, prepare, resolve
+from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
-from mlx_flash.errors import ClosedError, ConfigError
+from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import open_governor
 from mlx_flash.layout.arrays import arrays_in
-from mlx_flash.layout.load import model_name
 from mlx_flash.prefixes.cache import PrefixCache
 from mlx_flash.prefixes.leaves import forget
 
@@ -45,7 +42,7 @@ _log = logging.getLogger("mlx_flash")
 
 
 class FlashLLM(ModelFacade):
-    """A model of mlx-lm whose weights are streamed. Made by :func:`load` or :func:`load_model`.
+    """A model of mlx-lm whose weights are streamed. Made by ``mlx_flash.load`` and ``load_model``.
 
     It is called as mlx-lm's model is, and answers to every attribute of it (``layers``, ``make_cache``, ``args`` ...).
     Its own module tree is empty, so that what sums up arrays does not count a slot once for each layer in it.
@@ -302,7 +299,7 @@ class FlashLLM(ModelFacade):
 
     @property
     def is_batchable(self) -> bool:
-        """Whether batches keep what the settings say: their caches are mlx-lm's, in memory, and forget nothing."""
+        """True if batches keep to the settings: their caches are mlx-lm's, in memory, and forget nothing."""
         return self.kv is None or (self.kv.options.max_tokens is None and not self.plan.kv.num_on_disk)
 
     def close(self) -> nn.Module:
@@ -337,65 +334,3 @@ def _report(progress: Progress, calls: Sequence[ForwardCall], start: int, num_ca
     """Report tokens done, when a share of some calls is done."""
     before, now = (sum(call.num_tokens for call in calls[i:j]) for i, j in ((0, start), (start, start + num_calls)))
     progress(before + int(share * now), sum(call.num_tokens for call in calls))
-
-
-def load(
-    path_or_hf_repo: str,
-    config: FlashConfig | None = None,
-    *,
-    adapter_path: str | None = None,
-    tokenizer_config: dict[str, Any] | None = None,
-    model_config: dict[str, Any] | None = None,
-    revision: str | None = None,
-    progress: Progress | None = None,
-) -> tuple[FlashLLM, Any]:
-    """Loads a model and its tokenizer, like ``mlx_lm.load``.
-
-    Args:
-        path_or_hf_repo: a model directory, or a Hugging Face repository that is downloaded first.
-        config: how to stream; None takes what environment and settings file say (:meth:`FlashConfig.resolve`).
-        adapter_path: folder of a LoRA or DoRA adapter to apply.
-        tokenizer_config: settings of the tokenizer.
-        model_config: entries that replace those of ``config.json``.
-        revision: of the repository.
-        progress: called with (bytes done, bytes to do) while pinned weights are read, and before, the first time that
-            a checkpoint is loaded which mlx-lm rearranges, while the rearranged weights are written to the cache.
-
-    Returns:
-        The model and mlx-lm's tokenizer wrapper; ``mlx_lm.stream_generate`` and its kin take both as they are.
-
-    Raises:
-        CheckpointError: the model directory is not a usable checkpoint.
-        ConfigError: a setting is wrong; BudgetError when the budget is too small.
-    """
-    path = resolve(path_or_hf_repo, revision)
-    tokenizer = load_tokenizer(path, tokenizer_config)
-    model, _ = load_model(path, config, adapter_path=adapter_path, model_config=model_config, progress=progress)
-    return model, tokenizer
-
-
-def load_model(
-    model_path: Path | str,
-    config: FlashConfig | None = None,
-    *,
-    adapter_path: str | None = None,
-    model_config: dict[str, Any] | None = None,
-    progress: Progress | None = None,
-) -> tuple[FlashLLM, dict[str, Any]]:
-    """Loads a model from a directory, like ``mlx_lm.utils.load_model``; no tokenizer is needed.
-
-    Args, Raises: as :func:`load`.
-
-    Returns:
-        The model and its configuration.
-    """
-    config = config or FlashConfig.resolve()
-    if not config.enabled:
-        raise ConfigError("enabled is False, which leaves models to mlx-lm. Hint: load this one with mlx_lm.load.")
-    prepared = prepare(model_path, config, model_config, progress=progress)
-    model = FlashLLM(prepared, config, model_name(model_path))
-    if adapter_path is not None:
-        mlx_lm_utils.load_adapters(model, adapter_path)
-        model.eval()
-    model.start(progress)
-    return model, prepared.loaded.config

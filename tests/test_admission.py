@@ -13,8 +13,8 @@ from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.integration.admission import batch_bytes, decide, room_bytes
 from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.model import load_model
 from mlx_flash.residency.plan import ResidencyPlan
 from models import LLAMA, save
 

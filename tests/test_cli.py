@@ -25,7 +25,7 @@ from mlx_flash import __version__, cli
 from mlx_flash.commands.arguments import COMMANDS, parse_arguments
 from mlx_flash.commands.render import render_plan
 from mlx_flash.config import GB, FlashConfig
-from mlx_flash.model import prepare
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.monitor.words import rate, speed
 from models import make_random_model
 

@@ -23,7 +23,7 @@ FLOORS = [
     ["residency"],
     ["engine"],
     ["model"],
-    ["generation"],
+    ["generation", "loading"],
     ["integration", "modelfile", "monitor"],
     ["commands"],
     ["cli"],

@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import FlashConfig, load_model
-from mlx_flash.model import prepare
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.residency.plan import Machine, ResidencyPlan, round_up_to_mb
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import ModelSizes

@@ -17,8 +17,8 @@ from mlx_flash.commands.report import GenerationReport, Recorder, make_report
 from mlx_flash.config import GB
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.generation import generate_step
+from mlx_flash.loading import load_model
 from mlx_flash.memory.pagecache import drop_file
-from mlx_flash.model import load_model
 from mlx_flash.monitor.words import duration, size, speed
 from mlx_flash.residency.plan import ResidencyPlan
 

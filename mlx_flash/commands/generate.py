@@ -28,7 +28,8 @@ from mlx_flash.errors import ConfigError
 from mlx_flash.experts.trace import RoutingTrace
 from mlx_flash.generation import stream_generate
 from mlx_flash.integration.mlx_lm import apply_flash_patch
-from mlx_flash.model import FlashLLM, load_model
+from mlx_flash.loading import load_model
+from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 
 QUERY = "<query>"

@@ -25,7 +25,8 @@ from mlx_flash.commands.report import Recorder, make_report
 from mlx_flash.config import FlashConfig, did_you_mean
 from mlx_flash.engine.prepare import load_tokenizer, resolve
 from mlx_flash.errors import ConfigError
-from mlx_flash.model import FlashLLM, load
+from mlx_flash.loading import load
+from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import Conversation, first_messages
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE

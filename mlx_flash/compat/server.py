@@ -73,7 +73,7 @@ class ResponseGenerator(server.ResponseGenerator):  # type: ignore[misc]
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the thread was asked to end."""
+        """True once the thread was asked to end."""
         return bool(self._stop)
 
     def _next_request(self, timeout: float | None = None) -> Any:
@@ -121,7 +121,7 @@ class APIHandler(server.APIHandler):  # type: ignore[misc]
 
     @property
     def has_begun(self) -> bool:
-        """Whether a part of the response was sent."""
+        """True once a part of the response was sent."""
         return bool(self._has_begun)
 
     _has_begun = False

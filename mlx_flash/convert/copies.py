@@ -90,7 +90,7 @@ def _size(folder: Path) -> int:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a copy says of itself; empty when there is nothing to be read."""
+    """Return the description of a copy; empty if there is none to read."""
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -151,7 +151,7 @@ def hold(folder: Path) -> int | None:
 
 
 def is_held(copy: Copy) -> bool:
-    """Whether somebody writes or uses a copy."""
+    """Return True if a process writes or uses a copy."""
     fd = _lock(copy.folder)
     if fd is not None:
         os.close(fd)
@@ -209,7 +209,7 @@ class Room:
         self._excess = needed - room
 
     def is_enough(self) -> bool:
-        """Whether there is room, or would be if others were removed."""
+        """Return True if there is room, or would be if others were removed."""
         return self._excess <= sum(copy.nbytes for copy in self._removable)
 
     def make(self, source: str) -> bool:

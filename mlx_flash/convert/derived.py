@@ -64,7 +64,7 @@ class _Shard(ShardPlan):
         return next(parameter for parameter in self.parameters if parameter.name == name)
 
     def records(self, folder: Path) -> dict[str, TensorRecord]:
-        """Where its parameters lie, written or not."""
+        """Places of its parameters, written or not."""
         sizes = [tensor.nbytes for tensor in self.tensors]
         starts = accumulate(sizes, initial=len(self.head))
         extents = [Extent(folder / self.name, start, nbytes) for start, nbytes in zip(starts, sizes, strict=False)]

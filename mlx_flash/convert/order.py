@@ -97,7 +97,7 @@ def _names_by_unit(owners: dict[str, Unit]) -> dict[int, list[str]]:
 
 
 def _homes(units: Sequence[Unit], owners: dict[str, Unit]) -> dict[str, Unit]:
-    """Where tensors without an owner belong: units by their names in the model, and in the checkpoint."""
+    """Return the places of tensors without an owner: units by their names in the model, and in the checkpoint."""
     names = _names_by_unit(owners)
     homes = {_common_prefix(names[id(unit)]): unit for unit in units if id(unit) in names}
     homes.update({unit.name: unit for unit in units})

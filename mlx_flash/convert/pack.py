@@ -54,7 +54,7 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """What :func:`pack` did.
+    """Result of :func:`pack`.
 
     Attributes:
         target: the new checkpoint.

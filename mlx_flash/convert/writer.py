@@ -101,7 +101,7 @@ def _check_spec(spec: TensorSpec) -> None:
 
 
 def is_complete(path: Path, head: bytes, nbytes: int) -> bool:
-    """Whether a file begins with ``head`` and has ``nbytes`` more: :class:`ShardWriter` wrote it to its end.
+    """Return True if a file begins with ``head`` and has ``nbytes`` more: :class:`ShardWriter` wrote it to its end.
 
     A file gets its name only after all of its bytes have reached the disk, so its data needs no look.
     """
@@ -137,7 +137,7 @@ class ShardPlan:
         return make_head(self.tensors, self.metadata)
 
     def is_written(self, folder: Path) -> bool:
-        """Whether the file is complete in a folder."""
+        """Return True if the file is complete in a folder."""
         return is_complete(folder / self.name, self.head, self.nbytes)
 
 

@@ -38,7 +38,7 @@ class ForwardCall:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each sequence gets one new token."""
+        """True if each sequence gets one new token."""
         return self.num_tokens == self.batch_size
 
     def part(self, start: int, stop: int | None = None) -> ForwardCall:

@@ -222,12 +222,12 @@ class Engine:
         self._streamed.update((id(parameter.container), parameter.key) for parameter in streamed)
 
     def drop_logits(self, is_dropped: bool) -> None:
-        """Whether nobody looks at what the next calls return: then streamed heads are not read."""
+        """Set whether the logits of the next calls are dropped. Streamed heads are not read then."""
         for head in self._heads:
             head.is_dropped = is_dropped
 
     def is_streamed(self, container: object, key: object) -> bool:
-        """Whether the array that a module holds under a key is not (or not all the time) in memory."""
+        """Return True if the array that a module holds under a key is not in memory all the time."""
         return (id(container), key) in self._streamed
 
     def close(self) -> None:

@@ -140,7 +140,7 @@ def _in_use(pools: set[KVPool]) -> int:
 
 
 def _rooms(plan: ResidencyPlan, free: int) -> list[int]:
-    """What keys and values may take: what the plan says, and if that will not do, all that is free."""
+    """Return limits for keys and values: the plan's, and then all that is free."""
     if plan.kv.limit is None:
         return [free]
     return [min(free, plan.kv.limit), *(() if plan.kv.is_fixed else (free,))]

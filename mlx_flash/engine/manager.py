@@ -70,7 +70,7 @@ class FlashManager:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is only one model, which need not leave memory to others."""
+        """True if there is only one model, which need not leave memory to others."""
         return len(self._models) == 1
 
     def add(self, model: StreamedModel) -> None:

@@ -26,7 +26,7 @@ LONGEST_GAP_SECONDS = 60.0
 
 @dataclass(slots=True)
 class PassCounters:
-    """What the forward calls of a model did so far. Written by the thread that calls, read by any.
+    """Counters of a model's forward calls. The calling thread writes them, any thread may read them.
 
     Attributes:
         num_passes: calls that ended well.

@@ -30,7 +30,7 @@ _lock = threading.RLock()
 
 
 class _State:
-    """What is in force: one for the process, changed under the lock."""
+    """The patch of this process, changed under the lock."""
 
     config: FlashConfig | None = None
     original: LoadModel | None = None
@@ -38,7 +38,7 @@ class _State:
 
 
 class FlashPatch:
-    """What :func:`apply_flash_patch` returns. As a context manager it puts back, at its end, what was before it."""
+    """The result of :func:`apply_flash_patch`. As a context manager it restores the previous state at its end."""
 
     def __init__(self, previous: FlashConfig | None) -> None:
         self._previous = previous

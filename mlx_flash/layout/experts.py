@@ -63,7 +63,7 @@ def _num_experts(unit: Unit) -> int:
 
 
 def expert_records(parameter: Parameter) -> tuple[TensorRecord, ...]:
-    """Where each row of a stack lies; empty when a row is not one run of bytes."""
+    """Return the place of each row of a stack; empty if a row is not one run of bytes."""
     return _rows(parameter.records, parameter.array.shape[0], parameter.nbytes)
 
 
@@ -83,7 +83,7 @@ def _rows(records: tuple[TensorRecord, ...], num_rows: int, nbytes: int) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """Where the arrays of an expert lie in a slot; the same for all experts of a stack.
+    """Places of an expert's arrays in a slot, the same for all experts of a stack.
 
     Attributes:
         read: the tensors that are read, and the reads.

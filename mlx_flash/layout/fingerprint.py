@@ -63,7 +63,7 @@ def fingerprint_of(loaded: LoadedModel, state: State) -> str:
 
 
 def _code_digest(model: nn.Module) -> str:
-    """Of the file that defines the model's ``sanitize``, which need not be that of a release."""
+    """Return a digest of the file that defines the model's ``sanitize``, which need not be that of a release."""
     sanitize = getattr(type(model), "sanitize", None)
     path = Path(inspect.getsourcefile(sanitize) or "") if sanitize is not None else Path()
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

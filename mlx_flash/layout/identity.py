@@ -30,7 +30,7 @@ class ModelIdentity:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether modules and arrays are the same objects still, with the same settings."""
+        """Return True if modules and arrays are the same objects still, with the same settings."""
         arrays, objects = _arrays(self._model), [module for _, module in self._model.named_modules()]
         return (
             all(self._arrays.get(name) is array for name, array in arrays.items())

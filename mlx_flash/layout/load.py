@@ -54,7 +54,7 @@ class Parameter:
 
     @property
     def record(self) -> TensorRecord | None:
-        """Where its bytes lie, when that is one run of bytes of a file."""
+        """Place of its bytes, if that is one run of bytes of a file."""
         return self.records[0] if len(self.records) == 1 else None
 
     @property
@@ -105,12 +105,12 @@ class Unit:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes what mlx's linear layers do; classes of their own may compute something else."""
+    """Return True if a module computes what mlx's linear layers do; other classes may compute something else."""
     return _computes_as(module, nn.Linear, nn.QuantizedLinear)
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether a module looks rows up as mlx's embeddings do."""
+    """Return True if a module looks rows up as mlx's embeddings do."""
     return _computes_as(module, nn.Embedding, nn.QuantizedEmbedding)
 
 
@@ -189,7 +189,7 @@ class ModelLayout:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What :func:`load_lazily` found.
+    """Result of :func:`load_lazily`.
 
     Attributes:
         model: mlx-lm's model, every weight a lazily loaded array.

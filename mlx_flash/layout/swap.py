@@ -35,7 +35,7 @@ def own_class(module: Any) -> Any:
 
 
 def state_of(module: object) -> Any:
-    """What :func:`swap_class` was given."""
+    """Return the state that :func:`swap_class` was given."""
     return vars(module)[_STATE]
 
 

@@ -47,7 +47,7 @@ class Route:
 
 @dataclass(slots=True)
 class CallTrace:
-    """What a model's calls did to its modules.
+    """The traces that a model's calls left on its modules.
 
     Attributes:
         called: the modules that were called, each once, in the order of their first calls.
@@ -62,14 +62,14 @@ class CallTrace:
     routes: dict[int, Route] = field(default_factory=dict)
 
     def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
-        """Whether a module is called, and arrays are used during its calls only."""
+        """Return True if a module is called, and arrays are used during its calls only."""
         inside = all(id(module) in self.users.get(place, (id(module),)) for place in places)
         return id(module) in self.called and inside
 
 
 @dataclass(slots=True)
 class _Watch:
-    """What a watched module notes, and where: all of them share it."""
+    """The notes of all watched modules."""
 
     trace: CallTrace
     under_way: list[_Call] = field(default_factory=list)
@@ -139,7 +139,7 @@ def _note_route(watch: _Watch, experts: nn.Module, x: mx.array, indices: mx.arra
 
 
 def scores_of(returned: object, indices: mx.array, num_experts: int) -> mx.array | None:
-    """What a router thinks of the experts it has chosen, as far as a module returned it; not evaluated.
+    """Return a router's scores of the experts it has chosen, if a module returned them; not evaluated.
 
     Args:
         returned: scores of all experts, or the chosen ones and theirs.

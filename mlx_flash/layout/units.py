@@ -116,7 +116,7 @@ class _Tree:
         return unit
 
     def is_covered(self, unit: Unit) -> bool:
-        """Whether the unit's large parameters are needed during its module's calls only.
+        """Return True if the unit's large parameters are needed during its module's calls only.
 
         A module that nothing was seen of may have its time with other inputs.
         """

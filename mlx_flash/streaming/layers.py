@@ -27,7 +27,7 @@ from mlx_flash.streaming.stream import GuessEndedError, WeightStream
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """What a streamed layer needs: its number in the stream, and the stream."""
+    """State of a streamed layer: its number in the stream, and the stream."""
 
     index: int
     stream: WeightStream

@@ -26,12 +26,12 @@ UnitState = Literal["waiting", "reading", "resident", "computing", "done"]
 
 
 class GuessEndedError(Exception):
-    """What is called only to see what it would choose came to weights that it would have to wait for."""
+    """A speculative router call reached weights that are not resident."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedUnit:
-    """What the ring knows of a unit.
+    """A unit of the ring.
 
     Attributes:
         name: for people.
@@ -46,7 +46,7 @@ class StreamedUnit:
 
 @dataclass(slots=True)
 class StreamStats:
-    """What the ring did so far.
+    """Counters of the ring.
 
     Attributes:
         num_acquired: units that were waited for.
@@ -136,7 +136,7 @@ class WeightStream:
             self._read_ahead(len(self.units) - 1)
 
     def is_ready(self, index: int) -> bool:
-        """Whether :meth:`acquire` would return at once."""
+        """Return True if :meth:`acquire` would return at once."""
         slot = self._slots[self.units[index].slot]
         return slot.unit == index and (slot.ticket is None or slot.ticket.done())
 
@@ -204,7 +204,7 @@ class WeightStream:
             write(slot.arena.memory)
 
     def states(self, since: float) -> list[UnitState]:
-        """Where each unit is. Any thread may ask at any time; what changes meanwhile is told as it was or as it is.
+        """Return the state of each unit. Any thread may ask at any time, and may get slightly stale states.
 
         Args:
             since: a unit released since then (``time.perf_counter()``) is done, unless it is read again already.

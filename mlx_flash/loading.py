@@ -1,0 +1,77 @@
+"""``load`` and ``load_model``, for programs that stream without the patch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mlx_lm import utils as mlx_lm_utils
+
+from mlx_flash.config import FlashConfig
+from mlx_flash.engine.engine import Progress
+from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
+from mlx_flash.errors import ConfigError
+from mlx_flash.layout.load import model_name
+from mlx_flash.model import FlashLLM
+
+
+def load(
+    path_or_hf_repo: str,
+    config: FlashConfig | None = None,
+    *,
+    adapter_path: str | None = None,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[FlashLLM, Any]:
+    """Load a model and its tokenizer, like ``mlx_lm.load``.
+
+    Args:
+        path_or_hf_repo: a model directory, or a Hugging Face repository that is downloaded first.
+        config: how to stream; None takes what environment and settings file say (:meth:`FlashConfig.resolve`).
+        adapter_path: folder of a LoRA or DoRA adapter to apply.
+        tokenizer_config: settings of the tokenizer.
+        model_config: entries that replace those of ``config.json``.
+        revision: of the repository.
+        progress: called with (bytes done, bytes to do) while pinned weights are read, and before, the first time that
+            a checkpoint is loaded which mlx-lm rearranges, while the rearranged weights are written to the cache.
+
+    Returns:
+        The model and mlx-lm's tokenizer wrapper; ``mlx_lm.stream_generate`` and its kin take both as they are.
+
+    Raises:
+        CheckpointError: the model directory is not a usable checkpoint.
+        ConfigError: a setting is wrong; BudgetError when the budget is too small.
+    """
+    path = resolve(path_or_hf_repo, revision)
+    tokenizer = load_tokenizer(path, tokenizer_config)
+    model, _ = load_model(path, config, adapter_path=adapter_path, model_config=model_config, progress=progress)
+    return model, tokenizer
+
+
+def load_model(
+    model_path: Path | str,
+    config: FlashConfig | None = None,
+    *,
+    adapter_path: str | None = None,
+    model_config: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> tuple[FlashLLM, dict[str, Any]]:
+    """Load a model from a directory, like ``mlx_lm.utils.load_model``; no tokenizer is needed.
+
+    Args, Raises: as :func:`load`.
+
+    Returns:
+        The model and its configuration.
+    """
+    config = config or FlashConfig.resolve()
+    if not config.enabled:
+        raise ConfigError("enabled is False, which leaves models to mlx-lm. Hint: load this one with mlx_lm.load.")
+    prepared = prepare(model_path, config, model_config, progress=progress)
+    model = FlashLLM(prepared, config, model_name(model_path))
+    if adapter_path is not None:
+        mlx_lm_utils.load_adapters(model, adapter_path)
+        model.eval()
+    model.start(progress)
+    return model, prepared.loaded.config

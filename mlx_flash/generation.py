@@ -75,9 +75,9 @@ def _generate(
                 mx.clear_cache()
             if num_done == max_tokens:
                 return
+            is_in_cache = True  # or the call fails, and is not repeated
             with mx.stream(stream):
-                following, logprobs = choose(token, model(token[None], cache=cache))
-            token, is_in_cache = following, True
+                token, logprobs = choose(token, model(token[None], cache=cache))
     finally:
         if prompt_cache is not None and not is_in_cache:  # the caller's cache holds every token that was handed out
             with mx.stream(stream):

@@ -117,6 +117,24 @@ def test_the_callers_cache_holds_every_token_that_was_handed_out(directories: Ca
         assert {entry.offset for entry in cache} == {len(PROMPT) + 3 + 3}
 
 
+def test_a_failed_token_is_not_computed_again(
+    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with streamed_whole(directories("llama")) as model:
+        steps = mlx_flash.generate_step(mx.array([1, 2]), model, prompt_cache=make_prompt_cache(model))
+        next(steps)
+        calls: list[int] = []
+
+        def failing(index: int) -> None:
+            calls.append(index)
+            raise ReadError("a disk that was unplugged")
+
+        monkeypatch.setattr(model.engine.stream, "acquire", failing)  # type: ignore[union-attr]
+        with pytest.raises(ReadError, match="unplugged"):
+            next(steps)
+        assert len(calls) == 1
+
+
 def test_samplers_and_processors_see_what_mlx_lm_shows_them(directories: Callable[[str], Path]) -> None:
     options = {
         "sampler": make_sampler(temp=0.9, top_p=0.9),

@@ -29,6 +29,9 @@ Token = tuple[int, mx.array]
 _CLEAR_EVERY = 256
 """Tokens after which MLX's freed buffers are released, as mlx-lm does."""
 
+_STOCK_OPTIONS = {"kv_bits", "kv_group_size", "quantized_kv_start", "input_embeddings"}
+"""Options that only mlx-lm's own loop reads."""
+
 
 def generate_step(prompt: mx.array, model: Any, stream: Any = generation_stream, **options: Any) -> Iterator[Token]:
     """Yield tokens, as ``mlx_lm.generate.generate_step`` does with the same arguments.
@@ -38,7 +41,7 @@ def generate_step(prompt: mx.array, model: Any, stream: Any = generation_stream,
     others = [name for name in ("kv_bits", "input_embeddings") if options.get(name) is not None]
     if not isinstance(model, FlashLLM) or others or not len(prompt):
         return stock_generate_step(prompt, model, stream, **options)
-    return _generate(prompt, model, stream, **options)
+    return _generate(prompt, model, stream, **{name: options[name] for name in options.keys() - _STOCK_OPTIONS})
 
 
 stream_generate = with_names(stock_stream_generate, generate_step=generate_step)
@@ -57,7 +60,6 @@ def _generate(
     prompt_cache: list[Any] | None = None,
     prefill_step_size: int = 2048,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
-    **_: Any,
 ) -> Iterator[Token]:
     cache = make_prompt_cache(model, max_kv_size) if prompt_cache is None else prompt_cache
     report = prompt_progress_callback or (lambda done, total: None)

@@ -24,12 +24,12 @@ from mlx_flash.files import PrivateFolder
 from mlx_flash.kv import pages as pages_module
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.layout import CHUNK_TOKENS, Component, RowLayout
-from mlx_flash.kv.memory import commits_lazily, give_back_freed
+from mlx_flash.kv.memory import commits_lazily
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.memory.arena import Arena
-from mlx_flash.memory.footprint import footprint
+from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
 WIDE = RowLayout((Component((1, 2), 128, mx.float16), Component((1, 3), 64, mx.float32)), 64)
@@ -321,7 +321,7 @@ def test_a_slot_takes_the_counted_memory(heap: str, tmp_path: Path) -> None:
     slot, counted = pool.ring.slots[0], pool.ring.held
     pool.ring.slots[1].wait()
     assert slot.touched > LARGE_SLOT_BYTES and counted < 2 * (slot.nbytes // 3)
-    give_back_freed()
+    release_freed_memory()
     before = footprint()
     pool.ring.release()
     assert 0.9 * counted < before - footprint() < counted + (1 << 20)
@@ -341,7 +341,7 @@ def test_evicted_layers_leave_the_counted_memory(heap: str, tmp_path: Path) -> N
         pool = caches[0].pool
         for cache in caches:
             mx.eval(cache.update_and_fetch(mx.ones((1, 4, 8192, 64)), mx.zeros((1, 4, 8192, 64))))
-        give_back_freed()
+        release_freed_memory()
         before, counted = footprint(), pool.memory_bytes
         pool.budget_bytes = counted // 2
         pool.make_room(caches[0].rows, ())

@@ -218,5 +218,7 @@ def test_other_models_and_options_are_left_to_mlx_lm(directories: Callable[[str]
     with streamed_whole(directories("llama")) as model:
         options: dict[str, Any] = {"max_tokens": 6, "kv_bits": 8, "kv_group_size": 32}
         check_equal(list(mlx_flash.generate_step(mx.array(PROMPT), model, **options)), expected)
+        with pytest.raises(TypeError, match="max_token"):
+            mlx_flash.generate_step(mx.array(PROMPT), model, max_token=6)
     got = list(mlx_flash.generate_step(mx.array(PROMPT), stock(directories("llama")), max_tokens=6))
     check_equal(got, by_mlx_lm(directories("llama"), PROMPT))

@@ -20,8 +20,9 @@ from mlx_flash.streaming.lockstep import Lockstep
 class CallGroup:
     """Runs the parts of a prompt in lockstep: the output is that of the parts one after another, bit for bit.
 
-    A model may use an entry of the cache again, in a later layer. Its calls need an order. The first group of a model
-    starts with an empty cache, so that it can be undone if that shows; until one has succeeded, others run in order.
+    A model may use an entry of the cache again in a later layer. The parts of its prompts must run in order. The first
+    group of a model starts with an empty cache, so that it can be undone. Until one group has succeeded, prompts that
+    start with a filled cache run in order.
 
     Args:
         model: mlx-lm's model.
@@ -74,12 +75,14 @@ class CallGroup:
                 [partial(self._call, call, view, cache) for call, view in zip(calls, views.views, strict=True)]
             )
         except SharedEntryError as error:
+            undo = put_back or trim
+            if undo is not None:
+                undo()
             if put_back is None:
                 raise StreamedWeightsError(
                     "the parts of a prompt shared a pass, and one used the prompt cache out of order. "
                     "Hint: start again with a new prompt cache."
                 ) from error
-            put_back()
             self._needs_order = True
             return None
         except BaseException:

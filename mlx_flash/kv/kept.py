@@ -17,9 +17,9 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.history import pass_on
-from mlx_flash.kv.memory import give_back_freed
 from mlx_flash.kv.pool import KVPool, LayerRows
 from mlx_flash.kv.shared import Part, Parts, SharedRows, cut, sizes
+from mlx_flash.memory.footprint import release_freed_memory
 
 _COMPARED_TOKENS = 1024
 """Tokens that are compared at a time."""
@@ -68,7 +68,7 @@ class KeptCaches:
             if isinstance(entry, DiskKVCache | DiskQuantizedKVCache):
                 self._tokens[entry.rows] = tokens
         if any(any(rows.lineage.relatives()) for rows in taken):
-            give_back_freed()
+            release_freed_memory()
         kept = self._lists[next(self._numbers)] = KeptCache(cache)
         return kept
 

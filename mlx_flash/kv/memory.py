@@ -65,12 +65,6 @@ def give_back(array: mx.array) -> None:
             raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")
 
 
-def give_back_freed() -> None:
-    """Return freed memory to the system. Linux's allocator keeps what is not at the end of its heap."""
-    if commits_lazily() and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
-
-
 class MemoryRows:
     """The arrays of one layer's cache, each ``(batch, heads, tokens, width)``, and the number of tokens in them.
 

@@ -22,13 +22,14 @@ from mlx_flash.forks import finalize
 from mlx_flash.kv.budget import KVBudget, no_room, token_bytes
 from mlx_flash.kv.files import PageFiles
 from mlx_flash.kv.layout import RowLayout
-from mlx_flash.kv.memory import MemoryRows, give_back_freed
+from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import DiskRows
 from mlx_flash.kv.parking import Parking
 from mlx_flash.kv.ring import SlotRing
 from mlx_flash.kv.shared import Lineage
 from mlx_flash.kv.stats import KVStats, KVUsage
+from mlx_flash.memory.footprint import release_freed_memory
 
 
 class LayerRows:
@@ -245,7 +246,7 @@ class KVPool:
                 self.parking.park(idle)
             elif (victim := self._sums.victim(rows, self._used)) is not None:
                 self._spill(victim, new if victim is rows else ())
-                give_back_freed()
+                release_freed_memory()
             elif self.ring.held > self._sums.slots_needed((rows,), num_new):
                 self.ring.release()  # it was larger for a longer context
             else:
@@ -267,7 +268,7 @@ class KVPool:
         previous, self._current_group = self._current_group, group
         self._used[group] = next(self._clock)
         if sum(self.park_idle(rows) for rows in self._layers if rows.group == previous):
-            give_back_freed()
+            release_freed_memory()
 
     def park_idle(self, rows: LayerRows) -> bool:
         """Park a layer if it is idle, that saves memory, and the copy has room. Return whether it was parked."""

@@ -17,10 +17,10 @@ import numpy as np
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.kv.layout import RowBytes, RowLayout
-from mlx_flash.kv.memory import commits_lazily, give_back, give_back_freed, reserve
+from mlx_flash.kv.memory import commits_lazily, give_back, reserve
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, slot_memory
 from mlx_flash.memory.arena import Arena
-from mlx_flash.memory.footprint import use_huge_pages
+from mlx_flash.memory.footprint import release_freed_memory, use_huge_pages
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.prefetcher import Ticket
 
@@ -96,7 +96,7 @@ class Slot:
             return
         self._arena, self._pages, self._is_handed_out, self.touched = None, None, False, 0
         self._is_large = False
-        give_back_freed()
+        release_freed_memory()
 
     def clear(self) -> None:
         """Empty the slot, and cancel reads into it."""

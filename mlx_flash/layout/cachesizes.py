@@ -19,13 +19,16 @@ _RESHAPING = {"Squeeze", "ExpandDims", "Reshape", "Flatten", "Unflatten", "Trans
 _CUTTING = {"Slice", "Split"}
 """Primitives whose result shares the memory of a longer input."""
 
+_DONATED_BYTES = 16 << 10
+"""MLX may put a result into the memory of an input that is so much larger. Whether it does depends on timing."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
     """Sizes of the cache of one sequence, in bytes.
 
     Attributes:
-        constant_bytes: of recurrent states, however long the context is.
+        constant_bytes: of recurrent states, however long the context is, with what their memory may have beyond them.
         token_bytes: growth by each token. Sliding windows count as if they grew for good.
         largest_row: the most that a token adds to the cache of a layer.
         rows: of each plain ``KVCache``, growth by each token; part of ``token_bytes``.
@@ -68,7 +71,7 @@ class CacheMeter:
         layers = [[self._sizes_of(leaf) for leaf in _leaves([entry])] for entry in self._cache]
         constant, rows, calls, scans = ([sum(sizes[i] for sizes in layer) for layer in layers] for i in range(4))
         return CacheSizes(
-            constant_bytes=sum(constant),
+            constant_bytes=sum(constant) + _DONATED_BYTES * sum(map(_num_states, self._cache)),
             token_bytes=sum(rows),
             largest_row=max(rows, default=0),
             rows=tuple(row for entry, row in zip(self._cache, rows, strict=True) if type(entry) is KVCache),
@@ -85,6 +88,12 @@ class CacheMeter:
         growth = max(0, _nbytes(entry) - before) // 2
         kept, scanned = _kept_of_a_call(arrays_in(entry))
         return max(0, before - growth), growth, kept, scanned
+
+
+def _num_states(entry: Any) -> int:
+    """Return the number of arrays of an entry that does not grow in steps."""
+    leaves = [leaf for leaf in _leaves([entry]) if not isinstance(getattr(leaf, "step", None), int)]
+    return len({id(array) for leaf in leaves for array in arrays_in(leaf)})
 
 
 def _leaves(entries: Iterable[Any]) -> Iterator[Any]:

@@ -25,7 +25,7 @@ class Arena:
     Args:
         nbytes: usable size.
         pages: evaluated rows of one page to use, instead of new memory.
-        is_read_into: the disk writes to it, which is faster on huge pages. These take 2 s per GB to make.
+        is_read_into: the disk writes to it, which is faster on huge pages. These take time to make.
 
     Attributes:
         memory: the writable bytes; their address is a multiple of ``DIRECT_ALIGNMENT``.

@@ -23,7 +23,7 @@ from mlx_flash.files import PARTIAL_SUFFIX, cache_directory, open_locked, write_
 MANIFEST_NAME = "copy.json"
 
 FREE_SHARE = 1 / 10
-"""Of the disk; so much is left free when no limit is set."""
+"""Share of the disk that stays free if no limit is set."""
 
 _log = logging.getLogger("mlx_flash")
 

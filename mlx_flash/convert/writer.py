@@ -30,7 +30,7 @@ DATA_ALIGNMENT = 16 * 1024
 """Where data sections begin: the page of Apple silicon, a multiple of that of most other machines."""
 
 TENSOR_ALIGNMENT = 16
-"""What GPU kernels want addresses to be multiples of; no dtype needs more."""
+"""Alignment of addresses that GPU kernels need; no dtype needs more."""
 
 COPY_BYTES = 4 << 20
 """Bytes that are read, then written, at a time."""

@@ -1,4 +1,4 @@
-"""What the methods of ``nn.Module`` do on a streamed model: those that would see slot contents are refused."""
+"""Methods of ``nn.Module`` on a streamed model; those that would see slot contents are refused."""
 
 from __future__ import annotations
 

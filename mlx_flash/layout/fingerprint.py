@@ -1,4 +1,4 @@
-"""What decides which parameters mlx-lm computes: the checkpoint, the configuration, and the code."""
+"""The fingerprint of everything that decides which parameters mlx-lm computes: checkpoint, configuration, code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMAT = 1
 """Of the packed copies; another one is never taken for this one."""
 
 State = list[list[object]]
-"""What the files of a checkpoint are: name, size, time of the last change, digest of the header."""
+"""Files of a checkpoint: name, size, time of the last change, digest of the header."""
 
 
 def state_of(checkpoint: Checkpoint) -> State:

@@ -22,7 +22,7 @@ POISON = 0xFF
 """NaN in every floating-point dtype."""
 
 UnitState = Literal["waiting", "reading", "resident", "computing", "done"]
-"""Where a unit is: nowhere yet, on its way into its slot, there, being computed from, computed."""
+"""State of a unit: not read yet, in flight, in its slot, in use, computed."""
 
 
 class GuessEndedError(Exception):

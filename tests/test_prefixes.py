@@ -20,7 +20,6 @@ from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_
 from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-import mlx_flash
 from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.files import cache_directory
@@ -28,6 +27,7 @@ from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
+from mlx_flash.loading import load_model
 from mlx_flash.monitor import app as monitor
 from mlx_flash.monitor.words import size
 from mlx_flash.prefixes.cache import prefix_directory
@@ -68,7 +68,7 @@ def _nothing_remembered() -> Iterator[None]:
 
 def loaded(directory: Path, mode: str = "exact", **settings: Any) -> FlashLLM:
     """As in another process: everything that is known of prompts is on disk."""
-    return mlx_flash.model.load_model(directory, config_of(mode, **settings))[0]
+    return load_model(directory, config_of(mode, **settings))[0]
 
 
 def config_of(mode: str, **settings: Any) -> FlashConfig:
@@ -325,7 +325,7 @@ def test_others_find_nothing(llama: Path, other: dict[str, Any]) -> None:
     first_run(llama, kv_prefix_tenant="alice")
     mode, model_config = other.pop("mode", "exact"), other.pop("model_config", None)
     config = config_of(mode, **({"kv_prefix_tenant": "alice"} | other))
-    with mlx_flash.model.load_model(llama, config, model_config=model_config)[0] as model:
+    with load_model(llama, config, model_config=model_config)[0] as model:
         generated(model)
         assert restored(model) == 0
     with loaded(llama, kv_prefix_tenant="alice") as model:

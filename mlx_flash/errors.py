@@ -13,6 +13,7 @@
     ├── WriteError (OSError)                  a checkpoint could not be written
     ├── StreamedWeightsError (RuntimeError)   an operation that would see slot contents as weights
     ├── ClosedError (RuntimeError)            the model was closed
+    ├── SelfTestError (RuntimeError)          MLX's device loses bytes that threads write to its memory
     ├── RefusedError (ValueError)             the server does not begin with a request
     └── CompatibilityError (ImportError)      the installed MLX or mlx-lm lacks what mlx-flash relies on
 
@@ -83,6 +84,10 @@ class StreamedWeightsError(FlashError, RuntimeError):
 
 class ClosedError(FlashError, RuntimeError):
     """The model was closed."""
+
+
+class SelfTestError(FlashError, RuntimeError):
+    """MLX's device loses bytes that threads write to its memory, whichever way they take."""
 
 
 class RefusedError(FlashError, ValueError):

@@ -541,12 +541,12 @@ def test_bounce_buffers_are_used_where_required(
         read(self, fd, segment, start, target)
 
     monkeypatch.setattr(RangeReader, "_read_direct", spy)
-    for reads_beside in (True, False):
-        monkeypatch.setattr("mlx_flash.residency.machine.reads_beside", lambda beside=reads_beside: beside)
+    for reads_in_place in (True, False):
+        monkeypatch.setattr("mlx_flash.residency.machine.reads_in_place", lambda found=reads_in_place: found)
         in_place.clear()
         with streamed_whole(directory, pool_slots=pool_slots) as model:
             assert not find_difference(expected, trace(model, CALLS[2:]))
-        assert in_place and any(in_place) == reads_beside
+        assert in_place and any(in_place) == reads_in_place
 
 
 def test_reads_during_computation_arrive(tiny: Any, tmp_path: Path) -> None:
@@ -558,7 +558,7 @@ def test_reads_during_computation_arrive(tiny: Any, tmp_path: Path) -> None:
     data = np.random.default_rng(3).integers(0, 256, offsets.stop, np.uint8)
     file = tmp_path / "bytes"
     file.write_bytes(data.tobytes())
-    in_place = prepare(tiny("qwen3_moe")[0], config()).machine.reads_beside
+    in_place = prepare(tiny("qwen3_moe")[0], config()).machine.reads_in_place
     rows = slots.view(0, (nbytes,), mx.uint8)
     reader = BackgroundPrefetcher([file], in_place=in_place)
     try:

@@ -485,16 +485,16 @@ def test_unaligned_pages_are_read_through_bounce_buffers(
             name,
             lambda *args, read=read, is_bounced=is_bounced: (bounced.append(is_bounced), read(*args))[1],
         )
-    for reads_beside in (True, False):
-        monkeypatch.setattr("mlx_flash.kv.files.reads_beside", lambda beside=reads_beside: beside)
+    for way in ("in place", "bounced"):
+        monkeypatch.setattr("mlx_flash.kv.files.way_of_reading", lambda way=way: way)
         mine, theirs = filled(options(), (600,), 4)
         spill_all(mine[0].pool)
         bounced.clear()
         for seed in range(3):
             feed(mine, theirs, seed + 1, 1)
         mine[0].pool.close()  # ends what is read ahead
-        assert bounced and any(bounced) != reads_beside
-        assert reads_beside or bounced.count(True) == bounced.count(False)  # each is a direct read to the buffer
+        assert bounced and any(bounced) == (way == "bounced")
+        assert way == "in place" or bounced.count(True) == bounced.count(False)  # each is a direct read to the buffer
 
 
 def test_the_order_of_layers_is_learned(options: Callable[..., KVOptions]) -> None:

@@ -360,7 +360,7 @@ def test_bounce_buffers_are_set_aside_only_where_reads_are_copied() -> None:
             machine = make_machine(disk=replace(disk, direct=direct))
             (plan,) = plans_between(make_model(copies=copies), FIXED, machine, [0.5])
             assert plan.bounce_bytes == (16 * MIB if copies and direct else 0)
-            (plan,) = plans_between(make_model(copies=copies), FIXED, replace(machine, reads_beside=False), [0.5])
+            (plan,) = plans_between(make_model(copies=copies), FIXED, replace(machine, reads_in_place=False), [0.5])
             assert plan.bounce_bytes == (16 * MIB if direct else 0)
 
 

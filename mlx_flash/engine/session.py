@@ -18,6 +18,7 @@ from mlx_flash.layout.load import ModelLayout
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.prefixes.cache import PrefixCache, open_prefixes
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+from mlx_flash.storage.selftest import reads_directly
 from mlx_flash.telemetry import Publisher
 
 _log = logging.getLogger("mlx_flash")
@@ -55,10 +56,10 @@ class Session:
         fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with
         self._reader = BackgroundPrefetcher(
             _files(layout),
-            direct=config.io != "buffered",
+            direct=reads_directly(config.io),
             read_size=plan.read_size,
             queue_depth=plan.queue_depth,
-            in_place=machine.reads_beside,
+            in_place=machine.reads_in_place,
         )
         experts = ExpertOptions(machine.exact_tiles, config.expert_lookahead)
         poison = config.poison_released_slots

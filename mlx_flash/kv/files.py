@@ -14,7 +14,7 @@ from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, SPILL_TOKENS, KVOptions
 from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.slots import row_bytes
-from mlx_flash.memory.arena import reads_beside
+from mlx_flash.storage.selftest import way_of_reading
 
 
 class PageFiles:
@@ -75,7 +75,8 @@ class PageFiles:
         if self._folder is None:
             self._folder = PrivateFolder(self._options.directory or cache_directory() / "kv-sessions")
         if self._reader is None or self._writer is None:
-            direct, in_place = self._options.direct, reads_beside()
+            way = way_of_reading()
+            direct, in_place = self._options.direct and way != "buffered", way == "in place"
             self._reader = PageReader(
                 (), direct=direct, read_size=READ_SIZE, queue_depth=QUEUE_DEPTH, in_place=in_place
             )

@@ -136,15 +136,6 @@ def kernel_alignment() -> int:
     return 16 if mx.default_device() == mx.gpu else 1
 
 
-def reads_beside() -> bool:
-    """Return whether a disk may write to MLX's memory while MLX computes from other arrays.
-
-    Not on CUDA: managed memory moves between the processors in blocks of up to 2 MiB, which small arrays share, and a
-    direct read in flight then ends where the block has been. Reads go through bounce buffers there.
-    """
-    return not mx.cuda.is_available() or mx.default_device() == mx.cpu
-
-
 def _zeros(rows: int, columns: int) -> mx.array:
     array = mx.zeros((rows, columns), dtype=mx.uint8)
     mx.eval(array)

@@ -169,7 +169,7 @@ def _row_bytes(head: UnitSize) -> int:
 def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streaming) -> ResidencyPlan:
     sizes, machine = task.sizes, task.machine
     experts = sizes.experts
-    copies = sizes.copies or not machine.reads_beside or (experts is not None and experts.copies)
+    copies = sizes.copies or not machine.reads_in_place or (experts is not None and experts.copies)
     bounce = machine.disk.direct and copies
     num_readers = 1 if experts is None else 2  # urgent reads have threads and buffers of their own
     return ResidencyPlan(

@@ -16,12 +16,13 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.files import cache_directory, free_bytes
 from mlx_flash.layout.load import ModelLayout
 from mlx_flash.layout.swap import clone_with
-from mlx_flash.memory.arena import Arena, reads_beside
+from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import available_memory, footprint, total_memory
 from mlx_flash.residency.plan import Machine
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.probe import DiskProfile, disk_profile
+from mlx_flash.storage.selftest import reads_directly, reads_in_place
 
 _PROBE_BYTES = {mx.cpu: 4 << 20, mx.gpu: 32 << 20}
 _QUANTIZED_SHARE = 16
@@ -48,7 +49,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         layout: the model, whose kind of matrix product is timed.
         config: its ``io``, ``read_size_mb`` and ``queue_depth`` replace what the probe finds best.
     """
-    disk = disk_profile(shard, config.io != "buffered")
+    disk = disk_profile(shard, reads_directly(config.io))
     key = speed_key(shard, layout, disk)
     speed = _speed(key, shard, layout, disk)
     return Machine(
@@ -66,7 +67,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         compute_bytes_per_second=speed.compute_bytes_per_second,
         barrier_seconds=speed.barrier_seconds,
         has_buffer_cache=mx.default_device() == mx.gpu,
-        reads_beside=reads_beside(),
+        reads_in_place=reads_in_place(),
         kv_disk_bytes=free_bytes(Path(config.kv_directory or cache_directory()).expanduser()),
         exact_tiles=mx.default_device() == mx.cpu,  # tests show it there; CUDA chooses kernels by the number of rows
         prompt_seconds_per_token=speed.prompt_seconds_per_token,

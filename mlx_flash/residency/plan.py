@@ -39,8 +39,8 @@ class Machine:
         has_buffer_cache: whether MLX keeps freed buffers (GPU back ends do).
         exact_tiles: whether some rows of a matrix product are, bit for bit, those rows of the whole product. If not, a
             head that is streamed passes through a slot whole.
-        reads_beside: whether the disk may write to MLX's memory while MLX computes from other arrays. If not, all reads
-            that are direct go through bounce buffers.
+        reads_in_place: whether the disk may write to MLX's memory, as the self-test found. If not, all reads that are
+            direct go through bounce buffers.
         kv_disk_bytes: free where files of the KV cache are put.
         prompt_seconds_per_token: computing one token of a prompt, as a run measured it; 0 while unknown.
         is_measured: True when the speeds are those of a run, False when a short probe found them.
@@ -57,7 +57,7 @@ class Machine:
     barrier_seconds: float
     has_buffer_cache: bool
     exact_tiles: bool
-    reads_beside: bool = True
+    reads_in_place: bool = True
     kv_disk_bytes: int = 1 << 62
     prompt_seconds_per_token: float = 0.0
     is_measured: bool = False

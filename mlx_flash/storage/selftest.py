@@ -1,0 +1,257 @@
+"""A self-test of how bytes reach a GPU. It runs once for each device and each version of MLX.
+
+Threads write to memory that MLX computes from. Some devices lose a part of what a disk writes there past the processor,
+and wrong weights follow without an error. The test reads known bytes while the device computes from their neighbours,
+and compares them on both processors. A way of reading that loses bytes is not used.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_flash.errors import SelfTestError
+from mlx_flash.files import cache_directory, write_atomically
+from mlx_flash.memory.arena import Arena, SlotArena
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.placement import Piece, Segment
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+
+Way = Literal["in place", "bounced", "buffered"]
+"""How a weight reaches MLX's memory: the disk writes it there; the disk writes to a bounce buffer and the processor
+copies it; the system reads it through the page cache and copies it."""
+
+ROUNDS = 20
+NUM_FILE_BYTES = 24 << 20
+_FACTOR = 2654435761
+"""Word ``i`` of the test file is ``i`` times this odd number, so no two words of it are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Memory that is filled and computed from at the same time.
+
+    Attributes:
+        block_bytes: bytes of one read.
+        num_blocks: places for blocks.
+        is_shared: the places are slots of one array; otherwise each is an array of its own.
+    """
+
+    block_bytes: int
+    num_blocks: int
+    is_shared: bool
+
+    def places(self) -> tuple[list[memoryview], mx.array | list[mx.array]]:
+        """Return the memory of each place, and MLX's views of them."""
+        words = self.block_bytes // 4
+        if not self.is_shared:
+            arenas = [Arena(self.block_bytes) for _ in range(self.num_blocks)]
+            return [arena.memory for arena in arenas], [arena.view(0, (words,), mx.uint32) for arena in arenas]
+        slots = SlotArena(self.num_blocks, self.block_bytes + DIRECT_ALIGNMENT)
+        return [slots.memory(i) for i in range(self.num_blocks)], slots.view(0, (words,), mx.uint32)
+
+
+CASES = (_Case(3 << 20, 8, True), _Case(64 << 10, 16, True), _Case(64 << 10, 16, False))
+"""Large and small slots of one array, and small arrays: MLX puts those side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """The result of a test.
+
+    Attributes:
+        way: how direct reads reach MLX's memory. ``"buffered"`` means that there are to be none.
+        num_blocks: blocks that each way read.
+        lost: blocks that did not arrive, by way. Ways that need no test, or cannot be tested, are missing.
+        seconds: its duration.
+    """
+
+    way: Way
+    num_blocks: int
+    lost: dict[str, int]
+    seconds: float
+
+
+def needs_test() -> bool:
+    """Return True for a GPU. The CPU back end computes from ordinary memory."""
+    return bool(mx.default_device() == mx.gpu)
+
+
+def way_of_reading() -> Way:
+    """Return how direct reads reach the memory of MLX's default device. The first call for a GPU may test it.
+
+    Raises:
+        SelfTestError: no way works.
+    """
+    return _remembered_or_run(_key()).way if needs_test() else "in place"
+
+
+def reads_in_place() -> bool:
+    """Return whether a disk may write to MLX's memory. If not, direct reads go through bounce buffers."""
+    return way_of_reading() == "in place"
+
+
+def reads_directly(io: str) -> bool:
+    """Return whether direct reads are to be tried, with ``FlashConfig(io=...)`` as given."""
+    return io != "buffered" and way_of_reading() != "buffered"
+
+
+@cache
+def _remembered_or_run(key: str) -> SelfTest:
+    match load_results().get(key):
+        case {
+            "way": "in place" | "bounced" | "buffered" as way,
+            "num_blocks": int(num_blocks),
+            "lost": dict(lost),
+            "seconds": float(seconds),
+        }:
+            return SelfTest(way, num_blocks, lost, seconds)
+    result = run_selftest()
+    _remember(key, result)
+    return result
+
+
+def run_selftest() -> SelfTest:
+    """Test the default device, and choose.
+
+    Raises:
+        SelfTestError: no way works.
+    """
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=_writable()) as folder:
+        file = Path(folder) / "selftest"
+        file.write_bytes(_words(0, NUM_FILE_BYTES).tobytes())
+        lost = {"buffered": _count_lost(file, direct=False)}
+        if (in_place := _count_lost(file)) is not None:
+            lost["in place"] = in_place
+        if in_place != 0 and (bounced := _count_lost(file, in_place=False)) is not None:
+            lost["bounced"] = bounced
+    mx.clear_cache()
+    num_blocks = sum(ROUNDS * (case.num_blocks // 2) for case in CASES)
+    found = {way: number for way, number in lost.items() if number is not None}
+    return SelfTest(_chosen(found, num_blocks), num_blocks, found, time.perf_counter() - began)
+
+
+def _chosen(lost: dict[str, int], num_blocks: int) -> Way:
+    """Return the fastest way that lost nothing. Rows of embeddings are always read through the page cache."""
+    if lost["buffered"]:
+        counts = ", ".join(f"{number} {way}" for way, number in lost.items())
+        raise SelfTestError(
+            f"the self-test of {_device()} with MLX {version('mlx')} lost bytes that threads wrote to MLX's memory: of "
+            f"{num_blocks} blocks {counts}. A model would compute with wrong weights. Hint: update MLX, or compute on "
+            "the processor with mx.set_default_device(mx.cpu)."
+        )
+    if lost.get("in place") == 0:
+        return "in place"
+    return "buffered" if lost.get("bounced") else "bounced"  # not tested: its disk has no direct reads
+
+
+def _count_lost(file: Path, *, direct: bool = True, in_place: bool = True) -> int | None:
+    """Return the number of blocks that did not arrive; None where direct reads are wanted and there are none."""
+    reader = BackgroundPrefetcher([file], direct=direct, in_place=in_place)
+    try:
+        if direct and not reader.is_direct:
+            return None
+        return sum(_lost_in_case(case, reader, file) for case in CASES)
+    finally:
+        reader.close()
+
+
+def _lost_in_case(case: _Case, reader: BackgroundPrefetcher, file: Path) -> int:
+    """Fill half of the places while the device computes from the other half, then the other way round, and so on."""
+    memories, views = case.places()
+    starts = range(0, NUM_FILE_BYTES - case.block_bytes, case.block_bytes)
+    held: dict[int, int] = {}
+    lost = 0
+    for number in range(ROUNDS):
+        tickets = []
+        for place in range(number % 2, case.num_blocks, 2):
+            held[place] = starts[(number * case.num_blocks + place) % len(starts)]
+            piece = Piece("(self-test)", held[place], case.block_bytes, 0)
+            segment = Segment(file, piece.offset, piece.nbytes, 0, (piece,))
+            tickets.append(reader.submit([segment], memories[place], num_tasks=1))
+            mx.async_eval((views[place ^ 1] ^ 1).max())  # works on its neighbour, through a new array
+        for ticket in tickets:
+            ticket.wait()
+        wrong = _wrong(memories, views, held)
+        lost += len(wrong)
+        for place in wrong:
+            del held[place]  # counted once
+    return lost
+
+
+def _wrong(memories: list[memoryview], views: mx.array | list[mx.array], held: dict[int, int]) -> list[int]:
+    """Return the places that do not hold what was read to them, as the device or as the processor sees them."""
+    by_device = {
+        place: (views[place] != _device_words(start, views[place].size)).any() for place, start in held.items()
+    }
+    mx.eval(by_device)  # first: the processor's look may move the memory
+    return [
+        place
+        for place, start in held.items()
+        if by_device[place].item()
+        or not np.array_equal(
+            np.frombuffer(memories[place], np.uint32)[: views[place].size], _words(start, views[place].nbytes)
+        )
+    ]
+
+
+def _words(start: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Return the words of a part of the test file."""
+    return np.arange(start // 4, (start + nbytes) // 4, dtype=np.uint32) * np.uint32(_FACTOR)
+
+
+def _device_words(start: int, size: int) -> mx.array:
+    """Return them as the device computes them."""
+    return mx.arange(start // 4, start // 4 + size, dtype=mx.uint32) * mx.array(_FACTOR, mx.uint32)
+
+
+def _device() -> str:
+    known = mx.device_info()
+    return ", ".join(str(known[name]) for name in ("device_name", "architecture") if name in known)
+
+
+def _key() -> str:
+    versions = f"mlx {version('mlx')}, mlx-flash {version('mlx-flash')}"
+    return f"{platform.node()}: {_device()}, {mx.default_device()}, {platform.platform()}, {versions}"
+
+
+def _writable() -> Path | None:
+    """Return the cache folder, on a disk like that of models; None stands for the system's folder."""
+    try:
+        cache_directory().mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return cache_directory()
+
+
+def results_file() -> Path:
+    """Return the path of the stored results."""
+    return cache_directory() / "selftest.json"
+
+
+def load_results() -> dict[str, Any]:
+    """Return the stored results by device and versions."""
+    try:
+        results = json.loads(results_file().read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}  # missing, unreadable or not JSON: the next test replaces it
+    return results if isinstance(results, dict) else {}
+
+
+def _remember(key: str, result: SelfTest) -> None:
+    try:
+        results_file().parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(results_file(), json.dumps({**load_results(), key: asdict(result)}, indent=1))
+    except OSError:
+        return  # such as a read-only home: the next run tests again

@@ -1,0 +1,153 @@
+"""The self-test of how bytes reach a device: back ends that lose them are caught, and what loses them is not used."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_flash import FlashConfig, SelfTestError, load_model
+from mlx_flash.memory.arena import Arena
+from mlx_flash.storage import selftest
+from mlx_flash.storage.ranges import RangeReader
+from mlx_flash.storage.selftest import load_results, reads_directly, reads_in_place, run_selftest, way_of_reading
+from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
+
+CASES = tuple(selftest._Case(64 << 10, 4, is_shared) for is_shared in (True, False))
+
+
+@pytest.fixture(autouse=True)
+def small_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(selftest, "CASES", CASES)
+    monkeypatch.setattr(selftest, "ROUNDS", 6)
+    monkeypatch.setattr(selftest, "NUM_FILE_BYTES", 1 << 20)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    selftest._remembered_or_run.cache_clear()
+    yield
+    selftest._remembered_or_run.cache_clear()
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "needs_test", lambda: True)
+
+
+def lose(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable[[memoryview], None]) -> None:
+    """Make every third read of a kind spoil what it was to fill."""
+    read, count = getattr(RangeReader, name), iter(range(1 << 30))
+
+    def wrong(self: RangeReader, fd: int, segment: Any, start: int, *rest: Any) -> None:
+        read(self, fd, segment, start, *rest)
+        target = next(part for part in rest if isinstance(part, memoryview))
+        is_bounce_buffer = name == "_read_direct" and isinstance(target.obj, mmap.mmap)  # no memory of MLX
+        if not is_bounce_buffer and next(count) % 3 == 0:
+            spoil(target)
+
+    monkeypatch.setattr(RangeReader, name, wrong)
+
+
+def tear(target: memoryview) -> None:
+    """Lose the last page, as a block of managed memory that moves during a read does."""
+    np.frombuffer(target, np.uint8)[-4096:] = 0
+
+
+def flip(target: memoryview) -> None:
+    np.frombuffer(target, np.uint8)[len(target) // 2] ^= 1
+
+
+def test_ordinary_memory_passes() -> None:
+    found = run_selftest()
+    assert (found.way, found.lost) == ("in place", {"buffered": 0, "in place": 0})
+    assert found.num_blocks == 6 * 4
+
+
+@pytest.mark.parametrize("spoil", [tear, flip])
+def test_lost_direct_reads_go_through_bounce_buffers(
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[memoryview], None]
+) -> None:
+    lose(monkeypatch, "_read_direct", spoil)
+    found = run_selftest()
+    assert found.way == "bounced"
+    assert found.lost == {"buffered": 0, "in place": found.num_blocks // 3, "bounced": 0}
+
+
+def test_nothing_is_read_directly_when_bounced_reads_are_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    lose(monkeypatch, "_read_direct", tear)
+    lose(monkeypatch, "_read_bounced", lambda buffer: flip(buffer[: 64 << 10]))
+    found = run_selftest()
+    assert found.way == "buffered" and found.lost["bounced"]
+
+
+def test_writes_that_arrive_at_a_neighbour_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[memoryview] = []
+
+    def spoil(target: memoryview) -> None:
+        seen.append(target)
+        flip(seen[len(seen) // 2])
+
+    lose(monkeypatch, "_read_direct", spoil)
+    assert run_selftest().lost["in place"] > 0
+
+
+def test_device_that_sees_old_bytes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor sees every byte here, the device computes from what was there before."""
+
+    class StaleArena(Arena):
+        def view(self, *args: Any) -> mx.array:
+            return mx.array(np.array(super().view(*args)))
+
+    monkeypatch.setattr(selftest, "Arena", StaleArena)
+    with pytest.raises(SelfTestError, match=r"of 24 blocks 12 buffered, 12 in place, 12 bounced.* Hint: update MLX"):
+        run_selftest()
+
+
+def test_result_is_remembered_for_a_version_of_mlx(monkeypatch: pytest.MonkeyPatch, as_on_gpu: None) -> None:
+    runs = []
+    monkeypatch.setattr(selftest, "run_selftest", lambda: runs.append(1) or selftest.SelfTest("bounced", 24, {}, 0.1))
+    assert not reads_in_place() and way_of_reading() == "bounced"
+    assert len(runs) == len(load_results()) == 1
+    selftest._remembered_or_run.cache_clear()  # as in another process
+    assert way_of_reading() == "bounced" and len(runs) == 1
+    real = selftest.version
+    monkeypatch.setattr(selftest, "version", lambda name: "9.9" if name == "mlx" else real(name))
+    assert way_of_reading() == "bounced" and len(runs) == 2
+
+
+@pytest.mark.parametrize("damage", ["no JSON", "[]", '{"way": "in place"}'])
+def test_damaged_results_are_replaced(damage: str, as_on_gpu: None) -> None:
+    selftest.results_file().parent.mkdir(parents=True)
+    selftest.results_file().write_text(damage)
+    assert way_of_reading() == "in place"
+    assert [result["way"] for result in load_results().values() if isinstance(result, dict)] == ["in place"]
+
+
+def test_processor_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "needs_test", lambda: False)
+    monkeypatch.setattr(selftest, "run_selftest", lambda: pytest.fail("tested"))
+    assert reads_in_place() and reads_directly("auto") and not reads_directly("buffered")
+
+
+@pytest.mark.parametrize("is_bounce_broken", [False, True])
+def test_model_is_exact_on_a_device_that_loses_direct_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_on_gpu: None, is_bounce_broken: bool
+) -> None:
+    directory = save(tmp_path / "model", LLAMA)
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    lose(monkeypatch, "_read_direct", tear)
+    if is_bounce_broken:
+        lose(monkeypatch, "_read_bounced", lambda buffer: flip(buffer[: 64 << 10]))
+    model, _ = load_model(directory, FlashConfig(ram_budget_gb="min"))
+    with model:
+        assert model.engine is not None
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        assert model.engine.reader.stats.nbytes and model.engine.reader.is_direct != is_bounce_broken
+    monkeypatch.setattr(selftest, "needs_test", lambda: False)
+    if not is_bounce_broken:  # without the self-test the weights are wrong
+        model, _ = load_model(directory, FlashConfig(ram_budget_gb="min", num_slots=2))
+        with model:
+            assert not all(mx.array_equal(*pair) for pair in zip(run(model, PREFILL_AND_DECODE), expected, strict=True))

@@ -209,13 +209,16 @@ class WeightStream:
         Args:
             since: a unit released since then (``time.perf_counter()``) is done, unless it is read again already.
         """
-        found: list[UnitState] = ["done" if at >= since else "waiting" for at in self._released_at]
-        for slot in self._slots:
-            unit, ticket = slot.unit, slot.ticket
-            if unit is not None:
-                is_there = ticket is None or ticket.done()
-                found[unit] = "computing" if slot.held else "resident" if is_there else "reading"
-        return found
+        while True:
+            before = self.stats.num_acquired
+            found: list[UnitState] = ["done" if at >= since else "waiting" for at in self._released_at]
+            for slot in self._slots:
+                unit, ticket = slot.unit, slot.ticket
+                if unit is not None:
+                    is_there = ticket is None or ticket.done()
+                    found[unit] = "computing" if slot.held else "resident" if is_there else "reading"
+            if self.stats.num_acquired == before:  # else a unit and its successor may both seem to be computing
+                return found
 
     def close(self) -> None:
         """Returns when nothing writes to a slot any more."""

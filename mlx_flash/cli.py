@@ -58,6 +58,7 @@ def _load_commands() -> dict[str, Callable[[argparse.Namespace, TextIO], int]]:
     from mlx_flash.commands.pack import pack
     from mlx_flash.commands.plan import plan
     from mlx_flash.commands.run import run
+    from mlx_flash.commands.verify import verify
 
     return {
         "generate": generate,
@@ -66,6 +67,7 @@ def _load_commands() -> dict[str, Callable[[argparse.Namespace, TextIO], int]]:
         "serve": serve,
         "plan": plan,
         "bench": bench,
+        "verify": verify,
         "exec": execute,
         "pack": pack,
         "cache": cache,

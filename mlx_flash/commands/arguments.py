@@ -208,6 +208,18 @@ _BENCH = (
     _flag("--max-tokens", "-m", type=_count, default=16, metavar="N", help="tokens to generate (default: 16)"),
     _JSON,
 )
+_VERIFY = (
+    _flag("--prompt-tokens", type=_count, default=16, metavar="N", help="length of the prompt (default: 16)"),
+    _flag("--max-tokens", "-m", type=_count, default=4, metavar="N", help="tokens after it (default: 4)"),
+    _flag(
+        "--reference",
+        choices=("resident", "layers"),
+        help="mlx-lm's model whole in memory, or one layer at a time; unset: whole where memory allows",
+    ),
+    _flag("--output", "-o", type=Path, metavar="FILE", help="save the receipt"),
+    _flag("--against", type=Path, metavar="FILE", help="compare with another receipt"),
+    _JSON,
+)
 _EXEC = (_flag("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL"),)
 _PACK = (
     _flag("source", help="model directory, or Hugging Face repository"),
@@ -231,6 +243,7 @@ COMMANDS = {
     ),
     "plan": Command("--model MODEL [flags]", "show what stays in memory, and the expected speed", _PLAN),
     "bench": Command("--model MODEL [flags]", "measure a model against its plan", _BENCH),
+    "verify": Command("--model MODEL [flags]", "compare streamed output with mlx-lm's, bit for bit", _VERIFY),
     "exec": Command(
         "[flags] -- PROGRAM [its flags]", "run any program that uses mlx-lm, streaming", _EXEC, model=False
     ),

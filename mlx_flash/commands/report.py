@@ -167,7 +167,7 @@ class GenerationReport:
         """Return all fields, the parts of the plan, and the versions of the software."""
         report = {field.name: getattr(self, field.name) for field in fields(self)}
         plan = None if self.plan is None else plan_to_json(self.plan)
-        return {**report, "mode": "streamed" if plan else "resident", "plan": plan, **_surroundings()}
+        return {**report, "mode": "streamed" if plan else "resident", "plan": plan, **surroundings()}
 
 
 def make_report(run: Recorder, model: str, prefill_step_size: int) -> GenerationReport:
@@ -258,10 +258,11 @@ def plan_to_json(plan: ResidencyPlan) -> Json:
 
 def planning_to_json(model: str, layout: ModelLayout, plan: ResidencyPlan) -> Json:
     """Return the output of ``mlx-flash plan --json``."""
-    return {"model": model, "num_layers": len(layout.layers), **plan_to_json(plan), **_surroundings()}
+    return {"model": model, "num_layers": len(layout.layers), **plan_to_json(plan), **surroundings()}
 
 
-def _surroundings() -> Json:
+def surroundings() -> Json:
+    """Return versions, platform and device."""
     packages = {"mlx": version("mlx"), "mlx_lm": version("mlx-lm"), "mlx_flash": __version__}
     return {
         "versions": {"python": platform.python_version(), **packages},

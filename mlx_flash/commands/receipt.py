@@ -1,0 +1,244 @@
+"""Receipts of exactness: digests of what a model computes, streamed and by mlx-lm alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_flash.commands.report import Json
+from mlx_flash.compat.arrays import memory_of
+from mlx_flash.compat.loading import current_load_model
+from mlx_flash.errors import CheckpointError
+from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.load import ModelLayout, Unit
+from mlx_flash.layout.swap import own_class
+from mlx_flash.memory.pagecache import drop_cached
+from mlx_flash.model import FlashLLM
+
+FORMAT = 1
+_CHUNK_BYTES = 16 << 20
+
+Notice = Callable[[nn.Module, Any], None]
+"""Called with a module and the evaluated result of its call."""
+Report = Callable[[int, int], None]
+"""Called with (steps done, steps to do)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A forward call of a model.
+
+    Attributes:
+        tokens: that the model was given.
+        logits: digest of all its logits.
+        layers: digest of each layer's output, by name.
+    """
+
+    tokens: list[int]
+    logits: str
+    layers: dict[str, str]
+
+
+@dataclass(slots=True)
+class Trace:
+    """The calls of one generation.
+
+    Attributes:
+        calls: in order.
+        next_token: the most likely token after the last one.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    next_token: int = 0
+
+    def add(self, model: Any, tokens: list[int], cache: list[Any], layers: dict[str, nn.Module], then: Notice) -> None:
+        """Call a model, and add the digests.
+
+        Args:
+            model: what to call.
+            tokens: for the call.
+            cache: the prompt cache.
+            layers: modules whose outputs get a digest, by name.
+            then: called after each of them.
+        """
+        names = {id(module): name for name, module in layers.items()}
+        digests: dict[str, str] = {}
+
+        def note(module: nn.Module, result: Any) -> None:
+            name = names[id(module)]
+            digests[name] = digest_of(*arrays_in(result), before=digests.get(name, ""))
+            then(module, result)
+
+        with watching(list(layers.values()), note):
+            logits = model(mx.array([tokens]), cache=cache)
+            mx.eval(logits, arrays_in(cache))
+        self.calls.append(Call(tokens, digest_of(logits), digests))
+        self.next_token = cast(int, mx.argmax(logits[0, -1]).item())
+
+
+@contextmanager
+def watching(modules: Sequence[nn.Module], notice: Notice) -> Iterator[None]:
+    """Report the calls of some modules during a block. Arrays that a call can have an effect on are evaluated before.
+
+    The classes' own ``__call__`` is replaced, so the modules may be streamed or not.
+    """
+    watched = {id(module) for module in modules}
+    classes = {own_class(module) for module in modules}
+    own = {cls: cls.__dict__.get("__call__") for cls in classes}
+    active: list[int] = []
+    for cls in classes:
+        cls.__call__ = _watched(cls.__call__, watched, active, notice)
+    try:
+        yield
+    finally:
+        for cls, call in own.items():
+            if call is None:
+                del cls.__call__
+            else:
+                cls.__call__ = call
+
+
+def _watched(call: Callable[..., Any], watched: set[int], active: list[int], notice: Notice) -> Callable[..., Any]:
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if id(self) not in watched or id(self) in active:  # a subclass calls its base
+            return call(self, *args, **kwargs)
+        active.append(id(self))
+        try:
+            result = call(self, *args, **kwargs)
+        finally:
+            active.remove(id(self))
+        mx.eval(arrays_in(result, args, kwargs))
+        notice(self, result)
+        return result
+
+    return wrapper
+
+
+def digest_of(*arrays: mx.array, before: str = "") -> str:
+    """Return a digest of arrays: bytes, shapes and dtypes. It goes on from another one."""
+    found = hashlib.sha256(before.encode())
+    for array in arrays:
+        found.update(f"{array.dtype}{array.shape}".encode())
+        flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+        mx.eval(flat)
+        found.update(memory_of(flat))
+    return found.hexdigest()[:32]
+
+
+def streamed_trace(model: FlashLLM, prompt: Sequence[int], num_tokens: int, report: Report) -> Trace:
+    """Compute a prompt and further tokens, streamed.
+
+    Args:
+        model: the streamed model. It is started before, so that its layers are final.
+        prompt: its first tokens, computed in parts of the plan's prefill step.
+        num_tokens: calls after the prompt, of one token each.
+        report: progress.
+    """
+    model.start()
+    layers = {unit.name: unit.module for unit in model.layout.layers}
+    step = model.plan.prefill_step_size
+    chunks = [list(prompt[i : i + step]) for i in range(0, len(prompt), step)]
+    cache, found, total = make_prompt_cache(model), Trace(), len(chunks) + num_tokens
+    for i in range(total):
+        found.add(model, chunks[i] if i < len(chunks) else [found.next_token], cache, layers, lambda *_: None)
+        report(i + 1, total)
+    return found
+
+
+def reference_trace(path: Path, layout: ModelLayout, calls: Sequence[Call], *, resident: bool, report: Report) -> Trace:
+    """Repeat calls by mlx-lm alone, which reads the weights itself.
+
+    Args:
+        path: the model directory.
+        layout: of the streamed model, for the names of its layers.
+        calls: to repeat, with their tokens.
+        resident: keep the whole model in memory. Otherwise each layer is loaded when it is called and dropped after it.
+        report: progress.
+    """
+    found, cache, model = Trace(), None, None
+    for i, call in enumerate(calls):
+        if model is None or not resident:
+            model = None  # before the next one is made
+            model = current_load_model()(path, lazy=not resident)[0]
+        cache = make_prompt_cache(model) if cache is None else cache
+        modules = dict(model.named_modules())
+        layers = {unit.name: modules[unit.name] for unit in layout.layers}
+        then = (lambda *_: None) if resident else _dropper(model, layers, layout.layers)
+        found.add(model, call.tokens, cache, layers, then)
+        report(i + 1, len(calls))
+    return found
+
+
+def _dropper(model: nn.Module, layers: dict[str, nn.Module], units: Sequence[Unit]) -> Notice:
+    """Return what frees a layer's weights after its call. A layer that the model has several times keeps them."""
+    times = Counter(id(layer) for layer in model.layers)
+    large = {id(layers[unit.name]): {parameter.name for parameter in unit.large} for unit in units}
+    names = {id(layers[unit.name]): unit.name for unit in units}
+
+    def drop(module: nn.Module, _: Any) -> None:
+        if times[id(module)] > 1:
+            return
+        for name, part in module.named_modules():
+            prefix = ".".join(filter(None, (names[id(module)], name)))
+            for key in [key for key in part if f"{prefix}.{key}" in large[id(module)]]:
+                dict.__setitem__(part, key, mx.zeros((0,)))  # another use of it fails
+        mx.clear_cache()
+
+    return drop
+
+
+def first_difference(expected: Sequence[Call], found: Sequence[Call]) -> str | None:
+    """Return where two traces part, in words; None where they are equal."""
+    if [call.tokens for call in expected] != [call.tokens for call in found]:
+        return "the calls have other tokens"
+    for number, (one, other) in enumerate(zip(expected, found, strict=True), 1):
+        layers = [name for name in one.layers if one.layers[name] != other.layers.get(name)]
+        if layers or one.layers.keys() != other.layers.keys():
+            return f"call {number} of {len(found)}: output of {layers[0] if layers else 'other layers'}"
+        if one.logits != other.logits:
+            return f"call {number} of {len(found)}: logits"
+    return None
+
+
+def file_digests(paths: Sequence[Path], report: Report) -> dict[str, str]:
+    """Return the SHA-256 of whole files by name. Their pages do not stay in the page cache."""
+    total, done, found = sum(path.stat().st_size for path in paths), 0, {}
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    for path in paths:
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+                done += count
+                report(done, total)
+            drop_cached(file.fileno(), 0, path.stat().st_size)
+        found[path.name] = digest.hexdigest()
+    return found
+
+
+def calls_to_json(calls: Sequence[Call]) -> list[Json]:
+    """Return calls for a receipt."""
+    return [asdict(call) for call in calls]
+
+
+def calls_of(receipt: object, path: Path) -> list[Call]:
+    """Return the calls of a receipt.
+
+    Raises:
+        CheckpointError: it is no receipt.
+    """
+    try:
+        if isinstance(receipt, dict) and receipt["format"] == FORMAT:
+            return [Call(**call) for call in receipt["calls"]]
+    except (KeyError, TypeError):
+        pass  # said below
+    raise CheckpointError(f"{path} is no receipt of this version of mlx-flash. Hint: make one with mlx-flash verify.")

@@ -1,0 +1,170 @@
+"""``mlx-flash verify``: a receipt that streamed output equals mlx-lm's own on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TextIO
+
+from rich.progress import DownloadColumn, MofNCompleteColumn
+
+from mlx_flash.commands.bytecheck import ByteCheck
+from mlx_flash.commands.common import make_config, print_json, print_rich, progress_bar
+from mlx_flash.commands.receipt import (
+    FORMAT,
+    Call,
+    calls_of,
+    calls_to_json,
+    file_digests,
+    first_difference,
+    reference_trace,
+    streamed_trace,
+)
+from mlx_flash.commands.render import labelled_lines
+from mlx_flash.commands.report import Json, surroundings
+from mlx_flash.config import FlashConfig
+from mlx_flash.engine.prepare import resolve
+from mlx_flash.errors import CheckpointError, FileChangedError
+from mlx_flash.files import write_atomically
+from mlx_flash.layout.load import ModelLayout, load_config
+from mlx_flash.loading import load_model
+from mlx_flash.memory.footprint import available_memory
+from mlx_flash.monitor.words import duration, size
+from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.storage.safetensors import read_checkpoint
+from mlx_flash.storage.selftest import way_of_reading
+from mlx_flash.storage.source import identity_of
+
+EXIT_DIFFERS = 3
+RESIDENT_SHARE = 0.7
+"""A model with at most this share of the free memory is compared in memory, others layer by layer."""
+
+
+def verify(args: argparse.Namespace, out: TextIO) -> int:
+    """Run ``mlx-flash verify``. Return ``EXIT_DIFFERS`` where anything differs."""
+    path = resolve(args.model)
+    files = [shard.path for shard in read_checkpoint(path).shards]
+    identities = [identity_of(file) for file in files]
+    earlier = None if args.against is None else _read_receipt(args.against)
+    began = time.perf_counter()
+    with progress_bar(args, "Files", DownloadColumn()) as progress:
+        digests = file_digests(files, progress)
+    plan, layout, calls, numbers = _stream(args, path, make_config(args))
+    resident = args.reference == "resident"
+    if args.reference is None:
+        resident = plan.model_bytes <= RESIDENT_SHARE * available_memory()
+    with progress_bar(args, "mlx-lm", MofNCompleteColumn()) as progress:
+        expected = reference_trace(path, layout, calls, resident=resident, report=progress).calls
+    if changed := [file.name for file, before in zip(files, identities, strict=True) if identity_of(file) != before]:
+        raise FileChangedError(f"{changed[0]} was written to while it was verified. Hint: verify again.")
+    receipt: Json = {
+        "format": FORMAT,
+        "model": path.name,
+        "is_exact": expected == calls and not numbers["wrong_bytes"],
+        "difference": first_difference(expected, calls),
+        **numbers,
+        "reference": "resident" if resident else "layers",
+        "seconds": time.perf_counter() - began,
+        "files": digests,
+        "calls": calls_to_json(calls),
+        "plan": _plan(plan),
+        "way_of_reading": way_of_reading(),
+        **surroundings(),
+    }
+    against = [] if earlier is None else differences(earlier, receipt, args.against)
+    _write(args, receipt, against, out)
+    return 0 if receipt["is_exact"] and not against else EXIT_DIFFERS
+
+
+def _stream(
+    args: argparse.Namespace, path: Path, config: FlashConfig
+) -> tuple[ResidencyPlan, ModelLayout, list[Call], Json]:
+    """Return the plan, the layers, the streamed calls, and what reading and comparing bytes counted."""
+    vocabulary = int(load_config(path).get("vocab_size", 98))
+    prompt = [1 + i * 7 % (min(vocabulary, 98) - 1) for i in range(args.prompt_tokens)]
+    model, _ = load_model(path, config)
+    with model, progress_bar(args, "Streamed", MofNCompleteColumn()) as progress:
+        engine, check = model.engine, ByteCheck()
+        assert engine is not None
+        with closing(check):
+            with check.watching(engine):
+                found = streamed_trace(model, prompt, args.max_tokens, progress)
+            check.resident(engine, model.layout)
+        numbers = {
+            "bytes_read": engine.reader.stats.nbytes,
+            "bytes_compared": check.nbytes,
+            "wrong_bytes": list(check.wrong.values()),
+        }
+        return model.plan, model.layout, found.calls, numbers
+
+
+def differences(earlier: Json, receipt: Json, path: Path) -> list[str]:
+    """Return the ways in which two receipts are of other weights or other results, in words."""
+    found = []
+    files = {*earlier["files"], *receipt["files"]}
+    if other := sorted(name for name in files if earlier["files"].get(name) != receipt["files"].get(name)):
+        found.append(f"other bytes in {', '.join(other)}")
+    difference = first_difference(calls_of(earlier, path), calls_of(receipt, path))
+    if difference is not None:
+        found.append(difference)
+    return found
+
+
+def _read_receipt(path: Path) -> Json:
+    try:
+        receipt = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read the receipt {path}: {error}") from error
+    calls_of(receipt, path)
+    if not isinstance(receipt.get("files"), dict):
+        raise CheckpointError(f"{path} has no digests of files. Hint: make a receipt with mlx-flash verify.")
+    return dict(receipt)
+
+
+def _plan(plan: ResidencyPlan) -> Json:
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "model_bytes": plan.model_bytes,
+        "pinned_bytes": plan.pinned_bytes,
+        "read_bytes_per_pass": plan.read_bytes,
+        "num_slots": plan.streaming.num_slots,
+        "num_expert_slots": plan.pool.num_slots if plan.pool else 0,
+        "prefill_step_size": plan.prefill_step_size,
+    }
+
+
+def _write(args: argparse.Namespace, receipt: Json, against: Sequence[str], out: TextIO) -> None:
+    if args.output is not None:
+        write_atomically(args.output, json.dumps(receipt, indent=1) + "\n", mode=0o644)
+    if args.json:
+        print_json({**receipt, "against": list(against)}, out)
+    else:
+        print_rich(labelled_lines(_lines(args, receipt, against)), out)
+
+
+def _weights(receipt: Json) -> str:
+    wrong = receipt["wrong_bytes"]
+    words = f"{size(receipt['bytes_compared'])} in memory compared with the files, "
+    return words + (f"{len(wrong)} tensors WRONG, such as {wrong[0]}" if wrong else "equal")
+
+
+def _lines(args: argparse.Namespace, receipt: Json, against: Sequence[str]) -> Iterator[tuple[str, str]]:
+    plan, calls = receipt["plan"], receipt["calls"]
+    yield "Model:", f"{receipt['model']}, {size(plan['model_bytes'])}, {len(receipt['files'])} files"
+    way = receipt["way_of_reading"]
+    yield "Streamed:", f"in {size(plan['budget_bytes'])}, {size(receipt['bytes_read'])} read, {way}"
+    yield "Weights:", _weights(receipt)
+    how = "the model in memory" if receipt["reference"] == "resident" else "one layer in memory at a time"
+    yield (
+        "Compared:",
+        f"with mlx-lm, {how}: {len(calls)} calls, {len(calls[0]['layers'])} layers and the logits of each",
+    )
+    yield "Result:", f"DIFFERENT from {receipt['difference']} on" if receipt["difference"] else "identical"
+    if args.against is not None:
+        yield f"Against {args.against}:", "; ".join(against) if against else "identical"
+    yield "Digest:", receipt["calls"][-1]["logits"]
+    yield "Took:", duration(receipt["seconds"])

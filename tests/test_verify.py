@@ -1,0 +1,189 @@
+"""``mlx-flash verify``: equal runs have equal receipts, and every byte that is not the file's changes one."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_flash import CheckpointError, FileChangedError
+from mlx_flash.commands import verify as command
+from mlx_flash.commands.arguments import parse_arguments
+from mlx_flash.commands.receipt import Call, reference_trace, watching
+from mlx_flash.commands.verify import EXIT_DIFFERS, verify
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.streaming import layers
+from mlx_flash.streaming.stream import WeightStream
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock
+
+MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "mamba2": MAMBA2, "qwen3_moe": QWEN3_MOE}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    base = tmp_path_factory.mktemp("models")
+
+    def found(name: str) -> Path:
+        path = base / name
+        return path if path.exists() else save(path, MODELS[name], num_shards=2 if name == "llama" else 1)
+
+    return found
+
+
+def verified(directory: Path, *flags: object) -> tuple[int, dict[str, Any]]:
+    out = io.StringIO()
+    words = ["verify", "--model", directory, "--ram-budget-gb", "min", "--no-telemetry", "--json", "-m", 3, *flags]
+    status = verify(parse_arguments([str(word) for word in words]), out)
+    return status, json.loads(out.getvalue())
+
+
+@pytest.mark.parametrize("reference", ["resident", "layers"])
+@pytest.mark.parametrize("name", MODELS)
+def test_streamed_output_is_that_of_both_references(
+    folder: Callable[[str], Path], name: str, reference: str, tmp_path: Path
+) -> None:
+    status, receipt = verified(folder(name), "--reference", reference, "-o", tmp_path / "receipt.json")
+    assert status == 0 and receipt["is_exact"] and receipt["difference"] is None
+    assert receipt["reference"] == reference and len(receipt["calls"]) == 4
+    assert len(receipt["calls"][0]["layers"]) == MODELS[name]["num_hidden_layers"]
+    assert receipt["bytes_compared"] >= receipt["plan"]["read_bytes_per_pass"] > 0
+    status, again = verified(folder(name), "--against", tmp_path / "receipt.json")
+    assert status == 0 and again["against"] == []
+    assert again["calls"] == receipt["calls"] and again["files"] == receipt["files"]
+
+
+def test_watching_changes_no_bits_and_leaves_no_trace(folder: Callable[[str], Path]) -> None:
+    model = stock(folder("llama"))
+    before, seen = type(model.layers[0]).__call__, []
+    plain = run(model, [[1, 2, 3], [4]])
+    with watching(model.layers[1:3], lambda module, result: seen.append(module)):
+        assert same_bits(run(model, [[1, 2, 3], [4]]), plain)
+    assert [id(module) for module in seen] == 2 * [id(model.layers[1]), id(model.layers[2])]
+    assert type(model.layers[0]).__call__ is before
+
+
+def test_reference_has_one_layer_in_memory(tmp_path: Path) -> None:
+    directory = save(tmp_path / "model", {**LLAMA, "num_hidden_layers": 16})
+    layout = prepare(directory, command.FlashConfig(ram_budget_gb="min")).layout
+    calls = [Call([1, 2, 3], "", {}), Call([4], "", {})]
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    reference_trace(directory, layout, calls, resident=False, report=lambda *_: None)
+    assert mx.get_peak_memory() - before < layout.nbytes / 3
+
+
+def flip(memory: memoryview, index: int) -> None:
+    np.frombuffer(memory, np.uint8)[index] ^= 1
+
+
+@pytest.mark.parametrize("where", ["first byte", "last byte", "middle"])
+def test_a_flipped_byte_in_a_slot_is_found(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The lowest bit of a weight, in one call only: it may round away in the output."""
+    acquire, count = WeightStream.acquire, iter(range(1 << 30))
+
+    def spoiled(self: WeightStream, index: int) -> None:
+        acquire(self, index)
+        if next(count) == 3:
+            pieces = [piece for segment in self.units[index].placement.segments for piece in segment.pieces]
+            piece = pieces[-1] if where == "last byte" else pieces[0]
+            at = {"first byte": 0, "last byte": piece.nbytes - 1, "middle": piece.nbytes // 2}[where]
+            flip(self._slots[self.units[index].slot].arena.memory, piece.buffer_offset + at)
+
+    monkeypatch.setattr(WeightStream, "acquire", spoiled)
+    status, receipt = verified(folder("llama"))
+    assert status == EXIT_DIFFERS and not receipt["is_exact"]
+    assert len(receipt["wrong_bytes"]) == 1 and receipt["wrong_bytes"][0].startswith("byte ")
+
+
+def test_a_stale_slot_is_found(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that is not filled again keeps the weights of another unit."""
+    fill, count = WeightStream._fill, iter(range(1 << 30))
+
+    def stale(self: WeightStream, slot: Any, index: int) -> None:
+        if next(count) == 6:
+            slot.unit, slot.ticket = index, None
+        else:
+            fill(self, slot, index)
+
+    monkeypatch.setattr(WeightStream, "_fill", stale)
+    status, receipt = verified(folder("llama"))
+    assert status == EXIT_DIFFERS and receipt["wrong_bytes"]
+    assert receipt["difference"].startswith("call ") and "layers" in receipt["difference"]
+
+
+def test_a_flipped_byte_of_an_expert_is_found(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    finish, spoiled = ExpertPool._finish, []
+
+    def finish_and_flip(self: ExpertPool, key: Any, ticket: Any) -> None:
+        finish(self, key, ticket)
+        if not spoiled:
+            spoiled.append(key)
+            piece = self.layers[key[0]].placement.segments[key[1]][0].pieces[0]
+            flip(self.slots.memory(int(self.slot_of[key[0]][key[1]])), piece.buffer_offset + 3)
+
+    monkeypatch.setattr(ExpertPool, "_finish", finish_and_flip)
+    status, receipt = verified(folder("qwen3_moe"), "--expert-pool-gb", 0.003, "-m", 1)
+    assert spoiled and status == EXIT_DIFFERS and not receipt["is_exact"]
+
+
+def test_a_computation_that_differs_is_named(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right weights, wrong result: as of a kernel that chooses by shape or address."""
+    original, count = layers.run_resident, iter(range(1 << 30))
+
+    def rounded(stream: WeightStream, index: int, *rest: Any) -> Any:
+        result = original(stream, index, *rest)
+        return result * (1 + 2**-20) if index == 2 and next(count) == 1 else result
+
+    monkeypatch.setattr(layers, "run_resident", rounded)
+    status, receipt = verified(folder("llama"), "--num-slots", 2)
+    assert status == EXIT_DIFFERS and not receipt["wrong_bytes"] and receipt["difference"]
+
+
+def test_other_files_change_the_receipt(tmp_path: Path) -> None:
+    """The lowest bit of a row of the embedding that no call looks up: no output shows it."""
+    directory = save(tmp_path / "model", LLAMA)
+    status, _ = verified(directory, "-o", tmp_path / "receipt.json")
+    assert status == 0
+    file = directory / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    end = header["model.embed_tokens.weight"]["data_offsets"][1]
+    data[8 + int.from_bytes(data[:8], "little") + end - 4] ^= 1
+    file.write_bytes(data)
+    status, receipt = verified(directory, "--against", tmp_path / "receipt.json")
+    assert (status, receipt["is_exact"], receipt["against"]) == (
+        EXIT_DIFFERS,
+        True,
+        ["other bytes in model.safetensors"],
+    )
+
+
+def test_a_file_that_changes_in_between_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = save(tmp_path / "model", LLAMA)
+
+    def touched(*args: Any, **keywords: Any) -> Any:
+        (directory / "model.safetensors").touch()
+        return reference_trace(*args, **keywords)
+
+    monkeypatch.setattr(command, "reference_trace", touched)
+    with pytest.raises(FileChangedError, match="written to while it was verified"):
+        verified(directory)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"format": 99}', '{"format": 1, "calls": [{"a": 1}]}', '{"format": 1, "calls": []}']
+)
+def test_what_is_no_receipt_is_refused(folder: Callable[[str], Path], tmp_path: Path, text: str) -> None:
+    (tmp_path / "receipt").write_text(text)
+    with pytest.raises(CheckpointError, match="receipt"):
+        verified(folder("llama"), "--against", tmp_path / "receipt")

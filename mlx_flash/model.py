@@ -6,9 +6,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, cast
@@ -19,13 +18,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.callers import requested_kv_size
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.call import ForwardCall, parse_call
+from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.facade import ModelFacade
-from mlx_flash.engine.group import CallGroup
-from mlx_flash.engine.headroom import check_headroom, check_not_forked
+from mlx_flash.engine.headroom import check_not_forked
 from mlx_flash.engine.manager import FlashManager
+from mlx_flash.engine.passes import Passes, Row
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
@@ -34,9 +33,7 @@ from mlx_flash.forks import finalize
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import open_governor
-from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.prefixes.cache import PrefixCache
-from mlx_flash.prefixes.leaves import forget
 
 _log = logging.getLogger("mlx_flash")
 
@@ -119,7 +116,7 @@ class FlashLLM(ModelFacade):
         session = Session(prepared, self._config, self.name, self.counters, self.kv, self._governor, progress)
         self.layout, self.plan = prepared.layout, prepared.plan
         self.engine, self.prefixes, self._session = session.engine, session.prefixes, session
-        self._group = CallGroup(self._model, session.engine)
+        self._passes = Passes(self._model, session, self.kv, self.counters)
         self._release = finalize(self, session.end)
 
     def end_loans(self) -> None:
@@ -149,21 +146,17 @@ class FlashLLM(ModelFacade):
         with self._lock:
             self._check_open()
             step = call.step_within(self.plan.prefill_step_size)
-            if step is not None:
-                self._tell_step(step, call.batch_size)
-            outputs = self._run(call, [call] if step is None else list(call.parts(step)))
             if step is None:
-                return outputs[0]
+                return self._compute(Row(call, [call]))[0]
+            self._tell_step(step, call.batch_size)
+            outputs = self._compute(Row(call, list(call.parts(step))))
             return mx.concatenate(outputs, axis=1) if call.wants_logits else DroppedResult()
 
     def prompt(self, tokens: mx.array, cache: list[Any], step: int, progress: Progress = lambda *_: None) -> mx.array:
         """Compute a prompt, in one pass over the weights if memory allows.
 
         Args:
-            tokens: the prompt, ``(1, length)``.
-            cache: the prompt cache, which the prompt is added to.
-            step: mlx-lm's ``prefill_step_size``. All tokens but the last are computed in parts of so many, and the last
-                one alone, as mlx-lm does.
+            tokens, cache, step: as of :meth:`row`.
             progress: called with (tokens done, tokens to do). What it raises ends the pass, where the cache can be put
                 back.
 
@@ -173,6 +166,20 @@ class FlashLLM(ModelFacade):
         Raises:
             As a call.
         """
+        row = self.row(tokens, cache, step)
+        row.report = progress
+        with self._lock:
+            return cast(mx.array, self._compute(row)[-1])
+
+    def row(self, tokens: mx.array, cache: list[Any], step: int) -> Row:
+        """Return a prompt, or a token, to be computed by :meth:`advance`.
+
+        Args:
+            tokens: ``(1, length)``.
+            cache: the prompt cache, which the tokens are added to.
+            step: mlx-lm's ``prefill_step_size``. All tokens but the last are computed in parts of so many, and the last
+                one alone, as mlx-lm does.
+        """
         self.start()
         whole = parse_call((tokens,), {"cache": cache}, wants_logits=False)
         limit = self.plan.prefill_step_size
@@ -180,11 +187,9 @@ class FlashLLM(ModelFacade):
             self._tell_step(limit, 1)
         borders = sorted({*range(0, tokens.shape[1] - 1, step), tokens.shape[1] - 1, tokens.shape[1]})
         chunks = [whole.part(start, stop) for start, stop in pairwise(borders)]
-        calls = [part for chunk in chunks for part in chunk.parts(limit)]
-        calls[-1] = replace(calls[-1], wants_logits=True)
-        with self._lock:
-            self._check_open()
-            return cast(mx.array, self._run(whole, calls, progress)[-1])
+        parts = [part for chunk in chunks for part in chunk.parts(limit)]
+        parts[-1] = replace(parts[-1], wants_logits=True)
+        return Row(parts[0] if len(parts) == 1 else whole, parts)
 
     def _tell_step(self, step: int, batch_size: int) -> None:
         if not self._told_step:
@@ -195,85 +200,28 @@ class FlashLLM(ModelFacade):
                 step,
             )
 
-    def _run(self, whole: ForwardCall, calls: Sequence[ForwardCall], progress: Progress = lambda *_: None) -> list[Any]:
-        """Compute a call in parts. As many of them share a pass as memory allows.
+    def advance(self, rows: Sequence[Row]) -> None:
+        """Compute at least a part of each row, in as few passes over the weights as memory allows.
 
-        Returns:
-            The outputs of the parts whose logits are wanted.
+        What fails in one row is noted there, and leaves the others as if it had never been there.
+
+        Args:
+            rows: made by :meth:`row`; those that are done stay as they are.
+
+        Raises:
+            ReadError: weights could not be read, and no row went on. Caches that can be trimmed are put back.
         """
-        step = max(call.num_tokens for call in calls) // whole.batch_size
-        lends = self._config.lend_reserves and self._manager.is_alone
-        per_part = max(1, self.plan.activations.waiting_bytes(step * whole.batch_size))
-        granted = check_headroom(
-            self.plan,
-            whole,
-            step if len(calls) > 1 else None,
-            self._running.engine.loans if lends else None,
-            (len(calls) - 1) * per_part,
-        )
-        size = 1 + granted // per_part
-        outputs: list[Any] = []
-        for start in range(0, len(calls), size):
-            if start:
-                mx.eval(arrays_in(whole.cache))  # lets the intermediate results of the parts before go
-            group = calls[start : start + size]
-            found = self._together(group, partial(_report, progress, calls, start, len(group)))
-            outputs += [o for o, call in zip(found, group, strict=True) if call.wants_logits or len(calls) == 1]
-            _report(progress, calls, start, len(group), 1.0)
-        return outputs
+        self.start()
+        with self._lock:
+            self._check_open()
+            self._passes.advance(self.plan, rows, lends=self._config.lend_reserves and self._manager.is_alone)
 
-    def _together(self, calls: Sequence[ForwardCall], progress: Callable[[float], None]) -> list[Any]:
-        """Compute calls that share a prompt cache, in one pass over the weights where the model allows it."""
-        cache = calls[0].cache
-        in_order = len(calls) == 1 or cache is None or self.prefixes is not None or not self._group.fits(cache)
-        if not in_order:
-            outputs = self._counted(calls, partial(self._group.run, calls, progress))
-            in_order = outputs is None
-        if in_order:
-            outputs = []
-            for i, call in enumerate(calls):
-                if i:
-                    mx.eval(arrays_in(call.cache))
-                outputs.append(self._with_prefixes(call))
-        return cast("list[Any]", outputs)
-
-    def _with_prefixes(self, call: ForwardCall) -> Any:
-        """Compute the part of a call that the prefix cache does not answer."""
-        if self.prefixes is None or call.cache is None:
-            return self._compute(call)
-        if call.tokens is None or not call.is_plain:
-            forget(call.cache)
-            return self._compute(call)
-        cached = self.prefixes.begin(call.tokens, call.cache, is_prompt=not call.wants_logits)
-        if cached is None:
-            return self._compute(call)
-        output = None if cached.is_answered else self._compute(call.part(cached.num_restored))
-        self.prefixes.end(cached)
-        return DroppedResult() if cached.num_restored else output
-
-    def _compute(self, call: ForwardCall) -> Any:
-        """Call mlx-lm's model."""
-        self._running.engine.drop_logits(not call.wants_logits)
-        return self._counted([call], partial(self._model, *call.arguments, **call.keywords))
-
-    def _counted(self, calls: Sequence[ForwardCall], run: Callable[[], Any]) -> Any:
-        """Compute some calls in one pass, and count it."""
-        running = self._running
-        num_tokens, batch_size = sum(call.num_tokens for call in calls), calls[0].batch_size
-        self.counters.begin(num_tokens, batch_size)
-        running.meter.begin()
-        try:
-            output = run()
-        except BaseException:
-            self.counters.end(failed=True)
-            if running.engine.experts is not None:
-                running.engine.experts.let_go()
-            raise
-        if self.kv is not None:
-            self.kv.note()
-        self.counters.end()
-        running.meter.end(num_tokens, batch_size)
-        return output
+    def _compute(self, row: Row) -> list[Any]:
+        while not row.is_done:
+            self.advance([row])
+        if row.error is not None:
+            raise row.error
+        return row.outputs
 
     @property
     def _running(self) -> Session:
@@ -328,9 +276,3 @@ class FlashLLM(ModelFacade):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _report(progress: Progress, calls: Sequence[ForwardCall], start: int, num_calls: int, share: float) -> None:
-    """Report tokens done, when a share of some calls is done."""
-    before, now = (sum(call.num_tokens for call in calls[i:j]) for i, j in ((0, start), (start, start + num_calls)))
-    progress(before + int(share * now), sum(call.num_tokens for call in calls))

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache,
 
 from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.headroom import check_headroom
+from mlx_flash.engine.headroom import Lane, check_headroom
 from mlx_flash.integration.admission import batch_bytes, decide, room_bytes
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.loading import load_model
@@ -54,12 +54,12 @@ def test_growth_of_every_cache_counts(plan: ResidencyPlan, entry: object) -> Non
     mx.eval([cache.state for cache in caches])
     rows = arrays_in(caches)[0].shape[0]
     call = parse_call((mx.zeros((rows, 512 // rows), mx.int32), caches), {})
-    check_headroom(plan, call)
+    check_headroom(plan, [Lane(call)])
     growth = 5 * 256 * 2 * 4 * 32  # at least a byte for every number of a row
     in_use = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit
     in_use += int(mx.get_active_memory()) + plan.activations.nbytes(512, 256 + 512 // rows, all_logits=True)
     with pytest.raises(BudgetError):
-        check_headroom(replace(plan, budget_bytes=in_use + growth), call)
+        check_headroom(replace(plan, budget_bytes=in_use + growth), [Lane(call)])
 
 
 def test_decisions(plan: ResidencyPlan) -> None:

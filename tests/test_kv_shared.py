@@ -264,7 +264,7 @@ def test_admit_predicts_the_memory_of_a_call(form: str, is_shared: bool, options
         first.mine.clear()
         gc.collect()
     layers = [entry.rows for entry in second.mine]
-    needed = pool.admit(layers, 16, 16, [0] * LAYERS, limit=0)
+    needed = pool.admit(layers, [16] * LAYERS, 16, [0] * LAYERS, limit=0)
     peak = 0
     for entry in second.mine:
         rows = rows_of(7, 16, mx.float16)

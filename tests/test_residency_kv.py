@@ -142,7 +142,7 @@ def test_a_cache_with_a_window_runs_in_the_share_that_the_plan_accepts(
     pool = caches[0].pool
     for start in range(0, context, chunk):
         num_new = min(chunk, context - start)
-        missing = pool.admit([cache.rows for cache in caches], num_new, num_new, share.rows, share.limit)
+        missing = pool.admit([c.rows for c in caches], [num_new] * len(caches), num_new, share.rows, share.limit)
         assert missing == 0, f"{missing} bytes missing at {start} of {context} tokens"
         rows = mx.ones((1, HEADS, num_new, WIDTH), mx.float16)
         for cache in caches:

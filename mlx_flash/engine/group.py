@@ -1,8 +1,9 @@
-"""Calls of a model that share one prompt cache and one pass over the weights."""
+"""Calls of a model that share a pass over the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,84 +17,139 @@ from mlx_flash.kv.views import CacheViews, SharedEntryError, can_be_viewed, snap
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.streaming.lockstep import Lockstep
 
+Compute = Callable[[ForwardCall], Any]
+Outcome = list[Any] | Exception | None
+"""Outputs of the calls of a lane, or why there are none; None if its calls need an order."""
 
-class CallGroup:
-    """Runs the parts of a prompt in lockstep: the output is that of the parts one after another, bit for bit.
 
-    A model may use an entry of the cache again in a later layer. The parts of its prompts must run in order. The first
-    group of a model starts with an empty cache, so that it can be undone. Until one group has succeeded, prompts that
-    start with a filled cache run in order.
+class _Lane:
+    """Calls that share one prompt cache.
 
     Args:
-        model: mlx-lm's model.
-        engine: its weights.
+        calls: the calls, in order.
+        is_proven: whether the model is known to need no order.
     """
 
-    def __init__(self, model: Any, engine: Engine) -> None:
-        self._model = model
+    def __init__(self, calls: Sequence[ForwardCall], is_proven: bool) -> None:
+        self.cache = calls[0].cache or ()
+        self.trim = trimmer(self.cache)
+        self.put_back = None
+        self.views = None
+        self.calls = list(calls)
+        if len(calls) > 1:
+            self.put_back = None if is_proven else snapshot(self.cache)
+            self.views = CacheViews(self.cache, [call.num_tokens // call.batch_size for call in calls])
+            self.calls = [_with_cache(call, view) for call, view in zip(calls, self.views.views, strict=True)]
+
+    def task(self, index: int, compute: Compute) -> Any:
+        """Compute one call, and what it adds to the cache."""
+        output = compute(self.calls[index])
+        mx.eval(arrays_in(output if self.calls[index].wants_logits else (), self.cache))
+        return output
+
+    def outcome(self, found: list[Any] | Exception) -> Outcome:
+        """Return the outcome of the calls. Put the cache back if one has failed."""
+        if isinstance(found, Exception):
+            undo = self.put_back or self.trim
+            if undo is not None:
+                undo()
+            if isinstance(found, SharedEntryError):
+                return None if self.put_back is not None else _out_of_order(found)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    lane: _Lane
+    index: int
+
+
+class CallGroup:
+    """Runs calls in lockstep: the output is that of the calls one after another, bit for bit.
+
+    A model may use an entry of the cache again in a later layer. The parts of its prompts must run in order. The first
+    prompt of a model starts with an empty cache, so that it can be undone. Until one has succeeded, prompts that start
+    with a filled cache run in order.
+
+    Args:
+        engine: the weights of the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._is_proven = False
         self._needs_order = False
 
+    @property
+    def can_share(self) -> bool:
+        """True if calls gain by sharing a pass, and nobody counts passes of single calls."""
+        experts = self._engine.experts
+        return bool(self._engine.stream.units) if experts is None else not experts.listeners
+
     def fits(self, cache: Sequence[Any]) -> bool:
-        """Return whether calls with a prompt cache can share a pass, and gain by it."""
-        engine = self._engine
-        if self._needs_order or not engine.stream.units or not can_be_viewed(cache):
-            return False
-        if engine.experts is not None and engine.experts.listeners:  # they count passes
+        """Return whether several calls with one prompt cache can share a pass."""
+        if self._needs_order or not self.can_share or not can_be_viewed(cache):
             return False
         pooled = [entry for entry in cache if isinstance(entry, PooledCache)]
         if any(entry.is_on_disk or entry.pool.options.max_tokens is not None for entry in pooled):
             return False
         return self._is_proven or snapshot(cache) is not None
 
-    def run(self, calls: Sequence[ForwardCall], progress: Callable[[float], None]) -> list[Any] | None:
-        """Return the outputs of calls that share a prompt cache; None if the model needs them in order.
+    def run(
+        self, lanes: Sequence[Sequence[ForwardCall]], compute: Compute, progress: Callable[[float], None]
+    ) -> list[Outcome]:
+        """Return the outcome of each lane: calls that share a prompt cache. What fails in one leaves the others alone.
 
         Args:
-            calls: the calls.
-            progress: called with the part of the pass that is done, if the cache can be put back. What it raises ends
+            lanes: the calls.
+            compute: calls the model.
+            progress: called with the part of the pass that is done, if all caches can be put back. What it raises ends
                 the pass.
 
         Raises:
-            ReadError: weights could not be read. A cache that can be trimmed is put back.
-            StreamedWeightsError: a model that was proven needs an order after all.
+            ReadError: weights could not be read. Caches that can be trimmed are put back.
         """
-        cache = calls[0].cache or ()
-        put_back = None if self._is_proven else snapshot(cache)
-        trim = trimmer(cache)
-        num_units = len(self._engine.stream.units)
-        views = CacheViews(cache, [call.num_tokens // call.batch_size for call in calls])
+        made = [_Lane(calls, self._is_proven) for calls in lanes]
+        places = [_Place(lane, index) for lane in made for index in range(len(lane.calls))]
+        num_units = max(1, len(self._engine.stream.units))
+        can_undo = all(lane.trim is not None for lane in made)
         lockstep = Lockstep(
             self._engine.stream,
-            before=lambda number: self._engine.drop_logits(not calls[number].wants_logits),
-            after=views.after,
-            progress=lambda done: progress(min(1.0, done / num_units)) if trim is not None else None,
+            before=lambda number: self._before(places[number]),
+            after=lambda number: _after(places[number]),
+            progress=lambda done: progress(min(1.0, done / num_units)) if can_undo else None,
         )
+        tasks = [[partial(lane.task, index, compute) for index in range(len(lane.calls))] for lane in made]
         try:
-            outputs = lockstep.run(
-                [partial(self._call, call, view, cache) for call, view in zip(calls, views.views, strict=True)]
-            )
-        except SharedEntryError as error:
-            undo = put_back or trim
-            if undo is not None:
-                undo()
-            if put_back is None:
-                raise StreamedWeightsError(
-                    "the parts of a prompt shared a pass, and one used the prompt cache out of order. "
-                    "Hint: start again with a new prompt cache."
-                ) from error
-            self._needs_order = True
-            return None
+            found = lockstep.run(tasks)
         except BaseException:
-            if trim is not None:
-                trim()
+            for lane in made:
+                if lane.trim is not None:
+                    lane.trim()
             raise
-        self._is_proven = True
-        return outputs
+        outcomes = [lane.outcome(each) for lane, each in zip(made, found, strict=True)]
+        for lane, outcome in zip(made, outcomes, strict=True):
+            self._is_proven |= lane.views is not None and isinstance(outcome, list)
+            self._needs_order |= outcome is None
+        return outcomes
 
-    def _call(self, call: ForwardCall, view: list[Any], cache: Sequence[Any]) -> Any:
-        output = self._model(call.tokens, cache=view)
-        if not call.wants_logits:
-            mx.eval(arrays_in(cache))
-        return output
+    def _before(self, place: _Place) -> None:
+        self._engine.drop_logits(not place.lane.calls[place.index].wants_logits)
+
+
+def _after(place: _Place) -> None:
+    if place.lane.views is not None:
+        place.lane.views.after(place.index)
+
+
+def _with_cache(call: ForwardCall, cache: list[Any]) -> ForwardCall:
+    return replace(call, arguments=(call.tokens,), keywords={"cache": cache}, cache=cache)
+
+
+def _out_of_order(cause: SharedEntryError) -> StreamedWeightsError:
+    error = StreamedWeightsError(
+        "the parts of a prompt shared a pass, and one used the prompt cache out of order. "
+        "Hint: start again with a new prompt cache."
+    )
+    error.__cause__ = cause
+    return error

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +19,7 @@ from mlx_flash.kv.sizes import cache_nbytes, update_growth
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency.plan import MB, ResidencyPlan
+from mlx_flash.residency.sizes import ActivationSizes
 from mlx_flash.streaming.loans import Loans
 
 TOKENS_AHEAD = 32
@@ -39,40 +42,72 @@ def check_not_forked(pid: int) -> None:
         )
 
 
-def check_headroom(
-    plan: ResidencyPlan, call: ForwardCall, step: int | None = None, loans: Loans | None = None, wish: int = 0
-) -> int:
-    """Refuse a call that would take the process over its budget; only loans have changed when it raises.
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """New tokens that are added to one prompt cache in a pass.
 
-    Loans end as far as the call needs their memory. What it does not need is lent.
+    Attributes:
+        call: the call; of one in parts, all that is left of it.
+        step: new tokens of each sequence that go through the model at a time; None for all.
+    """
+
+    call: ForwardCall
+    step: int | None = None
+
+    @property
+    def num_at_once(self) -> int:
+        """New tokens that go through the model at a time, over all sequences."""
+        return self.step * self.call.batch_size if self.step else self.call.num_tokens
+
+    @property
+    def context(self) -> int:
+        """Tokens that the newest one attends to, itself included."""
+        per_sequence = self.call.num_tokens // self.call.batch_size
+        return max([self.call.num_tokens, *(_num_tokens(entry) + per_sequence for entry in self._entries)])
+
+    @property
+    def _entries(self) -> list[Any]:
+        return [*_others(self.call.cache), *_own(self.call.cache)]
+
+    def active_bytes(self, sizes: ActivationSizes) -> int:
+        """Return the memory of intermediate results while the lane computes."""
+        logits = self.call.num_tokens * sizes.logits_per_token if self.step and self.call.wants_logits else 0
+        return logits + sizes.nbytes(self.num_at_once, self.context, all_logits=self.call.wants_logits)
+
+    def waiting_bytes(self, sizes: ActivationSizes) -> int:
+        """Return the memory of intermediate results while others compute, and of the logits until they are used."""
+        num_rows = self.call.num_tokens if self.call.wants_logits else 1
+        return sizes.waiting_bytes(self.num_at_once) + 2 * num_rows * sizes.logits_per_token
+
+
+def check_headroom(plan: ResidencyPlan, lanes: Sequence[Lane], loans: Loans | None = None, wish: int = 0) -> int:
+    """Refuse a pass that would take the process over its budget; only loans have changed when it raises.
+
+    Loans end as far as the pass needs their memory. What it does not need is lent.
 
     Args:
         plan: the plan of the model.
-        call: the call.
-        step: how many new tokens of each sequence go through the model at a time; None for all.
+        lanes: calls that share the pass.
         loans: weights in memory that is reserved for something else; None lends nothing.
-        wish: bytes that would make the call faster.
+        wish: bytes that would make the pass faster.
 
     Returns:
-        The part of ``wish`` that the call may use.
+        The part of ``wish`` that the pass may use.
 
     Raises:
         BudgetError: it names what to change.
         WriteError: keys and values would have to go to disk, which has no room.
     """
-    num_tokens, num_rows, all_logits = call.num_tokens, call.batch_size, call.wants_logits
-    step = step and step * num_rows
-    own, others = _own(call.cache), _others(call.cache)
-    _settle_batches(others, loans)
-    context = max([num_tokens, *(_num_tokens(entry) + num_tokens // num_rows for entry in (*others, *own))])
-    activations = plan.activations.nbytes(step or num_tokens, context, all_logits=all_logits)
-    if step and all_logits:  # those of all steps are kept
-        activations += num_tokens * plan.activations.logits_per_token
+    num_tokens, all_logits = sum(lane.call.num_tokens for lane in lanes), any(x.call.wants_logits for x in lanes)
+    own = [(entry, lane) for lane in lanes for entry in _own(lane.call.cache)]
+    _settle_batches([entry for lane in lanes for entry in _others(lane.call.cache)], loans)
+    context = max(lane.context for lane in lanes)
+    activations = activation_bytes(plan, lanes)
     elsewhere = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit
-    in_use = _in_use({entry.pool for entry in own})
-    growth = _kv_growth(plan, num_tokens, num_rows, others)
+    in_use = _in_use({entry.pool for entry, _ in own})
+    growth = sum(_kv_growth(plan, lane.call) for lane in lanes)
     missing = elsewhere + in_use + activations + growth - plan.budget_bytes
-    growth_of_own = _own_growth(plan, own, num_tokens, step or num_tokens) if wish or loans is not None else 0
+    growth_of_own = _own_growth(plan, own) if wish or loans is not None else 0
     room = (loans.nbytes if loans is not None else 0) - missing - growth_of_own
     granted = max(0, min(wish, room))
     missing += granted
@@ -80,9 +115,9 @@ def check_headroom(
         freed = _settle(plan, loans, missing + growth_of_own, elsewhere + in_use)
         in_use, missing = in_use - freed, missing - freed
     if own:
-        kept = own[0].pool.memory_bytes
+        kept = own[0][0].pool.memory_bytes
         for room in _rooms(plan, kept - missing):
-            wanted = _admit(plan, own, num_tokens, step or num_tokens, room)
+            wanted = _admit(plan, own, room)
             if not wanted:
                 break
         if wanted and plan.kv.is_fixed and room == plan.kv.limit:
@@ -90,7 +125,8 @@ def check_headroom(
         growth += wanted + room - kept if wanted else 0
         missing = wanted  # what is in memory now may go to disk
     if missing > 0:
-        hint, total = _hint(plan, step or num_tokens, context, all_logits), plan.budget_bytes + missing
+        most = max(lane.num_at_once for lane in lanes)
+        hint, total = _hint(plan, most, context, all_logits), plan.budget_bytes + missing
         raise BudgetError(
             f"a forward call with {num_tokens} new token{'s' * (num_tokens != 1)} in a context of {context} would take "
             f"the process to {total / MB:.1f} MB: {elsewhere / MB:.0f} MB for the process itself, "
@@ -99,6 +135,13 @@ def check_headroom(
             total,
         )
     return granted
+
+
+def activation_bytes(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
+    """Return the memory of intermediate results: of the lane that computes, and of those that wait."""
+    sizes = plan.activations
+    waiting = [lane.waiting_bytes(sizes) for lane in lanes]
+    return sum(waiting) + max(lane.active_bytes(sizes) - nbytes for lane, nbytes in zip(lanes, waiting, strict=True))
 
 
 def _no_room_for_kv(plan: ResidencyPlan, num_tokens: int, context: int, needed: int) -> BudgetError:
@@ -165,22 +208,34 @@ def _settle(plan: ResidencyPlan, loans: Loans, short: int, known_bytes: int) -> 
     return before - loans.nbytes
 
 
-def _own_growth(plan: ResidencyPlan, own: Sequence[Any], num_tokens: int, step: int) -> int:
-    """Return the bytes that a call adds to caches in memory, as far as the plan lets them grow."""
+_Own = Sequence[tuple[Any, Lane]]
+"""Entries in the pool, each with the lane that adds to it."""
+
+
+def _own_growth(plan: ResidencyPlan, own: _Own) -> int:
+    """Return the bytes that a pass adds to caches in memory, as far as the plan lets them grow."""
     if not own:
         return 0
-    pool = own[0].pool
-    growth = int(pool.growth([entry.rows for entry in own], num_tokens, step, _row_bytes(plan, own)))
+    pool = own[0][0].pool
+    growth = int(pool.growth(*_coming(plan, own)))
     limit = plan.kv.limit
     return growth if limit is None else min(growth, max(0, limit - pool.memory_bytes))
 
 
-def _row_bytes(plan: ResidencyPlan, own: Sequence[Any]) -> Sequence[int]:
-    return plan.kv.rows if len(plan.kv.rows) == len(own) else [max(plan.kv.rows, default=0)] * len(own)
+def _admit(plan: ResidencyPlan, own: _Own, room: int) -> int:
+    return int(own[0][0].pool.admit(*_coming(plan, own), room))
 
 
-def _admit(plan: ResidencyPlan, own: Sequence[Any], num_tokens: int, step: int, room: int) -> int:
-    return int(own[0].pool.admit([entry.rows for entry in own], num_tokens, step, _row_bytes(plan, own), room))
+def _coming(plan: ResidencyPlan, own: _Own) -> tuple[list[Any], list[int], int, list[int]]:
+    """Return the layers, the new tokens of each, how many go through at a time, and the bytes of a token in each."""
+    num_layers = max(Counter(id(lane) for _, lane in own).values())
+    row_bytes = plan.kv.rows if len(plan.kv.rows) == num_layers else [max(plan.kv.rows, default=0)] * num_layers
+    return (
+        [entry.rows for entry, _ in own],
+        [lane.call.num_tokens for _, lane in own],
+        max(lane.num_at_once for _, lane in own),
+        [row_bytes[i % num_layers] for i in range(len(own))],
+    )
 
 
 def _others(cache: Sequence[Any] | None) -> list[Any]:
@@ -208,9 +263,11 @@ def _settle_batches(entries: Sequence[Any], loans: Loans | None) -> None:
         setattr(entry, _SETTLED, paddings[id(entry)])
 
 
-def _kv_growth(plan: ResidencyPlan, num_tokens: int, num_rows: int, entries: Sequence[Any]) -> int:
-    """Return the bytes that the call adds to mlx-lm's own caches."""
+def _kv_growth(plan: ResidencyPlan, call: ForwardCall) -> int:
+    """Return the bytes that a call adds to mlx-lm's own caches."""
+    entries = _others(call.cache)
     if not entries:
         return 0
-    per_layer = num_rows * plan.kv_bytes_per_token // len(entries)
-    return update_growth(entries, num_tokens // num_rows, [per_layer] * len(entries)).added
+    per_layer = call.batch_size * plan.kv_bytes_per_token // len(entries)
+    growth = update_growth(entries, call.num_tokens // call.batch_size, [per_layer] * len(entries))
+    return growth.added

@@ -112,6 +112,9 @@ class Experts:
         """
         if self._stream.is_guessing:
             raise GuessedError(indices)
+        if self._stream.wait_turn is not None and not self._stream.holds_units:
+            mx.eval(x, indices)
+            self._stream.wait_turn(("experts", layer))  # so that experts that several calls need are read once
         next_guess = begun = None
         known = [indices]  # evaluated before anything is computed with them
         if indices.size < SORTED_SIZE and self._stream.wait_turn is None:  # the last residual may be another call's

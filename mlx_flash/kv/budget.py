@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Mapping, Sequence
-from typing import Generic
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Generic, NamedTuple
 
 import mlx.core as mx
 
@@ -15,6 +16,20 @@ from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, round_up, s
 from mlx_flash.kv.pages import DiskRows
 from mlx_flash.kv.parking import Parking, R, Rows
 from mlx_flash.kv.ring import SlotRing
+
+
+class Coming(NamedTuple):
+    """Tokens that a call adds to a layer.
+
+    Attributes:
+        nbytes: bytes of a token.
+        num_new: new tokens.
+        held: the most tokens that the layer holds meanwhile; fewer than all where old ones are dropped.
+    """
+
+    nbytes: int
+    num_new: int
+    held: int
 
 
 class KVBudget(Generic[R]):
@@ -63,16 +78,16 @@ class KVBudget(Generic[R]):
         layers = [r for r in self._layers if r not in self._on_disk and (r.memory.length or r is asking)]
         return min(layers, key=lambda r: (used.get(r.group, 0), _spread(r.index), r.index), default=None)
 
-    def _disk_overhead(self, growing: Container[R] = (), num_new: int = 0) -> int:
+    def _disk_overhead(self, new: Mapping[R, int] = MappingProxyType({})) -> int:
         """Return the memory of layers on disk: slots for the largest, and the last tokens of each."""
         if not self._on_disk:
             return self._slots.held
         tails = sum(disk.tail_bytes for disk in self._on_disk.values())
-        return max(self.slots_needed(growing, num_new), self._slots.held) + tails
+        return max(self.slots_needed(new), self._slots.held) + tails
 
-    def slots_needed(self, growing: Container[R], num_new: int) -> int:
+    def slots_needed(self, new: Mapping[R, int]) -> int:
         """Return the bytes of both slots, for the largest layer on disk after new tokens came to some."""
-        layers = [(disk, num_new if rows in growing else 0) for rows, disk in self._on_disk.items()]
+        layers = [(disk, new.get(rows, 0)) for rows, disk in self._on_disk.items()]
         return NUM_SLOTS * max((self._slot_bytes(disk.layout, disk.length + more) for disk, more in layers), default=0)
 
     def _slot_bytes(self, layout: RowLayout, tokens: int) -> int:
@@ -97,13 +112,14 @@ class KVBudget(Generic[R]):
         mine = 0 if is_on_disk else rows.memory.held
         if not is_on_disk and num_new and rows.memory.takes_more(num_new):  # the old buffers, and the new ones
             mine += nbytes * rows.memory.capacity_after(num_new)
-        return others + mine + self._parking.shared_bytes() + self._disk_overhead((rows,), num_new)
+        return others + mine + self._parking.shared_bytes() + self._disk_overhead({rows: num_new})
 
-    def needed_for(self, sizes: Mapping[R, int], num_new: int) -> int:
-        """Return the peak memory while new tokens come to some layers, given the bytes of a token in each."""
-        within = [(rows, nbytes) for rows, nbytes in sizes.items() if rows not in self._on_disk]
-        held = {rows: nbytes * rows.memory.capacity_after(num_new) for rows, nbytes in within}
-        growing = [rows for rows in held if rows.memory.takes_more(num_new)]
+    def needed_for(self, coming: Mapping[R, Coming]) -> int:
+        """Return the peak memory while new tokens come to some layers, one layer after another."""
+        new = {rows: max(0, each.held - rows.length) for rows, each in coming.items()}
+        within = [rows for rows in coming if rows not in self._on_disk]
+        held = {rows: coming[rows].nbytes * rows.memory.capacity_after(new[rows]) for rows in within}
+        growing = [rows for rows in held if rows.memory.takes_more(new[rows])]
         shared = self._parking.shared_bytes(but=growing)
         # one layer at a time has its old buffers besides, or the parts that nobody else holds
         num_holders = Counter(id(part.rows) for rows in self._layers for part in rows.memory.parts)
@@ -113,26 +129,21 @@ class KVBudget(Generic[R]):
         }
         moved = max((rows.memory.held + own[rows] for rows in growing), default=0)
         others = sum(rows.memory.held for rows in self._layers if rows not in held)
-        return others + sum(held.values()) + moved + shared + self._disk_overhead(sizes, num_new)
+        return others + sum(held.values()) + moved + shared + self._disk_overhead(new)
 
-    def for_call(self, sizes: Mapping[R, int], num_new: int, tokens: int) -> int:
-        """Return the peak memory during a call, with layers where they are.
-
-        Args:
-            sizes: the bytes of a token in each layer that the call adds tokens to.
-            num_new: new tokens.
-            tokens: the most that these layers hold meanwhile; fewer than all where old ones are dropped.
-        """
-        length = max((rows.length for rows in sizes), default=0)
-        needed = self.needed_for(sizes, max(0, tokens - length))
-        if tokens < length + num_new:  # a layer that drops tokens is copied
-            needed = max(needed, self.memory_bytes + max(rows.memory.held for rows in sizes))
+    def for_call(self, coming: Mapping[R, Coming]) -> int:
+        """Return the peak memory while a call, or several in lockstep, add tokens, with layers where they are."""
+        needed = self.needed_for(coming)
+        dropping = [rows for rows, each in coming.items() if each.held < rows.length + each.num_new]
+        if dropping:  # a layer that drops tokens is copied
+            needed = max(needed, self.memory_bytes + max(rows.memory.held for rows in dropping))
         return needed
 
-    def least(self, sizes: Mapping[R, int], tokens: int) -> int:
-        """Return the memory needed with every layer on disk, when the given layers hold so many tokens."""
-        every = {rows: nbytes for rows in self._layers if (nbytes := sizes.get(rows) or token_bytes(rows))}
-        lengths = {rows: tokens if rows in sizes else rows.length for rows in every}
+    def least(self, coming: Mapping[R, Coming]) -> int:
+        """Return the memory needed with every layer on disk after new tokens came to some."""
+        every = {rows: coming[rows].nbytes if rows in coming else token_bytes(rows) for rows in self._layers}
+        every = {rows: nbytes for rows, nbytes in every.items() if nbytes}
+        lengths = {rows: coming[rows].held if rows in coming else rows.length for rows in every}
         step = self._options.step
         room = {
             rows: round_up(length, step) if commits_lazily() else self._options.slot_tokens(length)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from math import inf
 
@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
-from mlx_flash.kv.budget import KVBudget, no_room, token_bytes
+from mlx_flash.kv.budget import Coming, KVBudget, no_room, token_bytes
 from mlx_flash.kv.files import PageFiles
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
@@ -180,7 +180,7 @@ class KVPool:
         self._files = PageFiles(options, count_written)
         self._groups = count()
         self._used: dict[int, int] = {}
-        self._current_group: int | None = None
+        self._current_groups: frozenset[int] = frozenset()
         self._clock = count(1)
         self._closed = False
         if options.always_on_disk:  # nobody closes these pools
@@ -221,7 +221,7 @@ class KVPool:
             BudgetError: it does not fit even with every layer on disk.
             WriteError: the disk is full, or fails.
         """
-        self._begin(rows.group)
+        self._begin(self._current_groups if rows.group in self._current_groups else {rows.group})
         if self.options.always_on_disk and rows not in self.on_disk and (new or rows.memory.length):
             self._spill(rows, new)
         if self.budget_bytes is not None and not (new and not self._sums.grows(rows, new)):
@@ -247,7 +247,7 @@ class KVPool:
             elif (victim := self._sums.victim(rows, self._used)) is not None:
                 self._spill(victim, new if victim is rows else ())
                 release_freed_memory()
-            elif self.ring.held > self._sums.slots_needed((rows,), num_new):
+            elif self.ring.held > self._sums.slots_needed({rows: num_new}):
                 self.ring.release()  # it was larger for a longer context
             else:
                 raise no_room(nbytes, rows.length + num_new, self.budget_bytes or 0)
@@ -260,30 +260,32 @@ class KVPool:
         if self._closed:
             raise ClosedError("the KV caches of this model were closed. Hint: make new ones.")
 
-    def _begin(self, group: int) -> None:
-        """Note which sequence is computed now, and park the previous one."""
+    def _begin(self, groups: Collection[int]) -> None:
+        """Note which sequences are computed now, in lockstep if there are several, and park the previous ones."""
         self._check_open()
-        if group == self._current_group:
+        if groups == self._current_groups:
             return
-        previous, self._current_group = self._current_group, group
-        self._used[group] = next(self._clock)
-        if sum(self.park_idle(rows) for rows in self._layers if rows.group == previous):
+        previous, self._current_groups = self._current_groups, frozenset(groups)
+        self._used.update((group, next(self._clock)) for group in sorted(groups))
+        if sum(self.park_idle(rows) for rows in self._layers if rows.group in previous):
             release_freed_memory()
 
     def park_idle(self, rows: LayerRows) -> bool:
         """Park a layer if it is idle, that saves memory, and the copy has room. Return whether it was parked."""
-        pays = rows.group != self._current_group and self.parking.pays(rows)
+        pays = rows.group not in self._current_groups and self.parking.pays(rows)
         if not pays or self.memory_bytes + self.parking.copied_bytes(rows) > self._limit:
             return False
         self.parking.park(rows)
         return True
 
-    def admit(self, layers: Sequence[LayerRows], num_new: int, step: int, row_bytes: Sequence[int], limit: int) -> int:
-        """Prepare a call, in which layers may be evicted to disk to stay within a limit.
+    def admit(
+        self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int], limit: int
+    ) -> int:
+        """Prepare a call, or several in lockstep, in which layers may be evicted to disk to stay within a limit.
 
         Args:
-            layers: the layers that the call adds tokens to.
-            num_new: new tokens.
+            layers: the layers that tokens are added to.
+            num_new: new tokens of each layer.
             step: how many of them go through the model at a time.
             row_bytes: bytes of a token in each layer; not used where there are tokens already.
             limit: the most memory of all caches together, reads and writes in flight included.
@@ -295,18 +297,19 @@ class KVPool:
             WriteError: there is no room on the disk.
         """
         if layers:
-            self._begin(layers[0].group)
-        sizes, tokens = self._sizes(layers, num_new, step, row_bytes)
-        needed = self._sums.for_call(sizes, num_new, tokens)
+            self._begin({rows.group for rows in layers})
+        coming = self._coming(layers, num_new, step, row_bytes)
+        needed = self._sums.for_call(coming)
         if self.options.budget_bytes is None:
             return max(0, needed - limit)
         self.budget_bytes = limit
-        self.under_way_bytes = self.options.under_way_bytes(list(sizes.values()), tokens, step)
-        fresh = num_new * sum(nbytes for rows, nbytes in sizes.items() if rows in self.on_disk)
+        tokens = max((each.held for each in coming.values()), default=0)
+        self.under_way_bytes = self.options.under_way_bytes([each.nbytes for each in coming.values()], tokens, step)
+        fresh = sum(each.num_new * each.nbytes for rows, each in coming.items() if rows in self.on_disk)
         if self.on_disk:
             needed += self.under_way_bytes
         if needed > limit:
-            least = self._sums.least(sizes, tokens) + self.under_way_bytes
+            least = self._sums.least(coming) + self.under_way_bytes
             if least > limit:
                 return min(least, needed) - limit
             fresh += needed - limit
@@ -314,20 +317,21 @@ class KVPool:
             self._files.check_room(fresh)
         return 0
 
-    def growth(self, layers: Sequence[LayerRows], num_new: int, step: int, row_bytes: Sequence[int]) -> int:
+    def growth(self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]) -> int:
         """Return the bytes that a call adds to the memory of all caches if no layer is evicted.
 
         Args: as of :meth:`admit`.
         """
-        sizes, tokens = self._sizes(layers, num_new, step, row_bytes)
-        return max(0, self._sums.for_call(sizes, num_new, tokens) - self.memory_bytes)
+        coming = self._coming(layers, num_new, step, row_bytes)
+        return max(0, self._sums.for_call(coming) - self.memory_bytes)
 
-    def _sizes(
-        self, layers: Sequence[LayerRows], num_new: int, step: int, row_bytes: Sequence[int]
-    ) -> tuple[dict[LayerRows, int], int]:
-        sizes = {r: token_bytes(r) or nbytes for r, nbytes in zip(layers, row_bytes, strict=True)}
-        tokens = self.options.held_tokens(max((rows.length for rows in layers), default=0) + num_new, step)
-        return sizes, tokens
+    def _coming(
+        self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]
+    ) -> dict[LayerRows, Coming]:
+        return {
+            rows: Coming(token_bytes(rows) or nbytes, new, self.options.held_tokens(rows.length + new, step))
+            for rows, new, nbytes in zip(layers, num_new, row_bytes, strict=True)
+        }
 
     def _spill(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
         others = [(disk, length) for other, length in rows.lineage.relatives() if (disk := other.disk)]

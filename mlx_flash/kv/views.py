@@ -31,7 +31,7 @@ _KINDS = (KVCache, QuantizedKVCache, RotatingKVCache, ChunkedKVCache, ArraysCach
 """Classes of mlx-lm whose positions and masks depend on their lengths alone."""
 
 
-class SharedEntryError(Exception):
+class SharedEntryError(RuntimeError):
     """A call used tokens or states of the cache at the wrong time: before the call ahead of it had left them there, or
     after a later one had changed them. This model's calls need an order."""
 
@@ -122,6 +122,8 @@ def snapshot(cache: Sequence[Any]) -> Callable[[], None] | None:
 def trimmer(cache: Sequence[Any]) -> Callable[[], None] | None:
     """Return what trims every entry to the tokens that it has now; None if one cannot be trimmed."""
     if not all(isinstance(entry, PooledCache | KVCache | QuantizedKVCache) for entry in cache):
+        return None
+    if any(isinstance(entry, PooledCache) and entry.pool.options.max_tokens is not None for entry in cache):
         return None
     offsets = [entry.offset for entry in cache]
 

@@ -3,18 +3,46 @@
 Each call runs as a greenlet until it needs a streamed unit. The unit is acquired once, the calls that wait for it run
 on it one after another, each at its own shape, and the unit is released. Every call computes what it would compute
 alone.
+
+Calls of one lane share a prompt cache and run in order at each unit. Lanes know nothing of each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from mlx_flash.streaming.stream import WeightStream
+from mlx_flash.errors import FlashError
+from mlx_flash.streaming.stream import Place, WeightStream
 
 Task = Callable[[], Any]
+
+CALL_ERRORS = (FlashError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of one call, which its lane ends with: no room on the disk, a token that the embedding does not have, a cache
+of another model. Other exceptions, such as Ctrl-C, end the pass."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """A task on its way.
+
+    Attributes:
+        number: of the task, over all lanes.
+        lane: of its lane.
+        greenlet: runs it.
+        place: the unit that it waits for.
+        num_turns: how often it went on.
+    """
+
+    number: int
+    lane: int
+    greenlet: greenlet
+    place: Place | None = None
+    num_turns: int = 0
 
 
 class Lockstep:
@@ -39,51 +67,82 @@ class Lockstep:
         self._after = after
         self._progress = progress
         self._hub = getcurrent()
+        self._results: list[list[Any] | Exception] = []
 
-    def run(self, tasks: Sequence[Task]) -> list[Any]:
-        """Return the results of all tasks.
+    def run(self, lanes: Sequence[Sequence[Task]]) -> list[list[Any] | Exception]:
+        """Return for each lane the results of its tasks, or what one of them raised. The others go on then.
 
-        At each unit the tasks run in their order, and none overtakes another, so that one may depend on what those
-        before it did there.
+        At each unit the tasks of a lane run in their order, and none overtakes another, so that one may depend on what
+        those before it did there.
 
         Raises:
-            ReadError: weights could not be read. What a task raises is raised too; no task goes on then.
+            ReadError: weights of a unit could not be read. No task goes on then.
         """
-        results: list[Any] = [None] * len(tasks)
-
-        def runner(number: int) -> Task:
-            def run() -> None:
-                results[number] = tasks[number]()
-
-            return run
-
-        greenlets = [greenlet(runner(number)) for number in range(len(tasks))]
+        self._results = [[None] * len(tasks) for tasks in lanes]
+        calls: list[_Call] = []
+        for lane, tasks in enumerate(lanes):
+            for index, task in enumerate(tasks):
+                run = greenlet(self._runner(lane, index, task))
+                calls.append(_Call(len(calls), lane, run))
         self._stream.wait_turn = self._hub.switch
         try:
-            num_units = 0
-            waiting = {number: self._resume(number, greenlets) for number in range(len(tasks))}
-            while live := [number for number in waiting if not greenlets[number].dead]:
-                unit = waiting[live[0]]
-                self._stream.acquire(unit)
-                try:
-                    for number in live:
-                        if waiting[number] != unit:
-                            break
-                        waiting[number] = self._resume(number, greenlets)
-                finally:
-                    self._stream.release(unit)
-                num_units += 1
-                self._progress(num_units)
+            self._run(calls)
         finally:
             self._stream.wait_turn = None
-            for task in greenlets:
-                if not task.dead:
-                    task.throw(GreenletExit)
-        return results
+            for call in calls:
+                _end(call)
+        return self._results
 
-    def _resume(self, number: int, greenlets: Sequence[greenlet]) -> Any:
-        """Run a task until it needs a unit. Return the unit, or None at its end."""
-        self._before(number)
-        unit = greenlets[number].switch()
-        self._after(number)
-        return unit
+    def _runner(self, lane: int, index: int, task: Task) -> Task:
+        def run() -> None:
+            results = self._results[lane]
+            assert isinstance(results, list)
+            try:
+                results[index] = task()
+            except CALL_ERRORS as error:
+                self._results[lane] = error
+
+        return run
+
+    def _run(self, calls: list[_Call]) -> None:
+        for call in calls:
+            self._resume(call, calls)
+        num_units = 0
+        while live := [call for call in calls if not call.greenlet.dead]:
+            first = min(live, key=lambda call: call.num_turns)  # nobody falls behind
+            place = next(call.place for call in live if call.lane == first.lane)
+            with ExitStack() as held:
+                if isinstance(place, int):
+                    self._stream.acquire(place)
+                    held.callback(self._stream.release, place)
+                self._take_turns(live, place)
+            num_units += isinstance(place, int)
+            self._progress(num_units)
+
+    def _take_turns(self, live: Sequence[_Call], place: Place | None) -> None:
+        """Let the first calls of each lane go on that wait for a unit."""
+        blocked: set[int] = set()
+        for call in live:
+            if call.place != place:
+                blocked.add(call.lane)
+            elif call.lane not in blocked:
+                self._resume(call, live)
+
+    def _resume(self, call: _Call, calls: Sequence[_Call]) -> None:
+        """Run a task until it needs a unit. When it has failed, end its lane."""
+        if call.greenlet.dead:
+            return
+        self._before(call.number)
+        call.place = call.greenlet.switch()
+        call.num_turns += 1
+        if isinstance(self._results[call.lane], Exception):
+            for other in calls:
+                if other.lane == call.lane:
+                    _end(other)
+            return
+        self._after(call.number)
+
+
+def _end(call: _Call) -> None:
+    if not call.greenlet.dead:
+        call.greenlet.throw(GreenletExit)

@@ -21,6 +21,9 @@ from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 POISON = 0xFF
 """NaN in every floating-point dtype."""
 
+Place = int | tuple[str, int]
+"""A unit by its number, or another place where calls in lockstep wait for each other, by name and number."""
+
 UnitState = Literal["waiting", "reading", "resident", "computing", "done"]
 """State of a unit: not read yet, in flight, in its slot, in use, computed."""
 
@@ -98,14 +101,14 @@ class WeightStream:
 
     Attributes:
         is_guessing: nothing is to be waited for now: calls end with :class:`GuessEndedError`.
-        wait_turn: while several calls share a pass, acquires a unit for the call that needs it.
+        wait_turn: while several calls share a pass, returns when a call may go on at a place; a unit is acquired then.
         before_release: called with the number of a unit that is about to be released, and the memory of its slot.
     """
 
     def __init__(self, slots: Sequence[Arena], reader: BackgroundPrefetcher, poison: bool, num_units: int) -> None:
         self.stats = StreamStats()
         self.is_guessing = False
-        self.wait_turn: Callable[[int], None] | None = None
+        self.wait_turn: Callable[[Place], None] | None = None
         self.before_release: Callable[[int, memoryview], None] | None = None
         self.units: list[StreamedUnit] = []
         self._slots = [_Slot(arena) for arena in slots]
@@ -176,6 +179,11 @@ class WeightStream:
         if self._poison:
             slot.arena.fill(POISON)
         self._read_ahead(index)
+
+    @property
+    def holds_units(self) -> bool:
+        """True between :meth:`acquire` and :meth:`release` of any unit."""
+        return any(slot.held for slot in self._slots)
 
     def is_in_slot(self, index: int) -> bool:
         """Return whether the unit's weights are in its slot, or on their way there."""

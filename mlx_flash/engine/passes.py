@@ -1,0 +1,228 @@
+"""Passes over the weights: which calls share one, and what is counted about it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_flash.engine.call import ForwardCall
+from mlx_flash.engine.dropped import DroppedResult
+from mlx_flash.engine.engine import Progress
+from mlx_flash.engine.group import CallGroup
+from mlx_flash.engine.headroom import Lane, check_headroom
+from mlx_flash.engine.session import Session
+from mlx_flash.engine.status import PassCounters
+from mlx_flash.errors import FlashError
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.views import trimmer
+from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.prefixes.leaves import forget
+from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.streaming.loans import Loans
+from mlx_flash.streaming.lockstep import CALL_ERRORS
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """New tokens of one prompt cache: a call, or the parts of a prompt, on their way through the model.
+
+    Args:
+        whole: all of it as one call.
+        parts: the calls that it consists of.
+
+    Attributes:
+        report: called with (tokens done, tokens to do). What it raises ends a pass in which the row is alone, where the
+            cache can be put back.
+        left: the parts that are not computed yet.
+        outputs: of the parts whose logits are wanted, or of the only part.
+        error: the reason why it cannot be computed.
+    """
+
+    whole: ForwardCall
+    parts: Sequence[ForwardCall]
+    report: Progress = lambda done, total: None
+    left: deque[ForwardCall] = field(init=False)
+    outputs: list[Any] = field(default_factory=list)
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.left = deque(self.parts)
+
+    @property
+    def is_done(self) -> bool:
+        """True if nothing is left to compute."""
+        return self.error is not None or not self.left
+
+    @property
+    def lane(self) -> Lane:
+        """The rest of the row, as the budget sees it."""
+        if len(self.parts) == 1:
+            return Lane(self.whole)
+        step = max(part.num_tokens for part in self.left) // self.whole.batch_size
+        return Lane(self.whole.part(-(self._num_left // self.whole.batch_size)), step)
+
+    @property
+    def _num_left(self) -> int:
+        return sum(part.num_tokens for part in self.left)
+
+    def tell(self, more: int, share: float = 1.0) -> None:
+        """Report the tokens that are done, and a share of the next ones."""
+        total = self.whole.num_tokens
+        self.report(total - self._num_left + int(share * more), total)
+
+    def finish(self, calls: Sequence[ForwardCall], outputs: Sequence[Any]) -> None:
+        """Take the outputs of the next parts."""
+        for call, output in zip(calls, outputs, strict=True):
+            assert self.left.popleft() is call
+            if call.wants_logits or len(self.parts) == 1:
+                self.outputs.append(output)
+        self.tell(0)
+
+
+class Passes:
+    """The passes of a running model.
+
+    Args:
+        model: mlx-lm's model.
+        session: its weights, and what counts beside them.
+        kv: what its KV caches share; None where they are mlx-lm's own.
+        counters: of its calls.
+    """
+
+    def __init__(self, model: Any, session: Session, kv: KVPool | None, counters: PassCounters) -> None:
+        self.group = CallGroup(session.engine)
+        self._model = model
+        self._session = session
+        self._kv = kv
+        self._counters = counters
+
+    def advance(self, plan: ResidencyPlan, rows: Sequence[Row], *, lends: bool) -> None:
+        """Compute at least a part of each row, in as few passes as memory allows.
+
+        Rows with few parts go first. What fails in one row is noted there.
+
+        Args:
+            plan: the plan of the model.
+            rows: the rows.
+            lends: whether reserved memory may be lent.
+
+        Raises:
+            ReadError: weights could not be read, and no row went on.
+        """
+        waiting = sorted((row for row in rows if not row.is_done), key=lambda row: len(row.left))
+        loans = self._session.engine.loans if lends else None
+        while waiting:
+            lanes = self._choose(plan, waiting, loans)
+            if lanes:
+                self._run(list(lanes), list(lanes.values()))
+            waiting = waiting[max(1, len(lanes)) :]
+
+    def _choose(self, plan: ResidencyPlan, rows: Sequence[Row], loans: Loans | None) -> dict[Row, list[ForwardCall]]:
+        """Return as many of the rows as memory allows, each with the parts that share the next pass."""
+        more = [self._more(row) for row in rows]
+        costs = [plan.activations.waiting_bytes(part.num_tokens) for parts in more for part in parts]
+        num_rows, granted = len(rows) if self.group.can_share else 1, 0
+        while True:
+            try:
+                granted = check_headroom(plan, [row.lane for row in rows[:num_rows]], loans, sum(costs))
+                break
+            except FlashError as error:
+                if num_rows == 1:
+                    rows[0].error = error
+                    return {}
+                num_rows //= 2
+        chosen = {row: [row.left[0]] for row in rows[:num_rows]}
+        for row, parts in zip(chosen, more, strict=False):
+            for part in parts:
+                granted -= plan.activations.waiting_bytes(part.num_tokens)
+                if granted < 0:
+                    return chosen
+                chosen[row].append(part)
+        return chosen
+
+    def _more(self, row: Row) -> list[ForwardCall]:
+        """Return the parts that may share a pass with the first one that is left."""
+        cache = row.left[0].cache
+        if len(row.left) == 1 or cache is None or self._session.prefixes is not None or not self.group.fits(cache):
+            return []
+        return list(row.left)[1:]
+
+    def _run(self, rows: list[Row], lanes: list[list[ForwardCall]]) -> None:
+        calls = [call for lane in lanes for call in lane]
+        if len(calls) == 1:
+            self._run_alone(rows[0], calls[0])
+            return
+        num_tokens = sum(call.num_tokens for call in calls)
+        report: Callable[[float], None] = lambda share: None  # noqa: E731
+        if len(rows) == 1:
+            report = partial(rows[0].tell, num_tokens)
+        run = partial(self.group.run, lanes, self._with_prefixes, report)
+        for row, lane, outcome in zip(rows, lanes, self._counted(calls, lanes, run), strict=True):
+            if isinstance(outcome, Exception):
+                row.error = outcome
+            elif outcome is not None:
+                row.finish(lane, outcome)
+            else:  # its parts need an order
+                self._run_alone(row, lane[0])
+
+    def _run_alone(self, row: Row, call: ForwardCall) -> None:
+        trim = trimmer(call.cache or ())
+        try:
+            output = self._counted([call], [[call]], partial(self._compute, call))
+            if len(row.left) > 1:
+                mx.eval(arrays_in(call.cache))  # lets the intermediate results go
+        except CALL_ERRORS as error:
+            if trim is not None:
+                trim()
+            row.error = error
+        else:
+            row.finish([call], [output])
+
+    def _compute(self, call: ForwardCall) -> Any:
+        self._session.engine.drop_logits(not call.wants_logits)
+        return self._with_prefixes(call)
+
+    def _with_prefixes(self, call: ForwardCall) -> Any:
+        """Compute the part of a call that the prefix cache does not answer."""
+        prefixes = self._session.prefixes
+        if prefixes is None or call.cache is None:
+            return self._call(call)
+        if call.tokens is None or not call.is_plain:
+            forget(call.cache)
+            return self._call(call)
+        cached = prefixes.begin(call.tokens, call.cache, is_prompt=not call.wants_logits)
+        if cached is None:
+            return self._call(call)
+        output = None if cached.is_answered else self._call(call.part(cached.num_restored))
+        prefixes.end(cached)
+        return DroppedResult() if cached.num_restored else output
+
+    def _call(self, call: ForwardCall) -> Any:
+        return self._model(*call.arguments, **call.keywords)
+
+    def _counted(
+        self, calls: Sequence[ForwardCall], lanes: Sequence[Sequence[ForwardCall]], run: Callable[[], Any]
+    ) -> Any:
+        """Compute some calls in one pass, and count it."""
+        num_tokens, num_sequences = sum(call.num_tokens for call in calls), sum(lane[0].batch_size for lane in lanes)
+        experts = self._session.engine.experts
+        self._counters.begin(num_tokens, num_sequences)
+        self._session.meter.begin()
+        try:
+            output = run()
+        except BaseException:
+            self._counters.end(failed=True)
+            if experts is not None:
+                experts.let_go()
+            raise
+        if self._kv is not None:
+            self._kv.note()
+        self._counters.end()
+        if len(lanes) == 1:
+            self._session.meter.end(num_tokens, num_sequences)
+        return output

@@ -13,8 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_flash
 from mlx_flash import FlashLLM, load_model
-from mlx_flash.errors import BudgetError, ReadError
 from mlx_flash.engine.prepare import prepare
+from mlx_flash.errors import BudgetError, ReadError
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.residency.plan import Pool, Streaming
 from mlx_flash.residency.sizes import measure

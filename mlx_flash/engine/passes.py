@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.engine import Progress
-from mlx_flash.engine.group import CallGroup
+from mlx_flash.engine.group import CallGroup, Compute
 from mlx_flash.engine.headroom import Lane, check_headroom
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
@@ -161,7 +161,7 @@ class Passes:
         report: Callable[[float], None] = lambda share: None  # noqa: E731
         if len(rows) == 1:
             report = partial(rows[0].tell, num_tokens)
-        run = partial(self.group.run, lanes, self._with_prefixes, report)
+        run = partial(self.group.run, lanes, partial(self._with_prefixes, compute=self._call), report)
         for row, lane, outcome in zip(rows, lanes, self._counted(calls, lanes, run), strict=True):
             if isinstance(outcome, Exception):
                 row.error = outcome
@@ -173,7 +173,7 @@ class Passes:
     def _run_alone(self, row: Row, call: ForwardCall) -> None:
         trim = trimmer(call.cache or ())
         try:
-            output = self._counted([call], [[call]], partial(self._compute, call))
+            output = self._with_prefixes(call, self._compute)
             if len(row.left) > 1:
                 mx.eval(arrays_in(call.cache))  # lets the intermediate results go
         except CALL_ERRORS as error:
@@ -184,21 +184,22 @@ class Passes:
             row.finish([call], [output])
 
     def _compute(self, call: ForwardCall) -> Any:
+        """Compute a call in a pass of its own."""
         self._session.engine.drop_logits(not call.wants_logits)
-        return self._with_prefixes(call)
+        return self._counted([call], [[call]], partial(self._call, call))
 
-    def _with_prefixes(self, call: ForwardCall) -> Any:
+    def _with_prefixes(self, call: ForwardCall, compute: Compute) -> Any:
         """Compute the part of a call that the prefix cache does not answer."""
         prefixes = self._session.prefixes
         if prefixes is None or call.cache is None:
-            return self._call(call)
+            return compute(call)
         if call.tokens is None or not call.is_plain:
             forget(call.cache)
-            return self._call(call)
+            return compute(call)
         cached = prefixes.begin(call.tokens, call.cache, is_prompt=not call.wants_logits)
         if cached is None:
-            return self._call(call)
-        output = None if cached.is_answered else self._call(call.part(cached.num_restored))
+            return compute(call)
+        output = None if cached.is_answered else compute(call.part(cached.num_restored))
         prefixes.end(cached)
         return DroppedResult() if cached.num_restored else output
 

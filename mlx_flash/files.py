@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -127,11 +127,8 @@ class AtomicFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
-        left = memoryview(data)
-        while left:
-            count = os.pwrite(self.fd, left, self.nbytes)
-            self.nbytes += count
-            left = left[count:]
+        write_at(self.fd, data, self.nbytes)
+        self.nbytes += len(data)
 
     def commit(self) -> None:
         """Replace the old file by the new one."""
@@ -143,9 +140,10 @@ class AtomicFile:
             flush_folder(self._path.parent)
 
     def abort(self) -> None:
-        """Remove the partial file. Does nothing after :meth:`commit` or another call."""
+        """Remove the partial file. Does nothing after :meth:`commit` or another call, and never fails."""
         if self.is_open:
-            self.partial.unlink(missing_ok=True)
+            with suppress(OSError):  # the next writer uses it again
+                self.partial.unlink()
             self._close()
 
     def _close(self) -> None:
@@ -163,6 +161,13 @@ class AtomicFile:
                 self.commit()
         finally:
             self.abort()
+
+
+def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all bytes at an offset of a file."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, memoryview(data)[done:], offset + done)
 
 
 def write_atomically(path: Path, data: bytes | str, *, mode: int = 0o600, durable: bool = False) -> None:

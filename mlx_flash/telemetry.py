@@ -176,7 +176,8 @@ class Publisher:
         with self._lock:
             path, self.path = self.path, None
             if path is not None:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # the next look removes the file of a process that ended
+                    path.unlink()
 
 
 def find() -> list[Published]:

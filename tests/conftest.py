@@ -36,6 +36,7 @@ SLOWEST = (
     "test_benchmark",
     "test_pack",
     "test_kv_cache",
+    "test_faults",
 )
 """Files that take longest, from the slowest. They run first, so that no worker is left with one of them at the end."""
 

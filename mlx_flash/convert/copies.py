@@ -184,7 +184,8 @@ def only_one(fingerprint: str) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # a lock that is left over locks nothing
+            path.unlink()
         os.close(fd)
 
 

@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -167,8 +168,7 @@ class LayerFile:
 
     def _check(self) -> None:
         while self._pending and self._pending[0].done():
-            self._pending[0].result()  # one that failed stays, and fails again
-            self._pending.popleft()
+            self._finish_first()
 
     def flush(self) -> None:
         """Wait until all pages can be read.
@@ -177,8 +177,17 @@ class LayerFile:
             WriteError: a write failed.
         """
         while self._pending:
-            self._pending[0].result()
-            self._pending.popleft()
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        """Wait for the first write. One that failed stays, and fails again.
+
+        The error is a new one each time: the traceback of one that is kept would keep the caller's caches.
+        """
+        error = self._pending[0].exception()
+        if error is not None:
+            raise WriteError(str(error)) from error.__cause__
+        self._pending.popleft()
 
     def segments(self, pages: Sequence[int], first: int, capacity: int) -> list[Segment]:
         """Return the reads that put pages of a sequence, from number ``first`` on, in their places in a slot."""
@@ -212,7 +221,8 @@ def _create(path: Path) -> int:
 def _remove_file(path: Path, fd: int, reader: PageReader) -> None:
     reader.remove(path)
     os.close(fd)
-    path.unlink(missing_ok=True)
+    with suppress(OSError):  # it goes with its folder
+        path.unlink()
 
 
 class DiskRows:

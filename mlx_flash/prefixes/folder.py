@@ -158,7 +158,8 @@ class PageFolder:
             flush_folder(self.path)
             return ""
         finally:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):  # the next opening removes it
+                partial.unlink()
             os.close(fd)
 
     def drop(self, page: str) -> int:
@@ -304,8 +305,10 @@ class PageFolder:
             fd = open_locked(path, wait=False)
         except BlockingIOError:
             return False
-        path.unlink(missing_ok=True)
-        os.close(fd)
+        try:
+            path.unlink(missing_ok=True)
+        finally:
+            os.close(fd)
         return True
 
     def _spare_bytes(self) -> int:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlx_flash.errors import ReadError
+from mlx_flash.files import write_at
 from mlx_flash.memory.pagecache import drop_cached
 
 MAGIC = b"MLXFKV\x00\x03"
@@ -137,11 +138,12 @@ class EncodedPage(NamedTuple):
 
     def write(self, fd: int) -> None:
         """Write the page to a file that has its length already."""
-        with open(fd, "wb", closefd=False) as file:
-            file.write(self.head)
-            for data in self.blobs:
-                file.seek(_aligned(file.tell()))
-                file.write(data)
+        write_at(fd, self.head, 0)
+        offset = _aligned(len(self.head))
+        for data in self.blobs:
+            flat = data.cast("B") if data.nbytes else memoryview(b"")
+            write_at(fd, flat, offset)
+            offset += _aligned(len(flat))
 
 
 def encode_page(key: PageKey, blobs: Mapping[str, Blob]) -> EncodedPage:

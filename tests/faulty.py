@@ -1,0 +1,90 @@
+"""File systems that fail: system calls of this process that raise an error."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+CREATING = ("mkdir", "open", "replace", "rename", "ftruncate", "truncate", "pwrite", "write", "sendfile", "fsync")
+"""Functions of ``os`` that write. All but the last need room on the disk."""
+
+CHANGING = (*CREATING, "utime", "unlink", "rmdir", "chmod")
+"""Functions of ``os`` that fail on a disk that cannot be written to."""
+
+
+class FailingDisk:
+    """Writing calls of this process, which are counted and fail.
+
+    Args:
+        code: the error; ENOSPC and EDQUOT leave calls that need no room alone.
+        first: number of the call that fails.
+        always: all later ones fail too.
+        needs_room: only calls that need room on the disk are counted.
+
+    Attributes:
+        count: calls up to now.
+    """
+
+    def __init__(self, code: int = 0, first: int = 1 << 30, *, always: bool = False, needs_room: bool = False) -> None:
+        self.count = 0
+        self._error = code
+        self._first = first
+        self._always = always
+        self._names = CREATING if needs_room else CHANGING
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def mounted(self) -> Iterator[FailingDisk]:
+        """Replace the functions of ``os``, and ``open``, as long as the block lasts."""
+        real = {name: getattr(os, name) for name in self._names}
+        real_open = io.open
+        try:
+            for name, function in real.items():
+                setattr(os, name, self._wrapped(function, _writes if name == "open" else lambda *_: True))
+            io.open = self._wrapped(real_open, _is_for_writing)
+            yield self
+        finally:
+            io.open = real_open
+            for name, function in real.items():
+                setattr(os, name, function)
+
+    def _wrapped(self, function: Callable[..., Any], counts: Callable[..., bool]) -> Callable[..., Any]:
+        def call(*args: Any, **keywords: Any) -> Any:
+            if counts(*args, *keywords.values()) and self._fails():
+                raise OSError(self._error, os.strerror(self._error))
+            return function(*args, **keywords)
+
+        return call
+
+    def _fails(self) -> bool:
+        with self._lock:
+            self.count += 1
+            return self.count > self._first if self._always else self.count == self._first + 1
+
+
+def _writes(path: object, flags: int, *_: object) -> bool:
+    return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+def _is_for_writing(file: object, mode: str = "r", *_: object) -> bool:
+    return not isinstance(file, int) and any(letter in mode for letter in "wax+")
+
+
+def open_things() -> tuple[int, list[str]]:
+    """Return the number of open descriptors, and the names of our threads."""
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("mlx-flash")]
+    return len(list(Path("/dev/fd").iterdir())), threads
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Return the files and folders in a folder that a writer should have completed or removed.
+
+    Telemetry of a running process is left out: who looks after its end removes what it could not remove itself.
+    """
+    found = [path for path in folder.rglob("*") if ".partial" in path.name or path.name.startswith("session-")]
+    return [path for path in found if not path.name.startswith(f"{os.getpid()}-")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
 import resource
 import signal
@@ -18,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import scan_cache_dir
 from mlx_lm.generate import setup_arg_parser
 from rich.console import Console
 
+import children
 from mlx_flash import __version__, cli
+from mlx_flash.commands import cache
 from mlx_flash.commands.arguments import COMMANDS, parse_arguments
 from mlx_flash.commands.render import render_plan
 from mlx_flash.config import GB, FlashConfig
@@ -30,7 +32,6 @@ from mlx_flash.monitor.words import rate, speed
 from models import make_random_model
 
 ROOT = Path(__file__).parents[1]
-ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
 SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 300"
 MIXTURE = (
     "--architecture qwen3_moe --layers 4 --hidden-size 128 --intermediate-size 128 --heads 4 --kv-heads 2 "
@@ -40,8 +41,7 @@ PROMPT = "Tell me\\nabout\\tthe sea."
 
 
 def run(*arguments: object, module: str = "mlx_flash", stdin: str = "") -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    return subprocess.run(command, input=stdin.encode(), capture_output=True, env=ENV, cwd=ROOT, timeout=60)
+    return children.run("-m", module, *arguments, stdin=stdin)
 
 
 def run_json(*arguments: object, stdin: str = "") -> dict[str, Any]:
@@ -213,24 +213,25 @@ def test_bench_measures_a_cold_run_against_its_plan(model: Path) -> None:
         assert words in text
 
 
-def test_cache_lists_downloaded_models_with_their_sizes(tmp_path: Path) -> None:
+def test_cache_lists_downloaded_models_with_their_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     snapshot = tmp_path / "hub/models--org--tiny/snapshots/abc"
     snapshot.mkdir(parents=True)
     (snapshot.parents[1] / "blobs").mkdir()
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs/main").write_text("abc")
     (snapshot / "model.safetensors").write_bytes(bytes(303_000))
-    command = [sys.executable, "-m", "mlx_flash", "cache", "list"]
-    env = {**ENV, "HF_HUB_CACHE": str(tmp_path / "hub"), "XDG_CACHE_HOME": str(tmp_path)}
-    text = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, check=True).stdout
-    assert re.search(r"^org/tiny +303 kB +used today", text, re.MULTILINE)
-    (listed,) = json.loads(subprocess.run([*command, "--json"], capture_output=True, env=env, cwd=ROOT).stdout)[
-        "models"
-    ]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "hub"))
+    assert cli.main(["cache", "list"]) == 0
+    assert re.search(r"^org/tiny +303 kB +used today", capsys.readouterr().out, re.MULTILINE)
+    assert cli.main(["cache", "list", "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)["models"]
     assert (listed["model"], listed["bytes"]) == ("org/tiny", 303_000)
-    env["HF_HUB_CACHE"] = str(tmp_path / "none")
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
-    assert done.returncode == 0 and "0 models of 0 kB" in done.stdout
+    monkeypatch.setattr(cache, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "none"))
+    assert cli.main(["cache", "list"]) == 0
+    assert "0 models of 0 kB" in capsys.readouterr().out
 
 
 def test_plan_table(model: Path) -> None:
@@ -350,7 +351,7 @@ finally:
     times = []
     for _ in range(3):  # processor time: the machine may be busy
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=ROOT, env=ENV)
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=ROOT, env=children.ENV)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(times) < 0.5
@@ -429,7 +430,9 @@ def generating(model: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A run that would take long, and whose first text has come."""
     command = [sys.executable, "-m", "mlx_flash", "generate", "--model", str(model), "-m", "100000"]
     command += ["--ram-budget-gb", "min"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, cwd=ROOT) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=children.ENV, cwd=ROOT
+    ) as process:
         try:
             assert process.stdout is not None and process.stdout.read(1)
             yield process

@@ -20,8 +20,11 @@ from mlx_flash.residency.sizes import ModelSizes
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save
 from zoo import configuration
 
+NARROW = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+"""Little to compute beside keys and values."""
+
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": LLAMA | {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 512},
+    "llama": LLAMA | NARROW | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 256},
     "gemma3": GEMMA3,
     "mamba2": MAMBA2,
     "qwen3_moe": QWEN3_MOE,

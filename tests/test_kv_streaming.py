@@ -8,8 +8,6 @@ import gc
 import json
 import os
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,6 +27,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
+import children
 import zoo
 from mlx_flash import BudgetError, ConfigError, DiskKVCache, FlashConfig, FlashLLM, ReadError, WriteError, load_model
 from mlx_flash.commands.generate import needed_context
@@ -350,7 +349,7 @@ def test_a_call_beyond_kv_ram_gb_names_it_with_its_numbers(tmp_path: Path, monke
 
 def test_more_context_than_planned_goes_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that memory has no room for is admitted when the disk has."""
-    directory = save(tmp_path, SMALL | {"num_hidden_layers": 24})
+    directory = save(tmp_path, SMALL | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 24})
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 400_000_000)
     config = FlashConfig(ram_budget_gb=4, prefill_step_size=STEP, context_length=256, kv_step=16, kv_cache="stock")
     config = replace(config, ram_budget_gb=(prepare(directory, config).plan.peak_bytes + 200_000) / 1e9)
@@ -482,13 +481,13 @@ from mlx_flash import FlashConfig, load_model
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.footprint import peak_footprint
 config = FlashConfig(
-    ram_budget_gb="min", kv_cache="disk", kv_step=16, context_length={length} + 16, prefill_step_size=64
+    ram_budget_gb="min", kv_cache="disk", kv_step=8, context_length={length} + 8, prefill_step_size=24
 )
 least = prepare({directory!r}, config).plan
 config = replace(config, ram_budget_gb=least.minimum_bytes / 1e9 + 0.25, kv_ram_gb=least.kv.limit / 1e9 + 1e-9)
 model, _ = load_model({directory!r}, config)
 prompt = mx.array([i * 7 % 300 for i in range({length})])
-tokens = [int(t) for t, _ in generate_step(prompt, model, max_tokens=2, prefill_step_size=64)]
+tokens = [int(t) for t, _ in generate_step(prompt, model, max_tokens=2, prefill_step_size=24)]
 kv = model.kv
 print(json.dumps({{
     "tokens": tokens, "peak": peak_footprint(), "budget": model.plan.budget_bytes, "limit": model.plan.kv.limit,
@@ -499,15 +498,17 @@ print(json.dumps({{
 
 def test_the_process_keeps_its_budget(tmp_path: Path) -> None:
     """With keys and values that are several times their share."""
-    length = 240
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 256}
-    directory = save(tmp_path / "model", SMALL | heads | {"num_hidden_layers": 48})
+    length = 136
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 44}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 512}
+    directory = save(tmp_path / "model", SMALL | shape | heads)
     code = BUDGET.format(here=str(Path(__file__).parent), length=length, directory=str(directory))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    done = children.run("-c", code, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()
     told = json.loads(done.stdout)
     assert told["peak"] <= told["budget"]
     assert told["written"] > 2 * told["limit"]
     assert told["read"] > told["written"]
     prompt = mx.array([i * 7 % 300 for i in range(length)])
-    steps = generate_step(prompt, stock(directory), max_tokens=2, prefill_step_size=64)
+    steps = generate_step(prompt, stock(directory), max_tokens=2, prefill_step_size=24)
     assert told["tokens"] == [int(token) for token, _ in steps]

@@ -22,6 +22,7 @@ from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.facade import ModelFacade
+from mlx_flash.engine.forecast import Forecast
 from mlx_flash.engine.headroom import check_not_forked
 from mlx_flash.engine.manager import FlashManager
 from mlx_flash.engine.passes import Passes, Row
@@ -61,6 +62,7 @@ class FlashLLM(ModelFacade):
         name: what to call it.
         counters: what its calls did so far.
         prefixes: the prefix cache; None before :meth:`start`, and where the settings want none.
+        forecast: the gain of a larger budget; None before :meth:`start`.
     """
 
     def __init__(self, prepared: Prepared, config: FlashConfig, name: str) -> None:
@@ -69,6 +71,7 @@ class FlashLLM(ModelFacade):
         self._config = config
         self.plan = prepared.plan
         self.prefixes: PrefixCache | None = None
+        self.forecast: Forecast | None = None
         self._governor = open_governor(config)
         options = prepared.plan.kv.options
         self.kv = None if options is None else KVPool(options, self._governor.count)
@@ -115,7 +118,8 @@ class FlashLLM(ModelFacade):
     def _carry_out(self, prepared: Prepared, progress: Progress | None = None) -> None:
         session = Session(prepared, self._config, self.name, self.counters, self.kv, self._governor, progress)
         self.layout, self.plan = prepared.layout, prepared.plan
-        self.engine, self.prefixes, self._session = session.engine, session.prefixes, session
+        self.engine, self.prefixes, self.forecast = session.engine, session.prefixes, session.forecast
+        self._session = session
         self._passes = Passes(self._model, session, self.kv, self.counters)
         self._release = finalize(self, session.end)
 

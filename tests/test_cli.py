@@ -159,7 +159,7 @@ def test_summary_goes_to_stderr(model: Path) -> None:
     done = run("generate", "--model", model, "-m", 4, "--ram-budget-gb", "min", "--prefill-step-size", 4)
     summary = done.stderr.decode()
     assert done.stdout.endswith(b"\n")
-    for words in ("Prompt:", "Generation:", "Peak memory:", "within the budget of", "per token", "Waiting:"):
+    for words in ("Prompt:", "Generation:", "Peak memory:", "within the budget of", "per token", "Time:"):
         assert words in summary
     assert "--prefill-step-size 4" in " ".join(summary.split())
     assert all(len(line) <= 80 for line in summary.splitlines()) and "\x1b" not in summary

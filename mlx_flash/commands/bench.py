@@ -12,7 +12,7 @@ import mlx.core as mx
 from rich.progress import DownloadColumn
 
 from mlx_flash.commands.common import make_config, print_json, print_rich, progress_bar
-from mlx_flash.commands.render import labelled_lines
+from mlx_flash.commands.render import labelled_lines, roofline
 from mlx_flash.commands.report import GenerationReport, Recorder, make_report
 from mlx_flash.config import GB
 from mlx_flash.engine.prepare import resolve
@@ -67,3 +67,4 @@ def _lines(report: GenerationReport, plan: ResidencyPlan, cold: str) -> Iterator
     if report.reading_bytes_per_second:
         probed = plan.disk_bytes_per_second / GB
         yield "Disk:", f"{report.reading_bytes_per_second / GB:.2f} GB/s while reading; probed: {probed:.2f} GB/s"
+    yield from roofline(report)

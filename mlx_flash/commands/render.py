@@ -12,7 +12,7 @@ from rich.table import Table
 from mlx_flash.commands.report import PROMPT_LENGTHS, GenerationReport
 from mlx_flash.config import GB
 from mlx_flash.layout.load import ModelLayout, Unit
-from mlx_flash.monitor.words import SLOW, counted, duration, size, speed
+from mlx_flash.monitor.words import DISK_LIMITS, SLOW, counted, duration, size, speed
 from mlx_flash.residency.plan import MB, Pool, ResidencyPlan, in_mb
 
 LONG_SECONDS = 60.0
@@ -72,8 +72,19 @@ def _disk_lines(report: GenerationReport) -> Iterator[tuple[str, str]]:
     if report.reading_bytes_per_second and report.disk_bytes_per_second and report.disk_speed_share:
         speed, probed = report.reading_bytes_per_second / GB, report.disk_bytes_per_second / GB
         yield "Disk:", f"{speed:.2f} GB/s while reading, {report.disk_speed_share:.0%} of the probed {probed:.2f} GB/s"
-    if report.generation_wait_share is not None:
-        yield "Waiting:", f"for the disk in {report.generation_wait_share:.0%} of the generation time"
+    yield from roofline(report)
+
+
+def roofline(report: GenerationReport) -> Iterator[tuple[str, str]]:
+    """Yield the shares of the generation time, and the gain of a larger budget."""
+    waiting, reading = report.generation_wait_share, report.generation_read_share
+    if waiting is not None and reading is not None:
+        limit = "the disk" if waiting >= DISK_LIMITS else "computing"
+        shares = f"reading {reading:.0%}, computing {1 - waiting:.0%}, waiting for the disk {waiting:.0%}"
+        yield "Time:", f"{shares} of the generation: limited by {limit}"
+    if report.more_budget_bytes and report.more_tokens_per_second and report.generation_tokens_per_second:
+        now, then = speed(report.generation_tokens_per_second), speed(report.more_tokens_per_second)
+        yield "More memory:", f"+{size(report.more_budget_bytes)}: {now} -> {then} predicted"
 
 
 def render_plan(model: str, layout: ModelLayout, plan: ResidencyPlan) -> RenderableType:

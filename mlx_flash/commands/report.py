@@ -59,6 +59,7 @@ class Recorder:
 
     Attributes:
         plan: the model's plan; None when mlx-lm alone runs it.
+        forecast: the gain of a larger budget; None when mlx-lm alone runs it.
         texts, tokens: the output so far.
         finish_reason: mlx-lm's, or ``"interrupted"``.
         start, first, last: marks at the start of prefill, at the first token and at the last one.
@@ -67,6 +68,7 @@ class Recorder:
     def __init__(self, model: nn.Module, num_prompt_tokens: int, load_seconds: float) -> None:
         self._engine = model.engine if isinstance(model, FlashLLM) else None
         self._kv = model.kv if isinstance(model, FlashLLM) else None
+        self.forecast = model.forecast if isinstance(model, FlashLLM) else None
         experts = self._engine.experts if self._engine is not None else None
         self._experts = experts.pool.stats if experts is not None else ExpertStats()  # the engine drops its own
         self.plan: ResidencyPlan | None = model.plan if isinstance(model, FlashLLM) else None
@@ -120,6 +122,8 @@ class GenerationReport:
         disk_bytes_per_second: speed of the disk in its probe.
         disk_speed_share: ``reading_bytes_per_second`` over ``disk_bytes_per_second``.
         prompt_wait_share, generation_wait_share: share of the time spent waiting for weights, keys and values.
+        generation_read_share: share of the time of generation with at least one read in flight.
+        more_budget_bytes, more_tokens_per_second: what so much more budget is predicted to give; None where nothing.
         kv_bytes_read, kv_bytes_written: keys and values of prompt and generation, from and to disk.
         expert_hit_rate: share of the experts needed in generation that were in memory or in flight.
         expert_bytes_read_per_token: bytes of experts in ``bytes_read_per_token``.
@@ -155,6 +159,9 @@ class GenerationReport:
     disk_speed_share: float | None = None
     prompt_wait_share: float | None = None
     generation_wait_share: float | None = None
+    generation_read_share: float | None = None
+    more_budget_bytes: int | None = None
+    more_tokens_per_second: float | None = None
     kv_bytes_read: int | None = None
     kv_bytes_written: int | None = None
     expert_hit_rate: float | None = None
@@ -220,10 +227,26 @@ def _disk_numbers(run: Recorder, plan: ResidencyPlan) -> Json:
         "disk_speed_share": speed and ratio(speed, plan.disk_bytes_per_second),
         "prompt_wait_share": ratio(first.wait_seconds - start.wait_seconds, first.seconds - start.seconds),
         "generation_wait_share": ratio(last.wait_seconds - first.wait_seconds, last.seconds - first.seconds),
+        "generation_read_share": _share(last.busy_seconds - first.busy_seconds, last.seconds - first.seconds),
+        **_more(run),
         "kv_bytes_read": last.kv_read_bytes - start.kv_read_bytes,
         "kv_bytes_written": last.kv_written_bytes - start.kv_written_bytes,
         "plan": plan,
     }
+
+
+def _share(part: float, whole: float) -> float | None:
+    """Return a share of a time. Clocks are read one after another, so that parts may exceed the whole a little."""
+    found = ratio(part, whole)
+    return None if found is None else min(found, 1.0)
+
+
+def _more(run: Recorder) -> Json:
+    found = None if run.forecast is None else run.forecast.outlook()
+    speed = ratio(len(run.tokens) - 1, run.last.seconds - run.first.seconds)
+    if found is None or speed is None:
+        return {}
+    return {"more_budget_bytes": found.more_bytes, "more_tokens_per_second": speed * found.times}
 
 
 def _expert_numbers(run: Recorder) -> Json:

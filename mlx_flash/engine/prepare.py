@@ -23,7 +23,7 @@ from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.residency.machine import has_grown, look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan
 from mlx_flash.residency.search import make_plan
-from mlx_flash.residency.sizes import measure
+from mlx_flash.residency.sizes import ModelSizes, measure
 from mlx_flash.storage.safetensors import read_checkpoint
 
 
@@ -34,6 +34,7 @@ class Prepared:
     Attributes:
         loaded: mlx-lm's model, every weight a lazily loaded array.
         layout: the model's units.
+        sizes: the model in numbers.
         machine: the machine in numbers.
         plan: what will be in memory.
         identity: the modules and arrays that were loaded.
@@ -42,6 +43,7 @@ class Prepared:
 
     loaded: LoadedModel
     layout: ModelLayout
+    sizes: ModelSizes
     machine: Machine
     plan: ResidencyPlan
     identity: ModelIdentity
@@ -58,8 +60,11 @@ class Prepared:
         is_unchanged = self.identity.is_unchanged
         if is_unchanged and not has_grown(self.machine, machine):
             return self
-        layout = self.layout if is_unchanged else make_layout(self.loaded)
-        return replace(self, layout=layout, plan=_plan(self.loaded, layout, config, machine))
+        layout, sizes = self.layout, self.sizes
+        if not is_unchanged:
+            layout = make_layout(self.loaded)
+            sizes = _sizes(self.loaded, layout)
+        return replace(self, layout=layout, sizes=sizes, plan=make_plan(sizes, config, machine))
 
 
 def prepare(
@@ -91,12 +96,13 @@ def prepare(
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
     machine = look_at_machine(largest.path, layout, config)
     fingerprint = None if config.kv_prefixes == "off" else fingerprint_of(loaded, state_of(checkpoint))
-    plan = _plan(loaded, layout, config, machine)
-    return Prepared(loaded, layout, machine, plan, ModelIdentity(loaded.model), fingerprint)
+    sizes = _sizes(loaded, layout)
+    plan = make_plan(sizes, config, machine)
+    return Prepared(loaded, layout, sizes, machine, plan, ModelIdentity(loaded.model), fingerprint)
 
 
-def _plan(loaded: LoadedModel, layout: ModelLayout, config: FlashConfig, machine: Machine) -> ResidencyPlan:
-    return make_plan(measure(layout, loaded.config, kernel_alignment()), config, machine)
+def _sizes(loaded: LoadedModel, layout: ModelLayout) -> ModelSizes:
+    return measure(layout, loaded.config, kernel_alignment())
 
 
 def resolve(path_or_hf_repo: str, revision: str | None = None) -> Path:

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
+from mlx_flash.engine.forecast import Forecast
 from mlx_flash.engine.meter import SpeedMeter
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.status import PassCounters, Status
@@ -39,6 +40,7 @@ class Session:
     Attributes:
         engine: carries the plan out.
         meter: measures the speed that is reached.
+        forecast: the gain of a larger budget.
         prefixes: the prefix cache; None where the settings want none.
     """
 
@@ -65,6 +67,7 @@ class Session:
         poison = config.poison_released_slots
         self.engine = Engine(layout, plan, self._reader, kernel_alignment(), poison, progress, experts)
         self.meter = SpeedMeter(plan, self._reader.stats, self.engine.stream.stats)
+        self.forecast = Forecast(prepared.sizes, config, machine, plan, self.meter)
         self._machine = machine
         self.prefixes: PrefixCache | None = None
         if fingerprint is not None:
@@ -74,6 +77,7 @@ class Session:
         if config.telemetry:
             status = Status(name, plan, layout, self.engine, counters, kv)
             status.tell("writes", governor.telemetry)
+            status.tell("outlook", self.forecast.telemetry)
             if self.prefixes is not None:
                 status.tell("prefixes", self.prefixes.telemetry)
             self._publisher = Publisher(status.collect)

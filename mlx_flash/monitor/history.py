@@ -50,6 +50,7 @@ class Rates:
         read_bytes_per_second: bytes read in the last seconds over their wall time.
         reading_bytes_per_second: all bytes over the time with at least one read in flight, loading included.
         shares: shares of the last seconds.
+        reading_share: share of the last seconds with at least one read in flight.
         experts: rates over the last seconds or, in a slow model, the last calls; None without a pool of experts.
     """
 
@@ -59,6 +60,7 @@ class Rates:
     read_bytes_per_second: float | None = None
     reading_bytes_per_second: float | None = None
     shares: Shares | None = None
+    reading_share: float | None = None
     experts: ExpertRates | None = None
 
 
@@ -71,6 +73,7 @@ class Sample:
     tokens_out: float
     last_ended: float
     nbytes: float
+    busy_seconds: float
     wait_seconds: float
     held_seconds: float
     pass_seconds: float
@@ -88,6 +91,7 @@ class Sample:
             tokens_out=number(state, "passes", "num_tokens_out"),
             last_ended=number(state, "passes", "last_ended"),
             nbytes=number(state, "read", "nbytes"),
+            busy_seconds=number(state, "read", "busy_seconds"),
             wait_seconds=number(state, "stream", "wait_seconds"),
             held_seconds=number(state, "stream", "held_seconds"),
             pass_seconds=number(state, "passes", "pass_seconds") + under_way,
@@ -170,6 +174,7 @@ class History:
             read_bytes_per_second=max(0.0, now.nbytes - before.nbytes) / seconds if seconds > 0 else None,
             reading_bytes_per_second=now.nbytes / busy if busy > SHORTEST_SECONDS else None,
             shares=_shares(before, now) if seconds > 0 else None,
+            reading_share=_cut(now.busy_seconds - before.busy_seconds, seconds) / seconds if seconds > 0 else None,
             experts=self._expert_rates(before) if isinstance(state.get("experts"), dict) else None,
         )
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from mlx_flash.monitor.experts import ExpertRates
 from mlx_flash.monitor.glyphs import STYLES, WORDS, Glyphs, bar, chart, strip
 from mlx_flash.monitor.history import History, Shares
+from mlx_flash.monitor.limit import limit_words
 from mlx_flash.monitor.state import STATES, Unit, count, model_name, number, optional, units
 from mlx_flash.monitor.system import SystemMemory
 from mlx_flash.monitor.words import amount, duration, percent, rate, size
@@ -207,6 +208,8 @@ def _speeds(history: History, canvas: Canvas) -> Iterator[Text]:
     yield from _chart("read GB/s", history, ("read", disk, "yellow"), canvas, words)
     if rates.shares is not None:
         yield from _time(rates.shares, canvas)
+        if words := limit_words(history, rates.shares):
+            yield _line("limit", words)
     if rates.experts is not None:
         yield from _experts(state, rates.experts)
 

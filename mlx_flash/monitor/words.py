@@ -31,6 +31,9 @@ def amount(number: float | None) -> str:
     return "-" if number is None else f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
 
 
+DISK_LIMITS = 0.2
+"""Share of the time spent waiting for the disk from which on the disk is said to limit the speed."""
+
 SLOW = 0.1
 """Speeds in tokens per second below this are shown as seconds for a token."""
 

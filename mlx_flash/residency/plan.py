@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
@@ -72,6 +72,17 @@ class Machine:
             self.barrier_seconds,
             self.prompt_seconds_per_token,
             self.is_measured,
+        )
+
+    def at_speed(self, speed: Speed) -> Machine:
+        """Return the machine with other speeds."""
+        return replace(
+            self,
+            disk=replace(self.disk, bytes_per_second=speed.disk_bytes_per_second),
+            compute_bytes_per_second=speed.compute_bytes_per_second,
+            barrier_seconds=speed.barrier_seconds,
+            prompt_seconds_per_token=speed.prompt_seconds_per_token,
+            is_measured=speed.is_measured,
         )
 
 

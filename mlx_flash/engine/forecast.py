@@ -1,0 +1,48 @@
+"""A forecast for a running model: the gain of a larger budget, at the speeds that the run has reached."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from mlx_flash.config import FlashConfig
+from mlx_flash.engine.meter import SpeedMeter
+from mlx_flash.residency.budgets import Outlook, outlook
+from mlx_flash.residency.plan import Machine, ResidencyPlan
+from mlx_flash.residency.sizes import ModelSizes
+
+
+class Forecast:
+    """Makes the forecast once, when the run has been long enough to measure. Any thread may ask; it works on numbers.
+
+    Args:
+        sizes: the model in numbers.
+        config: the settings.
+        machine: with the speeds that the plan was made with.
+        plan: the plan in force.
+        meter: knows the speeds that the run has reached.
+    """
+
+    def __init__(
+        self, sizes: ModelSizes, config: FlashConfig, machine: Machine, plan: ResidencyPlan, meter: SpeedMeter
+    ) -> None:
+        self._sizes = sizes
+        self._config = config
+        self._machine = machine
+        self._plan = plan
+        self._meter = meter
+        self._made: tuple[Outlook | None] | None = None
+
+    def outlook(self) -> Outlook | None:
+        """Return the gain of a larger budget; None while the run is too short, and where there is no gain."""
+        if self._made is None:
+            speed = self._meter.speed(self._machine.speed)
+            if speed is None:
+                return None
+            self._made = (outlook(self._sizes, self._config, self._machine.at_speed(speed), self._plan),)
+        return self._made[0]
+
+    def telemetry(self) -> dict[str, Any]:
+        """Return the forecast for the published state."""
+        found = self.outlook()
+        return {} if found is None else asdict(found)

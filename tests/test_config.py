@@ -65,6 +65,7 @@ def test_defaults() -> None:
         "kv_prefix_tenant": None,
         "kv_prefix_gb": None,
         "ssd_write_gb_per_day": None,
+        "batching": "exact",
         "lend_reserves": True,
         "num_slots": None,
         "expert_pool_gb": None,
@@ -88,6 +89,7 @@ def test_every_field_is_tested_here() -> None:
         "kv_keep",
         "kv_step",
         "kv_directory",
+        "batching",
         "kv_prefixes",
         "kv_prefix_tenant",
     }
@@ -365,6 +367,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "kv_prefix_tenant": (None, "alice"),
     "kv_prefix_gb": (None, 0, 12.5),
     "ssd_write_gb_per_day": (None, 0, 12.5),
+    "batching": ("exact", "stock"),
     "lend_reserves": (True, False),
     "num_slots": (None, 1, 3),
     "expert_pool_gb": (None, 0, 2.5),

@@ -22,6 +22,8 @@ from mlx_flash.compat.generation import (
     with_names,
 )
 from mlx_flash.model import FlashLLM
+from mlx_flash.speculation.decoder import MAX_GUESSES, Decoder
+from mlx_flash.speculation.lookup import Lookup
 
 Token = tuple[int, mx.array]
 """A token and the logarithms of all probabilities, ``(vocabulary,)``."""
@@ -64,7 +66,8 @@ def _generate(
     cache = make_prompt_cache(model, max_kv_size) if prompt_cache is None else prompt_cache
     report = prompt_progress_callback or (lambda done, total: None)
     report(0, len(prompt))
-    choose = Chooser(sampler, logits_processors)
+    choose = _Chooser(sampler, logits_processors)
+    decoder = Decoder(model, cache, Lookup(cast("list[int]", prompt.tolist())))
     with mx.stream(stream):
         token, logprobs = choose(prompt, model.prompt(prompt[None], cache, prefill_step_size, report))
     num_done, is_in_cache = 0, True
@@ -78,38 +81,34 @@ def _generate(
             if num_done == max_tokens:
                 return
             is_in_cache = True  # or the call fails, and is not repeated
+            num_left = max_tokens - num_done - 1 if max_tokens > 0 else MAX_GUESSES
             with mx.stream(stream):
-                token, logprobs = choose(token, model(token[None], cache=cache))
+                token, logprobs = choose(token, decoder.logits(cast(int, token.item()), num_left))
     finally:
-        if prompt_cache is not None and not is_in_cache:  # the caller's cache holds every token that was handed out
-            with mx.stream(stream):
-                model(token[None], cache=cache)
+        with mx.stream(stream):
+            if prompt_cache is not None and not is_in_cache:  # the caller's cache holds every token that was handed out
+                decoder.logits(cast(int, token.item()), 0)
+            decoder.take_back()
 
 
-class Chooser:
-    """Chooses tokens from logits as mlx-lm does.
+class _Chooser:
+    """Chooses tokens from logits as mlx-lm does."""
 
-    Args:
-        sampler: chooses from log probabilities; None takes the likeliest token.
-        processors: change logits; None for none.
-        tokens: those that processors see before the first ones that are given to a call.
-    """
-
-    def __init__(self, sampler: Any, processors: Any, tokens: Sequence[int] = ()) -> None:
+    def __init__(self, sampler: Any, processors: Any) -> None:
         self._sampler = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
         self._processors = processors or ()
-        self._tokens = mx.array(list(tokens)) if tokens and self._processors else None
+        self._tokens: mx.array | None = None
 
-    def __call__(self, new: mx.array | None, output: mx.array) -> tuple[mx.array, mx.array]:
+    def __call__(self, new: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
         """Return the next token, ``(1,)``, and the log probabilities, ``(1, vocabulary)``, evaluated.
 
         Args:
-            new: the tokens that were computed; None if processors know them.
+            new: the tokens that were computed.
             output: the logits, of which the last row counts.
         """
         logits = output[:, -1, :]
         if self._processors:
-            self._tokens = mx.concat([tokens for tokens in (self._tokens, new) if tokens is not None])
+            self._tokens = new if self._tokens is None else mx.concat([self._tokens, new])
             for process in self._processors:
                 logits = process(self._tokens, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -25,16 +26,18 @@ from mlx_flash.engine.facade import ModelFacade
 from mlx_flash.engine.forecast import Forecast
 from mlx_flash.engine.headroom import check_not_forked
 from mlx_flash.engine.manager import FlashManager
-from mlx_flash.engine.passes import Passes, Row
+from mlx_flash.engine.passes import GuessedRows, Passes, Row
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
-from mlx_flash.errors import ClosedError
+from mlx_flash.errors import BudgetError, ClosedError, WriteError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import open_governor
 from mlx_flash.prefixes.cache import PrefixCache
+from mlx_flash.speculation.pace import Times
 
 _log = logging.getLogger("mlx_flash")
 
@@ -61,6 +64,7 @@ class FlashLLM(ModelFacade):
         kv: what its KV caches share; None where they are mlx-lm's own.
         name: what to call it.
         counters: what its calls did so far.
+        times: measured times of its passes. There from :meth:`start` on.
         prefixes: the prefix cache; None before :meth:`start`, and where the settings want none.
         forecast: the gain of a larger budget; None before :meth:`start`.
     """
@@ -121,6 +125,7 @@ class FlashLLM(ModelFacade):
         self.engine, self.prefixes, self.forecast = session.engine, session.prefixes, session.forecast
         self._session = session
         self._passes = Passes(self._model, session, self.kv, self.counters)
+        self.times = Times(self.plan.seconds, self.plan.streaming.compute_seconds)
         self._release = finalize(self, session.end)
 
     def end_loans(self) -> None:
@@ -175,7 +180,7 @@ class FlashLLM(ModelFacade):
         with self._lock:
             return cast(mx.array, self._compute(row)[-1])
 
-    def row(self, tokens: mx.array, cache: list[Any], step: int, *, wants_logits: bool = True) -> Row:
+    def row(self, tokens: mx.array, cache: list[Any], step: int) -> Row:
         """Return a prompt, or a token, to be computed by :meth:`advance`.
 
         Args:
@@ -183,18 +188,16 @@ class FlashLLM(ModelFacade):
             cache: the prompt cache, which the tokens are added to.
             step: mlx-lm's ``prefill_step_size``. All tokens but the last are computed in parts of so many, and the last
                 one alone, as mlx-lm does.
-            wants_logits: whether to compute the logits of the last token. If not, it is not computed alone.
         """
         self.start()
         whole = parse_call((tokens,), {"cache": cache}, wants_logits=False)
         limit = self.plan.prefill_step_size
-        num_together = tokens.shape[1] - wants_logits
-        if limit < min(step, num_together):
+        if limit < min(step, tokens.shape[1] - 1):
             self._tell_step(limit, 1)
-        borders = sorted({*range(0, num_together, step), num_together, tokens.shape[1]})
+        borders = sorted({*range(0, tokens.shape[1] - 1, step), tokens.shape[1] - 1, tokens.shape[1]})
         chunks = [whole.part(start, stop) for start, stop in pairwise(borders)]
         parts = [part for chunk in chunks for part in chunk.parts(limit)]
-        parts[-1] = replace(parts[-1], wants_logits=wants_logits)
+        parts[-1] = replace(parts[-1], wants_logits=True)
         return Row(parts[0] if len(parts) == 1 else whole, parts)
 
     def _tell_step(self, step: int, batch_size: int) -> None:
@@ -221,6 +224,41 @@ class FlashLLM(ModelFacade):
         with self._lock:
             self._check_open()
             self._passes.advance(self.plan, rows, lends=self._config.lend_reserves and self._manager.is_alone)
+
+    def rows(self, tokens: Sequence[int], cache: list[Any]) -> GuessedRows:
+        """Compute tokens that follow each other, in one pass over the weights and each in a call of its own.
+
+        Args:
+            tokens: the next token, and guesses at the tokens after it.
+            cache: the prompt cache, which the tokens are added to.
+
+        Returns:
+            The logits of the next token, and of as many others as memory has room for.
+
+        Raises:
+            As a call. The cache is put back, if there is more than one token.
+        """
+        checkpoints = Checkpoints()
+        call = parse_call((mx.array([tokens]),), {"cache": cache})
+        parts = [replace(part, checkpoints=checkpoints) for part in call.parts(1)]
+        row = Row(parts[0] if len(parts) == 1 else call, parts)
+        with self._lock:
+            self.start()
+            stats = self._running.engine.stream.stats
+            began, waited = time.perf_counter(), stats.wait_seconds
+            self.advance([row])
+            if isinstance(row.error, BudgetError | WriteError) and len(tokens) > 1:
+                return self.rows(tokens[:1], cache)
+            if row.error is not None:
+                raise row.error
+            mx.eval(row.outputs)
+            self.times.note(len(row.outputs), time.perf_counter() - began, stats.wait_seconds - waited)
+        return GuessedRows(row.outputs, checkpoints, self.counters)
+
+    def refusal(self, cache: Sequence[Any]) -> str | None:
+        """Return the reason why :meth:`rows` computes one token at a time with a prompt cache; None if it does not."""
+        self.start()
+        return self._passes.refusal(cache) if self._config.speculation else "speculation is switched off"
 
     def _compute(self, row: Row) -> list[Any]:
         while not row.is_done:
@@ -252,13 +290,8 @@ class FlashLLM(ModelFacade):
         return stock if self.kv is None else make_caches(stock, self.kv.options, self.kv)
 
     @property
-    def batching(self) -> str:
-        """How several sequences are computed: ``"exact"`` or ``"stock"``."""
-        return self._config.batching
-
-    @property
     def is_batchable(self) -> bool:
-        """True if mlx-lm's batches keep to the settings: their caches are mlx-lm's, in memory, and forget nothing."""
+        """True if batches keep to the settings: their caches are mlx-lm's, in memory, and forget nothing."""
         return self.kv is None or (self.kv.options.max_tokens is None and not self.plan.kv.num_on_disk)
 
     def close(self) -> nn.Module:

@@ -31,7 +31,7 @@ from mlx_flash.errors import ConfigError, FlashError
 COUNTS = ("context_length", "prefill_step_size", "kv_max_tokens", "num_slots", "queue_depth")
 SHARES = ("expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day")
 NUMBERS = ("ram_budget_gb", "kv_ram_gb", "read_size_mb", *SHARES)
-SWITCHES = ("enabled", "lend_reserves", "expert_lookahead", "telemetry", "poison_released_slots")
+SWITCHES = ("enabled", "lend_reserves", "speculation", "expert_lookahead", "telemetry", "poison_released_slots")
 WORDS = ("min", "safe", "balanced", "performance")
 OR_WORDS = "or one of 'min', 'safe', 'balanced', 'performance'"
 
@@ -65,8 +65,8 @@ def test_defaults() -> None:
         "kv_prefix_tenant": None,
         "kv_prefix_gb": None,
         "ssd_write_gb_per_day": None,
-        "batching": "exact",
         "lend_reserves": True,
+        "speculation": True,
         "num_slots": None,
         "expert_pool_gb": None,
         "expert_lookahead": True,
@@ -89,7 +89,6 @@ def test_every_field_is_tested_here() -> None:
         "kv_keep",
         "kv_step",
         "kv_directory",
-        "batching",
         "kv_prefixes",
         "kv_prefix_tenant",
     }
@@ -367,8 +366,8 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "kv_prefix_tenant": (None, "alice"),
     "kv_prefix_gb": (None, 0, 12.5),
     "ssd_write_gb_per_day": (None, 0, 12.5),
-    "batching": ("exact", "stock"),
     "lend_reserves": (True, False),
+    "speculation": (True, False),
     "num_slots": (None, 1, 3),
     "expert_pool_gb": (None, 0, 2.5),
     "expert_lookahead": (True, False),

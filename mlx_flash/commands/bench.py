@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TextIO
 
@@ -30,7 +31,9 @@ def bench(args: argparse.Namespace, out: TextIO) -> int:
         drop_file(file)
     began = time.perf_counter()
     with progress_bar(args, "Loading", DownloadColumn()) as progress:
-        model, _ = load_model(path, make_config(args), progress=progress)
+        model, _ = load_model(
+            path, replace(make_config(args), speculation=False), progress=progress
+        )  # the text is noise
     with model:
         engine = model.engine
         assert engine is not None

@@ -8,6 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_flash.kv.checkpoints import Checkpoints
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardCall:
@@ -21,6 +23,7 @@ class ForwardCall:
         cache: mlx-lm's prompt cache, one entry a layer, if there is one.
         is_plain: tokens and a prompt cache, and nothing else.
         wants_logits: False where the caller drops the result.
+        checkpoints: of the prompt cache before each part of the call, if the parts are guesses; None if none is.
     """
 
     arguments: tuple[Any, ...]
@@ -30,6 +33,7 @@ class ForwardCall:
     cache: Sequence[Any] | None
     is_plain: bool
     wants_logits: bool = True
+    checkpoints: Checkpoints | None = None
 
     @property
     def batch_size(self) -> int:

@@ -38,7 +38,10 @@ class _Lane:
         self.calls = list(calls)
         if len(calls) > 1:
             self.put_back = None if is_proven else snapshot(self.cache)
-            self.views = CacheViews(self.cache, [call.num_tokens // call.batch_size for call in calls])
+            lengths, checkpoints = [call.num_tokens // call.batch_size for call in calls], calls[0].checkpoints
+            if checkpoints is not None:
+                self.put_back = self.trim = partial(checkpoints.take_back, 0)
+            self.views = CacheViews(self.cache, lengths, checkpoints)
             self.calls = [_with_cache(call, view) for call, view in zip(calls, self.views.views, strict=True)]
 
     def task(self, index: int, compute: Compute) -> Any:
@@ -88,12 +91,22 @@ class CallGroup:
 
     def fits(self, cache: Sequence[Any]) -> bool:
         """Return whether several calls with one prompt cache can share a pass."""
-        if self._needs_order or not self.can_share or not can_be_viewed(cache):
-            return False
+        return self.refusal(cache) is None and (self._is_proven or snapshot(cache) is not None)
+
+    def refusal(self, cache: Sequence[Any]) -> str | None:
+        """Return the reason why calls with one prompt cache cannot share a pass if they can be taken back; or None."""
         pooled = [entry for entry in cache if isinstance(entry, PooledCache)]
-        if any(entry.is_on_disk or entry.pool.options.max_tokens is not None for entry in pooled):
-            return False
-        return self._is_proven or snapshot(cache) is not None
+        if not self.can_share:
+            return "all weights are in memory" if self._engine.experts is None else "experts are traced call by call"
+        if self._needs_order:
+            return "layers of the model share entries of the prompt cache"
+        if not can_be_viewed(cache):
+            return "the model has a prompt cache of its own kind"
+        if any(entry.is_on_disk for entry in pooled):
+            return "keys and values are on disk"
+        if any(entry.pool.options.max_tokens is not None for entry in pooled):
+            return "the KV cache drops tokens"
+        return None
 
     def run(
         self, lanes: Sequence[Sequence[ForwardCall]], compute: Compute, progress: Callable[[float], None]

@@ -18,8 +18,9 @@ from mlx_flash.engine.headroom import Lane, check_headroom
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.errors import FlashError
+from mlx_flash.kv.checkpoints import Checkpoints, kept_bytes
 from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.views import trimmer
+from mlx_flash.kv.views import entries_of, trimmer
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.prefixes.leaves import forget
 from mlx_flash.residency.plan import ResidencyPlan
@@ -64,17 +65,16 @@ class Row:
         if len(self.parts) == 1:
             return Lane(self.whole)
         step = max(part.num_tokens for part in self.left) // self.whole.batch_size
-        return Lane(self.whole.part(-(self.num_left // self.whole.batch_size)), step)
+        return Lane(self.whole.part(-(self._num_left // self.whole.batch_size)), step)
 
     @property
-    def num_left(self) -> int:
-        """Tokens that are not computed yet."""
+    def _num_left(self) -> int:
         return sum(part.num_tokens for part in self.left)
 
     def tell(self, more: int, share: float = 1.0) -> None:
         """Report the tokens that are done, and a share of the next ones."""
         total = self.whole.num_tokens
-        self.report(total - self.num_left + int(share * more), total)
+        self.report(total - self._num_left + int(share * more), total)
 
     def finish(self, calls: Sequence[ForwardCall], outputs: Sequence[Any]) -> None:
         """Take the outputs of the next parts."""
@@ -83,6 +83,26 @@ class Row:
             if call.wants_logits or len(self.parts) == 1:
                 self.outputs.append(output)
         self.tell(0)
+
+
+@dataclass(frozen=True, slots=True)
+class GuessedRows:
+    """Tokens that follow each other, each computed in a call of its own. All but the first are guesses.
+
+    Attributes:
+        outputs: the logits of the first ones, as many as memory had room for: ``(1, 1, vocabulary)`` each.
+        checkpoints: of the prompt cache.
+        counters: of the model's calls.
+    """
+
+    outputs: Sequence[mx.array]
+    checkpoints: Checkpoints
+    counters: PassCounters
+
+    def keep(self, number: int) -> None:
+        """Keep the first tokens in the prompt cache, and take the others back."""
+        self.checkpoints.take_back(number)
+        self.counters.end_guess(len(self.outputs) - 1, number - 1)
 
 
 class Passes:
@@ -126,7 +146,7 @@ class Passes:
     def _choose(self, plan: ResidencyPlan, rows: Sequence[Row], loans: Loans | None) -> dict[Row, list[ForwardCall]]:
         """Return as many of the rows as memory allows, each with the parts that share the next pass."""
         more = [self._more(row) for row in rows]
-        costs = [plan.activations.waiting_bytes(part.num_tokens) for parts in more for part in parts]
+        costs = [_waiting_bytes(plan, part) for parts in more for part in parts]
         num_rows, granted = len(rows) if self.group.can_share else 1, 0
         while True:
             try:
@@ -140,7 +160,7 @@ class Passes:
         chosen = {row: [row.left[0]] for row in rows[:num_rows]}
         for row, parts in zip(chosen, more, strict=False):
             for part in parts:
-                granted -= plan.activations.waiting_bytes(part.num_tokens)
+                granted -= _waiting_bytes(plan, part)
                 if granted < 0:
                     return chosen
                 chosen[row].append(part)
@@ -148,10 +168,19 @@ class Passes:
 
     def _more(self, row: Row) -> list[ForwardCall]:
         """Return the parts that may share a pass with the first one that is left."""
-        cache = row.left[0].cache
-        if len(row.left) == 1 or cache is None or self._session.prefixes is not None or not self.group.fits(cache):
+        first = row.left[0]
+        if len(row.left) == 1 or first.cache is None:
             return []
-        return list(row.left)[1:]
+        can_be_undone = first.checkpoints is not None
+        fits = self.refusal(first.cache) is None if can_be_undone else self._fits(first.cache)
+        return list(row.left)[1:] if fits else []
+
+    def _fits(self, cache: Sequence[Any]) -> bool:
+        return self._session.prefixes is None and self.group.fits(cache)
+
+    def refusal(self, cache: Sequence[Any]) -> str | None:
+        """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""
+        return "prompts are cached" if self._session.prefixes is not None else self.group.refusal(cache)
 
     def _run(self, rows: list[Row], lanes: list[list[ForwardCall]]) -> None:
         calls = [call for lane in lanes for call in lane]
@@ -211,7 +240,8 @@ class Passes:
         self, calls: Sequence[ForwardCall], lanes: Sequence[Sequence[ForwardCall]], run: Callable[[], Any]
     ) -> Any:
         """Compute some calls in one pass, and count it."""
-        num_tokens, num_sequences = sum(call.num_tokens for call in calls), sum(lane[0].batch_size for lane in lanes)
+        certain = [call for lane in lanes for call in (lane if lane[0].checkpoints is None else lane[:1])]
+        num_tokens, num_sequences = sum(call.num_tokens for call in certain), sum(lane[0].batch_size for lane in lanes)
         experts = self._session.engine.experts
         self._counters.begin(num_tokens, num_sequences)
         self._session.meter.begin()
@@ -228,3 +258,9 @@ class Passes:
         if len(lanes) == 1:
             self._session.meter.end(num_tokens, num_sequences)
         return output
+
+
+def _waiting_bytes(plan: ResidencyPlan, call: ForwardCall) -> int:
+    """Return the memory that a further call takes in a pass, and what its checkpoints keep."""
+    kept = () if call.checkpoints is None else (kept_bytes(entry) for entry in entries_of(call.cache or ()))
+    return plan.activations.waiting_bytes(call.num_tokens) + sum(kept)

@@ -41,6 +41,7 @@ class PassCounters:
         began: when the call under way began (``time.perf_counter()``), or None.
         last_began: when it or, between calls, the last one began.
         last_ended: when the last one ended.
+        num_guessed, num_right: tokens that were guessed and computed in passes with others, and those that were right.
         num_tokens, batch_size: of that call: new tokens over all sequences, and sequences.
     """
 
@@ -53,6 +54,8 @@ class PassCounters:
     decode_seconds: float = 0.0
     prompt_gap_seconds: float = 0.0
     decode_gap_seconds: float = 0.0
+    num_guessed: int = 0
+    num_right: int = 0
     began: float | None = None
     last_began: float = 0.0
     last_ended: float = 0.0
@@ -94,6 +97,13 @@ class PassCounters:
             self.decode_seconds += seconds
             self.num_tokens_out += self.batch_size
         self.last_ended = now
+
+    def end_guess(self, num_guessed: int, num_right: int) -> None:
+        """Notes how many tokens were guessed in the last call, which counts as one token, and how many were right."""
+        self.num_guessed += num_guessed
+        self.num_right += num_right
+        self.num_tokens_in += num_right
+        self.num_tokens_out += num_right
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_flash.kv.base import PooledCache
+from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.sizes import example_update
 from mlx_flash.layout.arrays import arrays_in
 
@@ -60,18 +61,20 @@ class CacheViews:
     Args:
         cache: the entries.
         lengths: new tokens of each call, in order.
+        checkpoints: gets checkpoints of the entries before each call, if the calls may be taken back.
 
     Attributes:
         views: for each call, what it takes for the prompt cache.
     """
 
-    def __init__(self, cache: Sequence[Any], lengths: Sequence[int]) -> None:
-        self._entries = [part for entry in cache for part in _parts(entry)]
+    def __init__(self, cache: Sequence[Any], lengths: Sequence[int], checkpoints: Checkpoints | None = None) -> None:
+        self._entries = entries_of(cache)
         starts = [sum(lengths[:call]) for call in range(len(lengths))]
         self._views = [[_advanced(entry, start) for entry in self._entries] for start in starts]
         self.views = [_same_structure(cache, iter(parts)) for parts in self._views]
         self._owner = [0] * len(self._entries)
         self._seen = [_contents(entry) for entry in self._entries]
+        self._checkpoints = checkpoints
         for number in range(len(self._entries)):
             self._attach(number)
 
@@ -91,6 +94,8 @@ class CacheViews:
         """Make the view of the call that owns an entry the entry itself."""
         call, entry = self._owner[number], self._entries[number]
         if call < len(self._views):
+            if self._checkpoints is not None:
+                self._checkpoints.add(call, entry)
             view = self._views[call][number]
             view.__class__ = type(entry)
             view.__dict__ = entry.__dict__
@@ -98,13 +103,13 @@ class CacheViews:
 
 def can_be_viewed(cache: Sequence[Any]) -> bool:
     """Return whether views of all entries exist: they are mlx-lm's caches of one sequence, or of a pool."""
-    parts = [part for entry in cache for part in _parts(entry)]
+    parts = entries_of(cache)
     return all(isinstance(part, PooledCache) or type(part) in _KINDS for part in parts)
 
 
 def snapshot(cache: Sequence[Any]) -> Callable[[], None] | None:
     """Return what puts empty entries back as they are; None if one of them holds anything."""
-    entries = [part for entry in cache for part in _parts(entry)]
+    entries = entries_of(cache)
     if any(arrays_in(vars(entry)) or not entry.empty() for entry in entries):
         return None
     before = [{} if isinstance(entry, PooledCache) else copy.deepcopy(vars(entry)) for entry in entries]
@@ -132,6 +137,11 @@ def trimmer(cache: Sequence[Any]) -> Callable[[], None] | None:
             entry.trim(entry.offset - offset)
 
     return trim
+
+
+def entries_of(cache: Sequence[Any]) -> list[Any]:
+    """Return the entries of a prompt cache, and those of its lists of caches in their place."""
+    return [part for entry in cache for part in _parts(entry)]
 
 
 def _parts(entry: Any) -> Iterator[Any]:

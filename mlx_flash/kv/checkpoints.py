@@ -1,0 +1,89 @@
+"""Checkpoints of caches: what puts an entry back after tokens that were computed in vain."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+from mlx_flash.kv.base import PooledCache
+from mlx_flash.layout.arrays import arrays_in
+
+PutBack = Callable[[], None]
+
+
+class Checkpoints:
+    """Checkpoints of a prompt cache before each of several calls, which add a token each."""
+
+    def __init__(self) -> None:
+        self._before: list[list[PutBack]] = []
+
+    def add(self, call: int, entry: Any) -> None:
+        """Make a checkpoint of an entry, which a call is about to change."""
+        while len(self._before) <= call:
+            self._before.append([])
+        self._before[call].append(checkpoint(entry))
+
+    def take_back(self, num_kept: int) -> None:
+        """Put the entries back as the first calls left them, as if the others had never been."""
+        for put_backs in reversed(self._before[num_kept:]):
+            for put_back in put_backs:
+                put_back()
+        del self._before[num_kept:]
+
+
+def checkpoint(entry: Any) -> PutBack:
+    """Return what puts an entry back as it is now, after at most one more token.
+
+    After several tokens, the checkpoints before each of them put the entry back, the last one first. None copies more
+    than a token: arrays of states are kept, since models replace them, and rows behind the end mean nothing.
+    """
+    if isinstance(entry, PooledCache | KVCache | QuantizedKVCache):
+        offset = entry.offset
+        return lambda: _trim(entry, offset)
+    attributes = {name: _kept(value) for name, value in vars(entry).items()}
+    rewrite = _overwritten(entry) if isinstance(entry, RotatingKVCache) else None
+
+    def put_back() -> None:
+        entry.__dict__ = attributes
+        if rewrite is not None:
+            rewrite()
+
+    return put_back
+
+
+def kept_bytes(entry: Any) -> int:
+    """Return the bytes that a checkpoint keeps in memory once the entry has gone on."""
+    if isinstance(entry, RotatingKVCache) and entry.keys is not None:
+        length, nbytes = entry.keys.shape[2], int(entry.nbytes)
+        return nbytes // length if length <= entry.max_size else nbytes
+    return sum(array.nbytes for array in arrays_in(entry.cache)) if isinstance(entry, ArraysCache) else 0
+
+
+def _trim(entry: Any, offset: int) -> None:
+    if entry.offset > offset:
+        entry.trim(entry.offset - offset)
+
+
+def _kept(value: Any) -> Any:
+    """Return a value that later changes in place do not reach. Arrays in lists are states, and not written to."""
+    return [copy.copy(item) for item in value] if isinstance(value, list) else value
+
+
+def _overwritten(entry: RotatingKVCache) -> PutBack | None:
+    """Return what writes back the row of a rotating cache that the next token overwrites; None if it does not."""
+    keys, values, _, keep, max_size, index = entry.state
+    index = keep if index == max_size else index
+    if keys is None or keys.shape[2] > max_size or index >= keys.shape[2]:  # the next token makes new arrays
+        return None
+    rows = [mx.take(array, mx.array([index]), axis=2) for array in (keys, values)]  # a copy
+    mx.eval(rows)
+
+    def rewrite() -> None:
+        for array, row in zip((keys, values), rows, strict=True):
+            array[..., index : index + 1, :] = row
+
+    return rewrite

@@ -1,0 +1,202 @@
+"""Guessed tokens change how many passes a text takes, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import mlx_flash
+from mlx_flash import FlashLLM
+from mlx_flash.compat.generation import stock_generate_step
+from mlx_flash.speculation.pace import Times
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
+from test_model import streamed_whole
+from zoo import configuration
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gemma3": GEMMA3,
+    "mamba2": MAMBA2,
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": configuration("qwen3_next"),
+}
+PROMPT = [5, 17, 290, 3, 42, 64, 99, 5, 17, 290, 3, 42]
+NUM_TOKENS = 20
+
+Directories = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = save(tmp_path_factory.mktemp(name), MODELS[name], mx.float32)
+        return made[name]
+
+    return get
+
+
+class FixedTimes(Times):
+    """Times of a machine on which nothing else runs."""
+
+    def note(self, num_rows: int, seconds: float, waited_seconds: float) -> None:
+        pass
+
+
+def on_a_machine(monkeypatch: pytest.MonkeyPatch, pass_seconds: float, row_seconds: float) -> None:
+    monkeypatch.setattr("mlx_flash.model.Times", lambda *_: FixedTimes(pass_seconds, row_seconds))
+
+
+@pytest.fixture
+def free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass reads for so long that five further rows are computed meanwhile."""
+    on_a_machine(monkeypatch, 1.0, 0.16)
+
+
+Found = list[tuple[int, mx.array]]
+
+
+def by_mlx_lm(directory: Path, max_tokens: int = NUM_TOKENS, **options: Any) -> Found:
+    model = stock(directory)
+    mx.random.seed(3)
+    return list(stock_generate_step(mx.array(PROMPT), model, max_tokens=max_tokens, **options))
+
+
+def streamed(model: FlashLLM, max_tokens: int = NUM_TOKENS, **options: Any) -> Found:
+    mx.random.seed(3)
+    return list(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=max_tokens, **options))
+
+
+def check_equal(got: Found, expected: Found) -> None:
+    assert [token for token, _ in got] == [token for token, _ in expected]
+    assert same_bits([logprobs for _, logprobs in got], [logprobs for _, logprobs in expected])
+
+
+def with_room(model: FlashLLM) -> FlashLLM:
+    model.plan = replace(model.plan, budget_bytes=2 * model.plan.budget_bytes)
+    return model
+
+
+class Oracle:
+    """A source that knows the text, and guesses every third token of it wrong.
+
+    Args:
+        text: the tokens that the model will generate.
+    """
+
+    guess_seconds = 0.0
+
+    def __init__(self, text: list[int]) -> None:
+        self._text = [token if i % 3 else token ^ 1 for i, token in enumerate(text)]
+        self._num_seen = 0
+
+    def add(self, token: int) -> None:
+        self._num_seen += 1
+
+    def look(self) -> int:
+        return 1
+
+    def guess(self, number: int) -> list[int]:
+        return self._text[self._num_seen :][:number] or [0]
+
+
+def by_oracle(monkeypatch: pytest.MonkeyPatch, expected: Found) -> None:
+    """Make the generation loop ask an oracle."""
+    monkeypatch.setattr("mlx_flash.generation.Lookup", lambda prompt: Oracle([token for token, _ in expected]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_and_logprobs_are_those_of_plain_decoding(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    expected = by_mlx_lm(directories(name))
+    by_oracle(monkeypatch, expected)
+    with streamed_whole(directories(name)) as model:
+        check_equal(streamed(with_room(model)), expected)
+        counters = model.counters
+        assert counters.num_guessed > counters.num_right >= NUM_TOKENS // 2
+        assert counters.num_passes == NUM_TOKENS - counters.num_right
+        assert counters.num_tokens_out == NUM_TOKENS - 1  # the prompt's call gives the first
+        assert counters.num_tokens_in == len(PROMPT) + NUM_TOKENS - 1
+        assert counters.num_failed == 0
+
+
+@pytest.mark.parametrize("cut", [1, 2, "tiles"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+def test_finer_cuts(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str, cut: int | str
+) -> None:
+    expected = by_mlx_lm(directories(name), 12)
+    by_oracle(monkeypatch, expected)
+    with streamed_whole(directories(name), cut=cut) as model:
+        check_equal(streamed(with_room(model), 12), expected)
+        refusal = model.refusal(make_prompt_cache(model))  # layers of Qwen3-Next update their states in several units
+        assert bool(model.counters.num_right) == (refusal is None) != (name == "qwen3_next" and cut != 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba2"])
+def test_sampled_tokens_are_those_of_plain_decoding(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    options = {
+        "sampler": make_sampler(temp=0.9, top_p=0.9),
+        "logits_processors": make_logits_processors(repetition_penalty=1.3, repetition_context_size=20),
+    }
+    expected = by_mlx_lm(directories(name), **options)
+    by_oracle(monkeypatch, expected)
+    with streamed_whole(directories(name)) as model:
+        check_equal(streamed(with_room(model), **options), expected)
+        assert model.counters.num_right
+
+
+def test_a_repeating_text_takes_less_than_half_the_passes(directories: Directories, free_rows: None) -> None:
+    expected = by_mlx_lm(directories("mamba2"))  # which says the same two tokens over and over
+    with streamed_whole(directories("mamba2")) as model:
+        check_equal(streamed(with_room(model)), expected)
+        assert model.counters.num_passes < NUM_TOKENS / 2
+
+
+def test_a_model_in_memory_guesses_nothing(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_machine(monkeypatch, 0.1, 0.16)
+    with streamed_whole(directories("mamba2")) as model:
+        streamed(with_room(model))
+        assert model.counters.num_guessed == 0
+
+
+def arrays_of(cache: list[Any]) -> list[mx.array]:
+    """Return what a cache holds, without the room behind the tokens."""
+    found: list[Any] = []
+    for entry in cache:
+        whole = entry.keys_and_values() if hasattr(entry, "keys_and_values") else entry.cache
+        found += [array for item in whole for array in (item if isinstance(item, list | tuple) else [item])]
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [4, 5])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_callers_cache_ends_as_plain_decoding_leaves_it(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str, num_tokens: int
+) -> None:
+    """The text may end at its last token, or wherever the caller stops to listen."""
+    plain = stock(directories(name))
+    theirs = make_prompt_cache(plain)
+    expected = list(stock_generate_step(mx.array(PROMPT), plain, max_tokens=num_tokens, prompt_cache=theirs))
+    by_oracle(monkeypatch, by_mlx_lm(directories(name)))
+    with streamed_whole(directories(name)) as model:
+        for max_tokens in (num_tokens, -1):
+            ours = make_prompt_cache(with_room(model))
+            steps: Any = mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=max_tokens, prompt_cache=ours)
+            got = [next(steps) for _ in range(num_tokens)]
+            steps.close()
+            check_equal(got, expected)
+            assert same_bits(arrays_of(ours), arrays_of(theirs))
+            assert [vars(entry).get("offset") for entry in ours] == [vars(entry).get("offset") for entry in theirs]

@@ -11,10 +11,13 @@ BACKEND ?= $(if $(filter-out Linux,$(shell uname -s)),metal,$(if $(CUDA),$(if $(
 EXTRAS := dev$(if $(filter-out metal,$(BACKEND)),$(comma)$(BACKEND))
 INSTALLED := $(VENV)/.installed-$(BACKEND)
 
-.PHONY: demo test test-quick test-compat zoo check format clean
+.PHONY: demo verify test test-quick test-compat zoo check format clean
 
 demo: $(INSTALLED)  ## build a model of 1 GB, run it in a third of that, then in memory
 	$(BIN)/python scripts/demo.py
+
+verify: $(INSTALLED)  ## compare small models of each kind with mlx-lm, bit for bit, and save receipts
+	$(BIN)/python scripts/verify.py
 
 # Two processes; the tests of a file stay in one, and `tests/conftest.py` puts the slowest files first.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mlx_flash.batching import batch_generate
     from mlx_flash.config import FlashConfig, parse_budget
     from mlx_flash.engine.manager import FlashManager
     from mlx_flash.errors import (
@@ -55,6 +56,7 @@ __all__ = [
     "TruncatedFileError",
     "WriteError",
     "apply_flash_patch",
+    "batch_generate",
     "generate",
     "generate_step",
     "load",
@@ -65,6 +67,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "mlx_flash.batching": {"batch_generate"},
     "mlx_flash.config": {"FlashConfig", "parse_budget"},
     "mlx_flash.engine.manager": {"FlashManager"},
     "mlx_flash.generation": {"generate", "generate_step", "stream_generate"},

@@ -66,7 +66,7 @@ def _generate(
     cache = make_prompt_cache(model, max_kv_size) if prompt_cache is None else prompt_cache
     report = prompt_progress_callback or (lambda done, total: None)
     report(0, len(prompt))
-    choose = _Chooser(sampler, logits_processors)
+    choose = Chooser(sampler, logits_processors)
     decoder = Decoder(model, cache, Lookup(cast("list[int]", prompt.tolist())))
     with mx.stream(stream):
         token, logprobs = choose(prompt, model.prompt(prompt[None], cache, prefill_step_size, report))
@@ -91,24 +91,30 @@ def _generate(
             decoder.take_back()
 
 
-class _Chooser:
-    """Chooses tokens from logits as mlx-lm does."""
+class Chooser:
+    """Chooses tokens from logits as mlx-lm does.
 
-    def __init__(self, sampler: Any, processors: Any) -> None:
+    Args:
+        sampler: chooses from log probabilities; None takes the likeliest token.
+        processors: change logits; None for none.
+        tokens: those that processors see before the first ones that are given to a call.
+    """
+
+    def __init__(self, sampler: Any, processors: Any, tokens: Sequence[int] = ()) -> None:
         self._sampler = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
         self._processors = processors or ()
-        self._tokens: mx.array | None = None
+        self._tokens = mx.array(list(tokens)) if tokens and self._processors else None
 
-    def __call__(self, new: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
+    def __call__(self, new: mx.array | None, output: mx.array) -> tuple[mx.array, mx.array]:
         """Return the next token, ``(1,)``, and the log probabilities, ``(1, vocabulary)``, evaluated.
 
         Args:
-            new: the tokens that were computed.
+            new: the tokens that were computed; None if processors know them.
             output: the logits, of which the last row counts.
         """
         logits = output[:, -1, :]
         if self._processors:
-            self._tokens = new if self._tokens is None else mx.concat([self._tokens, new])
+            self._tokens = mx.concat([tokens for tokens in (self._tokens, new) if tokens is not None])
             for process in self._processors:
                 logits = process(self._tokens, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)

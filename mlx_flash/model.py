@@ -180,7 +180,7 @@ class FlashLLM(ModelFacade):
         with self._lock:
             return cast(mx.array, self._compute(row)[-1])
 
-    def row(self, tokens: mx.array, cache: list[Any], step: int) -> Row:
+    def row(self, tokens: mx.array, cache: list[Any], step: int, *, wants_logits: bool = True) -> Row:
         """Return a prompt, or a token, to be computed by :meth:`advance`.
 
         Args:
@@ -188,16 +188,18 @@ class FlashLLM(ModelFacade):
             cache: the prompt cache, which the tokens are added to.
             step: mlx-lm's ``prefill_step_size``. All tokens but the last are computed in parts of so many, and the last
                 one alone, as mlx-lm does.
+            wants_logits: whether to compute the logits of the last token. If not, it is not computed alone.
         """
         self.start()
         whole = parse_call((tokens,), {"cache": cache}, wants_logits=False)
         limit = self.plan.prefill_step_size
-        if limit < min(step, tokens.shape[1] - 1):
+        num_together = tokens.shape[1] - wants_logits
+        if limit < min(step, num_together):
             self._tell_step(limit, 1)
-        borders = sorted({*range(0, tokens.shape[1] - 1, step), tokens.shape[1] - 1, tokens.shape[1]})
+        borders = sorted({*range(0, num_together, step), num_together, tokens.shape[1]})
         chunks = [whole.part(start, stop) for start, stop in pairwise(borders)]
         parts = [part for chunk in chunks for part in chunk.parts(limit)]
-        parts[-1] = replace(parts[-1], wants_logits=True)
+        parts[-1] = replace(parts[-1], wants_logits=wants_logits)
         return Row(parts[0] if len(parts) == 1 else whole, parts)
 
     def _tell_step(self, step: int, batch_size: int) -> None:
@@ -290,8 +292,13 @@ class FlashLLM(ModelFacade):
         return stock if self.kv is None else make_caches(stock, self.kv.options, self.kv)
 
     @property
+    def batching(self) -> str:
+        """How several sequences are computed: ``"exact"`` or ``"stock"``."""
+        return self._config.batching
+
+    @property
     def is_batchable(self) -> bool:
-        """True if batches keep to the settings: their caches are mlx-lm's, in memory, and forget nothing."""
+        """True if mlx-lm's batches keep to the settings: their caches are mlx-lm's, in memory, and forget nothing."""
         return self.kv is None or (self.kv.options.max_tokens is None and not self.plan.kv.num_on_disk)
 
     def close(self) -> nn.Module:

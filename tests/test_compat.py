@@ -22,6 +22,12 @@ from mlx_flash.compat.require import TESTED, require
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(path.stem for path in Path(compat.__path__[0]).glob("*.py") if path.stem != "__init__")
 
+
+def test_ci_runs_the_oldest_and_the_newest_release() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert set(re.findall(r'mlx-lm: \[?"([\d.]+)"', workflow)) == set(TESTED["mlx-lm"])
+
+
 MISSING = {
     "loading": (utils, "_download"),
     "callers": (utils, "sharded_load"),

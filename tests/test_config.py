@@ -65,6 +65,7 @@ def test_defaults() -> None:
         "kv_prefix_tenant": None,
         "kv_prefix_gb": None,
         "ssd_write_gb_per_day": None,
+        "batching": "exact",
         "lend_reserves": True,
         "speculation": True,
         "num_slots": None,
@@ -89,6 +90,7 @@ def test_every_field_is_tested_here() -> None:
         "kv_keep",
         "kv_step",
         "kv_directory",
+        "batching",
         "kv_prefixes",
         "kv_prefix_tenant",
     }
@@ -366,6 +368,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "kv_prefix_tenant": (None, "alice"),
     "kv_prefix_gb": (None, 0, 12.5),
     "ssd_write_gb_per_day": (None, 0, 12.5),
+    "batching": ("exact", "stock"),
     "lend_reserves": (True, False),
     "speculation": (True, False),
     "num_slots": (None, 1, 3),

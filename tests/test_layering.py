@@ -24,6 +24,7 @@ FLOORS = [
     ["engine"],
     ["model"],
     ["generation", "loading"],
+    ["batching"],
     ["integration", "modelfile", "monitor"],
     ["commands"],
     ["cli"],

@@ -59,6 +59,12 @@ def test_streamed_output_is_that_of_both_references(
     assert again["calls"] == receipt["calls"] and again["files"] == receipt["files"]
 
 
+def test_long_prompt_is_computed_in_parts(folder: Callable[[str], Path]) -> None:
+    status, receipt = verified(folder("qwen3_moe"), "--prompt-tokens", 100, "--prefill-step-size", 64)
+    assert status == 0 and [len(call["tokens"]) for call in receipt["calls"]] == [64, 35, 1, 1, 1]
+    assert [bool(call["logits"]) for call in receipt["calls"]] == [False, False, True, True, True]
+
+
 def test_watching_changes_no_bits_and_leaves_no_trace(folder: Callable[[str], Path]) -> None:
     model = stock(folder("llama"))
     before, seen = type(model.layers[0]).__call__, []
@@ -72,7 +78,7 @@ def test_watching_changes_no_bits_and_leaves_no_trace(folder: Callable[[str], Pa
 def test_reference_has_one_layer_in_memory(tmp_path: Path) -> None:
     directory = save(tmp_path / "model", {**LLAMA, "num_hidden_layers": 16})
     layout = prepare(directory, command.FlashConfig(ram_budget_gb="min")).layout
-    calls = [Call([1, 2, 3], "", {}), Call([4], "", {})]
+    calls = [Call([1, 2, 3], "", {}), Call([4], "logits", {})]
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()

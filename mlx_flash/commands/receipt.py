@@ -39,7 +39,7 @@ class Call:
 
     Attributes:
         tokens: that the model was given.
-        logits: digest of all its logits.
+        logits: digest of its logits; empty for a part of a prompt, whose logits are dropped as mlx-lm drops them.
         layers: digest of each layer's output, by name.
     """
 
@@ -60,7 +60,16 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     next_token: int = 0
 
-    def add(self, model: Any, tokens: list[int], cache: list[Any], layers: dict[str, nn.Module], then: Notice) -> None:
+    def add(
+        self,
+        model: Any,
+        tokens: list[int],
+        cache: list[Any],
+        layers: dict[str, nn.Module],
+        then: Notice,
+        *,
+        is_prompt: bool,
+    ) -> None:
         """Call a model, and add the digests.
 
         Args:
@@ -69,6 +78,7 @@ class Trace:
             cache: the prompt cache.
             layers: modules whose outputs get a digest, by name.
             then: called after each of them.
+            is_prompt: drop the logits.
         """
         names = {id(module): name for name, module in layers.items()}
         digests: dict[str, str] = {}
@@ -78,11 +88,15 @@ class Trace:
             digests[name] = digest_of(*arrays_in(result), before=digests.get(name, ""))
             then(module, result)
 
+        logits_digest = ""
         with watching(list(layers.values()), note):
-            logits = model(mx.array([tokens]), cache=cache)
-            mx.eval(logits, arrays_in(cache))
-        self.calls.append(Call(tokens, digest_of(logits), digests))
-        self.next_token = cast(int, mx.argmax(logits[0, -1]).item())
+            if is_prompt:
+                model(mx.array([tokens]), cache=cache)
+            else:
+                logits = model(mx.array([tokens]), cache=cache)
+                logits_digest, self.next_token = digest_of(logits), cast(int, mx.argmax(logits[0, -1]).item())
+            mx.eval(arrays_in(cache))
+        self.calls.append(Call(tokens, logits_digest, digests))
 
 
 @contextmanager
@@ -139,17 +153,20 @@ def streamed_trace(model: FlashLLM, prompt: Sequence[int], num_tokens: int, repo
 
     Args:
         model: the streamed model. It is started before, so that its layers are final.
-        prompt: its first tokens, computed in parts of the plan's prefill step.
-        num_tokens: calls after the prompt, of one token each.
+        prompt: its first tokens. All but the last are computed in parts of the plan's prefill step.
+        num_tokens: calls after these, of one token each; the first one has the last token of the prompt.
         report: progress.
     """
     model.start()
     layers = {unit.name: unit.module for unit in model.layout.layers}
     step = model.plan.prefill_step_size
-    chunks = [list(prompt[i : i + step]) for i in range(0, len(prompt), step)]
-    cache, found, total = make_prompt_cache(model), Trace(), len(chunks) + num_tokens
+    head = prompt[:-1]
+    chunks = [list(head[i : i + step]) for i in range(0, len(head), step)]
+    cache, found, total = make_prompt_cache(model), Trace(next_token=prompt[-1]), len(chunks) + num_tokens
     for i in range(total):
-        found.add(model, chunks[i] if i < len(chunks) else [found.next_token], cache, layers, lambda *_: None)
+        is_prompt = i < len(chunks)
+        tokens = chunks[i] if is_prompt else [found.next_token]
+        found.add(model, tokens, cache, layers, lambda *_: None, is_prompt=is_prompt)
         report(i + 1, total)
     return found
 
@@ -173,7 +190,7 @@ def reference_trace(path: Path, layout: ModelLayout, calls: Sequence[Call], *, r
         modules = dict(model.named_modules())
         layers = {unit.name: modules[unit.name] for unit in layout.layers}
         then = (lambda *_: None) if resident else _dropper(model, layers, layout.layers)
-        found.add(model, call.tokens, cache, layers, then)
+        found.add(model, call.tokens, cache, layers, then, is_prompt=not call.logits)
         report(i + 1, len(calls))
     return found
 

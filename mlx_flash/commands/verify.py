@@ -165,6 +165,6 @@ def _lines(args: argparse.Namespace, receipt: Json, against: Sequence[str]) -> I
     )
     yield "Result:", f"DIFFERENT from {receipt['difference']} on" if receipt["difference"] else "identical"
     if args.against is not None:
-        yield f"Against {args.against}:", "; ".join(against) if against else "identical"
+        yield "Against:", f"{args.against}: {'; '.join(against) or 'identical'}"
     yield "Digest:", receipt["calls"][-1]["logits"]
     yield "Took:", duration(receipt["seconds"])

@@ -65,16 +65,17 @@ class Row:
         if len(self.parts) == 1:
             return Lane(self.whole)
         step = max(part.num_tokens for part in self.left) // self.whole.batch_size
-        return Lane(self.whole.part(-(self._num_left // self.whole.batch_size)), step)
+        return Lane(self.whole.part(-(self.num_left // self.whole.batch_size)), step)
 
     @property
-    def _num_left(self) -> int:
+    def num_left(self) -> int:
+        """Tokens that are not computed yet."""
         return sum(part.num_tokens for part in self.left)
 
     def tell(self, more: int, share: float = 1.0) -> None:
         """Report the tokens that are done, and a share of the next ones."""
         total = self.whole.num_tokens
-        self.report(total - self._num_left + int(share * more), total)
+        self.report(total - self.num_left + int(share * more), total)
 
     def finish(self, calls: Sequence[ForwardCall], outputs: Sequence[Any]) -> None:
         """Take the outputs of the next parts."""

@@ -1,0 +1,86 @@
+"""mlx-lm's generator of batches, for a subclass that computes the sequences in its own way."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mlx_flash.compat.require import require, require_that
+
+_module = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
+_Stock: Any = require(_module, "BatchGenerator")
+
+Progress: Any = require(_module, "PromptProcessingBatch").Response
+"""Tokens done and tokens to do of a prompt: (uid, progress, end_of_segment, end_of_prompt)."""
+
+Response: Any = require(_module, "GenerationBatch").Response
+"""A token: (uid, token, logprobs, finish_reason, prompt_cache, all_tokens)."""
+
+stock_batch_generate: Callable[..., Any] = require(_module, "batch_generate", "model", "prompt_caches", "kwargs")
+
+require_that("BatchGenerator" in stock_batch_generate.__code__.co_names, "batch_generate makes no BatchGenerator")
+for _name in ("_next", "insert_segments", "extract_cache", "remove", "stats", "close"):
+    require(_Stock, _name)
+for _attribute in ("_unprocessed_sequences", "_counters", "completion_batch_size", "prefill_batch_size"):
+    require_that(f"self.{_attribute} = " in inspect.getsource(_Stock), f"BatchGenerator sets no {_attribute}")
+
+
+class Waiting(NamedTuple):
+    """A sequence that was inserted, as mlx-lm keeps it.
+
+    Attributes:
+        uid: its number.
+        segments: the parts of its prompt; the last one has one token.
+        max_tokens: the most tokens of its answer.
+        cache: its prompt cache.
+        tokens: those in the cache.
+        sampler: chooses tokens.
+        processors: change logits.
+        stop_sequences: end the answer.
+    """
+
+    uid: int
+    segments: list[list[int]]
+    max_tokens: int
+    cache: list[Any]
+    tokens: list[int]
+    sampler: Any
+    processors: Any
+    stop_sequences: Any
+
+
+class BatchGenerator(_Stock):  # type: ignore[misc]
+    """mlx-lm's, with hooks for a subclass."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences that were inserted and not taken."""
+        return len(self._unprocessed_sequences)
+
+    def take(self) -> Waiting:
+        """Return the sequence that waits longest, and let go of it."""
+        return Waiting(*self._unprocessed_sequences.popleft())
+
+    def forget(self, uids: set[int]) -> None:
+        """Let go of sequences that wait."""
+        super().remove(uids & {sequence[0] for sequence in self._unprocessed_sequences})
+
+    def advance(self) -> tuple[list[Any], list[Any]]:
+        """Compute a part of each sequence. Return the progress of prompts, and tokens."""
+        raise NotImplementedError
+
+    def count(self, *, prompt_tokens: int, new_tokens: int, seconds: float) -> None:
+        """Count what a call of :meth:`advance` did."""
+        counters = self._counters
+        counters.prompt_tokens += prompt_tokens
+        counters.generation_tokens += new_tokens
+        counters.generation_steps += bool(new_tokens)
+        if prompt_tokens:
+            counters.prompt_time += seconds
+        else:
+            counters.decode_time += seconds
+
+    def _next(self) -> tuple[list[Any], list[Any]]:
+        return self.advance()

@@ -129,9 +129,9 @@ class FlashLLM(ModelFacade):
         self._release = finalize(self, session.end)
 
     def end_loans(self) -> None:
-        """Free the memory that streamed weights have from reserves. The manager calls this when another one starts."""
+        """Free the memory that weights have from reserves. The manager calls this when another one starts."""
         with self._lock:
-            self._running.engine.loans.recall(self._running.engine.loans.nbytes)
+            self._running.engine.lending.end()
 
     def _check_open(self) -> None:
         if self._closed:

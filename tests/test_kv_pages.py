@@ -24,12 +24,12 @@ from mlx_flash.files import PrivateFolder
 from mlx_flash.kv import pages as pages_module
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.layout import CHUNK_TOKENS, Component, RowLayout
-from mlx_flash.kv.memory import commits_lazily
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import footprint, release_freed_memory
+from mlx_flash.memory.lazy import commits_lazily
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
 WIDE = RowLayout((Component((1, 2), 128, mx.float16), Component((1, 3), 64, mx.float32)), 64)

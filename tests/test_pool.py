@@ -42,6 +42,7 @@ STACKED, SINGLE, UNALIGNED = range(3)
 NUM_EXPERTS = (6, 5, 4)
 SIZES = ((4096, 8192), (3000, 500, 1100), (700, 5001))
 """Bytes of each tensor of an expert, in each layer."""
+CAPACITY = 9
 NUM_KEPT = 33
 """Bytes of each expert of the second layer that are in memory always."""
 
@@ -79,7 +80,7 @@ class Checkpoint:
 
     def pool(self, num_slots: int, reader: BackgroundPrefetcher) -> ExpertPool:
         pitch = max(layer.placement.nbytes for layer in self.layers) + 2 * DIRECT_ALIGNMENT
-        return ExpertPool(SlotArena(num_slots, pitch), self.layers, reader, poison=True)
+        return ExpertPool(SlotArena(num_slots, pitch, CAPACITY), self.layers, reader, poison=True)
 
     def expected(self, layer: int, expert: int) -> list[bytes]:
         """The tensors of an expert, and what is in memory always of it."""
@@ -210,17 +211,33 @@ class Calls(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.cleared)
     @rule(share=st.floats(0.1, 1))
-    def clear_tail(self, share: float) -> None:
+    def clear_head(self, share: float) -> None:
         self.let_go()
         num_slots = max(1, int(share * self.pool.slots.num_slots))
-        self.pool.clear_tail(num_slots)
-        self.cleared = set(range(self.pool.slots.num_slots - num_slots, self.pool.slots.num_slots))
+        self.pool.clear_head(num_slots)
+        self.cleared = set(range(num_slots))
 
     @precondition(lambda self: self.cleared)
     @rule()
-    def restore_tail(self) -> None:
-        self.pool.restore_tail()
+    def restore_head(self) -> None:
+        self.pool.restore_head()
         self.cleared = set()
+
+    @precondition(lambda self: not self.cleared)
+    @rule(num_slots=st.integers(1, CAPACITY))
+    def resize(self, num_slots: int) -> None:
+        self.let_go()
+        before, uses = self.slots_by_use(), len(resident(self.pool))
+        self.pool.resize(num_slots)
+        self.used = {slot for slot in self.used if slot < num_slots}
+        after = self.slots_by_use()
+        assert set(after) <= set(before) and len(resident(self.pool)) <= min(num_slots, uses)
+        if not self.pool._tickets and len(before) == uses:  # nothing was in flight: those used most have stayed
+            assert sorted(after.values()) == sorted(before.values())[max(0, uses - num_slots) :]
+
+    def slots_by_use(self) -> dict[tuple[int, int], float]:
+        there = set(resident(self.pool)) - self.pool._tickets.keys()
+        return {(layer, expert): float(self.pool._uses._sums[layer][expert]) for layer, expert in there}
 
     @invariant()
     def every_slot_has_one_use(self) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_flash.memory.arena import SlotArena
+from mlx_flash.memory.footprint import footprint
+from mlx_flash.memory.lazy import active_memory, commits_lazily
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
 DTYPES = [mx.uint8, mx.bfloat16, mx.float32, mx.uint32]
@@ -61,17 +65,42 @@ def test_slots_do_not_overlap() -> None:
 
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(num_slots=st.integers(1, 5), data=st.data())
-def test_tail_is_the_memory_of_the_last_slots(num_slots: int, data: st.DataObject) -> None:
+def test_head_is_the_memory_of_the_first_slots(num_slots: int, data: st.DataObject) -> None:
     arena = SlotArena(num_slots, 2 * DIRECT_ALIGNMENT)
-    num_last = data.draw(st.integers(1, num_slots))
-    tail = arena.tail(num_last)
-    assert len(tail.memory) == num_last * arena.pitch - DIRECT_ALIGNMENT
-    assert address(tail.memory) == address(arena.memory(num_slots - num_last))
+    num_first = data.draw(st.integers(1, num_slots))
+    head = arena.head(num_first)
+    assert len(head.memory) == num_first * arena.pitch - DIRECT_ALIGNMENT
+    assert address(head.memory) == address(arena.memory(0))
     for slot in range(num_slots):
         arena.fill(slot, 7)
-    tail.fill(9)
-    assert [arena.memory(slot)[0] for slot in range(num_slots)] == [7] * (num_slots - num_last) + [9] * num_last
-    assert set(bytes(arena.memory(num_slots - num_last - 1))) == {7} if num_last < num_slots else True
-    view = tail.view(DIRECT_ALIGNMENT // 2, (3, 5), mx.float32)
-    tail.memory[DIRECT_ALIGNMENT // 2 :][:4] = b"\x00\x00\x80\x3f"
+    head.fill(9)
+    assert [arena.memory(slot)[0] for slot in range(num_slots)] == [9] * num_first + [7] * (num_slots - num_first)
+    assert set(bytes(arena.memory(num_first))) == {7} if num_first < num_slots else True
+    view = head.view(DIRECT_ALIGNMENT // 2, (3, 5), mx.float32)
+    head.memory[DIRECT_ALIGNMENT // 2 :][:4] = b"\x00\x00\x80\x3f"
     assert view[0, 0].item() == 1.0
+
+
+@pytest.mark.skipif(not commits_lazily(), reason="needs memory that is committed when it is written to")
+def test_slots_take_memory_when_they_are_used_and_give_it_back() -> None:
+    pitch = 4 << 20
+    before, active = footprint(), active_memory()
+    arena = SlotArena(2, pitch, 1000)
+    view = arena.view(0, (pitch // 8,), mx.float32)
+    assert view.shape == (1000, pitch // 8)
+    assert footprint() - before < 3 * pitch and (active_memory() - active) // pitch == 2
+    arena.resize(6)
+    assert (active_memory() - active) // pitch == 2  # nothing was written to the new slots
+    for slot in (2, 3, 4):
+        arena.touch(slot)
+        arena.fill(slot, 1)
+    assert footprint() - before > 4 * pitch and (active_memory() - active) // pitch == 5
+    assert bool((view[4].view(mx.uint8) == 1).all())
+    arena.resize(1)
+    assert footprint() - before < 2 * pitch and (active_memory() - active) // pitch == 1
+    assert not bool(view[4].any())
+    del arena, view
+    gc.collect()
+    assert active_memory() == active
+    again = SlotArena(1, pitch, 1000)
+    assert not any(again.memory(0))  # the same addresses, and nothing of what was there

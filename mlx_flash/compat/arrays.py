@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_flash.compat.require import require, require_that
 
@@ -55,3 +56,22 @@ def memory_of(array: mx.array) -> memoryview:
         array: evaluated and contiguous.
     """
     return memoryview(cast(Any, array)).cast("B") if array.size else memoryview(bytearray())
+
+
+def array_over(memory: memoryview, shape: tuple[int, int]) -> mx.array:
+    """Return an array of bytes over memory that MLX has not allocated. It must stay mapped for good.
+
+    MLX copies memory of others on the CPU, ``from_dlpack`` included. But its strided views have no bounds.
+
+    Args:
+        memory: writable bytes.
+        shape: rows and bytes of a row.
+    """
+    anchor = mx.zeros((1,), mx.uint8)
+    mx.eval(anchor)
+    start, of_anchor = (np.frombuffer(m, np.uint8).ctypes.data for m in (memory, memory_of(anchor)))
+    array = mx.as_strided(anchor, shape, (shape[1], 1), (start - of_anchor) % 2**64)
+    mx.eval(array)
+    if np.frombuffer(memory_of(array), np.uint8).ctypes.data != start:
+        raise AssertionError("MLX copied a strided view: it does not share the memory")
+    return array

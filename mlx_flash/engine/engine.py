@@ -10,6 +10,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_flash.engine.lending import Lending
 from mlx_flash.experts.layers import Experts
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.slots import pool_layer
@@ -45,10 +46,12 @@ class ExpertOptions:
     Attributes:
         exact_rows: as in :class:`~mlx_flash.experts.layers.Experts`.
         lookahead: as there.
+        grows: whether the pool may take memory that is reserved for something else.
     """
 
     exact_rows: bool = True
     lookahead: bool = True
+    grows: bool = True
 
 
 @dataclass(slots=True)
@@ -76,6 +79,7 @@ class Engine:
     Attributes:
         stream: the ring of streamed units.
         loans: the streamed weights that are in memory for as long as nothing else needs it.
+        lending: these, and experts.
         units: of each unit in the ring, the unit of the layout that it is, or is a tile of.
         experts: what computes experts that are read one by one; None when there are none, and after :meth:`close`.
         reader: the reader.
@@ -94,6 +98,7 @@ class Engine:
         self.reader = reader
         self.stream = WeightStream([], reader, poison, 0)
         self.loans = Loans(self.stream)
+        self.lending = Lending(self.loans, None, grows=False)
         self.units: list[Unit] = []
         self.experts: Experts | None = None
         self._alignment = alignment
@@ -113,8 +118,10 @@ class Engine:
             self.stream = WeightStream(slots, reader, poison, plan.streaming.num_units)
             self.loans = Loans(self.stream)
             self._start_streaming(trunk, plan)
+            options = experts or ExpertOptions()
             if plan.pool is not None:
-                self._start_experts(layout.experts, plan.pool, poison, experts or ExpertOptions())
+                self._start_experts(layout.experts, plan.pool, poison, options)
+            self.lending = Lending(self.loans, self.experts, grows=options.grows)
         except BaseException:
             self.close()
             raise
@@ -204,7 +211,7 @@ class Engine:
 
     def _start_experts(self, stacks: Sequence[ExpertStack], plan: Pool, poison: bool, options: ExpertOptions) -> None:
         layers = [pool_layer(stack, self._alignment) for stack in stacks]
-        pool = ExpertPool(SlotArena(plan.num_slots, plan.slot_bytes), layers, self.reader, poison)
+        pool = ExpertPool(SlotArena(plan.num_slots, plan.slot_bytes, plan.num_experts), layers, self.reader, poison)
         self.experts = Experts(
             stacks,
             pool,
@@ -252,6 +259,7 @@ class Engine:
         )  # lets go of the slots
         self.stream.stats = stats
         self.experts = None
+        self.lending = Lending(self.loans, None, grows=False)
         self.reader.close()
 
 

@@ -12,18 +12,23 @@ import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_flash.engine.call import ForwardCall
+from mlx_flash.engine.lending import Lending
 from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.sizes import cache_nbytes, update_growth
 from mlx_flash.layout.arrays import arrays_in
-from mlx_flash.memory.footprint import footprint
+from mlx_flash.memory.footprint import footprint, release_freed_memory
+from mlx_flash.memory.lazy import active_memory
+from mlx_flash.residency.machine import BASE_STEP
 from mlx_flash.residency.plan import MB, ResidencyPlan
 from mlx_flash.residency.sizes import ActivationSizes
-from mlx_flash.streaming.loans import Loans
 
 TOKENS_AHEAD = 32
 """Room for so many more tokens is not lent, so that calls seldom wait for a loan that ends."""
+
+UNLENT_SHARE = 0.01
+"""Share of the budget that is not lent, ``BASE_STEP`` at least: intermediate results are known about so well."""
 
 _SETTLED = "settled_padding"
 """Attribute of an evaluated batch with its array of paddings, which mlx-lm replaces when sequences come or go."""
@@ -80,7 +85,7 @@ class Lane:
         return sizes.waiting_bytes(self.num_at_once) + 2 * num_rows * sizes.logits_per_token
 
 
-def check_headroom(plan: ResidencyPlan, lanes: Sequence[Lane], loans: Loans | None = None, wish: int = 0) -> int:
+def check_headroom(plan: ResidencyPlan, lanes: Sequence[Lane], loans: Lending | None = None, wish: int = 0) -> int:
     """Refuse a pass that would take the process over its budget; only loans have changed when it raises.
 
     Loans end as far as the pass needs their memory. What it does not need is lent.
@@ -108,7 +113,7 @@ def check_headroom(plan: ResidencyPlan, lanes: Sequence[Lane], loans: Loans | No
     growth = sum(_kv_growth(plan, lane.call) for lane in lanes)
     missing = elsewhere + in_use + activations + growth - plan.budget_bytes
     growth_of_own = _own_growth(plan, own) if wish or loans is not None else 0
-    room = (loans.nbytes if loans is not None else 0) - missing - growth_of_own
+    room = (max(0, loans.nbytes) if loans is not None else 0) - missing - growth_of_own
     granted = max(0, min(wish, room))
     missing += granted
     if loans is not None:
@@ -179,7 +184,7 @@ def _own(cache: Sequence[Any] | None) -> list[DiskKVCache | DiskQuantizedKVCache
 def _in_use(pools: set[KVPool]) -> int:
     """Bytes in arrays now, of caches what they take instead of what they reserve."""
     reserved = sum(pool.reserved_bytes for pool in pools)
-    return max(0, int(mx.get_active_memory()) - reserved) + sum(pool.memory_bytes for pool in pools)
+    return max(0, active_memory() - reserved) + sum(pool.memory_bytes for pool in pools)
 
 
 def _rooms(plan: ResidencyPlan, free: int) -> list[int]:
@@ -189,7 +194,7 @@ def _rooms(plan: ResidencyPlan, free: int) -> list[int]:
     return [min(free, plan.kv.limit), *(() if plan.kv.is_fixed else (free,))]
 
 
-def _settle(plan: ResidencyPlan, loans: Loans, short: int, known_bytes: int) -> int:
+def _settle(plan: ResidencyPlan, loans: Lending, short: int, known_bytes: int) -> int:
     """End loans where memory is short, and lend what is left over. Return the bytes that were freed.
 
     Args:
@@ -199,13 +204,14 @@ def _settle(plan: ResidencyPlan, loans: Loans, short: int, known_bytes: int) -> 
         known_bytes: the footprint, as the plan and the arrays explain it. What the process has beyond that, such as
             holes between arrays, is not lent.
     """
-    before = loans.nbytes
+    if short + max(0, footprint() - known_bytes) > 0:
+        release_freed_memory()
     short += max(0, footprint() - known_bytes)
     if short > 0:
-        loans.recall(short)
-    else:
-        loans.lend(-short - TOKENS_AHEAD * plan.kv_bytes_per_token)
-    return before - loans.nbytes
+        return loans.recall(short)
+    unlent = max(BASE_STEP, int(UNLENT_SHARE * plan.budget_bytes))
+    loans.lend(-short - TOKENS_AHEAD * plan.kv_bytes_per_token - unlent)
+    return 0
 
 
 _Own = Sequence[tuple[Any, Lane]]
@@ -249,7 +255,7 @@ def _num_tokens(entry: Any) -> int:
     return int(entry.size() if has_size else getattr(entry, "offset", 0))  # a model's own caches may have neither
 
 
-def _settle_batches(entries: Sequence[Any], loans: Loans | None) -> None:
+def _settle_batches(entries: Sequence[Any], loans: Lending | None) -> None:
     """Evaluate, layer by layer, the batches that sequences were added to or removed from since their last call.
 
     mlx-lm replaces the arrays of all layers at once, but lazily. Evaluated together, they would be there twice.
@@ -257,7 +263,7 @@ def _settle_batches(entries: Sequence[Any], loans: Loans | None) -> None:
     paddings = {id(entry): vars(entry).get("left_padding") for entry in entries}
     changed = [entry for entry in entries if paddings[id(entry)] is not vars(entry).get(_SETTLED)]
     if changed and loans is not None:
-        loans.recall(cache_nbytes(changed))
+        loans.recall(min(cache_nbytes(changed), loans.nbytes))
     for entry in changed:
         mx.eval(arrays_in(entry))
         setattr(entry, _SETTLED, paddings[id(entry)])

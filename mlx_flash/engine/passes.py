@@ -15,6 +15,7 @@ from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.group import CallGroup, Compute
 from mlx_flash.engine.headroom import Lane, check_headroom
+from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.errors import FlashError
@@ -24,7 +25,6 @@ from mlx_flash.kv.views import entries_of, trimmer
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.prefixes.leaves import forget
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.streaming.loans import Loans
 from mlx_flash.streaming.lockstep import CALL_ERRORS
 
 
@@ -137,14 +137,14 @@ class Passes:
             ReadError: weights could not be read, and no row went on.
         """
         waiting = sorted((row for row in rows if not row.is_done), key=lambda row: len(row.left))
-        loans = self._session.engine.loans if lends else None
+        loans = self._session.engine.lending if lends else None
         while waiting:
             lanes = self._choose(plan, waiting, loans)
             if lanes:
                 self._run(list(lanes), list(lanes.values()))
             waiting = waiting[max(1, len(lanes)) :]
 
-    def _choose(self, plan: ResidencyPlan, rows: Sequence[Row], loans: Loans | None) -> dict[Row, list[ForwardCall]]:
+    def _choose(self, plan: ResidencyPlan, rows: Sequence[Row], loans: Lending | None) -> dict[Row, list[ForwardCall]]:
         """Return as many of the rows as memory allows, each with the parts that share the next pass."""
         more = [self._more(row) for row in rows]
         costs = [_waiting_bytes(plan, part) for parts in more for part in parts]

@@ -63,7 +63,7 @@ class Session:
             queue_depth=plan.queue_depth,
             in_place=machine.reads_in_place,
         )
-        experts = ExpertOptions(machine.exact_tiles, config.expert_lookahead)
+        experts = ExpertOptions(machine.exact_tiles, config.expert_lookahead, grows=config.expert_pool_gb is None)
         poison = config.poison_released_slots
         self.engine = Engine(layout, plan, self._reader, kernel_alignment(), poison, progress, experts)
         self.meter = SpeedMeter(plan, self._reader.stats, self.engine.stream.stats)

@@ -15,6 +15,7 @@ from mlx_flash.kv.stats import KVUsage
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.load import ModelLayout, Unit
 from mlx_flash.memory.footprint import footprint, peak_footprint
+from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.stream import UnitState
 
@@ -202,8 +203,8 @@ class Status:
 
     def _memory(self) -> Json:
         plan = self._plan
-        active = int(mx.get_active_memory())
-        lent = self._engine.loans.nbytes
+        active = active_memory()
+        lent = self._engine.lending.nbytes
         weights = plan.resident_bytes + plan.pinned_bytes + plan.slots_bytes + plan.pool_bytes + lent
         kv = KVUsage() if self._kv is None else self._kv.usage
         return {

@@ -68,6 +68,10 @@ class Uses:
         self._holders[slot] = None
         self._in_slots[slot] = np.inf
 
+    def holder(self, slot: int) -> Expert | None:
+        """Return the expert in a slot."""
+        return self._holders[slot]
+
     def refresh(self, layer: int, experts: Numbers, slots: Numbers) -> None:
         """Note that experts in these slots were counted."""
         self._in_slots[slots] = self._sums[layer][experts]

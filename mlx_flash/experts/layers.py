@@ -283,6 +283,16 @@ class Experts:
             parts.append((self._pooled.run_rows(layer, x, routing, left), left))
         return parts, [expert for expert in late if expert in absent]
 
+    @property
+    def least_slots(self) -> int:
+        """The fewest slots that calls can be computed with."""
+        return max(self._stage.num_slots, *(stack.top_k for stack in self.stacks))
+
+    def resize(self, num_slots: int) -> None:
+        """Change the number of slots of the pool, between passes."""
+        self._evaluate_pending()
+        self.pool.resize(num_slots)
+
     def let_go(self) -> None:
         """Drop what was not computed: the pass has failed, and the next may come from another thread."""
         self._pending.clear()

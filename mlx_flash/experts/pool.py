@@ -17,7 +17,7 @@ class ExpertPool(ExpertSlots):
     """Reads experts into slots.
 
     Not for several threads at once: the caller holds a lock around a whole forward pass. Everything that computes with
-    a slot must be evaluated before the next call of :meth:`request` or :meth:`clear_tail`, except for the experts that
+    a slot must be evaluated before the next call of :meth:`request` or :meth:`clear_head`, except for the experts that
     :meth:`hold` names.
 
     Args:
@@ -180,6 +180,12 @@ class ExpertPool(ExpertSlots):
             ticket.cancel()
         self._predicted[key[0]].discard(key[1])
         super().leave(key)
+
+    def resize(self, num_slots: int) -> None:
+        """Change the number of slots. Experts in flight to slots that go are dropped."""
+        for key in [key for key in self._tickets if self.slot_of[key[0]][key[1]] >= num_slots]:
+            self.leave(key)
+        super().resize(num_slots)
 
     def drop(self, layer: int, experts: Iterable[int]) -> None:
         """Take the slots of some experts away."""

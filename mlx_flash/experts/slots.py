@@ -108,7 +108,7 @@ class ExpertSlots:
         self._free = list(reversed(range(slots.num_slots)))
         self._cleared = 0
         self._held: Numbers = np.empty(0, np.int64)
-        self._uses = Uses([layer.num_experts for layer in layers], slots.num_slots)
+        self._uses = Uses([layer.num_experts for layer in layers], slots.capacity)
 
     @property
     def num_resident(self) -> int:
@@ -126,7 +126,7 @@ class ExpertSlots:
 
     def needed(self, layer: int, experts: Sequence[int]) -> Mask:
         """Return for each slot whether it belongs to some experts, or to those that are held."""
-        mask = np.zeros(self.slots.num_slots, np.bool_)
+        mask = np.zeros(self.slots.capacity, np.bool_)
         slots = self.slot_of[layer][list(experts)]
         mask[slots[slots != ABSENT]] = True
         mask[self._held] = True
@@ -159,6 +159,7 @@ class ExpertSlots:
         if not self._free and not self._evict(spared):
             return None
         slot = self._free.pop()
+        self.slots.touch(slot)
         for offset, rows in self.layers[layer].kept:
             row = rows[expert]
             np.frombuffer(self.slots.memory(slot), np.uint8)[offset : offset + len(row)] = row
@@ -185,20 +186,51 @@ class ExpertSlots:
             self.slots.fill(slot, POISON)
         self._free.append(slot)
 
-    def clear_tail(self, num_slots: int) -> None:
-        """Take the last slots away from their experts, until :meth:`restore_tail`."""
-        first = self.slots.num_slots - num_slots
+    def clear_head(self, num_slots: int) -> None:
+        """Take the first slots away from their experts, until :meth:`restore_head`."""
         for layer, table in enumerate(self.slot_of):
-            for expert in np.flatnonzero(table >= first):
+            for expert in np.flatnonzero((table != ABSENT) & (table < num_slots)):
                 self.leave((layer, int(expert)))
-        self._free = [slot for slot in self._free if slot < first]
+        self._free = [slot for slot in self._free if slot >= num_slots]
         self._cleared = num_slots
 
-    def restore_tail(self) -> None:
-        """Give the slots of :meth:`clear_tail` back."""
-        first = self.slots.num_slots - self._cleared
-        self._free = [*reversed(range(first, self.slots.num_slots)), *self._free]
+    def restore_head(self) -> None:
+        """Give the slots of :meth:`clear_head` back."""
+        self._free = [*reversed(range(self._cleared)), *self._free]
         self._cleared = 0
+
+    def resize(self, num_slots: int) -> None:
+        """Change the number of slots. Of all experts, those that were used most stay.
+
+        Everything that computes with slots must be evaluated, and no slot may be cleared.
+        """
+        before = self.slots.num_slots
+        going = np.arange(self.slots.capacity) >= num_slots
+        self._held = np.empty(0, np.int64)
+        self._free = [*reversed(range(before, num_slots)), *(slot for slot in self._free if slot < num_slots)]
+        for slot in range(num_slots, before):
+            self._vacate(slot, going)
+        self.slots.resize(num_slots)
+
+    def _vacate(self, slot: int, going: Mask) -> None:
+        """Take a slot from its expert, which gets that of an expert in another slot if that one was used less."""
+        key = self._uses.holder(slot)
+        if key is None:
+            return
+        if not self._free and (least := self._uses.least(going)) is not None and self._uses.is_more(key, least):
+            self.leave(least)
+        if self._free:
+            self._move(key, slot, self._free.pop())
+        else:
+            self.leave(key)
+            self._free.pop()
+
+    def _move(self, key: Expert, slot: int, to: int) -> None:
+        self.slots.touch(to)
+        self.slots.memory(to)[:] = self.slots.memory(slot)
+        self._uses.leave(slot)
+        self._uses.enter(to, key)
+        self.slot_of[key[0]][key[1]] = to
 
     def adopt(self, layer: int, experts: Iterable[int], spared: Mask) -> dict[int, int]:
         """Give slots to experts that the caller will fill: free ones, and those of experts that were used less.

@@ -1,6 +1,6 @@
 """Stacks of experts at their full shape, which is needed where kernels depend on the number of experts.
 
-The matrices of a stack pass one after another through a stage, which is the memory of the pool's last slots. A matrix
+The matrices of a stack pass one after another through a stage, which is the memory of the pool's first slots. A matrix
 lies there as in its file, but only with the needed experts. Those in the pool are copied, the others are read, each
 once, in the order of the file.
 """
@@ -85,7 +85,7 @@ class Stage:
     """Computes stacks of experts at their full shape.
 
     Args:
-        pool: lends its last slots while a stack is computed.
+        pool: lends its first slots while a stack is computed.
         stacks: the stacks, in the pool's order.
         reader: reads the experts.
         alignment: the address alignment that kernels need.
@@ -142,9 +142,9 @@ class Stage:
         """
         pool = self._pool
         pool.drop_unread(layer, hottest)  # their reads may be late in the queue; they are read with the others now
-        pool.clear_tail(self.num_slots)
+        pool.clear_head(self.num_slots)
         if self._arena is None:
-            self._arena = pool.slots.tail(self.num_slots)
+            self._arena = pool.slots.head(self.num_slots)
         pool.count(layer, hottest)
         present = {expert for expert in hottest if pool.slot_of[layer][expert] != ABSENT}
         call = self._call = _Call(layer, list(self._matrices[layer]), sorted(hottest), present)
@@ -168,7 +168,7 @@ class Stage:
             ticket.cancel()
         self._regions.clear()
         self._call = None
-        self._pool.restore_tail()
+        self._pool.restore_head()
 
     def enter(self, matrix: _Matrix) -> None:
         """Wait until a matrix is in the stage."""

@@ -53,7 +53,8 @@ class SharingPromptCache(LRUPromptCache):  # type: ignore[misc]
             self.trim_to(n_bytes=self.limit_bytes - nbytes)
         if isinstance(streamed, FlashLLM):
             if streamed.engine is not None:  # what a batch extracts is not evaluated yet
-                streamed.engine.loans.recall(nbytes)
+                lending = streamed.engine.lending
+                lending.recall(min(nbytes, lending.nbytes))
             if streamed.kv is not None:
                 prompt_cache = self._kept.take(prompt_cache, tokens, streamed.kv)
         for entry in prompt_cache:

@@ -8,61 +8,15 @@ A parked sequence is a list of immutable parts that its copies share. It gets a 
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import sys
 from collections.abc import Sequence
-from functools import lru_cache
 
 import mlx.core as mx
-import numpy as np
 
-from mlx_flash.compat.arrays import memory_of
 from mlx_flash.kv.options import KVOptions, round_up
 from mlx_flash.kv.shared import Part, Parts, SharedRows, cut, num_tokens, slices
-from mlx_flash.memory.footprint import footprint
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
-_PROBE_BYTES = 8 << 20
 _GROWTH = 4
 """A buffer that was too small grows by this part of its size."""
-
-
-@lru_cache(maxsize=1)
-def commits_lazily() -> bool:
-    """Return whether pages of an array can be released, and committed again when written to. Tried once a process.
-
-    They can on Linux with MLX's CPU back end, whose arrays are private anonymous memory. A GPU's driver commits a whole
-    buffer once a kernel uses it.
-    """
-    if sys.platform != "linux" or mx.default_device() == mx.gpu or mx.cuda.is_available():
-        return False
-    array = mx.ones((_PROBE_BYTES,), mx.uint8)
-    mx.eval(array)
-    before = footprint()
-    give_back(array)
-    gone = before - footprint()
-    return gone > _PROBE_BYTES // 2 and not bool(array[_PROBE_BYTES // 2 :][:DIRECT_ALIGNMENT].any())
-
-
-def reserve(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-    """Return zeros that are committed when written to, if the system can. For a moment all of them are committed."""
-    array = mx.zeros(shape, dtype)
-    if commits_lazily():
-        mx.eval(array)
-        give_back(array)
-    return array
-
-
-def give_back(array: mx.array) -> None:
-    """Replace the whole pages inside an evaluated array by zeros that take no memory until they are written to."""
-    memory = np.frombuffer(memory_of(array), np.uint8)
-    start = round_up(memory.ctypes.data, mmap.PAGESIZE)
-    nbytes = (memory.ctypes.data + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    if nbytes > 0:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED) != 0:
-            raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")
 
 
 class MemoryRows:

@@ -17,10 +17,10 @@ import numpy as np
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.kv.layout import RowBytes, RowLayout
-from mlx_flash.kv.memory import commits_lazily, give_back, reserve
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, slot_memory
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import release_freed_memory, use_huge_pages
+from mlx_flash.memory.lazy import commits_lazily, give_back, reserve
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.prefetcher import Ticket
 

@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.compat.arrays import memory_of
-from mlx_flash.memory.footprint import use_huge_pages
+from mlx_flash.memory.footprint import HUGE_PAGE, use_huge_pages
+from mlx_flash.memory.lazy import LazyRows, commits_lazily, uncommit
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
 _MARK = 0xA5
@@ -70,18 +71,66 @@ class SlotArena:
     """Slots of one size in one array, and views of them that have one row in each slot.
 
     Args:
-        num_slots: number of slots.
+        num_slots: slots to have memory for now.
         pitch: bytes from one slot to the next, a multiple of ``DIRECT_ALIGNMENT``. One page of it cannot be used: MLX's
             CPU allocator aligns to 16 bytes only.
+        capacity: rows of the views. Slots beyond ``num_slots`` take no memory until :meth:`resize`, where the system
+            can do that; elsewhere the capacity is ``num_slots``.
+
+    Attributes:
+        num_slots: slots that may be used.
+        capacity: rows of the views.
+        pitch: as given.
+        num_touched: slots that have memory: those up to the last one that was used.
     """
 
-    def __init__(self, num_slots: int, pitch: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_slots: int, pitch: int, capacity: int = 0) -> None:
+        self.num_slots = self.num_touched = self._num_small = num_slots
         self.pitch = pitch
-        self._array = _zeros(num_slots, self.pitch)
+        self._rows = LazyRows(max(num_slots, capacity), pitch) if commits_lazily() else None
+        self._array = _zeros(num_slots, pitch) if self._rows is None else self._rows.array
+        self.capacity = len(self._array)
         self._everything = memory_of(self._array)
         self._start = _first_page(self._everything)
-        use_huge_pages(self._everything)
+        use_huge_pages(self._everything[: num_slots * pitch])
+        use_huge_pages(self._everything[num_slots * pitch :], at_once=False)
+        self._note()
+
+    @property
+    def can_resize(self) -> bool:
+        """True if slots can give their memory back."""
+        return self._rows is not None
+
+    def resize(self, num_slots: int) -> None:
+        """Change the number of slots, up to the capacity. Slots that go give their memory back."""
+        self.num_slots = num_slots
+        if num_slots < self.num_touched:
+            uncommit(self._everything[num_slots * self.pitch : self.committed])
+            self.num_touched = num_slots
+            self._note()
+
+    def touch(self, slot: int) -> None:
+        """Note that a slot gets memory."""
+        if slot >= self.num_touched:
+            self.num_touched = slot + 1
+            self._note()
+
+    @property
+    def committed(self) -> int:
+        """Memory of the slots in bytes."""
+        nbytes = self.num_touched * self.pitch
+        if self.num_touched <= self._num_small:
+            return nbytes
+        return min(-(-nbytes // HUGE_PAGE) * HUGE_PAGE, len(self._everything))
+
+    def num_within(self, nbytes: int) -> int:
+        """Return the number of slots that so much memory is enough for."""
+        num_slots = nbytes // HUGE_PAGE * HUGE_PAGE // self.pitch
+        return num_slots if num_slots > self._num_small else min(nbytes // self.pitch, self._num_small)
+
+    def _note(self) -> None:
+        if self._rows is not None:
+            self._rows.note(self.committed)
 
     def memory(self, slot: int) -> memoryview:
         """Return the bytes of a slot; their address is a multiple of ``DIRECT_ALIGNMENT``."""
@@ -91,7 +140,7 @@ class SlotArena:
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
         """Return an evaluated array ``(slots, *shape)`` whose row of each slot begins ``offset`` bytes into it.
 
-        The slots must be empty: the check overwrites bytes of the first and the last.
+        The slots must be empty: the check overwrites bytes of the first and the last that have memory.
 
         Args:
             offset: a multiple of the item size.
@@ -117,9 +166,9 @@ class SlotArena:
                 return False
         return True
 
-    def tail(self, num_slots: int) -> Arena:
-        """Return the memory of the last slots as one buffer."""
-        pages = self._array[self.num_slots - num_slots :].reshape(-1, DIRECT_ALIGNMENT)
+    def head(self, num_slots: int) -> Arena:
+        """Return the memory of the first slots as one buffer."""
+        pages = self._array[:num_slots].reshape(-1, DIRECT_ALIGNMENT)
         mx.eval(pages)
         return Arena(num_slots * self.pitch - DIRECT_ALIGNMENT, pages)
 

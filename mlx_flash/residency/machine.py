@@ -18,6 +18,7 @@ from mlx_flash.layout.load import ModelLayout
 from mlx_flash.layout.swap import clone_with
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import available_memory, footprint, total_memory
+from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.plan import Machine
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
 from mlx_flash.storage.placement import padded_bytes
@@ -56,7 +57,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         total_memory=total_memory(),
         available_memory=available_memory(),
         base_bytes=-(-footprint() // BASE_STEP) * BASE_STEP,
-        active_bytes=int(mx.get_active_memory()),
+        active_bytes=active_memory(),
         runtime_bytes=RUNTIME_BYTES[_back_end()],
         disk=DiskProfile(
             speed.disk_bytes_per_second,
@@ -107,7 +108,7 @@ def look_at_memory(machine: Machine, promised_bytes: int) -> Machine:
         machine,
         available_memory=available_memory(),
         base_bytes=base + promised_bytes,
-        active_bytes=int(mx.get_active_memory()) + promised_bytes,
+        active_bytes=active_memory() + promised_bytes,
     )
 
 

@@ -90,13 +90,18 @@ class Loans:
         ranks = {id(array): rank * _GOLDEN % 1.0 for rank, array in enumerate(self._order)}
         self._order.sort(key=lambda array: ranks[id(array)])
 
-    def lend(self, nbytes: int) -> None:
-        """Allow so much more memory for loans; the units take it as they are released. Replaces the last call's."""
+    def lend(self, nbytes: int) -> int:
+        """Allow so much more memory for loans; the units take it as they are released. Replaces the last call's.
+
+        Returns:
+            The bytes that no weight has use for.
+        """
         self._promised.clear()
         for array in self._order:
             if array.nbytes <= nbytes and array not in self._lent:
                 nbytes -= array.nbytes
                 self._promised.setdefault(array.unit, []).append(array)
+        return nbytes
 
     def recall(self, nbytes: int) -> None:
         """Free at least so much memory, or all that is lent. Units that are not in a slot now give first."""

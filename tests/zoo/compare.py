@@ -216,11 +216,11 @@ def prompt_in_parts(model: Any) -> list[Any]:
 
 
 def change_loans(model: Any, number: int) -> None:
-    """Lend memory to some streamed weights, to all of them, or to none, by the number of the call."""
+    """Lend memory to some weights and experts, to all of them, or to none, by the number of the call."""
     if isinstance(model, FlashLLM) and model.engine is not None:
-        loans = model.engine.loans
-        loans.recall(loans.nbytes)
-        loans.lend((0, model.plan.streaming.read_bytes // 2, 1 << 40)[number % 3])
+        lending = model.engine.lending
+        lending.recall(1 << 40)
+        lending.lend((0, model.plan.streaming.read_bytes // 2, 1 << 40)[number % 3])
 
 
 def states(cache: list[Any]) -> list[tuple[str, Any]]:

@@ -1,0 +1,112 @@
+"""Memory that is committed when it is written to, and that the system takes back without its being freed."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import count
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_flash.compat.arrays import array_over, memory_of
+from mlx_flash.memory.footprint import footprint
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+
+_PROBE_BYTES = 8 << 20
+
+_numbers = count()
+_committed: dict[int, int] = {}
+_idle_maps: list[mmap.mmap] = []
+"""Address ranges for later pools. None is ever unmapped, since arrays of MLX may still refer to it."""
+
+
+@lru_cache(maxsize=1)
+def commits_lazily() -> bool:
+    """Return whether pages of an array can be released, and committed again when written to. Tried once a process.
+
+    They can on Linux with MLX's CPU back end, whose arrays are private anonymous memory. A GPU's driver commits a whole
+    buffer once a kernel uses it.
+    """
+    if sys.platform != "linux" or mx.default_device() == mx.gpu or mx.cuda.is_available():
+        return False
+    array = mx.ones((_PROBE_BYTES,), mx.uint8)
+    mx.eval(array)
+    before = footprint()
+    give_back(array)
+    gone = before - footprint()
+    return gone > _PROBE_BYTES // 2 and not bool(array[_PROBE_BYTES // 2 :][:DIRECT_ALIGNMENT].any())
+
+
+def reserve(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    """Return zeros that are committed when written to, if the system can. For a moment all of them are committed."""
+    array = mx.zeros(shape, dtype)
+    if commits_lazily():
+        mx.eval(array)
+        give_back(array)
+    return array
+
+
+def give_back(array: mx.array) -> None:
+    """Replace the whole pages inside an evaluated array by zeros that take no memory until they are written to."""
+    uncommit(memory_of(array))
+
+
+def uncommit(memory: memoryview) -> None:
+    """Replace whole pages by zeros that take no memory until they are written to."""
+    pages = np.frombuffer(memory, np.uint8)
+    start = -(-pages.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    nbytes = (pages.ctypes.data + pages.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if nbytes > 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED) != 0:
+            raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")
+
+
+class LazyRows:
+    """An array of zeros whose first rows have memory, and whose other rows get some when they are written to.
+
+    MLX does not count this memory: see :func:`active_memory`. It goes back to the system with this object. Arrays that
+    share it read zeros from then on.
+
+    Args:
+        num_rows: number of rows.
+        width: bytes of a row.
+
+    Attributes:
+        array: the rows.
+    """
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        pages = _take_map(num_rows * width)
+        self.array = array_over(memoryview(pages)[: num_rows * width], (num_rows, width))
+        self._number = next(_numbers)
+        weakref.finalize(self, _end, pages, self._number).atexit = False
+
+    def note(self, committed: int) -> None:
+        """Note how many bytes were written to and not given back."""
+        _committed[self._number] = committed
+
+
+def active_memory() -> int:
+    """Return the bytes of all arrays of this process: what MLX counts, and the rows of :class:`LazyRows`."""
+    return int(mx.get_active_memory()) + sum(list(_committed.values()))
+
+
+def _take_map(nbytes: int) -> mmap.mmap:
+    fitting = [pages for pages in _idle_maps if len(pages) >= nbytes]
+    if not fitting:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = min(fitting, key=len)
+    _idle_maps.remove(pages)
+    return pages
+
+
+def _end(pages: mmap.mmap, number: int) -> None:
+    _committed.pop(number, None)
+    uncommit(memoryview(pages))
+    _idle_maps.append(pages)

@@ -53,6 +53,7 @@ def _load_commands() -> dict[str, Callable[[argparse.Namespace, TextIO], int]]:
     """Import the commands, and with them MLX, which takes seconds, and return them by name."""
     from mlx_flash.commands.bench import bench
     from mlx_flash.commands.cache import cache
+    from mlx_flash.commands.doctor import doctor
     from mlx_flash.commands.generate import generate
     from mlx_flash.commands.mlx_lm import chat, execute, serve
     from mlx_flash.commands.pack import pack
@@ -68,6 +69,7 @@ def _load_commands() -> dict[str, Callable[[argparse.Namespace, TextIO], int]]:
         "plan": plan,
         "bench": bench,
         "verify": verify,
+        "doctor": doctor,
         "exec": execute,
         "pack": pack,
         "cache": cache,

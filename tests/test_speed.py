@@ -14,12 +14,14 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.engine import meter
 from mlx_flash.engine.meter import MIN_PASSES, MIN_READ_BYTES, SpeedMeter
 from mlx_flash.files import cache_directory
+from mlx_flash.loading import load_model
 from mlx_flash.residency import speed as speeds
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
 from mlx_flash.storage.prefetcher import ReadStats
 from mlx_flash.streaming.stream import StreamStats
+from models import LLAMA, run, save
 from test_plan import FIXED, GB, MB, make_machine, make_model, minimum_of, with_budget
 
 MEASURED = Speed(1e9, 2e9, 1e-4, 0.01, is_measured=True)
@@ -98,7 +100,7 @@ def test_meter_finds_the_speed_of_disk_and_processor(monkeypatch: pytest.MonkeyP
     """Passes that compute for twice as long as planned halve the speed of later plans."""
     plan, clock = plan_of(), Clock(monkeypatch)
     read, stream = ReadStats(nbytes=5 * GB, busy_seconds=1.0), StreamStats()
-    found = SpeedMeter(plan, read, stream)
+    found = SpeedMeter(plan, lambda: replace(read), stream)
     assert found.speed(PROBED) is None
     for num_tokens in [64] + [1] * MIN_PASSES:
         found.begin()
@@ -115,10 +117,21 @@ def test_meter_finds_the_speed_of_disk_and_processor(monkeypatch: pytest.MonkeyP
     assert speed.prompt_seconds_per_token == pytest.approx(2 * plan.streaming.compute_seconds)
 
 
+def test_run_of_a_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "MIN_READ_BYTES", 1)
+    model, _ = load_model(save(tmp_path / "model", LLAMA), FlashConfig(ram_budget_gb="min"))
+    key = model._prepared.machine.speed_key
+    with model:
+        run(model, [[1, 2, 3], *([token] for token in range(MIN_PASSES + 1))])
+        assert model.forecast is not None and load_speed(key) is None
+    found = load_speed(key)
+    assert found is not None and found.is_measured and found.prompt_seconds_per_token > 0
+
+
 def test_short_run_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
     read = ReadStats()
-    found = SpeedMeter(plan_of(), read, StreamStats())
+    found = SpeedMeter(plan_of(), lambda: replace(read), StreamStats())
     for _ in range(MIN_PASSES):
         found.begin()
         found.end(1, 1)

@@ -202,7 +202,11 @@ _RUN = (
     _flag("--host", default="127.0.0.1", help="for --serve"),
     _flag("--port", type=int, default=8080, help="for --serve"),
 )
-_PLAN = (_JSON, _flag("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer"))
+_PLAN = (
+    _JSON,
+    _flag("--budgets", action="store_true", help="compare budgets: peak, speed, first token, longest context"),
+    _flag("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer"),
+)
 _BENCH = (
     _flag("--prompt-tokens", type=_count, default=64, metavar="N", help="length of the prompt (default: 64)"),
     _flag("--max-tokens", "-m", type=_count, default=16, metavar="N", help="tokens to generate (default: 16)"),
@@ -218,6 +222,12 @@ _VERIFY = (
     ),
     _flag("--output", "-o", type=Path, metavar="FILE", help="save the receipt"),
     _flag("--against", type=Path, metavar="FILE", help="compare with another receipt"),
+    _JSON,
+)
+_DOCTOR = (
+    _flag("--model", help="model directory, or Hugging Face repository: compare budgets, and measure a short run"),
+    _flag("--prompt-tokens", type=_count, default=16, metavar="N", help="prompt of the measured run (default: 16)"),
+    _flag("--max-tokens", "-m", type=_count, default=12, metavar="N", help="tokens of the measured run (default: 12)"),
     _JSON,
 )
 _EXEC = (_flag("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL"),)
@@ -244,6 +254,9 @@ COMMANDS = {
     "plan": Command("--model MODEL [flags]", "show what stays in memory, and the expected speed", _PLAN),
     "bench": Command("--model MODEL [flags]", "measure a model against its plan", _BENCH),
     "verify": Command("--model MODEL [flags]", "compare streamed output with mlx-lm's, bit for bit", _VERIFY),
+    "doctor": Command(
+        "[--model MODEL] [flags]", "look at machine, disk and MLX, and compare budgets of a model", _DOCTOR, model=False
+    ),
     "exec": Command(
         "[flags] -- PROGRAM [its flags]", "run any program that uses mlx-lm, streaming", _EXEC, model=False
     ),

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TextIO
 
@@ -15,7 +16,7 @@ from rich.progress import DownloadColumn
 from mlx_flash.commands.common import make_config, print_json, print_rich, progress_bar
 from mlx_flash.commands.render import labelled_lines, roofline
 from mlx_flash.commands.report import GenerationReport, Recorder, make_report
-from mlx_flash.config import GB
+from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.generation import generate_step
 from mlx_flash.loading import load_model
@@ -25,15 +26,32 @@ from mlx_flash.residency.plan import ResidencyPlan
 
 
 def bench(args: argparse.Namespace, out: TextIO) -> int:
-    """Load a model with a cold page cache, generate tokens, and report the measurements beside the plan."""
-    path = resolve(args.model)
+    """Run ``mlx-flash bench``: report the measurements of a run beside the plan."""
+    report, plan, cold = measure(args, resolve(args.model), make_config(args))
+    if args.json:
+        print_json({**report.to_json(), "cold": cold}, out)
+    else:
+        print_rich(labelled_lines(_lines(report, plan, cold)), out)
+    return 0
+
+
+def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[GenerationReport, ResidencyPlan, str]:
+    """Load a model with a cold page cache, and generate tokens.
+
+    Args:
+        args: ``model``, ``prompt_tokens`` and ``max_tokens``.
+        path: the model directory.
+        config: how to stream.
+
+    Returns:
+        The measurements, the plan, and in words how cold the run was.
+    """
     for file in path.glob("*.safetensors"):
         drop_file(file)
     began = time.perf_counter()
     with progress_bar(args, "Loading", DownloadColumn()) as progress:
-        model, _ = load_model(
-            path, replace(make_config(args), speculation=False), progress=progress
-        )  # the text is noise
+        # The text is noise: nothing is guessed from it.
+        model, _ = load_model(path, replace(config, speculation=False), progress=progress)
     with model:
         engine = model.engine
         assert engine is not None
@@ -46,12 +64,7 @@ def bench(args: argparse.Namespace, out: TextIO) -> int:
         cold = "the cached pages of the checkpoint were dropped before loading"
         cold += ", and reads bypass the page cache" if engine.reader.is_direct else " (a hint to the system)"
     run.finish_reason = "length"
-    report = make_report(run, args.model, step)
-    if args.json:
-        print_json({**report.to_json(), "cold": cold}, out)
-    else:
-        print_rich(labelled_lines(_lines(report, model.plan, cold)), out)
-    return 0
+    return make_report(run, args.model, step), model.plan, cold
 
 
 def _lines(report: GenerationReport, plan: ResidencyPlan, cold: str) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 from typing import TextIO
 
+from mlx_flash.commands.budgets import budget_rows, budgets_to_json, render_budgets
 from mlx_flash.commands.common import load_tokenizer, make_config, print_json, print_rich
 from mlx_flash.commands.render import render_plan
 from mlx_flash.commands.report import planning_to_json
@@ -18,10 +19,15 @@ def plan(args: argparse.Namespace, out: TextIO) -> int:
     tokenizer = None
     with contextlib.suppress(OSError, ValueError):  # a folder without one can be planned for too
         tokenizer = load_tokenizer(path, args)
-    prepared = prepare(path, make_config(args), writes=False)
+    config = make_config(args)
+    prepared = prepare(path, config, writes=False)
     del tokenizer  # it had to be there: it is part of the process when text is generated
+    rows = budget_rows(prepared, config) if args.budgets else []
     if args.json:
-        print_json(planning_to_json(args.model, prepared.layout, prepared.plan), out)
+        more = {"budgets": budgets_to_json(rows)} if args.budgets else {}
+        print_json({**planning_to_json(args.model, prepared.layout, prepared.plan), **more}, out)
+    elif args.budgets:
+        print_rich(render_budgets(rows), out)
     else:
         print_rich(render_plan(args.model, prepared.layout, prepared.plan), out)
     return 0

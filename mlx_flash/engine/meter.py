@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mlx_flash.residency.plan import ResidencyPlan
@@ -29,15 +30,15 @@ class SpeedMeter:
 
     Args:
         plan: the plan that is carried out.
-        read: counters of its reader.
+        read: returns the counters of its reader.
         stream: counters of its ring.
     """
 
-    def __init__(self, plan: ResidencyPlan, read: ReadStats, stream: StreamStats) -> None:
+    def __init__(self, plan: ResidencyPlan, read: Callable[[], ReadStats], stream: StreamStats) -> None:
         self._plan = plan
         self._read = read
         self._stream = stream
-        self._read_before = replace(read)
+        self._read_before = read()
         self._began = self._waited = 0.0
         self._decode_ended: float | None = None
         self._decode = _Passes()
@@ -78,8 +79,9 @@ class SpeedMeter:
             planned: the speed that the plan was made with. It stands for what could not be measured.
         """
         decode, prompt, plan = self._decode, self._prompt, self._plan
-        nbytes = self._read.nbytes - self._read_before.nbytes
-        seconds = self._read.busy_seconds - self._read_before.busy_seconds
+        read = self._read()
+        nbytes = read.nbytes - self._read_before.nbytes
+        seconds = read.busy_seconds - self._read_before.busy_seconds
         if decode.num_passes < MIN_PASSES or nbytes < MIN_READ_BYTES or seconds <= 0:
             return None
         found = replace(planned, disk_bytes_per_second=nbytes / seconds, is_measured=True)

@@ -66,7 +66,8 @@ class Session:
         experts = ExpertOptions(machine.exact_tiles, config.expert_lookahead, grows=config.expert_pool_gb is None)
         poison = config.poison_released_slots
         self.engine = Engine(layout, plan, self._reader, kernel_alignment(), poison, progress, experts)
-        self.meter = SpeedMeter(plan, self._reader.stats, self.engine.stream.stats)
+        reader = self._reader
+        self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats)
         self.forecast = Forecast(prepared.sizes, config, machine, plan, self.meter)
         self._machine = machine
         self.prefixes: PrefixCache | None = None

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import psutil
 
 _PROC = Path("/proc/self")
@@ -40,6 +41,18 @@ def available_memory() -> int:
     """Return the bytes of memory that can be taken now without making the system swap."""
     inside = [limit - used for limit, used in _cgroup_limits()]
     return max(0, min([int(psutil.virtual_memory().available), *inside]))
+
+
+def wired_limit() -> int | None:
+    """Return the bytes that Metal keeps wired at most, by ``iogpu.wired_limit_mb`` or MLX's figure; None elsewhere."""
+    if not mx.metal.is_available():
+        return None
+    limit = ctypes.c_int(0)
+    nbytes = ctypes.c_size_t(ctypes.sizeof(limit))
+    found = ctypes.CDLL(None).sysctlbyname(b"iogpu.wired_limit_mb", ctypes.byref(limit), ctypes.byref(nbytes), None, 0)
+    if found == 0 and limit.value > 0:
+        return limit.value << 20
+    return int(mx.device_info()["max_recommended_working_set_size"])
 
 
 def _linux_status(field: str) -> int:

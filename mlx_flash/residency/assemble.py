@@ -249,10 +249,11 @@ def timed(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
     steps = [(read, seconds + between) for read, seconds in steps]
     seconds = simulate(steps, streaming.num_slots, unevenness=DISK_UNEVENNESS)
     computing = sum([seconds for _, seconds in steps])
+    experts = 0.0 if task.sizes.experts is None else task.sizes.experts.token_bytes / compute
     plan = replace(
         plan,
         streaming=replace(streaming, seconds=seconds, compute_seconds=computing),
-        prompt_seconds_per_token=machine.prompt_seconds_per_token or _prompt_seconds(task, computing),
+        prompt_seconds_per_token=machine.prompt_seconds_per_token or _prompt_seconds(task, computing + experts),
         is_measured=machine.is_measured,
     )
     if not plan.kv.num_on_disk:

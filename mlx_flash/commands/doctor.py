@@ -1,0 +1,178 @@
+"""``mlx-flash doctor``: what matters about this machine, and what a model would do on it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+import mlx.core as mx
+from rich.console import Group
+
+from mlx_flash.commands.bench import measure
+from mlx_flash.commands.budgets import budget_rows, budgets_to_json, render_budgets
+from mlx_flash.commands.common import make_config, print_json, print_rich
+from mlx_flash.commands.render import labelled_lines, roofline
+from mlx_flash.commands.report import GenerationReport, Json, surroundings
+from mlx_flash.compat.require import TESTED
+from mlx_flash.config import GB, FlashConfig
+from mlx_flash.engine.prepare import prepare, resolve
+from mlx_flash.files import cache_directory
+from mlx_flash.memory.footprint import wired_limit
+from mlx_flash.monitor.system import SystemMemory, system_memory
+from mlx_flash.monitor.words import duration, rate, size
+from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.speed import load_speed
+from mlx_flash.storage.disks import Disk, disk_of
+from mlx_flash.storage.probe import SAMPLE_BYTES, DiskProfile, disk_profile
+from mlx_flash.storage.safetensors import read_checkpoint
+from mlx_flash.storage.selftest import SelfTest, reads_directly, test_now
+
+SLOW_DISK = 1e9
+"""Bytes a second below which a disk is called slow: a token of a model of 10 GB that is not in memory takes 10 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What was found out about the machine.
+
+    Attributes:
+        device: of MLX, for people.
+        memory: of the machine.
+        wired_limit: bytes that Metal keeps wired at most; None elsewhere.
+        disk: that of the model, or of the cache folder.
+        profile: its probed speed.
+        selftest: how bytes reach MLX's device.
+        versions: of Python, MLX, mlx-lm and mlx-flash, with platform and device.
+    """
+
+    device: str
+    memory: SystemMemory
+    wired_limit: int | None
+    disk: Disk
+    profile: DiskProfile
+    selftest: SelfTest
+    versions: Json
+
+
+def doctor(args: argparse.Namespace, out: TextIO) -> int:
+    """Run ``mlx-flash doctor``."""
+    config = make_config(args)
+    path = None if args.model is None else resolve(args.model)
+    found = examine(path, config)
+    if not args.json:
+        print_rich(labelled_lines(_lines(found)), out)
+        print_rich(labelled_lines(("Note:", words) for words in advice(found)), out)
+    model = {} if path is None else _look_at_model(args, path, config, out)
+    if args.json:
+        print_json({**asdict(found), "advice": list(advice(found)), **model}, out)
+    return 0
+
+
+def examine(path: Path | None, config: FlashConfig) -> Findings:
+    """Look at the machine, and at the disk of a model; without one, of the cache folder."""
+    known = mx.device_info()
+    return Findings(
+        device=f"{known.get('device_name', '?')} ({mx.default_device()})",
+        memory=system_memory(),
+        wired_limit=wired_limit(),
+        disk=disk_of(path or cache_directory()),
+        profile=_profile(path, config),
+        selftest=test_now(),
+        versions=surroundings(),
+    )
+
+
+def _profile(path: Path | None, config: FlashConfig) -> DiskProfile:
+    """Return the speed of a disk. Without a model to read, a file is written for the moment."""
+    direct = reads_directly(config.io)
+    if path is not None:
+        return disk_profile(max(read_checkpoint(path).shards, key=lambda shard: shard.nbytes).path, direct)
+    cache_directory().mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=cache_directory()) as file:
+        for _ in range(2):
+            file.write(os.urandom(SAMPLE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        return disk_profile(Path(file.name), direct)
+
+
+def advice(found: Findings) -> Iterator[str]:
+    """Yield what is worth knowing, one sentence or two each."""
+    disk, memory, test = found.disk, found.memory, found.selftest
+    if disk.is_network:
+        yield f"{disk.mount} is a network file system ({disk.file_system}). Hint: copy models to an internal disk."
+    if disk.is_external:
+        yield f"{disk.device} is an external disk. Hint: copy models to an internal one if that is faster."
+    if disk.is_nearly_full:
+        yield f"{disk.mount} has {size(disk.free_bytes)} of {size(disk.total_bytes)} free. Nearly full SSDs are slow."
+    if found.profile.bytes_per_second < SLOW_DISK:
+        yield f"{disk.mount} reads only {found.profile.bytes_per_second / GB:.2f} GB/s, which large models wait for."
+    if not found.profile.direct:
+        yield f"{disk.mount} ({disk.file_system}) has no direct reads: weights pass through the page cache."
+    if memory.swap_used > memory.total // 10:
+        yield f"{size(memory.swap_used)} are swapped out. Hint: close other programs, or take a smaller budget."
+    if test.way != "in place":
+        lost = test.lost.get("in place", 0)
+        yield f"direct reads in place lost {lost} of {test.num_blocks} blocks, so they are {test.way}."
+    if found.wired_limit is not None:
+        yield (
+            f"Metal keeps at most {size(found.wired_limit)} wired: a larger budget is slow. mlx-lm does not warn here, "
+            "since it does not see streamed weights. Hint: sudo sysctl iogpu.wired_limit_mb=N raises the limit."
+        )
+    for name, (oldest, newest) in TESTED.items():
+        if not _numbers(oldest) <= _numbers(found.versions["versions"][name.replace("-", "_")]) <= _numbers(newest):
+            yield f"mlx-flash was tested with {name} {oldest} to {newest}."
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(part) for part in release.split(".") if part.isdigit()]
+
+
+def _lines(found: Findings) -> Iterator[tuple[str, str]]:
+    memory, disk, profile, test = found.memory, found.disk, found.profile, found.selftest
+    versions = found.versions["versions"]
+    yield "Machine:", f"{found.versions['platform']}, {os.cpu_count()} processors"
+    swap = f", {size(memory.swap_used)} swapped out" if memory.swap_used else ""
+    yield "Memory:", f"{size(memory.available)} of {size(memory.total)} free{swap}"
+    yield "Disk:", f"{disk.device} at {disk.mount}, {disk.file_system}, {size(disk.free_bytes)} free{_kind(disk)}"
+    way = "direct" if profile.direct else "through the page cache"
+    yield (
+        "Disk speed:",
+        f"{profile.bytes_per_second / GB:.2f} GB/s, {way}, {profile.queue_depth} x {size(profile.read_size)}",
+    )
+    yield "MLX:", f"{versions['mlx']} on {found.device}; mlx-lm {versions['mlx_lm']}, Python {versions['python']}"
+    lost = ", ".join(f"{way} {number}" for way, number in test.lost.items())
+    yield "Self-test:", f"reads are {test.way}; blocks lost of {test.num_blocks}: {lost} ({duration(test.seconds)})"
+
+
+def _kind(disk: Disk) -> str:
+    words = {"network": disk.is_network, "external": disk.is_external, "encrypted": disk.is_encrypted}
+    return "".join(f", {word}" for word, is_so in words.items() if is_so)
+
+
+def _look_at_model(args: argparse.Namespace, path: Path, config: FlashConfig, out: TextIO) -> Json:
+    """Measure a short run, then plan for several budgets with the speeds that it reached. Print, or return for JSON."""
+    prepared = prepare(path, config, writes=False)  # before the run, which takes memory
+    report, plan, _ = measure(args, path, config)
+    reached = load_speed(prepared.machine.speed_key) or prepared.machine.speed
+    rows = budget_rows(replace(prepared, machine=prepared.machine.at_speed(reached)), config)
+    if not args.json:
+        print_rich(Group("", labelled_lines(_measured(report, plan)), render_budgets(rows)), out)
+    return {"run": report.to_json(), "budgets": budgets_to_json(rows)}
+
+
+def _measured(report: GenerationReport, plan: ResidencyPlan) -> Iterator[tuple[str, str]]:
+    yield "Model:", f"{report.model}, {size(plan.model_bytes)}, in a budget of {size(plan.budget_bytes)}"
+    yield "Speed:", f"{rate(report.generation_tokens_per_second)} tokens/s; predicted: {rate(1 / plan.weights_seconds)}"
+    first = plan.seconds_to_first_token(report.prompt_tokens)
+    yield "First token:", f"{duration(report.time_to_first_token_seconds)}; predicted: {duration(first)}"
+    yield "Peak memory:", f"{size(report.peak_memory_bytes)}; predicted: {size(plan.peak_bytes)}"
+    if report.reading_bytes_per_second:
+        probed = plan.disk_bytes_per_second / GB
+        yield "Disk:", f"{report.reading_bytes_per_second / GB:.2f} GB/s while reading; probed: {probed:.2f} GB/s"
+    yield from roofline(report)

@@ -140,7 +140,9 @@ def test_report_adds_up(report: dict[str, Any]) -> None:
     assert report["within_budget"] is True
     assert report["bytes_read"] == report["prompt_bytes_read"] + report["generation_bytes_read"] > 0
     read_bytes = plan["streaming"]["read_bytes"] - report["lent_bytes"]
-    assert report["bytes_read_per_token"] == pytest.approx(read_bytes, rel=0.25)
+    assert report["bytes_read_per_token"] == pytest.approx(read_bytes * report["passes_per_token"], rel=0.25)
+    assert report["prompt_passes"] >= 1 and 0 < report["generation_passes"] <= 23
+    assert report["generation_passes"] == 23 - report["guessed_tokens_right"] <= 23
     assert report["read_bytes_per_second"] > 0 and report["disk_speed_share"] > 0
     wall = report["time_to_first_token_seconds"] + report["generation_seconds"]
     assert report["read_bytes_per_second"] == pytest.approx(report["bytes_read"] / wall)

@@ -13,11 +13,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_flash
-from mlx_flash import FlashLLM
+from mlx_flash import DiskKVCache, FlashLLM, ReadError, load_model
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.speculation.pace import Times
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
-from test_model import streamed_whole
+from test_model import config, streamed_whole
 from zoo import configuration
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -200,3 +200,89 @@ def test_the_callers_cache_ends_as_plain_decoding_leaves_it(
             check_equal(got, expected)
             assert same_bits(arrays_of(ours), arrays_of(theirs))
             assert [vars(entry).get("offset") for entry in ours] == [vars(entry).get("offset") for entry in theirs]
+
+
+@pytest.mark.parametrize("kv_cache", ["stock", "preallocated", "disk"])
+def test_every_kind_of_kv_cache(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, kv_cache: Any
+) -> None:
+    expected = by_mlx_lm(directories("llama"))
+    by_oracle(monkeypatch, expected)
+    settings = config(kv_cache=kv_cache, kv_ram_gb=0.004 if kv_cache == "disk" else None, kv_step=64)
+    with load_model(directories("llama"), settings)[0] as model:
+        check_equal(streamed(with_room(model)), expected)
+        is_on_disk = any(getattr(entry, "is_on_disk", False) for entry in make_prompt_cache(model))
+        assert is_on_disk or model.counters.num_right > 0
+
+
+def test_a_cache_on_disk_and_a_switch_refuse_with_the_reason(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = by_mlx_lm(directories("llama"))
+    by_oracle(monkeypatch, expected)
+    caplog.set_level("INFO", "mlx_flash")
+    with streamed_whole(directories("llama")) as model:
+        caches = [DiskKVCache(directory=directories("llama") / "kv") for _ in model.layers]
+        check_equal(streamed(with_room(model), prompt_cache=caches), expected)
+        assert model.counters.num_guessed == 0
+    with streamed_whole(directories("llama"), speculation=False) as model:
+        check_equal(streamed(with_room(model)), expected)
+        assert model.counters.num_guessed == 0
+    told = [record.message for record in caplog.records if "no tokens are guessed" in record.message]
+    assert [line.partition(": ")[2] for line in told] == ["keys and values are on disk", "speculation is switched off"]
+
+
+def test_a_quantized_cache(directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that was quantized before goes on in rows; ``kv_bits`` itself is left to mlx-lm's loop."""
+
+    def prepared(model: Any) -> list[Any]:
+        cache = make_prompt_cache(model)
+        model(mx.array([[7, 8, 9, 10]]), cache=cache)
+        return [entry.to_quantized(group_size=32, bits=8) for entry in cache]
+
+    plain = stock(directories("llama"))
+    expected = by_mlx_lm_from(plain, prepared(plain))
+    by_oracle(monkeypatch, expected)
+    with streamed_whole(directories("llama")) as model:
+        check_equal(streamed(with_room(model), prompt_cache=prepared(model)), expected)
+        assert model.counters.num_right > 0
+
+
+def by_mlx_lm_from(model: Any, cache: list[Any]) -> Found:
+    return list(stock_generate_step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS, prompt_cache=cache))
+
+
+def test_a_failed_read_puts_every_cache_back(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that cannot be trimmed: a window and recurrent states."""
+    for name in ("gemma3", "mamba2", "qwen3_next"):
+        with streamed_whole(directories(name)) as model:
+            cache = make_prompt_cache(with_room(model))
+            model.prompt(mx.array([PROMPT]), cache, 2048)
+            before = [mx.array(array) for array in arrays_of(cache)]
+            acquire, count = model.engine.stream.acquire, iter(range(100))  # type: ignore[union-attr]
+
+            def failing(index: int, acquire: Any = acquire, count: Any = count) -> None:
+                if next(count) == 3:
+                    raise ReadError("a disk that was unplugged")
+                acquire(index)
+
+            monkeypatch.setattr(model.engine.stream, "acquire", failing)  # type: ignore[union-attr]
+            with pytest.raises(ReadError, match="unplugged"):
+                model.rows([1, 2, 3], cache)
+            assert same_bits(arrays_of(cache), before)
+
+
+def test_rows_that_do_not_fit_are_not_computed(directories: Directories) -> None:
+    with streamed_whole(directories("llama")) as model:
+        cache = make_prompt_cache(with_room(model))
+        model.prompt(mx.array([PROMPT]), cache, 2048)
+        rows = model.rows([1, 2, 3], cache)
+        assert len(rows.outputs) == 3
+        rows.keep(1)
+        model.plan = replace(model.plan, activations=replace(model.plan.activations, logits_per_token=10**9))
+        model.plan = replace(model.plan, budget_bytes=model.plan.budget_bytes + 6 * 10**9)  # one row needs 5
+        rows = model.rows([2, 3, 4], cache)
+        assert len(rows.outputs) == 1
+        assert {entry.offset for entry in cache} == {len(PROMPT) + 2}

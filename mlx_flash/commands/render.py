@@ -34,6 +34,9 @@ def _generation_lines(report: GenerationReport) -> Iterator[tuple[str, str]]:
     )
     speed = _at(report.generation_tokens_per_second)
     yield "Generation:", f"{report.generation_tokens} tokens{speed}, ended by: {report.finish_reason}"
+    if report.guessed_tokens:
+        guesses = f"{report.guessed_tokens_right} of {report.guessed_tokens} guessed tokens right"
+        yield "Speculation:", f"{report.generation_passes} passes after the first token; {guesses}"
     yield "Loading:", f"{report.load_seconds:.2f} s"
     yield "Peak memory:", _against_budget(report)
     yield from _disk_lines(report)

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash import __version__
+from mlx_flash.engine.status import PassCounters
 from mlx_flash.experts.slots import ExpertStats
 from mlx_flash.kv.stats import KVUsage
 from mlx_flash.layout.load import ModelLayout
@@ -37,6 +38,8 @@ class Mark:
         experts: counters of experts that are read one by one.
         kv_read_bytes, kv_written_bytes: keys and values read from and written to disk.
         lent_bytes: streamed weights that were in memory, so that a pass did not read them.
+        num_passes: passes over the weights.
+        num_guessed, num_right: tokens that were guessed and computed, and those that were right.
     """
 
     seconds: float
@@ -47,6 +50,9 @@ class Mark:
     kv_read_bytes: int = 0
     kv_written_bytes: int = 0
     lent_bytes: int = 0
+    num_passes: int = 0
+    num_guessed: int = 0
+    num_right: int = 0
 
 
 class Recorder:
@@ -68,6 +74,7 @@ class Recorder:
     def __init__(self, model: nn.Module, num_prompt_tokens: int, load_seconds: float) -> None:
         self._engine = model.engine if isinstance(model, FlashLLM) else None
         self._kv = model.kv if isinstance(model, FlashLLM) else None
+        self._counters = model.counters if isinstance(model, FlashLLM) else PassCounters()
         self.forecast = model.forecast if isinstance(model, FlashLLM) else None
         experts = self._engine.experts if self._engine is not None else None
         self._experts = experts.pool.stats if experts is not None else ExpertStats()  # the engine drops its own
@@ -98,7 +105,20 @@ class Recorder:
         waited += kv.wait_seconds
         now = time.perf_counter()
         lent = self._engine.loans.saved_bytes
-        return Mark(now, read.nbytes, read.busy_seconds, waited, experts, kv.read_bytes, kv.written_bytes, lent)
+        passes = self._counters
+        return Mark(
+            seconds=now,
+            nbytes=read.nbytes,
+            busy_seconds=read.busy_seconds,
+            wait_seconds=waited,
+            experts=experts,
+            kv_read_bytes=kv.read_bytes,
+            kv_written_bytes=kv.written_bytes,
+            lent_bytes=lent,
+            num_passes=passes.num_passes,
+            num_guessed=passes.num_guessed,
+            num_right=passes.num_right,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +136,9 @@ class GenerationReport:
             token, and from there to the last one. Prefetched bytes count when they are read.
         bytes_read: bytes read for the prompt and for generation.
         bytes_read_per_token: bytes read per generated token after the first.
+        prompt_passes, generation_passes: passes over the weights to the first token, and from there to the last one.
+        passes_per_token: passes per generated token after the first.
+        guessed_tokens, guessed_tokens_right: tokens that were guessed and computed, and those that were right.
         lent_bytes: streamed weights that were in reserved memory at the last token, so that no pass read them.
         read_bytes_per_second: ``bytes_read`` over the wall time of prompt and generation, as flash-monitor shows it.
         reading_bytes_per_second: bytes over the time with at least one read in flight, loading excluded.
@@ -152,6 +175,11 @@ class GenerationReport:
     generation_bytes_read: int | None = None
     bytes_read: int | None = None
     bytes_read_per_token: float | None = None
+    prompt_passes: int | None = None
+    generation_passes: int | None = None
+    passes_per_token: float | None = None
+    guessed_tokens: int | None = None
+    guessed_tokens_right: int | None = None
     lent_bytes: int | None = None
     read_bytes_per_second: float | None = None
     reading_bytes_per_second: float | None = None
@@ -220,6 +248,11 @@ def _disk_numbers(run: Recorder, plan: ResidencyPlan) -> Json:
         "generation_bytes_read": generated,
         "bytes_read": last.nbytes - start.nbytes,
         "bytes_read_per_token": ratio(generated, len(run.tokens) - 1),
+        "prompt_passes": first.num_passes - start.num_passes,
+        "generation_passes": last.num_passes - first.num_passes,
+        "passes_per_token": ratio(last.num_passes - first.num_passes, len(run.tokens) - 1),
+        "guessed_tokens": end.num_guessed - start.num_guessed,
+        "guessed_tokens_right": end.num_right - start.num_right,
         "lent_bytes": last.lent_bytes,
         "read_bytes_per_second": ratio(last.nbytes - start.nbytes, last.seconds - start.seconds),
         "reading_bytes_per_second": speed,

@@ -48,12 +48,13 @@ class SpeedMeter:
         """Note that a pass begins."""
         self._began, self._waited = time.perf_counter(), self._stream.wait_seconds
 
-    def end(self, num_tokens: int, num_sequences: int) -> None:
+    def end(self, num_tokens: int, num_sequences: int, num_guesses: int = 0) -> None:
         """Note that the pass ended well.
 
         Args:
             num_tokens: new tokens in it, over all sequences.
             num_sequences: sequences.
+            num_guesses: further tokens that were guessed; each was computed as the one before them.
         """
         now = time.perf_counter()
         seconds = now - self._began
@@ -61,7 +62,7 @@ class SpeedMeter:
         passes = self._decode if is_decode else self._prompt
         passes.num_passes += 1
         passes.num_tokens += num_tokens
-        passes.compute_seconds += seconds - (self._stream.wait_seconds - self._waited)
+        passes.compute_seconds += (seconds - (self._stream.wait_seconds - self._waited)) / (1 + num_guesses)
         if is_decode and self._decode_ended is not None:  # the caller evaluates what the pass returned lazily
             passes.compute_seconds += min(self._began - self._decode_ended, seconds)
         self._decode_ended = now if is_decode else None

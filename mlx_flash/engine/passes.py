@@ -257,7 +257,7 @@ class Passes:
             self._kv.note()
         self._counters.end()
         if len(lanes) == 1:
-            self._session.meter.end(num_tokens, num_sequences)
+            self._session.meter.end(num_tokens, num_sequences, len(calls) - len(certain))
         return output
 
 

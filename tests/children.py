@@ -60,11 +60,17 @@ def run(
         return subprocess.CompletedProcess(program, process.exitcode, *(file.read_bytes() for file in files[1:]))
 
 
-def start(*program: object, files: Sequence[Path], env: Mapping[str, str] = ENV, cwd: Path = ROOT) -> BaseProcess:
-    """Start ``python PROGRAM`` with these files for standard input, output and error."""
+def start(
+    *program: object, files: Sequence[Path], env: Mapping[str, str] = ENV, cwd: Path = ROOT, forks: bool = True
+) -> BaseProcess:
+    """Start ``python PROGRAM`` with these files for standard input, output and error.
+
+    Unless it ``forks``, Python starts anew, and ends as it does for users: a fork skips the end of the interpreter.
+    """
     with patch.dict(os.environ, ENV):
         forkserver.ensure_running()
-    process = _CONTEXT.Process(target=_child, args=(list(map(str, program)), files, dict(env), cwd))
+    context = _CONTEXT if forks else multiprocessing.get_context("spawn")
+    process = context.Process(target=_child, args=(list(map(str, program)), files, dict(env), cwd))
     process.start()
     return process
 

@@ -24,7 +24,7 @@ from mlx_flash.storage.safetensors import read_checkpoint
 from models import stock
 from test_model import streamed_whole
 from zoo import configuration
-from zoo.compare import LONGEST_CALL, find_difference, find_flaw, trace
+from zoo.compare import GENERATIONS, LONGEST_CALL, find_difference, find_flaw, trace
 from zoo.weights import VARIANTS, build
 
 Weights = dict[str, mx.array]
@@ -222,7 +222,7 @@ def pack_awq(numbers: mx.array) -> mx.array:
 
 def autoawq(method: str, has_zeros: bool) -> Callable[[Path], None]:
     def make(directory: Path) -> None:
-        config = configuration("llama")
+        config = {**configuration("llama"), "num_hidden_layers": 2}
         config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32}
         result: Weights = {}
         for name, array in random_weights(config, "fp16").items():
@@ -329,10 +329,11 @@ def test_computed_tensors_are_streamed_from_a_copy(
     assert from_copy
 
     monkeypatch.setattr(derived, "write_parameter", never)
-    again = streamed(directory)
-    assert not find_difference(expected, trace(again))
+    again, last = streamed(directory), trace(model, GENERATIONS[-1:])
+    assert not find_difference(expected[-len(last) :], last)
+    assert not find_difference(last, trace(again, GENERATIONS[-1:]))
     assert list_copies()[0].created == copy.created
-    assert not find_difference(expected, trace(again.close()))
+    assert not find_difference(last, trace(again.close(), GENERATIONS[-1:]))
     assert not derived_parameters(again._prepared.loaded)
 
     for path in derived_directory().glob("*/*.safetensors"):

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -16,17 +15,18 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import children
 from models import make_random_model
 
 openai = pytest.importorskip("openai")
 
 ROOT = Path(__file__).parents[1]
-ENV = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "PYTHONUNBUFFERED": "1", "HF_HUB_CACHE": "/nonexistent"}
 SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
 
 
@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @dataclass
 class Server:
     port: int
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     log: Path
 
     def client(self) -> Any:
@@ -49,24 +49,21 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(log: Path, *command: str) -> Iterator[Server]:
+def running(log: Path, *command: str, forks: bool = True) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *command, "--port", str(port)], stdout=output, stderr=output, env=ENV, cwd=ROOT
-        )
+    process = children.start("-m", *command, "--port", port, files=(Path(os.devnull), log, log), forks=forks)
     try:
-        for _ in range(300):
+        for _ in range(600):
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
                 break
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.1)
+            assert process.is_alive(), log.read_text()
+            time.sleep(0.05)
         yield Server(port, process, log)
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
 @pytest.fixture(scope="module")
@@ -188,12 +185,14 @@ def test_a_client_that_leaves_before_its_answer(streaming: Server, alone: bool) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_server(models: list[str], tmp_path: Path, number: signal.Signals) -> None:
-    with running(tmp_path / "log", "mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", "0.4") as server:
+    command = ["mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", "0.4"]
+    with running(tmp_path / "log", *command, forks=False) as server:
         request = {"messages": [{"role": "user", "content": "Count"}], "max_tokens": 12_000, "stream": True}
         responses = server.client().chat.completions.create(model="default_model", **request)
         next(iter(responses))
-        server.process.send_signal(number)
-        assert server.process.wait(20) == 0, server.log.read_text()
+        os.kill(server.process.pid or 0, number)
+        server.process.join(20)
+        assert server.process.exitcode == 0, server.log.read_text()
         assert "terminate called" not in server.log.read_text()
 
 
@@ -215,16 +214,9 @@ def test_it_listens_on_loopback_only(streaming: Server) -> None:
             urllib.request.urlopen(f"http://{address}:{streaming.port}/health", timeout=2)
 
 
-def run(*command: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, command)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env=ENV,
-        cwd=ROOT,
-        timeout=120,
-    )
+def run(*command: object, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    done = children.run("-m", *command, stdin=stdin, env={**children.ENV, **variables})
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 @pytest.mark.parametrize("program", [["mlx_lm.generate"], ["mlx_lm", "generate"], ["python", "-m", "mlx_lm.generate"]])
@@ -297,9 +289,8 @@ def test_a_budget_too_small_ends_the_server_at_once(models: list[str]) -> None:
 
 
 def test_settings_come_from_the_environment(models: list[str]) -> None:
-    env = {**ENV, "MLX_FLASH_RAM_BUDGET_GB": "0.01"}
-    command = [sys.executable, "-m", "mlx_flash", "plan", "--json", "--model", models[0]]
-    refused = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+    command = ["mlx_flash", "plan", "--json", "--model", models[0]]
+    refused = run(*command, MLX_FLASH_RAM_BUDGET_GB="0.01")
     assert refused.returncode == 1 and "needs at least" in refused.stderr
-    flag = subprocess.run([*command, "--ram-budget-gb", "0.5"], capture_output=True, text=True, env=env, cwd=ROOT)
+    flag = run(*command, "--ram-budget-gb", "0.5", MLX_FLASH_RAM_BUDGET_GB="0.01")
     assert json.loads(flag.stdout)["budget_bytes"] == 500_000_000

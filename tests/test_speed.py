@@ -22,7 +22,7 @@ from mlx_flash.residency.speed import Speed, load_speed, save_speed
 from mlx_flash.storage.prefetcher import ReadStats
 from mlx_flash.streaming.stream import StreamStats
 from models import LLAMA, run, save
-from test_plan import FIXED, GB, MB, make_machine, make_model, minimum_of, with_budget
+from test_plan import FIXED, GB, LLAMA_LAYER, MB, make_machine, make_model, minimum_of, with_budget
 
 MEASURED = Speed(1e9, 2e9, 1e-4, 0.01, is_measured=True)
 PROBED = replace(MEASURED, prompt_seconds_per_token=0.0, is_measured=False)
@@ -165,9 +165,9 @@ def test_time_to_first_token_is_at_least_that_of_reading_and_of_computing(share:
 
 def test_prediction_does_not_fall_as_the_budget_rises() -> None:
     for machine in (make_machine(), make_machine(compute_bytes_per_second=1e12), make_machine(barrier_seconds=5e-3)):
-        sizes = make_model()
+        sizes = make_model((LLAMA_LAYER,) * 12)
         least = minimum_of(sizes, FIXED, machine)
-        budgets = [least + 25 * MB * i for i in range(100)]
+        budgets = [least + 13 * MB * i for i in range(100)]
         seconds = [make_plan(sizes, with_budget(FIXED, budget), machine).seconds for budget in budgets]
         worst = max(more / min(seconds[: i + 1]) for i, more in enumerate(seconds))
         assert worst <= 1.0 / 0.99 + 1e-9  # plans that are this close count as equally fast

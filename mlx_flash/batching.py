@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import mlx.core as mx
@@ -76,7 +77,8 @@ class _Sequence:
         apart = len(self.segments) > 2 and trimmer(self.cache) is None
         taken, self.segments = (self.segments[:1], self.segments[1:]) if apart else (self.segments, [])
         self.new = [token for segment in taken for token in segment]
-        return model.row(mx.array([self.new]), self.cache, step, wants_logits=not self.segments)
+        ends = list(accumulate(map(len, taken[:-1])))
+        return model.row(mx.array([self.new]), self.cache, step, wants_logits=not self.segments, ends=ends)
 
     @property
     def num_left(self) -> int:

@@ -180,7 +180,9 @@ class FlashLLM(ModelFacade):
         with self._lock:
             return cast(mx.array, self._compute(row)[-1])
 
-    def row(self, tokens: mx.array, cache: list[Any], step: int, *, wants_logits: bool = True) -> Row:
+    def row(
+        self, tokens: mx.array, cache: list[Any], step: int, *, wants_logits: bool = True, ends: Sequence[int] = ()
+    ) -> Row:
         """Return a prompt, or a token, to be computed by :meth:`advance`.
 
         Args:
@@ -189,6 +191,7 @@ class FlashLLM(ModelFacade):
             step: mlx-lm's ``prefill_step_size``. All tokens but the last are computed in parts of so many, and the last
                 one alone, as mlx-lm does.
             wants_logits: whether to compute the logits of the last token. If not, it is not computed alone.
+            ends: numbers of tokens at which a part ends too, ascending.
         """
         self.start()
         whole = parse_call((tokens,), {"cache": cache}, wants_logits=False)
@@ -196,7 +199,8 @@ class FlashLLM(ModelFacade):
         num_together = tokens.shape[1] - wants_logits
         if limit < min(step, num_together):
             self._tell_step(limit, 1)
-        borders = sorted({*range(0, num_together, step), num_together, tokens.shape[1]})
+        starts = [start for begin, end in pairwise([0, *ends, num_together]) for start in range(begin, end, step)]
+        borders = sorted({*starts, num_together, tokens.shape[1]})
         chunks = [whole.part(start, stop) for start, stop in pairwise(borders)]
         parts = [part for chunk in chunks for part in chunk.parts(limit)]
         parts[-1] = replace(parts[-1], wants_logits=wants_logits)

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache,
 from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.headroom import Lane, check_headroom
-from mlx_flash.integration.admission import batch_bytes, decide, room_bytes
+from mlx_flash.integration.admission import batch_bytes, decide, room_bytes, together_bytes
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import footprint
@@ -62,15 +62,25 @@ def test_growth_of_every_cache_counts(plan: ResidencyPlan, entry: object) -> Non
         check_headroom(replace(plan, budget_bytes=in_use + growth), [Lane(call)])
 
 
+def test_exact_batches_are_not_padded(plan: ResidencyPlan) -> None:
+    lengths = [8000, 100, 100, 100]
+    exact, stock = (together_bytes(plan, lengths, batching) for batching in ("exact", "stock"))
+    assert exact < stock / 2
+    assert together_bytes(plan, lengths, "exact") > together_bytes(plan, lengths[:3], "exact")
+    most = next(n for n in range(1000, 1 << 24, 1000) if together_bytes(plan, [n, 100], "stock") > room_bytes(plan))
+    assert decide(plan, 80, 20, [most], may_batch=True, batching="stock") == "wait"
+    assert decide(plan, 80, 20, [most], may_batch=True, batching="exact") == "batch"
+
+
 def test_decisions(plan: ResidencyPlan) -> None:
-    assert decide(plan, 100, 20, [], may_batch=True) == "batch"
+    assert decide(plan, 100, 20, [], may_batch=True, batching="stock") == "batch"
     most = next(n for n in range(256, 1 << 24, 256) if batch_bytes(plan, [n]) > room_bytes(plan)) - 256
-    assert decide(plan, most - 20, 20, [], may_batch=True) == "batch"
-    assert decide(plan, 100, 20, [most], may_batch=True) == "wait"
-    assert decide(plan, 100, 20, [], may_batch=False) == "alone"
-    assert decide(plan, 100, 20, [20], may_batch=False) == "wait"
+    assert decide(plan, most - 20, 20, [], may_batch=True, batching="stock") == "batch"
+    assert decide(plan, 100, 20, [most], may_batch=True, batching="stock") == "wait"
+    assert decide(plan, 100, 20, [], may_batch=False, batching="stock") == "alone"
+    assert decide(plan, 100, 20, [20], may_batch=False, batching="stock") == "wait"
     with pytest.raises(
         RefusedError, match=r"at most 20 need [\d.]+ MB .* budget is [\d.]+ MB.* --ram-budget-gb"
     ) as caught:
-        decide(plan, 1 << 24, 20, [], may_batch=True)
+        decide(plan, 1 << 24, 20, [], may_batch=True, batching="stock")
     assert caught.value.status == 413

@@ -12,6 +12,7 @@ from mlx_flash.compat.require import require, require_that
 
 LRUPromptCache = require(server, "LRUPromptCache")
 GenerationContext = require(server, "GenerationContext")
+BatchGenerator: Any = require(server, "BatchGenerator", "model")
 RUN_HTTP_SERVER = "_run_http_server"
 """Name of the function that ``mlx_lm.server`` calls with (host, port, generator) to answer requests until Ctrl-C."""
 

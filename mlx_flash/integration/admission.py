@@ -1,7 +1,7 @@
 """Admission of requests to the server: the memory that each one will need, from the numbers of the plan.
 
-mlx-lm computes requests in one batch. Its caches have a row for each request, as long as the longest one. While a part
-of a batch moves on from prompts to answers, its rows are there twice.
+Exact batches have a cache for each request, of its own length. mlx-lm's caches have a row for each request, as long as
+the longest one; while a part of a batch moves on from prompts to answers, its rows are there twice.
 """
 
 from __future__ import annotations
@@ -36,23 +36,49 @@ def batch_bytes(plan: ResidencyPlan, lengths: Sequence[int]) -> int:
     return rows + _call_bytes(plan, num_rows, max(lengths))
 
 
+def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_spill: bool) -> int:
+    """Return the most memory of requests that share passes, each with a cache of its own length.
+
+    Args:
+        plan: the plan of the model.
+        lengths: tokens of each request, prompt and answer.
+        may_spill: whether keys and values may go to disk.
+    """
+    if not lengths:
+        return 0
+    options, cache, step = plan.kv.options, plan.cache, plan.prefill_step_size
+    held = [length if options is None else options.held_tokens(length, step) for length in lengths]
+    in_memory = sum(cache.nbytes(_capacity(tokens)) for tokens in held) + cache.largest_row * _capacity(max(held))
+    if may_spill and options is not None and options.budget_bytes is not None:
+        under_way = options.under_way_bytes(cache.rows, max(held), step)
+        last_pages = (len(held) - 1) * options.step * sum(cache.rows)
+        others = sum(cache.nbytes(tokens) - sum(cache.rows) * tokens for tokens in held)
+        in_memory = min(in_memory, options.least_bytes(cache.rows, max(held)) + under_way + last_pages + others)
+    waiting = plan.activations.waiting_bytes(1) + 2 * plan.activations.logits_per_token
+    return in_memory + _call_bytes(plan, 1, max(held)) + (len(held) - 1) * waiting
+
+
 def alone_bytes(plan: ResidencyPlan, length: int) -> int:
-    """Return the least memory of a request that is in no batch: its keys and values may go to disk.
+    """Return the least memory of a request that runs alone: its keys and values may go to disk.
 
     Args:
         plan: the plan of the model.
         length: tokens, prompt and answer.
     """
-    options, cache = plan.kv.options, plan.cache
-    if options is None:
-        return batch_bytes(plan, [length])
-    held = options.held_tokens(length, plan.prefill_step_size)
-    in_memory = cache.nbytes(_capacity(held)) + cache.largest_row * _capacity(held)
-    if options.budget_bytes is not None:
-        under_way = options.under_way_bytes(cache.rows, held, plan.prefill_step_size)
-        others = cache.nbytes(held) - sum(cache.rows) * held
-        in_memory = min(in_memory, options.least_bytes(cache.rows, held) + under_way + others)
-    return in_memory + _call_bytes(plan, 1, held)
+    return rows_bytes(plan, [length], may_spill=True)
+
+
+def together_bytes(plan: ResidencyPlan, lengths: Sequence[int], batching: str) -> int:
+    """Return the most memory of requests that are answered together.
+
+    Args:
+        plan: the plan of the model.
+        lengths: tokens of each request, prompt and answer.
+        batching: the setting.
+    """
+    if batching == "stock":
+        return batch_bytes(plan, lengths)
+    return rows_bytes(plan, lengths, may_spill=bool(plan.kv.num_on_disk))
 
 
 def _capacity(length: int) -> int:
@@ -66,7 +92,9 @@ def _call_bytes(plan: ResidencyPlan, num_rows: int, context: int) -> int:
     return max(prompts, answers) + plan.cache.call_bytes * step
 
 
-def decide(plan: ResidencyPlan, num_prompt: int, num_new: int, running: Sequence[int], *, may_batch: bool) -> Decision:
+def decide(
+    plan: ResidencyPlan, num_prompt: int, num_new: int, running: Sequence[int], *, may_batch: bool, batching: str
+) -> Decision:
     """Return where a request is answered now: in a batch with those that run, alone, or not yet.
 
     Args:
@@ -75,13 +103,14 @@ def decide(plan: ResidencyPlan, num_prompt: int, num_new: int, running: Sequence
         num_new: the most tokens of the answer.
         running: tokens of each request that is being answered, prompt and answer.
         may_batch: whether it may be in a batch.
+        batching: the setting.
 
     Raises:
         RefusedError: the budget has no room for it, even when nothing else runs.
     """
     room, length = room_bytes(plan), num_prompt + num_new
-    if may_batch and batch_bytes(plan, [length]) <= room:
-        return "batch" if batch_bytes(plan, [*running, length]) <= room else "wait"
+    if may_batch and together_bytes(plan, [length], batching) <= room:
+        return "batch" if together_bytes(plan, [*running, length], batching) <= room else "wait"
     needed = alone_bytes(plan, length)
     if needed <= room:
         return "wait" if running else "alone"

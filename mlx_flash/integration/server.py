@@ -16,14 +16,19 @@ import jinja2
 import mlx.core as mx
 from mlx_lm import server
 
-from mlx_flash.compat.server import RUN_HTTP_SERVER, GenerationContext, LRUPromptCache, ResponseGenerator, is_stopped
+from mlx_flash.compat.server import (
+    RUN_HTTP_SERVER,
+    BatchGenerator,
+    LRUPromptCache,
+    ResponseGenerator,
+)
 from mlx_flash.errors import FlashError
-from mlx_flash.integration.admission import Decision, alone_bytes, batch_bytes, decide, room_bytes
+from mlx_flash.integration.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
+from mlx_flash.integration.answers import Answer, ServedRows
 from mlx_flash.integration.http import ClientLeftError, Listener, UnansweredError, is_gone, known_as
 from mlx_flash.kv.kept import KeptCaches
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.model import FlashLLM
-from mlx_flash.residency.plan import ResidencyPlan
 
 _REQUEST_ERRORS = (FlashError, jinja2.TemplateError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of one request while its prompt is made: a chat template may fail in many ways."""
@@ -45,6 +50,8 @@ class SharingPromptCache(LRUPromptCache):  # type: ignore[misc]
         self._kept = KeptCaches()
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **options: Any) -> None:
+        if not tokens:  # of a request that failed
+            return
         streamed = None if self.model_provider is None else self.model_provider.model
         nbytes = sum(entry.nbytes for entry in prompt_cache)
         if self.limit_bytes is not None:
@@ -79,46 +86,6 @@ class SharingPromptCache(LRUPromptCache):  # type: ignore[misc]
             super().trim_to(n_sequences=len(self) - 1)
 
 
-class Answer:
-    """The queue of a request, as mlx-lm's thread sees it.
-
-    Args:
-        queue: where the thread of the client waits.
-        request: the request.
-        args: its arguments.
-        generator: what answers it.
-
-    Attributes:
-        is_alone: it is answered in no batch.
-        is_done: mlx-lm computes nothing for it any more.
-        length: tokens of the prompt and the longest answer; 0 while unknown.
-        tokenized: the tokens as mlx-lm wants them; None while unknown.
-    """
-
-    def __init__(self, queue: Queue[Any], request: Any, args: Any, generator: SurvivingGenerator) -> None:
-        self.queue, self.request, self.args = queue, request, args
-        self.is_alone = self.is_done = False
-        self.length = 0
-        self.tokenized: Any = None
-        self._generator = generator
-        self._context: Any = None
-
-    def put(self, item: Any) -> None:
-        """Hand on a part of the answer. An answer whose client left is stopped here.
-
-        Raises:
-            ClientLeftError: the client left, or the server stops, while a prompt is computed alone.
-        """
-        if isinstance(item, GenerationContext):
-            self._context = item
-        if self._context is not None and (self._generator.is_stopping or self._generator.is_left(self.queue)):
-            self._context.stop()
-        self.is_done = item is None or isinstance(item, Exception) or is_stopped(self._context)
-        self.queue.put(item)
-        if self.is_alone and isinstance(item, tuple) and is_stopped(self._context):
-            raise ClientLeftError("nobody waits for this answer any more")
-
-
 class SurvivingGenerator(ResponseGenerator):
     """mlx-lm's, whose thread would end with the first forward call that fails in a batch.
 
@@ -137,6 +104,7 @@ class SurvivingGenerator(ResponseGenerator):
         self._left: weakref.WeakSet[Queue[Any]] = weakref.WeakSet()
         self._waiting: deque[Answer] = deque()
         self._running: list[Answer] = []
+        self._joining: Answer | None = None
         if isinstance(prompt_cache, SharingPromptCache):
             prompt_cache.model_provider = model_provider
         super().__init__(model_provider, prompt_cache)
@@ -210,7 +178,7 @@ class SurvivingGenerator(ResponseGenerator):
         lengths = [each.length for each in self._running]
         decision = self._decide(answer, model, lengths)
         if decision != "wait":
-            self._run(answer, model.plan, lengths, is_alone=decision == "alone")
+            self._run(answer, model, lengths, is_alone=decision == "alone")
         return decision != "wait"
 
     def _is_loaded(self, args: Any) -> bool:
@@ -227,20 +195,22 @@ class SurvivingGenerator(ResponseGenerator):
         model.start()
         answer.length = len(answer.tokenized[0]) + answer.args.max_tokens
         may_batch = self.would_batch(answer.args) and self._model_may_batch()
-        num_prompt = len(answer.tokenized[0])
-        return decide(model.plan, num_prompt, answer.args.max_tokens, lengths, may_batch=may_batch)
+        num_prompt, num_new = len(answer.tokenized[0]), answer.args.max_tokens
+        return decide(model.plan, num_prompt, num_new, lengths, may_batch=may_batch, batching=model.batching)
 
-    def _run(self, answer: Answer, plan: ResidencyPlan, lengths: Sequence[int], *, is_alone: bool) -> None:
+    def _run(self, answer: Answer, model: FlashLLM, lengths: Sequence[int], *, is_alone: bool) -> None:
         """Add a request to those that run, and leave kept prompt caches what is left then."""
         answer.is_alone = is_alone
         self._running.append(answer)
-        needed = alone_bytes(plan, answer.length) if is_alone else batch_bytes(plan, [*lengths, answer.length])
+        plan, every = model.plan, [*lengths, answer.length]
+        needed = alone_bytes(plan, answer.length) if is_alone else together_bytes(plan, every, model.batching)
         self.prompt_cache.limit_bytes = room_bytes(plan) - needed
         self.prompt_cache.trim_to(n_bytes=self.prompt_cache.limit_bytes)
 
     def tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """Return a tuple that begins with the tokens of a request's prompt."""
         found = [answer for answer in self._running if answer.request is request]
+        self._joining = found[0] if found else None
         if found and found[0].tokenized is not None:
             return found[0].tokenized
         tokenized = super().tokenize(tokenizer, request, args)
@@ -253,10 +223,27 @@ class SurvivingGenerator(ResponseGenerator):
         """Return False for a request that the budget has no room for in a batch."""
         return self._model_may_batch() and not any(answer.is_alone for answer in self._running if answer.args is args)
 
+    def would_batch(self, args: Any) -> bool:
+        """Return whether a request may be answered together with others. Exact batches take caches of every kind."""
+        if not self._is_exact:
+            return super().would_batch(args)
+        return args.seed is None and self.cli_args.kv_bits is None and self.model_provider.draft_model is None
+
+    @property
+    def _is_exact(self) -> bool:
+        model = self.model_provider.model
+        return isinstance(model, FlashLLM) and model.batching == "exact"
+
     def _model_may_batch(self) -> bool:
         """Return False where batches, whose caches are in memory, would keep what the settings send to disk."""
         model = self.model_provider.model
-        return model.is_batchable if isinstance(model, FlashLLM) else True
+        return model.is_batchable if isinstance(model, FlashLLM) and not self._is_exact else True
+
+    def make_batches(self, model: Any, **options: Any) -> Any:
+        """Return what computes several requests together."""
+        if not self._is_exact:
+            return BatchGenerator(model, **options)
+        return ServedRows(model, lambda: self._joining, **options)
 
     def answer_alone(self, request: Any, stream: Any) -> None:
         """Answer a request that is in no batch. Stop after the pass under way once its client has left."""
@@ -266,6 +253,7 @@ class SurvivingGenerator(ResponseGenerator):
     def answer_requests(self) -> None:
         """Answer requests until the server stops."""
         self.native_id = threading.get_native_id()
+        vars(server)["BatchGenerator"] = self.make_batches
         while True:
             try:
                 super().answer_requests()
@@ -290,6 +278,7 @@ def surviving_server(listener: Listener | None = None) -> Iterator[None]:
         listener: where the server answers; None leaves HTTP to mlx-lm.
     """
     replaced: dict[str, Any] = {"ResponseGenerator": SurvivingGenerator, "LRUPromptCache": SharingPromptCache}
+    replaced["BatchGenerator"] = BatchGenerator  # SurvivingGenerator replaces it by its own
     if listener is not None:
         replaced[RUN_HTTP_SERVER] = lambda host, port, generator: listener.answer(generator)
     before = {name: getattr(server, name) for name in replaced}

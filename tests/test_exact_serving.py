@@ -1,0 +1,72 @@
+"""The server answers requests together as it answers each one alone, bit for bit."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from mlx_flash.errors import FlashError
+from mlx_flash.integration.server import SurvivingGenerator
+from test_admission import plan
+from test_kept import LONG, Answer, Served, model, serving, turn
+
+__all__ = ["model", "plan"]
+
+NUM_TOKENS = 12
+TEXTS = ["Hi", LONG, "Tell me of the sea, and of the sky above it", "Who are you? " * 9]
+
+
+def ask(served: Served, text: str) -> Answer:
+    """Ask a question with a system prompt of its own, so that nothing is found in a cache."""
+    return served.ask(*turn(text, system=text + "!"), max_tokens=NUM_TOKENS)
+
+
+def together(served: Served, texts: list[str]) -> list[Answer]:
+    with ThreadPoolExecutor(len(texts)) as pool:
+        return list(pool.map(lambda text: ask(served, text), texts))
+
+
+@pytest.fixture(scope="module")
+def alone(model: str) -> list[Answer]:
+    """Answers of mlx-lm's own server, one after another."""
+    with serving(model) as stock:
+        return [ask(stock, text) for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    "kv", [{}, {"kv_cache": "disk", "kv_ram_gb": 0.02, "context_length": 8192}, {"kv_prefixes": "exact"}]
+)
+def test_answers_are_those_of_requests_alone(model: str, alone: list[Answer], kv: dict[str, Any]) -> None:
+    settings = {"ram_budget_gb": "min", "context_length": 8192, "lend_reserves": False, **kv}
+    with serving(model, **settings) as mine:
+        assert together(mine, TEXTS) == alone
+        streamed = mine.generator.model_provider.model
+        assert streamed.engine.stream.units and streamed.counters.num_passes < 2 * NUM_TOKENS + len(TEXTS)
+
+
+def test_a_request_that_fails_leaves_the_others_alone(
+    model: str, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize = SurvivingGenerator.tokenize
+
+    def with_a_wrong_token(self: Any, tokenizer: Any, request: Any, args: Any) -> Any:
+        prompt, segments, *rest = tokenize(self, tokenizer, request, args)
+        if request.messages[-1]["content"] == "wrong":
+            prompt, segments = [*prompt, 10**6], [*segments, [10**6]]
+        return prompt, segments, *rest
+
+    monkeypatch.setattr(SurvivingGenerator, "tokenize", with_a_wrong_token)
+    with serving(model, ram_budget_gb="min", context_length=8192) as mine, ThreadPoolExecutor(1) as pool:
+        wrong = pool.submit(mine.ask, *turn("wrong"), max_tokens=NUM_TOKENS)
+        assert together(mine, TEXTS) == alone
+        with pytest.raises(FlashError, match=r"IndexError: .* the embedding has rows"):
+            wrong.result()
+        assert ask(mine, TEXTS[0]) == alone[0]
+        assert all(cache for cache in mine.kept)
+
+
+def test_stock_batches_stay_mlx_lms(model: str, alone: list[Answer]) -> None:
+    with serving(model, batching="stock") as mine:
+        assert ask(mine, TEXTS[0]) == alone[0]

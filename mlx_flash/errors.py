@@ -14,6 +14,7 @@
     ├── StreamedWeightsError (RuntimeError)   an operation that would see slot contents as weights
     ├── ClosedError (RuntimeError)            the model was closed
     ├── SelfTestError (RuntimeError)          MLX's device loses bytes that threads write to its memory
+    ├── PeerError (RuntimeError)              another rank was lost, or computes something else
     ├── RefusedError (ValueError)             the server does not begin with a request
     └── CompatibilityError (ImportError)      the installed MLX or mlx-lm lacks what mlx-flash relies on
 
@@ -88,6 +89,10 @@ class ClosedError(FlashError, RuntimeError):
 
 class SelfTestError(FlashError, RuntimeError):
     """MLX's device loses bytes that threads write to its memory, whichever way they take."""
+
+
+class PeerError(FlashError, RuntimeError):
+    """Another rank of a model was lost, or computes something else."""
 
 
 class RefusedError(FlashError, ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_flash.config import FlashConfig
@@ -24,6 +25,7 @@ def load(
     model_config: dict[str, Any] | None = None,
     revision: str | None = None,
     progress: Progress | None = None,
+    group: mx.distributed.Group | None = None,
 ) -> tuple[FlashLLM, Any]:
     """Load a model and its tokenizer, like ``mlx_lm.load``.
 
@@ -36,6 +38,8 @@ def load(
         revision: of the repository.
         progress: called with (bytes done, bytes to do) while pinned weights are read, and before, the first time that
             a checkpoint is loaded which mlx-lm rearranges, while the rearranged weights are written to the cache.
+        group: ranks that share the model, such as ``mx.distributed.init()``. All of them load it, call it with the same
+            tokens, and get the same logits.
 
     Returns:
         The model and mlx-lm's tokenizer wrapper; ``mlx_lm.stream_generate`` and its kin take both as they are.
@@ -46,7 +50,9 @@ def load(
     """
     path = resolve(path_or_hf_repo, revision)
     tokenizer = load_tokenizer(path, tokenizer_config)
-    model, _ = load_model(path, config, adapter_path=adapter_path, model_config=model_config, progress=progress)
+    model, _ = load_model(
+        path, config, adapter_path=adapter_path, model_config=model_config, progress=progress, group=group
+    )
     return model, tokenizer
 
 
@@ -57,6 +63,7 @@ def load_model(
     adapter_path: str | None = None,
     model_config: dict[str, Any] | None = None,
     progress: Progress | None = None,
+    group: mx.distributed.Group | None = None,
 ) -> tuple[FlashLLM, dict[str, Any]]:
     """Load a model from a directory, like ``mlx_lm.utils.load_model``; no tokenizer is needed.
 
@@ -68,7 +75,7 @@ def load_model(
     config = config or FlashConfig.resolve()
     if not config.enabled:
         raise ConfigError("enabled is False, which leaves models to mlx-lm. Hint: load this one with mlx_lm.load.")
-    prepared = prepare(model_path, config, model_config, progress=progress)
+    prepared = prepare(model_path, config, model_config, progress=progress, group=group)
     model = FlashLLM(prepared, config, model_name(model_path))
     if adapter_path is not None:
         mlx_lm_utils.load_adapters(model, adapter_path)

@@ -322,6 +322,8 @@ class FlashLLM(ModelFacade):
                     self._session.engine.close()
                 if self.kv is not None:
                     self.kv.close()
+                if self._prepared.chain is not None:
+                    self._prepared.chain.close()
             return cast(nn.Module, self._model)
 
     def __enter__(self) -> FlashLLM:

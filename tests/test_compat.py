@@ -30,7 +30,7 @@ def test_ci_runs_the_oldest_and_the_newest_release() -> None:
 
 MISSING = {
     "loading": (utils, "_download"),
-    "callers": (utils, "sharded_load"),
+    "callers": (utils, "save_model"),
     "server": (server.ResponseGenerator, "_next_request"),
     "caches": (KVCache, "to_quantized"),
     "arrays": (mx, "concatenate"),

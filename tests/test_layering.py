@@ -17,7 +17,7 @@ FLOORS = [
     ["memory", "telemetry"],
     ["storage"],
     ["layout"],
-    ["convert", "kv"],
+    ["convert", "kv", "ranks"],
     ["prefixes", "speculation", "streaming"],
     ["experts"],
     ["residency"],

@@ -124,6 +124,7 @@ def streamed_whole(
     cut: int | str = 0,
     pool_slots: int | None = None,
     exact_rows: bool = True,
+    group: mx.distributed.Group | None = None,
     **settings: Any,
 ) -> FlashLLM:
     """A model of which everything is streamed and the head is computed in tiles, whatever the planner would do.
@@ -132,7 +133,7 @@ def streamed_whole(
     (0 for the fewest) experts are read one by one; without ``exact_rows`` as they are on a GPU.
     """
     settings = {"num_slots": num_slots, "io": io, **settings}
-    prepared = prepare(directory, config(**settings))
+    prepared = prepare(directory, config(**settings), group=group)
     prepared = replace(prepared, machine=replace(prepared.machine, exact_tiles=exact_rows))
     full, plan = prepared.layout, prepared.plan
     layout, pool = full, None

@@ -205,6 +205,7 @@ _RUN = (
 _PLAN = (
     _JSON,
     _flag("--budgets", action="store_true", help="compare budgets: peak, speed, first token, longest context"),
+    _flag("--ranks", type=_count, default=1, metavar="N", help="show the layers of each of N machines like this one"),
     _flag("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer"),
 )
 _BENCH = (

@@ -30,6 +30,7 @@ from mlx_flash.generation import stream_generate
 from mlx_flash.integration.mlx_lm import apply_flash_patch
 from mlx_flash.loading import load_model
 from mlx_flash.model import FlashLLM
+from mlx_flash.ranks.peers import launched_group, rank_output, read_on_rank_0
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 
 QUERY = "<query>"
@@ -41,13 +42,17 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
     if args.seed is not None:
         mx.random.seed(args.seed)
     path = resolve(args.model)
+    group = launched_group()
+    if group is not None:
+        out = rank_output(group, out)
+        args.verbose = args.verbose and group.rank() == 0
     saved = open_prompt_cache(args)
     tokenizer = load_tokenizer(path, args, saved.tokenizer_config)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     prompt = encode_prompt(tokenizer, args)
     began = time.perf_counter()
-    model, draft = load(path, args, saved.num_tokens + len(prompt))
+    model, draft = load(path, args, saved.num_tokens + len(prompt), group)
     with contextlib.ExitStack() as stack:
         for streamed in (model, draft):
             if isinstance(streamed, FlashLLM):
@@ -137,7 +142,7 @@ def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:
         ConfigError: the prompt is empty.
     """
     prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
-    prompt = sys.stdin.read() if prompt == "-" else prompt
+    prompt = read_on_rank_0(sys.stdin) if prompt == "-" else prompt
     use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
     if use_chat_template:
         prompt = apply_chat_template(tokenizer, prompt, args)
@@ -163,7 +168,9 @@ def apply_chat_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -
     return cast(str, text)
 
 
-def load(path: Path, args: argparse.Namespace, num_prompt_tokens: int) -> tuple[nn.Module, nn.Module | None]:
+def load(
+    path: Path, args: argparse.Namespace, num_prompt_tokens: int, group: mx.distributed.Group | None
+) -> tuple[nn.Module, nn.Module | None]:
     """Return the model, and the draft model or None: streamed, or with ``--resident`` as mlx-lm loads them."""
     config = make_config(args)
     is_streamed = config.enabled and not args.resident
@@ -171,7 +178,8 @@ def load(path: Path, args: argparse.Namespace, num_prompt_tokens: int) -> tuple[
         config = replace(config, context_length=needed_context(args, num_prompt_tokens, path))
     with progress_bar(args, "Loading", DownloadColumn()) as progress:
         if is_streamed and args.draft_model is None:
-            return load_model(path, config, adapter_path=args.adapter_path, progress=progress)[0], None
+            streamed, _ = load_model(path, config, adapter_path=args.adapter_path, progress=progress, group=group)
+            return streamed, None
         with apply_flash_patch(config) if is_streamed else contextlib.nullcontext():
             model, draft = mlx_lm_utils.load_model(path)[0], load_draft(args, path)
         if args.adapter_path:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from dataclasses import asdict
 from typing import TextIO
 
 from mlx_flash.commands.budgets import budget_rows, budgets_to_json, render_budgets
 from mlx_flash.commands.common import load_tokenizer, make_config, print_json, print_rich
+from mlx_flash.commands.ranks import rank_parts, render_ranks
 from mlx_flash.commands.render import render_plan
 from mlx_flash.commands.report import planning_to_json
 from mlx_flash.engine.prepare import prepare, resolve
@@ -23,11 +25,13 @@ def plan(args: argparse.Namespace, out: TextIO) -> int:
     prepared = prepare(path, config, writes=False)
     del tokenizer  # it had to be there: it is part of the process when text is generated
     rows = budget_rows(prepared, config) if args.budgets else []
+    parts = rank_parts(prepared, args.ranks) if args.ranks > 1 else []
     if args.json:
         more = {"budgets": budgets_to_json(rows)} if args.budgets else {}
+        more |= {"ranks": [asdict(part) for part in parts]} if parts else {}
         print_json({**planning_to_json(args.model, prepared.layout, prepared.plan), **more}, out)
-    elif args.budgets:
-        print_rich(render_budgets(rows), out)
-    else:
-        print_rich(render_plan(args.model, prepared.layout, prepared.plan), out)
+        return 0
+    print_rich(render_budgets(rows) if args.budgets else render_plan(args.model, prepared.layout, prepared.plan), out)
+    if parts:
+        print_rich(render_ranks(parts), out)
     return 0

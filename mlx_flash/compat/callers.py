@@ -28,9 +28,6 @@ def _code_of(module: ModuleType, name: str, *parameters: str) -> CodeType:
 _SAVE_MODEL = _code_of(utils, "save_model")
 """Asks for ``parameters()`` in order to write them: refused."""
 
-_SHARDED_LOAD = _code_of(utils, "sharded_load")
-"""Loads a model to spread it over several machines: refused."""
-
 _LOAD_ADAPTERS = _code_of(tuner_utils, "load_adapters", "model", "adapter_path")
 """Asks for ``parameters()`` to compare their names with an adapter's: gets all of them."""
 
@@ -70,11 +67,6 @@ def is_for_a_draft() -> bool:
         if frame is not None and frame.f_code is _SPECULATIVE:
             return True
     return False
-
-
-def is_sharded_load() -> bool:
-    """Return whether ``sharded_load`` is on the stack."""
-    return any(frame.f_code is _SHARDED_LOAD for frame in frames())
 
 
 def calling_modules() -> Iterator[str]:

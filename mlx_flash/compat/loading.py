@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,3 +58,19 @@ def current_load_model() -> LoadModel:
 def replace_load_model(function: LoadModel) -> None:
     """Make mlx-lm load models with another function."""
     utils.load_model = function
+
+
+ShardedLoad = Callable[..., tuple[Any, ...]]
+
+stock_sharded_load: ShardedLoad = require(utils, "sharded_load", "repo", "pipeline_group", "tensor_group")
+"""Loads a model that several ranks share."""
+
+_SERVER = "mlx_lm.server"
+"""Imports ``sharded_load`` by name."""
+
+
+def replace_sharded_load(function: ShardedLoad) -> None:
+    """Make mlx-lm load shared models with another function."""
+    for module in (utils, sys.modules.get(_SERVER)):
+        if module is not None:
+            vars(module)["sharded_load"] = function

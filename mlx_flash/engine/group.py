@@ -76,10 +76,12 @@ class CallGroup:
 
     Args:
         engine: the weights of the model.
+        in_order: all calls run one after another.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, in_order: bool = False) -> None:
         self._engine = engine
+        self._in_order = in_order
         self._is_proven = False
         self._needs_order = False
 
@@ -87,6 +89,8 @@ class CallGroup:
     def can_share(self) -> bool:
         """True if calls gain by sharing a pass, and nobody counts passes of single calls."""
         experts = self._engine.experts
+        if self._in_order:
+            return False
         return bool(self._engine.stream.units) if experts is None else not experts.listeners
 
     def fits(self, cache: Sequence[Any]) -> bool:
@@ -96,6 +100,8 @@ class CallGroup:
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why calls with one prompt cache cannot share a pass if they can be taken back; or None."""
         pooled = [entry for entry in cache if isinstance(entry, PooledCache)]
+        if self._in_order:
+            return "ranks share the model, and exchange messages in the order of calls"
         if not self.can_share:
             return "all weights are in memory" if self._engine.experts is None else "experts are traced call by call"
         if self._needs_order:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ class Passes:
     """
 
     def __init__(self, model: Any, session: Session, kv: KVPool | None, counters: PassCounters) -> None:
-        self.group = CallGroup(session.engine)
+        self.group = CallGroup(session.engine, in_order=session.chain is not None)
         self._model = model
         self._session = session
         self._kv = kv
@@ -235,7 +236,9 @@ class Passes:
         return DroppedResult() if cached.num_restored else output
 
     def _call(self, call: ForwardCall) -> Any:
-        return self._model(*call.arguments, **call.keywords)
+        chain = self._session.chain
+        with contextlib.nullcontext() if chain is None else chain.call(call.tokens, call.cache):
+            return self._model(*call.arguments, **call.keywords)
 
     def _counted(
         self, calls: Sequence[ForwardCall], lanes: Sequence[Sequence[ForwardCall]], run: Callable[[], Any]

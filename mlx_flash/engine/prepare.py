@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
@@ -14,12 +15,15 @@ from mlx_flash.compat.experts import has_kernel
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.engine.engine import Progress
-from mlx_flash.errors import CheckpointError, CheckpointNotFoundError
+from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of
 from mlx_flash.layout.identity import ModelIdentity
-from mlx_flash.layout.load import LoadedModel, ModelLayout, load_config, load_lazily
-from mlx_flash.layout.units import make_layout
+from mlx_flash.layout.load import LoadedModel, ModelLayout, iter_parameters, load_config, load_lazily
+from mlx_flash.layout.units import layers_of, make_layout
 from mlx_flash.memory.arena import kernel_alignment
+from mlx_flash.ranks.chain import Chain
+from mlx_flash.ranks.peers import Peers
+from mlx_flash.ranks.shares import RankSpeed, share_layers
 from mlx_flash.residency.machine import has_grown, look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan
 from mlx_flash.residency.search import make_plan
@@ -39,6 +43,7 @@ class Prepared:
         plan: what will be in memory.
         identity: the modules and arrays that were loaded.
         fingerprint: of what decides their output; None where there is no prefix cache.
+        chain: which rank computes which layer; None where there is one rank.
     """
 
     loaded: LoadedModel
@@ -48,6 +53,7 @@ class Prepared:
     plan: ResidencyPlan
     identity: ModelIdentity
     fingerprint: str | None = None
+    chain: Chain | None = None
 
     def renewed(self, config: FlashConfig, promised_bytes: int) -> Prepared:
         """Return it as of now: adapters may have changed modules, and other models may have taken memory.
@@ -56,6 +62,7 @@ class Prepared:
             config: how to stream.
             promised_bytes: the part of the budget that other models of the process will take, or may.
         """
+        config = config if self.chain is None else _settings_of_ranks(config)
         machine = look_at_memory(self.machine, promised_bytes)
         is_unchanged = self.identity.is_unchanged
         if is_unchanged and not has_grown(self.machine, machine):
@@ -63,6 +70,7 @@ class Prepared:
         layout, sizes = self.layout, self.sizes
         if not is_unchanged:
             layout = make_layout(self.loaded)
+            layout = layout if self.chain is None else self.chain.own_part(layout)
             sizes = _sizes(self.loaded, layout)
         return replace(self, layout=layout, sizes=sizes, plan=make_plan(sizes, config, machine))
 
@@ -74,6 +82,7 @@ def prepare(
     *,
     progress: Progress | None = None,
     writes: bool = True,
+    group: mx.distributed.Group | None = None,
     **loading: Any,
 ) -> Prepared:
     """Load a model lazily, find its units, and plan. Reads headers, no weights.
@@ -84,8 +93,11 @@ def prepare(
         model_config: entries that replace those of ``config.json``.
         progress: called with (bytes written, bytes to write) while large derived parameters are written to the cache.
         writes: whether they may be written; if not, the plan is that of when they are.
+        group: the ranks that share the model's layers; None for a model of this process alone.
         loading: further arguments of ``mlx_lm.utils.load_model``.
     """
+    peers = Peers(group) if group is not None and group.size() > 1 else None
+    config = config if peers is None else _settings_of_ranks(config)
     path = Path(model_path)
     _check_folder(path)
     checkpoint = read_checkpoint(path)
@@ -98,7 +110,57 @@ def prepare(
     fingerprint = None if config.kv_prefixes == "off" else fingerprint_of(loaded, state_of(checkpoint))
     sizes = _sizes(loaded, layout)
     plan = make_plan(sizes, config, machine)
-    return Prepared(loaded, layout, sizes, machine, plan, ModelIdentity(loaded.model), fingerprint)
+    prepared = Prepared(loaded, layout, sizes, machine, plan, ModelIdentity(loaded.model), fingerprint)
+    return prepared if peers is None else _part_of(prepared, config, peers)
+
+
+def _settings_of_ranks(config: FlashConfig) -> FlashConfig:
+    """Return settings with the caches that layers of other ranks can have: mlx-lm's own.
+
+    Raises:
+        ConfigError: others are asked for.
+    """
+    settings = FlashConfig(kv_cache="stock", kv_prefixes="off")
+    for name in ("kv_cache", "kv_ram_gb", "kv_max_tokens", "kv_prefixes"):
+        value = getattr(config, name)
+        if value not in (None, getattr(settings, name)):
+            raise ConfigError(
+                f"{name}={value!r} is not available when several ranks share a model. Hint: leave {name} unset."
+            )
+    return replace(config, kv_cache="stock", kv_prefixes="off")
+
+
+def _part_of(prepared: Prepared, config: FlashConfig, peers: Peers) -> Prepared:
+    """Return what this rank computes of a model."""
+    peers.share_seed()
+    chain = _share(prepared, peers)
+    layout = chain.own_part(prepared.layout)
+    sizes = _sizes(prepared.loaded, layout)
+    plan = make_plan(sizes, config, prepared.machine)
+    identity = ModelIdentity(prepared.loaded.model)  # with the classes that the chain gives layers
+    return replace(prepared, layout=layout, sizes=sizes, plan=plan, identity=identity, chain=chain)
+
+
+def _share(prepared: Prepared, peers: Peers) -> Chain:
+    """Give every rank its layers, from what all ranks' plans for the whole model keep in memory."""
+    ranks = [RankSpeed(*numbers) for numbers in peers.gather(astuple(_rank_speed(prepared)))]
+    return Chain(layers_of(prepared.loaded.model), share_layers(_layer_bytes(prepared), ranks), peers)
+
+
+def share_equally(prepared: Prepared, num_ranks: int) -> list[int]:
+    """Return the rank of each layer, if a model is shared by some machines like this one."""
+    return share_layers(_layer_bytes(prepared), [_rank_speed(prepared)] * num_ranks)
+
+
+def _rank_speed(prepared: Prepared) -> RankSpeed:
+    plan, machine = prepared.plan, prepared.machine
+    memory_bytes = plan.resident_bytes + plan.pinned_bytes + plan.pool_bytes
+    return RankSpeed(memory_bytes, machine.disk.bytes_per_second, machine.compute_bytes_per_second)
+
+
+def _layer_bytes(prepared: Prepared) -> list[int]:
+    layers = layers_of(prepared.loaded.model)
+    return [sum(array.nbytes for _, _, _, array in iter_parameters(layer, "")) for layer in layers]
 
 
 def _sizes(loaded: LoadedModel, layout: ModelLayout) -> ModelSizes:

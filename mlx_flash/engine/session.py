@@ -42,6 +42,7 @@ class Session:
         meter: measures the speed that is reached.
         forecast: the gain of a larger budget.
         prefixes: the prefix cache; None where the settings want none.
+        chain: which rank computes which layer; None where there is one rank.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Session:
         progress: Progress | None = None,
     ) -> None:
         plan, layout, machine = prepared.plan, prepared.layout, prepared.machine
+        self.chain = prepared.chain
         fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with
         self._reader = BackgroundPrefetcher(
             _files(layout),

@@ -13,17 +13,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_flash.compat.callers import calling_modules, is_sharded_load
+from mlx_flash.compat.callers import calling_modules
 from mlx_flash.compat.generation import current_generate_step, replace_generate_step, stock_generate_step
-from mlx_flash.compat.loading import WRITERS, LoadModel, current_load_model, replace_load_model
+from mlx_flash.compat.loading import (
+    WRITERS,
+    LoadModel,
+    current_load_model,
+    replace_load_model,
+    replace_sharded_load,
+    stock_sharded_load,
+)
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.errors import StreamedWeightsError
+from mlx_flash.errors import ConfigError, StreamedWeightsError
 from mlx_flash.generation import generate_step
 from mlx_flash.layout.load import model_name
+from mlx_flash.loading import load
 from mlx_flash.model import FlashLLM
+from mlx_flash.ranks.peers import launched_group
 
 _log = logging.getLogger("mlx_flash")
 _lock = threading.RLock()
@@ -89,6 +99,7 @@ def _put_in_force(config: FlashConfig | None) -> None:
             _State.original = current_load_model()
             _State.replacement = _make_replacement(_State.original)
             replace_load_model(_State.replacement)
+            replace_sharded_load(_sharded_load)
             if current_generate_step() is stock_generate_step:
                 replace_generate_step(generate_step)
 
@@ -98,6 +109,7 @@ def _restore() -> None:
         replace_generate_step(stock_generate_step)
     if _State.replacement is None or _State.original is None:
         return
+    replace_sharded_load(stock_sharded_load)
     if current_load_model() is _State.replacement:
         replace_load_model(_State.original)
         _State.original = _State.replacement = None
@@ -125,10 +137,32 @@ def _make_replacement(original: LoadModel) -> LoadModel:
         if config is None:
             return original(model_path, lazy, strict, model_config, **loading)
         _refuse_writers()
-        prepared = prepare(model_path, config, model_config, load_model=original, strict=strict, **loading)
+        group = (
+            None if "mlx_lm.evaluate" in calling_modules() else launched_group()
+        )  # there, each rank has its own tasks
+        prepared = prepare(model_path, config, model_config, load_model=original, strict=strict, group=group, **loading)
         return FlashLLM(prepared, config, model_name(model_path)), prepared.loaded.config
 
     return load_model
+
+
+def _sharded_load(
+    repo: str,
+    pipeline_group: mx.distributed.Group | None = None,
+    tensor_group: mx.distributed.Group | None = None,
+    return_config: bool = False,
+    *,
+    tokenizer_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, ...]:
+    """Load a model whose layers the ranks share, like ``mlx_lm.utils.sharded_load``, whichever group is given."""
+    if trust_remote_code:
+        raise ConfigError(
+            "trust_remote_code runs code of the model's folder, which a streamed model does not. Hint: leave it."
+        )
+    group = pipeline_group or tensor_group or mx.distributed.init()
+    model, tokenizer = load(repo, _State.config, tokenizer_config=tokenizer_config, group=group)
+    return (model, tokenizer, model.config) if return_config else (model, tokenizer)
 
 
 def _refuse_writers() -> None:
@@ -143,7 +177,3 @@ def _refuse_writers() -> None:
                 f"{module} needs the model's weights to change or write them; a streamed model has them for moments. "
                 "Hint: run it without the patch (remove_flash_patch(), or FlashConfig(enabled=False))."
             )
-    if is_sharded_load():
-        raise StreamedWeightsError(
-            "a model that is spread over several machines cannot be streamed. Hint: run it without the patch."
-        )

@@ -40,7 +40,7 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
     Raises:
         CheckpointError: the model has no list of layers.
     """
-    layers_of_model = _layers(loaded.model)
+    layers_of_model = layers_of(loaded.model)
     tree = _Tree(loaded)
     roots = tree.names_of(layers_of_model)
     layers = [unit for root in roots for unit in tree.cover(root)]
@@ -61,8 +61,12 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
     )
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """The model's layers, each once."""
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the model's layers, each once.
+
+    Raises:
+        CheckpointError: it has none.
+    """
     layers = getattr(model, "layers", None)
     if layers is None:
         raise CheckpointError(

@@ -1,0 +1,1 @@
+"""One model on several machines: each rank computes some layers, and hands the result on."""

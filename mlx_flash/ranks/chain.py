@@ -1,0 +1,274 @@
+"""Layers in a chain of ranks: the output of one rank's layer is the input of the next rank's.
+
+Every rank calls the model whole, so that masks, positions and the caches of all layers are made by the model's own
+code. A layer of another rank is called too, lazily and with weights that are never read: that gives the shapes of its
+output and what it adds to its cache. The output is then replaced: by what the other rank sent, if the next layer is
+this rank's, and else by arrays that raise when they are evaluated. A model that uses such an output elsewhere cannot
+compute other tokens unnoticed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map
+
+from mlx_flash.errors import PeerError, StreamedWeightsError
+from mlx_flash.layout.load import ModelLayout, Unit, iter_parameters
+from mlx_flash.ranks.peers import Peers
+
+_STATE = "_flash_rank"
+
+_LARGEST = 1 << 20
+"""Numbers are sent as float32, which holds integers up to here."""
+
+
+class RankLayer:
+    """A layer in a chain; other ranks' layers are not computed."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        link: _Link = vars(self)[_STATE]
+        result = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return link.chain.leave(link, result, (args, kwargs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """A layer's number, its rank, and the rank of the next one; None after the last layer."""
+
+    number: int
+    owner: int
+    next_owner: int | None
+    chain: Chain
+
+
+class Chain:
+    """The layers of a model, each on one rank.
+
+    Args:
+        layers: the model's layers, in calling order.
+        owners: the rank of each layer.
+        peers: the ranks.
+
+    Attributes:
+        owners: the rank of each layer.
+        peers: the ranks.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], owners: Sequence[int], peers: Peers) -> None:
+        self.owners = tuple(owners)
+        self.peers = peers
+        self._layers = list(layers)
+        self._users: dict[int, int] | None = None
+        self._num_calls = 0
+        for number, layer in enumerate(layers):
+            following = owners[number + 1] if number + 1 < len(owners) else None
+            object.__setattr__(layer, _STATE, _Link(number, owners[number], following, self))
+            object.__setattr__(layer, "__class__", _ranked(type(layer)))
+
+    def close(self) -> None:
+        """Give the layers their own classes back."""
+        for layer in self._layers:
+            if _STATE in vars(layer):
+                object.__delattr__(layer, _STATE)
+                object.__setattr__(layer, "__class__", type(layer).__bases__[1])
+        self._layers.clear()
+
+    def own_part(self, layout: ModelLayout) -> ModelLayout:
+        """Return the layout of this rank's layers and of everything outside of layers."""
+        own: list[nn.Module] = []
+        others: list[nn.Module] = []
+        for layer, owner in zip(self._layers, self.owners, strict=True):
+            (own if owner == self.peers.rank else others).append(layer)
+        return _part(layout, own, others)
+
+    @contextmanager
+    def call(self, tokens: mx.array | None, cache: Sequence[Any] | None) -> Iterator[None]:
+        """Compute one call of the model on all ranks.
+
+        Raises:
+            PeerError: the ranks were called differently, or a connection was lost.
+            StreamedWeightsError: the model is no chain of layers.
+        """
+        self._check_equal(tokens)
+        entries = list(_entries(cache or ()))
+        self._users = {id(entry): -1 for entry in entries}
+        self._fill_others(entries, _trap)
+        try:
+            yield
+        except RuntimeError as error:
+            if "[read]" not in str(error):
+                raise
+            raise StreamedWeightsError(
+                "the model uses the output of a layer in other places than the next layer: it cannot be spread over "
+                "ranks. Hint: run it on one machine."
+            ) from error
+        finally:
+            self._users = None
+            self._fill_others(entries, _nothing)
+
+    def _fill_others(self, entries: Sequence[Any], make: Callable[[mx.array], mx.array]) -> None:
+        """Replace what entries of other ranks' layers hold: by traps in calls, and else by nothing, to be evaluated."""
+        for entry in entries:
+            if vars(entry).get(_STATE, self.peers.rank) != self.peers.rank:
+                _fill(entry, make)
+
+    def _check_equal(self, tokens: mx.array | None) -> None:
+        """Check that all ranks compute the same tokens.
+
+        Raises:
+            PeerError: they do not.
+        """
+        self._num_calls += 1
+        found = self.peers.gather([self._num_calls % _LARGEST, *_digest(tokens)])
+        for rank, numbers in enumerate(found):
+            if numbers != found[self.peers.rank]:
+                raise PeerError(
+                    f"call {self._num_calls} of rank {self.peers.rank} is {found[self.peers.rank]} (number, shape, "
+                    f"digest of tokens), that of rank {rank} is {numbers}. Hint: start the same program with the same "
+                    "arguments and seed on all ranks."
+                )
+
+    def leave(self, link: _Link, result: Any, given: tuple[Any, Any]) -> Any:
+        """Return the result of a layer as this rank is to see it."""
+        if self._users is None:  # a dry run
+            return result
+        mine, what = self.peers.rank, f"the output of layer {link.number}"
+        self._note_entries(link, given)
+        arrays = _arrays_of(result)
+        if link.next_owner is None:
+            return _replaced(result, self.peers.broadcast(arrays, link.owner, what))
+        if link.owner == mine:
+            if link.next_owner != mine:
+                self.peers.send(arrays, link.next_owner, what)
+            return result
+        if link.next_owner == mine:
+            return _replaced(result, self.peers.receive(arrays, link.owner, what))
+        return _replaced(result, [_trap(array) for array in arrays])
+
+    def _note_entries(self, link: _Link, given: tuple[Any, Any]) -> None:
+        """Note the rank of the cache entries of a layer.
+
+        Raises:
+            StreamedWeightsError: layers of several ranks use one entry.
+        """
+        assert self._users is not None
+        for entry in [entry for value in (*given[0], *given[1].values()) for entry in _entries([value])]:
+            if id(entry) not in self._users:
+                continue
+            before = self._users[id(entry)]
+            if before not in (-1, link.owner):
+                raise StreamedWeightsError(
+                    f"layer {link.number} uses the cache of a layer of rank {before}: the model cannot be spread over "
+                    "ranks. Hint: run it on one machine."
+                )
+            self._users[id(entry)] = link.owner
+            vars(entry)[_STATE] = link.owner
+            self._fill_others([entry], _trap)
+
+
+def _digest(tokens: mx.array | None) -> list[float]:
+    """Return the shape of some tokens, ``(batch, length)``, and a number that other tokens are unlikely to have."""
+    if tokens is None:
+        return [0.0, 0.0, 0.0]
+    numbers = np.array(tokens).astype(np.int64).reshape(-1)
+    return [float(tokens.shape[0]), float(tokens.size), float(zlib.crc32(numbers.tobytes()) % _LARGEST)]
+
+
+def _entries(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield the objects in a prompt cache that hold arrays, those inside others included."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _entries(value)
+        elif hasattr(value, "__dict__") and not isinstance(value, mx.array | nn.Module):
+            yield value
+            yield from _entries(list(vars(value).values()))
+
+
+def _fill(entry: Any, make: Callable[[mx.array], mx.array]) -> None:
+    """Replace keys, values and states of a cache entry. Offsets and paddings, which are vectors, stay."""
+
+    def replaced(value: Any) -> Any:
+        return make(value) if isinstance(value, mx.array) and value.ndim > 1 else value
+
+    for name, value in vars(entry).items():
+        if isinstance(value, mx.array | list | tuple | dict):
+            vars(entry)[name] = tree_map(replaced, value)
+
+
+def _nothing(like: mx.array) -> mx.array:
+    """Return zeros that take no memory."""
+    return mx.broadcast_to(mx.zeros((), like.dtype), like.shape)
+
+
+def _arrays_of(result: Any) -> list[mx.array]:
+    found: list[mx.array] = []
+
+    def note(value: Any) -> Any:
+        if isinstance(value, mx.array):
+            found.append(value)
+        elif value is not None and not isinstance(value, bool | int | float | str):
+            raise StreamedWeightsError(
+                f"a layer returns a {type(value).__name__}, which cannot be sent to another rank. "
+                "Hint: run the model on one machine."
+            )
+        return value
+
+    tree_map(note, result)
+    return found
+
+
+def _replaced(result: Any, arrays: Sequence[mx.array]) -> Any:
+    remaining = iter(arrays)
+    return tree_map(lambda value: next(remaining) if isinstance(value, mx.array) else value, result)
+
+
+@cache
+def _file_without_data() -> mx.array:
+    """Return a number that is read from a file when it is evaluated, and is not there."""
+    with tempfile.NamedTemporaryFile(suffix=".npy", delete=False) as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": ()})
+    found = cast(mx.array, mx.load(file.name))
+    Path(file.name).unlink()
+    return found
+
+
+def _trap(like: mx.array) -> mx.array:
+    """Return an array that raises when it is evaluated."""
+    return mx.broadcast_to(_file_without_data().astype(like.dtype), like.shape)
+
+
+@cache
+def _ranked(cls: Any) -> Any:
+    return type(cls.__name__, (RankLayer, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _part(layout: ModelLayout, own: Sequence[nn.Module], others: Sequence[nn.Module]) -> ModelLayout:
+    """Return a layout without the modules and arrays that only other ranks' layers use."""
+    modules = {id(m) for layer in others for m in layer.modules()} - {id(m) for layer in own for m in layer.modules()}
+    containers = _containers(others) - _containers(own)
+
+    def keep(units: Sequence[Unit]) -> list[Unit]:
+        return [unit for unit in units if id(unit.module) not in modules]
+
+    return replace(
+        layout,
+        layers=keep(layout.layers),
+        finer=[keep(cut) for cut in layout.finer],
+        resident=[parameter for parameter in layout.resident if id(parameter.container) not in containers],
+        experts=[stack for stack in layout.experts if id(stack.unit.module) not in modules],
+    )
+
+
+def _containers(layers: Sequence[nn.Module]) -> set[int]:
+    return {id(container) for layer in layers for _, container, _, _ in iter_parameters(layer, "")}

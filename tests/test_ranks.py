@@ -1,0 +1,132 @@
+"""One model on several ranks: the same logits on all of them, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_flash import cli
+from mlx_flash.errors import ConfigError
+from mlx_flash.ranks.shares import RankSpeed, runs, share_layers
+from models import GEMMA3, LLAMA, QWEN3_MOE, VOCAB_SIZE, make_random_model, save
+from zoo import configuration
+
+PROGRAM = Path(__file__).with_name("ranks_program.py")
+MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "qwen3_moe": QWEN3_MOE}
+MODELS |= {name: configuration(name) | {"vocab_size": VOCAB_SIZE} for name in ("jamba", "rwkv7", "afm7")}
+
+SPEEDS = st.builds(RankSpeed, st.floats(0, 1e12), st.floats(1e6, 1e11), st.floats(1e6, 1e13))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("ranks")
+    for name, config in MODELS.items():
+        save(found / name, config, mx.float32)
+    return found
+
+
+def launch(num_ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a program on ranks of this machine, as a user does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    command = [launcher, "-n", num_ranks, "-p", port, "--python", sys.executable, *arguments]
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120)
+
+
+def lines_of(done: subprocess.CompletedProcess[str]) -> list[list[Any]]:
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+def test_all_ranks_get_the_logits_and_tokens_of_one_machine(root: Path) -> None:
+    num_ranks, names = 3, [name for name in MODELS if name != "afm7"]
+    done = launch(num_ranks, PROGRAM, root, ",".join(names))
+    found = {(rank, name): (is_equal, units) for rank, name, is_equal, units in lines_of(done)}
+    assert {key: is_equal for key, (is_equal, _) in found.items()} == {
+        (rank, name): True for rank in range(num_ranks) for name in names
+    }, done.stderr
+    for rank in range(num_ranks):
+        layers = {unit for unit in found[rank, "llama"][1] if ".layers." in unit}
+        assert layers == {f"model.layers.{i}" for i in range(rank, 5, num_ranks)}
+
+
+def test_a_model_that_is_no_chain_is_refused(root: Path) -> None:
+    """Its later layers use keys and values of an earlier one, which another rank may have."""
+    done = launch(2, PROGRAM, root, "afm7")
+    assert any(status == "StreamedWeightsError" and "ranks" in text for _, _, status, text in lines_of(done)), done
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [("dies", "rank 0 exchanges"), ("other tokens", "start the same program with the same")]
+)
+def test_a_rank_that_is_lost_or_computes_something_else_is_an_error(root: Path, fault: str, words: str) -> None:
+    done = launch(2, PROGRAM, root, "llama", fault)
+    texts = [text for rank, _, status, text in lines_of(done) if rank == 0 and status == "PeerError"]
+    assert texts and words in texts[0], done
+
+
+def test_generate_prints_the_text_of_one_machine_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--layers", "3", "--hidden-size", "64", "--intermediate-size", "128", "--heads", "4", "--kv-heads", "2"]
+    directory = make_random_model(tmp_path / "model", *shape)
+    flags = ["generate", "--model", str(directory), "--prompt", "hello", "--max-tokens", "5", "--ram-budget-gb", "1"]
+    assert cli.main(flags) == 0
+    alone = capsys.readouterr().out
+    done = launch(2, Path(sys.executable).with_name("mlx-flash"), *flags)
+    assert done.stdout == alone, done.stderr
+    assert done.stderr.count("Generation:") == 1
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=1, max_size=20), st.lists(SPEEDS, min_size=1, max_size=6))
+def test_every_layer_has_a_rank_and_every_rank_a_layer(layer_bytes: list[int], ranks: list[RankSpeed]) -> None:
+    if len(layer_bytes) < len(ranks):
+        with pytest.raises(ConfigError, match="start fewer"):
+            share_layers(layer_bytes, ranks)
+        return
+    owners = share_layers(layer_bytes, ranks)
+    assert len(owners) == len(layer_bytes) and set(owners) == set(range(len(ranks)))
+    following = [(a, b) for a, b in pairwise(owners) if a != b]
+    assert all(b == (a + 1) % len(ranks) for a, b in following)  # neighbours only: a ring has no other connections
+    covered = [layer for rank in range(len(ranks)) for a, b in runs(owners, rank) for layer in range(a, b)]
+    assert sorted(covered) == list(range(len(layer_bytes)))
+
+
+def test_ranks_take_turns_only_if_they_read() -> None:
+    layers = [100] * 12
+    assert share_layers(layers, [RankSpeed(1e4, 1e9, 1e9)] * 3) == [0] * 4 + [1] * 4 + [2] * 4
+    assert share_layers(layers, [RankSpeed(100, 1e9, 1e12)] * 3) == [0, 1, 2] * 4
+
+
+@pytest.mark.parametrize(
+    ("fast", "slow"),
+    [
+        (RankSpeed(0, 3e9, 1e15), RankSpeed(0, 1e9, 1e15)),
+        (RankSpeed(1e12, 1e9, 3e12), RankSpeed(1e12, 1e9, 1e12)),
+    ],
+    ids=["disk", "processor"],
+)
+def test_a_faster_machine_gets_more_layers(fast: RankSpeed, slow: RankSpeed) -> None:
+    assert Counter(share_layers([10**8] * 40, [slow, fast])) == {0: 10, 1: 30}
+
+
+def test_plan_shows_the_layers_and_files_of_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = save(tmp_path / "model", LLAMA, mx.float32)
+    flags = ["plan", "--model", str(directory), "--ram-budget-gb", "1", "--ranks", "2"]
+    assert cli.main([*flags, "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["ranks"]
+    assert [part["layers"] for part in parts] == [[[0, 3]], [[3, 5]]]
+    assert all(part["files"] == ["model.safetensors"] and part["nbytes"] for part in parts)
+    assert cli.main(flags) == 0
+    assert "0-2" in capsys.readouterr().out

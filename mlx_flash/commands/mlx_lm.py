@@ -20,6 +20,7 @@ from mlx_flash.integration.http import Listener
 from mlx_flash.integration.mlx_lm import apply_flash_patch
 from mlx_flash.integration.server import surviving_server
 from mlx_flash.monitor.words import size, speed
+from mlx_flash.ranks.peers import launched_group
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
 
 
@@ -52,7 +53,9 @@ def serve_with(config: FlashConfig, flags: Sequence[str], out: TextIO) -> int:
     """
     flags = list(flags)
     given = _server_flags(flags)
-    with Listener(given.host, given.port) as listener:
+    group = launched_group()
+    answers = group is None or group.rank() == 0
+    with Listener(given.host, given.port) if answers else contextlib.nullcontext() as listener:
         plan = _plan(given.model, config)
         if plan is not None and given.prompt_cache_bytes is None:
             flags += ["--prompt-cache-bytes", str(plan.kv_bytes // 2)]

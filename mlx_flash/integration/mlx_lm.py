@@ -27,11 +27,11 @@ from mlx_flash.compat.loading import (
     stock_sharded_load,
 )
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.prepare import prepare
+from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
 from mlx_flash.errors import ConfigError, StreamedWeightsError
 from mlx_flash.generation import generate_step
 from mlx_flash.layout.load import model_name
-from mlx_flash.loading import load
+from mlx_flash.loading import load_model
 from mlx_flash.model import FlashLLM
 from mlx_flash.ranks.peers import launched_group
 
@@ -161,8 +161,10 @@ def _sharded_load(
             "trust_remote_code runs code of the model's folder, which a streamed model does not. Hint: leave it."
         )
     group = pipeline_group or tensor_group or mx.distributed.init()
-    model, tokenizer = load(repo, _State.config, tokenizer_config=tokenizer_config, group=group)
-    return (model, tokenizer, model.config) if return_config else (model, tokenizer)
+    path = resolve(repo)
+    tokenizer = load_tokenizer(path, tokenizer_config)
+    model, config = load_model(path, _State.config, group=group)
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
 def _refuse_writers() -> None:

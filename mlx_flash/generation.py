@@ -8,7 +8,10 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -18,15 +21,23 @@ from mlx_flash.compat.generation import (
     generation_stream,
     stock_generate,
     stock_generate_step,
+    stock_speculative_generate_step,
     stock_stream_generate,
     with_names,
 )
+from mlx_flash.kv.views import can_be_viewed
 from mlx_flash.model import FlashLLM
-from mlx_flash.speculation.decoder import MAX_GUESSES, Decoder
+from mlx_flash.speculation.decoder import MAX_GUESSES, Decoder, Source
+from mlx_flash.speculation.draft import Draft
 from mlx_flash.speculation.lookup import Lookup
+
+_log = logging.getLogger("mlx_flash")
 
 Token = tuple[int, mx.array]
 """A token and the logarithms of all probabilities, ``(vocabulary,)``."""
+
+DraftedToken = tuple[int, mx.array, bool]
+"""The same, and whether the token was guessed."""
 
 _CLEAR_EVERY = 256
 """Tokens after which MLX's freed buffers are released, as mlx-lm does."""
@@ -40,13 +51,58 @@ def generate_step(prompt: mx.array, model: Any, stream: Any = generation_stream,
 
     A model that is not streamed, ``kv_bits`` and ``input_embeddings`` are left to mlx-lm's own loop.
     """
-    others = [name for name in ("kv_bits", "input_embeddings") if options.get(name) is not None]
-    if not isinstance(model, FlashLLM) or others or not len(prompt):
+    if not _is_ours(prompt, model, options):
         return stock_generate_step(prompt, model, stream, **options)
-    return _generate(prompt, model, stream, **{name: options[name] for name in options.keys() - _STOCK_OPTIONS})
+    source = Lookup(cast("list[int]", prompt.tolist()))
+    return _without_marks(_generate(prompt, model, stream, source, MAX_GUESSES, **_ours(options)))
 
 
-stream_generate = with_names(stock_stream_generate, generate_step=generate_step)
+def speculative_generate_step(
+    prompt: mx.array, model: Any, draft_model: Any, stream: Any = generation_stream, **options: Any
+) -> Iterator[DraftedToken]:
+    """Yield tokens, as ``mlx_lm.generate.speculative_generate_step`` does with the same arguments.
+
+    Tokens and log probabilities are those of :func:`generate_step`, bit for bit: the draft model only guesses, and each
+    guess is checked in a call of its own. Where guesses cannot share a pass, mlx-lm's own loop runs, whose last bits
+    are others.
+    """
+    stock = partial(stock_speculative_generate_step, prompt, model, draft_model, stream, **options)
+    if not _is_ours(prompt, model, options):
+        return stock()
+    caches = options.pop("prompt_cache", None)
+    num_layers = len(model.layers)
+    cache = make_prompt_cache(model) if caches is None else caches[:num_layers]
+    drafted = make_prompt_cache(draft_model) if caches is None else caches[num_layers:]
+    refusal = model.refusal(cache) or (
+        None if can_be_viewed(drafted) else "the draft model has a cache of its own kind"
+    )
+    if refusal is not None:
+        _log.info("mlx-lm checks what the draft model guesses: %s", refusal)
+        return stock()
+    most = options.pop("num_draft_tokens", 2)
+    options = _ours(options)
+    source = Draft(draft_model, drafted, cast("list[int]", prompt.tolist()), options.get("prefill_step_size", 2048))
+    return _generate(prompt, model, stream, source, most, prompt_cache=caches and cache, **options)
+
+
+def _is_ours(prompt: mx.array, model: Any, options: Mapping[str, Any]) -> bool:
+    others = [name for name in ("kv_bits", "input_embeddings") if options.get(name) is not None]
+    return isinstance(model, FlashLLM) and not others and len(prompt) > 0
+
+
+def _ours(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in options.keys() - _STOCK_OPTIONS}
+
+
+def _without_marks(steps: Generator[DraftedToken, None, None]) -> Iterator[Token]:
+    with closing(steps):
+        for token, logprobs, _ in steps:
+            yield token, logprobs
+
+
+stream_generate = with_names(
+    stock_stream_generate, generate_step=generate_step, speculative_generate_step=speculative_generate_step
+)
 generate = with_names(stock_generate, stream_generate=stream_generate)
 
 
@@ -54,6 +110,8 @@ def _generate(
     prompt: mx.array,
     model: FlashLLM,
     stream: Any,
+    source: Source,
+    most: int,
     *,
     max_tokens: int = 256,
     sampler: Callable[[mx.array], mx.array] | None = None,
@@ -62,19 +120,20 @@ def _generate(
     prompt_cache: list[Any] | None = None,
     prefill_step_size: int = 2048,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
-) -> Iterator[Token]:
+) -> Generator[DraftedToken, None, None]:
     cache = make_prompt_cache(model, max_kv_size) if prompt_cache is None else prompt_cache
     report = prompt_progress_callback or (lambda done, total: None)
     report(0, len(prompt))
     choose = Chooser(sampler, logits_processors)
-    decoder = Decoder(model, cache, Lookup(cast("list[int]", prompt.tolist())))
+    decoder = Decoder(model, cache, source, most)
     with mx.stream(stream):
         token, logprobs = choose(prompt, model.prompt(prompt[None], cache, prefill_step_size, report))
     num_done, is_in_cache = 0, True
     try:
         while num_done != max_tokens:
             is_in_cache = False
-            yield cast(int, token.item()), logprobs.squeeze(0)
+            number = cast(int, token.item())
+            yield number, logprobs.squeeze(0), decoder.is_guessed(number)
             num_done += 1
             if num_done % _CLEAR_EVERY == 0:
                 mx.clear_cache()
@@ -83,11 +142,12 @@ def _generate(
             is_in_cache = True  # or the call fails, and is not repeated
             num_left = max_tokens - num_done - 1 if max_tokens > 0 else MAX_GUESSES
             with mx.stream(stream):
-                token, logprobs = choose(token, decoder.logits(cast(int, token.item()), num_left))
+                token, logprobs = choose(token, decoder.logits(number, num_left))
     finally:
         with mx.stream(stream):
             if prompt_cache is not None and not is_in_cache:  # the caller's cache holds every token that was handed out
-                decoder.logits(cast(int, token.item()), 0)
+                decoder.logits(number, 0)
+                source.end()
             decoder.take_back()
 
 

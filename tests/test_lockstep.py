@@ -16,8 +16,9 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_flash
 from mlx_flash import FlashLLM, apply_flash_patch, load_model, remove_flash_patch
-from mlx_flash.compat.generation import current_generate_step, stock_generate_step
+from mlx_flash.compat.generation import current_generate_steps, stock_generate_step, stock_speculative_generate_step
 from mlx_flash.errors import ReadError
+from mlx_flash.generation import speculative_generate_step
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
 from test_model import config, streamed_whole
 
@@ -207,10 +208,11 @@ def test_a_model_that_uses_an_entry_again_is_computed_in_order(
 
 def test_the_patch_replaces_mlx_lms_loop_and_puts_it_back() -> None:
     with apply_flash_patch(config()):
-        assert current_generate_step() is mlx_flash.generate_step
-    assert current_generate_step() is stock_generate_step
+        assert current_generate_steps() == (mlx_flash.generate_step, speculative_generate_step)
+    stock_steps = (stock_generate_step, stock_speculative_generate_step)
+    assert current_generate_steps() == stock_steps
     remove_flash_patch()
-    assert current_generate_step() is stock_generate_step
+    assert current_generate_steps() == stock_steps
 
 
 def test_other_models_and_options_are_left_to_mlx_lm(directories: Callable[[str], Path]) -> None:

@@ -14,7 +14,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_flash
 from mlx_flash import DiskKVCache, FlashLLM, ReadError, load_model
-from mlx_flash.compat.generation import stock_generate_step
+from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
+from mlx_flash.generation import speculative_generate_step
 from mlx_flash.speculation.pace import Times
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
 from test_model import config, streamed_whole
@@ -107,6 +108,9 @@ class Oracle:
 
     def guess(self, number: int) -> list[int]:
         return self._text[self._num_seen :][:number] or [0]
+
+    def end(self) -> None:
+        pass
 
 
 def by_oracle(monkeypatch: pytest.MonkeyPatch, expected: Found) -> None:
@@ -286,3 +290,65 @@ def test_rows_that_do_not_fit_are_not_computed(directories: Directories) -> None
         rows = model.rows([2, 3, 4], cache)
         assert len(rows.outputs) == 1
         assert {entry.offset for entry in cache} == {len(PROMPT) + 2}
+
+
+@pytest.fixture(scope="module")
+def draft_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model that is right now and then: the first layers of the Llama."""
+    return save(tmp_path_factory.mktemp("draft"), {**LLAMA, "num_hidden_layers": 4}, mx.float32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_draft_model_changes_nothing_but_the_passes(directories: Directories, free_rows: None, name: str) -> None:
+    """A model that drafts for itself is always right, whatever cache it has."""
+    expected = by_mlx_lm(directories(name))
+    with streamed_whole(directories(name)) as model:
+        steps = speculative_generate_step(
+            mx.array(PROMPT), with_room(model), stock(directories(name)), num_draft_tokens=3, max_tokens=NUM_TOKENS
+        )
+        found = list(steps)
+        check_equal([(token, logprobs) for token, logprobs, _ in found], expected)
+        counters = model.counters
+        assert counters.num_guessed == counters.num_right == NUM_TOKENS - counters.num_passes
+        assert counters.num_passes == 1 + -(-(NUM_TOKENS - 1) // 4)
+        assert sum(is_drafted for *_, is_drafted in found) == counters.num_right
+
+
+@pytest.mark.parametrize("sampler", [None, make_sampler(temp=0.7)], ids=["greedy", "sampled"])
+def test_a_draft_model_that_is_often_wrong(
+    directories: Directories, draft_directory: Path, free_rows: None, sampler: Any
+) -> None:
+    expected = by_mlx_lm(directories("llama"), sampler=sampler)
+    draft = stock(draft_directory)
+    with streamed_whole(directories("llama")) as model:
+        own = make_prompt_cache(with_room(model))
+        caches = own + make_prompt_cache(draft)
+        mx.random.seed(3)
+        steps = speculative_generate_step(
+            mx.array(PROMPT),
+            model,
+            draft,
+            num_draft_tokens=3,
+            max_tokens=NUM_TOKENS,
+            prompt_cache=caches,
+            sampler=sampler,
+        )
+        check_equal([(token, logprobs) for token, logprobs, _ in steps], expected)
+        assert model.counters.num_guessed > model.counters.num_right
+        assert {entry.offset for entry in caches} == {len(PROMPT) + NUM_TOKENS}
+        drafted = make_prompt_cache(draft)
+        draft(mx.array([[*PROMPT, *(token for token, _ in expected)]]), cache=drafted)
+        for ours, theirs in zip(arrays_of(caches[len(own) :]), arrays_of(drafted), strict=True):
+            assert mx.allclose(ours, theirs, atol=1e-4)
+
+
+def test_a_model_that_cannot_guess_drafts_as_mlx_lm_does(directories: Directories) -> None:
+    options = {"num_draft_tokens": 2, "max_tokens": 8}
+    draft = stock(directories("llama"))
+    expected = list(stock_speculative_generate_step(mx.array(PROMPT), stock(directories("llama")), draft, **options))
+    with streamed_whole(directories("llama"), speculation=False) as model:
+        found = list(speculative_generate_step(mx.array(PROMPT), with_room(model), draft, **options))
+        assert [(token, is_drafted) for token, _, is_drafted in found] == [
+            (token, is_drafted) for token, _, is_drafted in expected
+        ]
+        assert model.counters.num_guessed == 0

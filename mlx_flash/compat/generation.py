@@ -10,17 +10,35 @@ from typing import Any, cast
 from mlx_flash.compat.require import require, require_that
 
 GenerateStep = Callable[..., Iterator[tuple[int, Any]]]
+DraftStep = Callable[..., Iterator[tuple[int, Any, bool]]]
 
 _module = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
 
 stock_generate_step: GenerateStep = require(
     _module, "generate_step", "prompt", "model", "stream", "max_tokens", "sampler", "prompt_cache", "prefill_step_size"
 )
+stock_speculative_generate_step: DraftStep = require(
+    _module,
+    "speculative_generate_step",
+    "prompt",
+    "model",
+    "draft_model",
+    "stream",
+    "num_draft_tokens",
+    "max_tokens",
+    "sampler",
+    "prompt_cache",
+    "prefill_step_size",
+)
 stock_stream_generate: Callable[..., Iterator[Any]] = require(_module, "stream_generate", "model", "tokenizer")
 stock_generate: Callable[..., str] = require(_module, "generate", "model", "tokenizer")
 generation_stream: Any = require(_module, "generation_stream")
 
 require_that("generate_step" in stock_stream_generate.__code__.co_names, "stream_generate calls no generate_step")
+require_that(
+    "speculative_generate_step" in stock_stream_generate.__code__.co_names,
+    "stream_generate calls no speculative_generate_step",
+)
 require_that("stream_generate" in stock_generate.__code__.co_names, "generate calls no stream_generate")
 
 
@@ -35,11 +53,12 @@ def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]
     return copy
 
 
-def current_generate_step() -> GenerateStep:
-    """Return the loop that ``stream_generate`` of mlx-lm uses now; the patch replaces it."""
-    return cast(GenerateStep, _module.generate_step)
+def current_generate_steps() -> tuple[GenerateStep, DraftStep]:
+    """Return the loops that ``stream_generate`` of mlx-lm uses now, without and with a draft model."""
+    return _module.generate_step, _module.speculative_generate_step
 
 
-def replace_generate_step(function: GenerateStep) -> None:
-    """Make mlx-lm's ``stream_generate`` use another loop."""
-    _module.generate_step = function  # type: ignore[attr-defined]
+def replace_generate_steps(plain: GenerateStep, drafted: DraftStep) -> None:
+    """Make mlx-lm's ``stream_generate`` use other loops."""
+    _module.generate_step = plain  # type: ignore[attr-defined]
+    _module.speculative_generate_step = drafted  # type: ignore[attr-defined]

@@ -17,7 +17,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.compat.callers import calling_modules
-from mlx_flash.compat.generation import current_generate_step, replace_generate_step, stock_generate_step
+from mlx_flash.compat.generation import (
+    DraftStep,
+    GenerateStep,
+    current_generate_steps,
+    replace_generate_steps,
+    stock_generate_step,
+    stock_speculative_generate_step,
+)
 from mlx_flash.compat.loading import (
     WRITERS,
     LoadModel,
@@ -29,7 +36,7 @@ from mlx_flash.compat.loading import (
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
 from mlx_flash.errors import ConfigError, StreamedWeightsError
-from mlx_flash.generation import generate_step
+from mlx_flash.generation import generate_step, speculative_generate_step
 from mlx_flash.layout.load import model_name
 from mlx_flash.loading import load_model
 from mlx_flash.model import FlashLLM
@@ -37,6 +44,10 @@ from mlx_flash.ranks.peers import launched_group
 
 _log = logging.getLogger("mlx_flash")
 _lock = threading.RLock()
+
+Loops = tuple[GenerateStep, DraftStep]
+_STOCK_LOOPS: Loops = (stock_generate_step, stock_speculative_generate_step)
+_LOOPS: Loops = (generate_step, speculative_generate_step)
 
 
 class _State:
@@ -100,13 +111,11 @@ def _put_in_force(config: FlashConfig | None) -> None:
             _State.replacement = _make_replacement(_State.original)
             replace_load_model(_State.replacement)
             replace_sharded_load(_sharded_load)
-            if current_generate_step() is stock_generate_step:
-                replace_generate_step(generate_step)
+            _swap_loops(_STOCK_LOOPS, _LOOPS)
 
 
 def _restore() -> None:
-    if current_generate_step() is generate_step:
-        replace_generate_step(stock_generate_step)
+    _swap_loops(_LOOPS, _STOCK_LOOPS)
     if _State.replacement is None or _State.original is None:
         return
     replace_sharded_load(stock_sharded_load)
@@ -117,6 +126,12 @@ def _restore() -> None:
         _log.warning(
             "mlx_lm.utils.load_model was replaced again after mlx-flash replaced it, by %r: left as it is", _found()
         )
+
+
+def _swap_loops(old: Loops, new: Loops) -> None:
+    """Replace those loops of mlx-lm that are still the old ones."""
+    plain, drafted = current_generate_steps()
+    replace_generate_steps(new[0] if plain is old[0] else plain, new[1] if drafted is old[1] else drafted)
 
 
 def _found() -> str:

@@ -59,6 +59,9 @@ class Source(Protocol):
     def guess(self, number: int) -> Sequence[int]:
         """Return the next tokens, if :meth:`look` has found any."""
 
+    def end(self) -> None:
+        """Leave a prompt cache of the caller's with the text and nothing else."""
+
 
 class Decoder:
     """The logits of tokens that follow each other: those of plain decoding, bit for bit.
@@ -67,9 +70,11 @@ class Decoder:
         model: the model.
         cache: the prompt cache, which holds the prompt.
         source: guesses tokens.
+        most: the most tokens to guess at a time.
     """
 
-    def __init__(self, model: RowModel, cache: list[Any], source: Source) -> None:
+    def __init__(self, model: RowModel, cache: list[Any], source: Source, most: int = MAX_GUESSES) -> None:
+        self._most = most
         self._model = model
         self._cache = cache
         self._source = source
@@ -92,13 +97,18 @@ class Decoder:
         if self._unchecked is not None:
             self._acceptance.note(self._quality, 1, int(token == self._unchecked))
             self._unchecked = None
-        if self._rows is None or self._tokens[self._num_used :][:1] != [token]:
+        if not self.is_guessed(token):
             self.take_back()
-            self._tokens = [token, *self._guess(min(limit, MAX_GUESSES))]
+            self._tokens = [token, *self._guess(min(limit, self._most))]
             self._rows = self._model.rows(self._tokens, self._cache)
             del self._tokens[len(self._rows.outputs) :]
+        assert self._rows is not None
         self._num_used += 1
         return self._rows.outputs[self._num_used - 1]
+
+    def is_guessed(self, token: int) -> bool:
+        """Return whether a token, as the next one, was guessed and is computed already."""
+        return self._rows is not None and self._tokens[self._num_used :][:1] == [token]
 
     def take_back(self) -> None:
         """Take tokens from the cache that were only guessed."""

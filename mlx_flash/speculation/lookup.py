@@ -45,6 +45,9 @@ class Lookup:
         found = [int.from_bytes(text[i : i + _WIDTH], "little") for i in range(0, len(text), _WIDTH)]
         return [found[i % len(found)] for i in range(limit)]
 
+    def end(self) -> None:
+        """Do nothing: there is no cache."""
+
     def _find(self, length: int) -> int | None:
         """Return the byte after the latest earlier occurrence of the last ``length`` tokens."""
         ending = self._text[-_WIDTH * length :]

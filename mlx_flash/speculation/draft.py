@@ -1,0 +1,82 @@
+"""Guesses by a smaller model with the same vocabulary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any, cast
+
+import mlx.core as mx
+
+from mlx_flash.kv.checkpoints import PutBack, checkpoint
+from mlx_flash.kv.views import entries_of
+from mlx_flash.layout.arrays import arrays_in
+
+_KEEPS = 0.8
+"""Weight of earlier guesses in the measured time, against the newest one."""
+
+
+class Draft:
+    """A draft model, which guesses its likeliest tokens. It draws no random numbers, since plain decoding draws none.
+
+    Args:
+        model: the draft model.
+        cache: its prompt cache.
+        tokens: the prompt.
+        step: how many tokens it computes at a time.
+    """
+
+    def __init__(self, model: Any, cache: list[Any], tokens: Sequence[int], step: int) -> None:
+        self.guess_seconds = 0.0
+        self._model = model
+        self._cache = cache
+        self._step = step
+        self._coming = list(tokens)
+        self._guessed: list[tuple[int, list[PutBack]]] = []
+
+    def add(self, token: int) -> None:
+        """Add the next token of the text."""
+        self._coming.append(token)
+
+    def look(self) -> int:
+        """Return the quality of a guess: all are of one."""
+        return 1
+
+    def guess(self, number: int) -> Sequence[int]:
+        """Return the next tokens."""
+        token = self._catch_up()
+        found = [token]
+        while len(found) < number:
+            self._guessed.append((token, [checkpoint(entry) for entry in entries_of(self._cache)]))
+            token = self._next([token])
+            found.append(token)
+        return found
+
+    def end(self) -> None:
+        """Leave the cache with the text and nothing else."""
+        self._catch_up()
+
+    def _catch_up(self) -> int:
+        """Take back what was guessed wrong, and add the text that is missing. Return the next token."""
+        pairs = zip(self._guessed, self._coming[:-1], strict=False)  # the last token is computed for its logits
+        num_right = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], pairs))
+        for _, put_backs in reversed(self._guessed[num_right:]):
+            for put_back in put_backs:
+                put_back()
+        self._guessed.clear()
+        coming, self._coming = self._coming[num_right:], []
+        for start in range(0, len(coming), self._step):
+            token = self._next(coming[start : start + self._step])
+        return token
+
+    def _next(self, tokens: Sequence[int]) -> int:
+        """Add tokens to the cache. Return the likeliest next one."""
+        began = time.perf_counter()
+        output = self._model(mx.array([tokens]), cache=self._cache)
+        token = mx.argmax(output[0, -1])
+        mx.eval(token, arrays_in(self._cache))
+        if len(tokens) <= 2:  # those that one guess needs
+            seconds = time.perf_counter() - began
+            self.guess_seconds += (1 - _KEEPS if self.guess_seconds else 1) * (seconds - self.guess_seconds)
+        return cast(int, token.item())

@@ -502,3 +502,10 @@ def test_what_no_longer_says_what_it_is_can_be_cleared(capsys: pytest.CaptureFix
     assert "(cannot be read)" in out.getvalue() and "not complete" in out.getvalue()
     command("clear", capsys=capsys)
     assert not folder.exists()
+
+
+def test_a_copy_that_was_begun_without_a_manifest_is_removed_with_the_next_one(directory: Path) -> None:
+    begun = derived_directory() / f"{'0' * 32}{PARTIAL_SUFFIX}"
+    begun.mkdir(parents=True)
+    adopt(directory)
+    assert not begun.exists()

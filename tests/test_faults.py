@@ -11,186 +11,30 @@ import os
 import random
 import shutil
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import llama
-from mlx_lm.models.cache import KVCache
 
 from faulty import FailingDisk, open_things, unfinished
-from fused import SMALL, sanitize, save_fused
-from mlx_flash import DiskKVCache, FlashConfig, FlashLLM, load_model
-from mlx_flash.convert import derived
-from mlx_flash.convert.copies import list_copies
-from mlx_flash.convert.derived import adopt_derived
-from mlx_flash.convert.pack import pack
+from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.errors import FileChangedError, FlashError, ReadError, TruncatedFileError
-from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.layout.load import load_lazily
-from mlx_flash.prefixes.pages import Blob
-from mlx_flash.prefixes.store import PrefixStore
-from mlx_flash.residency.speed import Speed, load_speed, save_speed
-from mlx_flash.storage import probe, selftest
-from mlx_flash.storage.probe import DiskProfile, load_profiles
-from mlx_flash.storage.safetensors import read_checkpoint
-from mlx_flash.telemetry import Publisher, find
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
+from writers import WRITERS, DerivedCopy, Pack, Prefixes, TinyModels, Writer, make_source
 
-TINY = {**LLAMA, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 64}
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
-
-
-class Writer(ABC):
-    """A part of the program that writes files to a folder."""
-
-    raises = False
-    """A failure ends with an error; otherwise it costs a log line."""
-
-    def __init__(self, folder: Path, source: Path) -> None:
-        self.folder, self.source = folder, source
-
-    @abstractmethod
-    def write(self) -> None:
-        """Write everything once."""
-
-    @abstractmethod
-    def check(self) -> bool:
-        """Return whether everything that was written is there, and right."""
-
-    def let_go(self) -> None:
-        """Forget what :meth:`write` left in this object."""
-        self.__dict__ = {"folder": self.folder, "source": self.source}
-        gc.collect()
-
-
-class Pack(Writer):
-    raises = True
-
-    def write(self) -> None:
-        if not (self.folder / "packed").exists():
-            pack(self.source, self.folder / "packed")
-
-    def check(self) -> bool:
-        return same_bits(
-            run(stock(self.folder / "packed"), PREFILL_AND_DECODE[3:4]),
-            run(stock(self.source), PREFILL_AND_DECODE[3:4]),
-        )
-
-
-class DerivedCopy(Writer):
-    raises = True
-
-    def write(self) -> None:
-        checkpoint = read_checkpoint(self.source)
-        self.loaded = load_lazily(self.source, checkpoint)
-        adopt_derived(self.loaded, checkpoint, self.source)
-
-    def check(self) -> bool:
-        copies = [copy for copy in list_copies() if copy.is_complete]
-        outputs = run(self.loaded.model, PREFILL_AND_DECODE[3:4])
-        return len(copies) == 1 and same_bits(outputs, run(stock(self.source), PREFILL_AND_DECODE[3:4]))
-
-
-class Prefixes(Writer):
-    def write(self) -> None:
-        with self._store() as store:
-            for number in range(2):
-                store.put(range(32), number, {"k": Blob(bytes([number]) * 5000, "uint8", (5000,))})
-
-    def check(self) -> bool:
-        with self._store() as store:
-            found = store.find(range(32))
-            data = bytearray(5000)
-            return len(found.pages) == 2 and store.read(found.pages[1], lambda _: {"k": memoryview(data)})
-
-    def _store(self) -> PrefixStore:
-        governor = WriteGovernor(self.folder)
-        return PrefixStore(self.folder, model="m", settings="s", governor=governor, page_tokens=16, free_space_floor=0)
-
-
-class KVFiles(Writer):
-    raises = True
-
-    def write(self) -> None:
-        rows = [mx.random.normal((1, 2, 300, 32), key=mx.random.key(i)) for i in range(2)]
-        cache, expected = DiskKVCache(directory=self.folder), KVCache()
-        for _ in range(2):
-            cache.update_and_fetch(*rows)
-            expected.update_and_fetch(*rows)
-        self.is_right = same_bits(
-            [cache.keys, cache.values], [expected.keys[..., :600, :], expected.values[..., :600, :]]
-        )
-        cache.pool.close()
-
-    def check(self) -> bool:
-        return self.is_right
-
-
-class Probe(Writer):
-    def write(self) -> None:
-        probe._remember("disk", DiskProfile(1e9, 4096, 2, True))
-
-    def check(self) -> bool:
-        return load_profiles()["disk"]["read_size"] == 4096
-
-
-class Speeds(Writer):
-    def write(self) -> None:
-        save_speed("model", Speed(1e9, 1e10, 1e-4, 1e-3, is_measured=True))
-
-    def check(self) -> bool:
-        return load_speed("model") == Speed(1e9, 1e10, 1e-4, 1e-3, is_measured=True)
-
-
-class SelfTests(Writer):
-    def write(self) -> None:
-        selftest._remember("device", selftest.SelfTest("in place", 1, {}, 0.1))
-
-    def check(self) -> bool:
-        return selftest.load_results()["device"]["way"] == "in place"
-
-
-class Governor(Writer):
-    def write(self) -> None:
-        governor = WriteGovernor(self.folder, gb_per_day=1)
-        governor.count(700)
-        assert not governor.claim(2**30)  # within the cap, whatever fails
-
-    def check(self) -> bool:
-        return WriteGovernor(self.folder).telemetry()["total_bytes"] in (700, 1400)
-
-
-class Telemetry(Writer):
-    def write(self) -> None:
-        publisher = Publisher(lambda: {"tokens": 3}, interval_seconds=0.001)
-        publisher.start()
-        while publisher.path is not None and not publisher.path.exists() and publisher._thread.is_alive():
-            time.sleep(0.001)
-        self.seen = [published.state for published in find() if published.pid == os.getpid()]
-        publisher.close()
-        publisher._thread.join() if publisher._thread.ident else None
-
-    def check(self) -> bool:
-        return {"tokens": 3} in self.seen
-
-
-WRITERS = (Pack, DerivedCopy, Prefixes, KVFiles, Probe, Speeds, SelfTests, Governor, Telemetry)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_fused(tmp_path_factory.mktemp("model"), {**SMALL, **TINY})
+    return make_source(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Path]]:
     """Returns new folders, each of which is the cache folder and that of telemetry until the next one."""
-    monkeypatch.setattr(llama.Model, "sanitize", sanitize)
-    monkeypatch.setattr(derived, "LEAST_BYTES", 1)
 
     def make(number: int) -> Path:
         folder = tmp_path / str(number)
@@ -199,7 +43,8 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], 
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
         return folder
 
-    return make
+    with TinyModels():
+        yield make
 
 
 @pytest.fixture(autouse=True)

@@ -578,3 +578,10 @@ def test_machine_ends_processes_that_the_command_left(tmp_path: Path) -> None:
     assert result.returncode == 0
     state = Path(f"/proc/{mark.read_text().strip()}/stat")
     assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_killed_writers_leave_nothing_wrong() -> None:
+    command = [sys.executable, SCRIPTS / "kill_writers.py", "--times", "2", "DerivedCopy", "Prefixes", "KVFiles"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("killed 2 times") == 3

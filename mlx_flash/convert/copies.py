@@ -233,9 +233,9 @@ def _nearest(path: Path) -> Path:
 
 
 def remove_older(source: str, fingerprint: str) -> None:
-    """Removes the copies of what a source was before, unless somebody still uses them."""
+    """Removes the copies of what a source was before, unless somebody still uses them, and those of no known source."""
     for copy in list_copies():
-        if copy.source == source and copy.folder.name.removesuffix(PARTIAL_SUFFIX) != fingerprint:
+        if copy.source in (source, "") and copy.folder.name.removesuffix(PARTIAL_SUFFIX) != fingerprint:
             remove(copy)
 
 

@@ -209,10 +209,11 @@ class _Copying:
     def _make(self, progress: Progress) -> int:
         if self.folder.exists():
             discard(self.folder)  # damaged
-        with copy_errors(self._partial):
-            self._partial.mkdir(exist_ok=True)
-        held = hold(self._partial)
-        assert held is not None, "nobody else removes what is begun"
+        held = None
+        while held is None:  # another process may remove a folder that has no manifest yet
+            with copy_errors(self._partial):
+                self._partial.mkdir(exist_ok=True)
+            held = hold(self._partial)
         try:
             name = model_name(self._source)
             manifest = {"source": self._source, "model": name, "versions": versions(), "created": time.time()}

@@ -1,0 +1,256 @@
+"""Every part of the program that writes files, as one small write that can be repeated, looked at and checked."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.models import llama
+from mlx_lm.models.cache import KVCache
+
+from fused import SMALL, STOCK_SANITIZE, sanitize, save_fused
+from mlx_flash import DiskKVCache
+from mlx_flash.convert import derived
+from mlx_flash.convert.copies import hold, list_copies, read_manifest
+from mlx_flash.convert.derived import adopt_derived
+from mlx_flash.convert.pack import pack
+from mlx_flash.kv.wear import WriteGovernor
+from mlx_flash.layout.load import load_lazily
+from mlx_flash.prefixes.pages import Blob
+from mlx_flash.prefixes.store import PrefixStore
+from mlx_flash.residency.speed import Speed, load_speed, save_speed
+from mlx_flash.storage import probe, selftest
+from mlx_flash.storage.probe import DiskProfile, load_profiles
+from mlx_flash.storage.safetensors import read_checkpoint
+from mlx_flash.telemetry import Publisher, find
+from models import PREFILL_AND_DECODE, run, same_bits, stock
+
+TINY = {**SMALL, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 64}
+
+
+def make_source(folder: Path) -> Path:
+    """Write the model that the writers read."""
+    return save_fused(folder, TINY)
+
+
+def tensors_of(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all tensors of a checkpoint."""
+    records = read_checkpoint(folder).tensors.values()
+    return {r.name: r.extent.path.read_bytes()[r.extent.offset : r.extent.end] for r in records}
+
+
+class Writer(ABC):
+    """A part of the program that writes files to a folder."""
+
+    raises = False
+    """A failure ends with an error; otherwise it costs a log line."""
+
+    def __init__(self, folder: Path, source: Path) -> None:
+        self.folder, self.source = folder, source
+
+    @abstractmethod
+    def write(self) -> None:
+        """Write everything once."""
+
+    def look(self) -> bool:
+        """Return whether what another process finds at this moment is right, or nothing yet."""
+        return True
+
+    @abstractmethod
+    def check(self) -> bool:
+        """Return whether everything that was written is there, and right."""
+
+    def let_go(self) -> None:
+        """Forget what :meth:`write` left in this object."""
+        self.__dict__ = {"folder": self.folder, "source": self.source}
+        gc.collect()
+
+
+class Pack(Writer):
+    raises = True
+
+    @property
+    def _packed(self) -> list[Path]:
+        return sorted(path for path in self.folder.iterdir() if not path.suffix)
+
+    def write(self) -> None:
+        pack(self.source, self.folder / f"packed-{len(self._packed)}")
+
+    def look(self) -> bool:
+        return all(tensors_of(path) == tensors_of(self.source) for path in self._packed[-1:])
+
+    def check(self) -> bool:
+        return bool(self._packed) and self.look()
+
+
+class DerivedCopy(Writer):
+    raises = True
+
+    def write(self) -> None:
+        if any(copy.is_complete for copy in list_copies()):
+            os.utime(self.source / "model.safetensors")  # so that the next copy is another one
+        checkpoint = read_checkpoint(self.source)
+        self.loaded = load_lazily(self.source, checkpoint)
+        adopt_derived(self.loaded, checkpoint, self.source)
+
+    def look(self) -> bool:
+        return all(map(self._is_whole, [copy.folder for copy in list_copies() if copy.is_complete]))
+
+    def _is_whole(self, folder: Path) -> bool:
+        fd = hold(folder)
+        if fd is None:
+            return True  # another one has replaced it
+        try:
+            files = read_manifest(folder).get("files", {})
+            return all(
+                (folder / name).stat().st_size == size and tensors_of(folder) for name, (size, _) in files.items()
+            )
+        finally:
+            os.close(fd)
+
+    def check(self) -> bool:
+        copies = [copy for copy in list_copies() if copy.is_complete]
+        outputs = run(self.loaded.model, PREFILL_AND_DECODE[3:4])
+        return len(copies) == 1 and same_bits(outputs, run(stock(self.source), PREFILL_AND_DECODE[3:4]))
+
+
+class Prefixes(Writer):
+    def write(self) -> None:
+        self.first = time.time_ns() % 10**9
+        with self._store() as store:
+            for number in range(2):
+                store.put(self._tokens(self.first), number, {"k": self._blob(self.first)})
+
+    def look(self) -> bool:
+        """Read every page: each holds what belongs to its name."""
+        with self._store() as store:
+            for path in store._folder.path.glob("*.page"):
+                data = bytearray(5000)
+                if store.read(path.stem, lambda _, data=data: {"k": memoryview(data)}) and len(set(data)) != 1:
+                    return False
+            return not store.telemetry()["damaged"]
+
+    def check(self) -> bool:
+        with self._store() as store:
+            found, data = store.find(self._tokens(self.first)), bytearray(5000)
+            is_there = len(found.pages) == 2 and store.read(found.pages[1], lambda _: {"k": memoryview(data)})
+            return is_there and data == self._blob(self.first).data
+
+    def _store(self) -> PrefixStore:
+        governor = WriteGovernor(self.folder)
+        return PrefixStore(self.folder, model="m", settings="s", governor=governor, page_tokens=16, free_space_floor=0)
+
+    def _tokens(self, first: int) -> range:
+        return range(first, first + 32)
+
+    def _blob(self, first: int) -> Blob:
+        return Blob(bytes([first % 256]) * 5000, "uint8", (5000,))
+
+
+class KVFiles(Writer):
+    raises = True
+
+    def write(self) -> None:
+        rows = [mx.random.normal((1, 2, 300, 32), key=mx.random.key(i)) for i in range(2)]
+        cache, expected = DiskKVCache(directory=self.folder), KVCache()
+        for _ in range(2):
+            cache.update_and_fetch(*rows)
+            expected.update_and_fetch(*rows)
+        self.is_right = same_bits(
+            [cache.keys, cache.values], [expected.keys[..., :600, :], expected.values[..., :600, :]]
+        )
+        cache.pool.close()
+
+    def check(self) -> bool:
+        return self.is_right
+
+
+class Probe(Writer):
+    def write(self) -> None:
+        probe._remember("disk", DiskProfile(1e9, 4096, 2, True))
+
+    def look(self) -> bool:
+        return not probe.profiles_file().exists() or self.check()
+
+    def check(self) -> bool:
+        return load_profiles()["disk"]["read_size"] == 4096
+
+
+class Speeds(Writer):
+    speed = Speed(1e9, 1e10, 1e-4, 1e-3, is_measured=True)
+
+    def write(self) -> None:
+        save_speed("model", self.speed)
+
+    def look(self) -> bool:
+        return load_speed("model") in (None, self.speed)
+
+    def check(self) -> bool:
+        return load_speed("model") == self.speed
+
+
+class SelfTests(Writer):
+    def write(self) -> None:
+        selftest._remember("device", selftest.SelfTest("in place", 1, {}, 0.1))
+
+    def look(self) -> bool:
+        return not selftest.results_file().exists() or self.check()
+
+    def check(self) -> bool:
+        return bool(selftest.load_results()["device"]["way"] == "in place")
+
+
+class Governor(Writer):
+    def write(self) -> None:
+        governor = WriteGovernor(self.folder, gb_per_day=1)
+        governor.count(700)
+        assert not governor.claim(2**30)  # within the cap, whatever fails
+
+    def look(self) -> bool:
+        return self._total() % 700 == 0
+
+    def check(self) -> bool:
+        return self._total() >= 700 and self.look()
+
+    def _total(self) -> int:
+        governor = WriteGovernor(self.folder)
+        total = governor.telemetry()["total_bytes"]
+        assert isinstance(total, int) and not governor._warned
+        return total
+
+
+class Telemetry(Writer):
+    def write(self) -> None:
+        publisher = Publisher(lambda: {"tokens": 3}, interval_seconds=0.001)
+        publisher.start()
+        while publisher.path is not None and not publisher.path.exists() and publisher._thread.is_alive():
+            time.sleep(0.001)
+        self.seen = [published.state for published in find() if published.pid == os.getpid()]
+        publisher.close()
+        if publisher._thread.ident:
+            publisher._thread.join()
+
+    def look(self) -> bool:
+        found = [published for published in find() if published.path.is_relative_to(self.folder)]
+        return all(published.state == {"tokens": 3} for published in found)
+
+    def check(self) -> bool:
+        return {"tokens": 3} in self.seen
+
+
+WRITERS = (Pack, DerivedCopy, Prefixes, KVFiles, Probe, Speeds, SelfTests, Governor, Telemetry)
+
+
+class TinyModels:
+    """While it lasts, mlx-lm computes parameters of :func:`make_source`'s model, and copies of few bytes are made."""
+
+    def __enter__(self) -> None:
+        self._least = derived.LEAST_BYTES
+        llama.Model.sanitize, derived.LEAST_BYTES = sanitize, 1  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        llama.Model.sanitize, derived.LEAST_BYTES = STOCK_SANITIZE, self._least  # type: ignore[method-assign]

@@ -40,7 +40,7 @@ _MAY_BE_ZERO = {"expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 VARIABLE_PREFIX = "MLX_FLASH_"
-OTHER_VARIABLES = frozenset({"MLX_FLASH_TRACEBACK"})
+OTHER_VARIABLES = frozenset({"MLX_FLASH_API_KEY", "MLX_FLASH_TRACEBACK"})
 """Environment variables with the prefix that are not settings."""
 
 

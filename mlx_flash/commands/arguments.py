@@ -40,6 +40,7 @@ class Command:
         usage: the arguments in a usage line.
         help: one line about the command.
         flags: its own flags; or a function that adds them; or the program of mlx-lm that has them.
+        more: further flags, beside those of mlx-lm's program.
         streams: the command loads models, so it takes the flags of all settings.
         model: the command requires ``--model``.
     """
@@ -47,6 +48,7 @@ class Command:
     usage: str
     help: str
     flags: Sequence[Flag] | Callable[[Parser], None] | str
+    more: Sequence[Flag] = ()
     streams: bool = True
     model: bool = True
 
@@ -108,6 +110,8 @@ def _add_flags(parser: Parser, command: Command) -> None:
     else:
         for names, options in command.flags:
             parser.add_argument(*names, **options)
+    for names, options in command.more:
+        parser.add_argument(*names, **options)
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     tuning = parser.add_argument_group("tuning")
     for setting in SETTINGS if command.streams else ():
@@ -193,6 +197,10 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 _JSON = _flag("--json", action="store_true", help="write one JSON object to stdout")
+_ACCESS = (
+    _flag("--api-key-file", type=Path, metavar="FILE", help="a key that clients must send (also MLX_FLASH_API_KEY)"),
+    _flag("--no-auth", action="store_true", help="let other machines connect without a key"),
+)
 _RUN = (
     _flag("words", nargs="*", metavar="MODEL | PROMPT", help="a model to run without a Modelfile; a prompt to answer"),
     _flag("-f", "--file", metavar="MODELFILE", help="default: ./Modelfile"),
@@ -201,6 +209,7 @@ _RUN = (
     _flag("--serve", action="store_true", help="serve it, as mlx-flash serve does"),
     _flag("--host", default="127.0.0.1", help="for --serve"),
     _flag("--port", type=int, default=8080, help="for --serve"),
+    *_ACCESS,
 )
 _PLAN = (
     _JSON,
@@ -250,7 +259,7 @@ COMMANDS = {
     ),
     "chat": Command("--model MODEL [flags]", "run mlx-lm's chat, streaming", "chat", model=False),
     "serve": Command(
-        "--model MODEL [flags]", "run mlx-lm's OpenAI-compatible server, streaming", "server", model=False
+        "--model MODEL [flags]", "run mlx-lm's OpenAI-compatible server, streaming", "server", _ACCESS, model=False
     ),
     "plan": Command("--model MODEL [flags]", "show what stays in memory, and the expected speed", _PLAN),
     "bench": Command("--model MODEL [flags]", "measure a model against its plan", _BENCH),

@@ -16,6 +16,7 @@ from mlx_flash.commands.common import dial, make_config
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
 from mlx_flash.errors import ConfigError
+from mlx_flash.integration.guard import make_access
 from mlx_flash.integration.http import Listener
 from mlx_flash.integration.mlx_lm import apply_flash_patch
 from mlx_flash.integration.server import surviving_server
@@ -35,10 +36,12 @@ def execute(args: argparse.Namespace, out: TextIO) -> int:
 
 def serve(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash serve``: mlx-lm's server."""
-    return serve_with(make_config(args), _with_prefill_step(args), out)
+    return serve_with(make_config(args), _with_prefill_step(args), out, args.api_key_file, args.no_auth)
 
 
-def serve_with(config: FlashConfig, flags: Sequence[str], out: TextIO) -> int:
+def serve_with(
+    config: FlashConfig, flags: Sequence[str], out: TextIO, key_file: Path | None = None, is_open: bool = False
+) -> int:
     """Run mlx-lm's server.
 
     Args:
@@ -46,16 +49,22 @@ def serve_with(config: FlashConfig, flags: Sequence[str], out: TextIO) -> int:
         flags: flags of ``mlx_lm.server``. Without ``--prompt-cache-bytes`` its prompt caches get half of the memory
             that the plan reserves for the KV cache.
         out: standard output.
+        key_file: has the API key that requests must bring.
+        is_open: other machines may connect without a key.
 
     Raises:
-        ConfigError: the port is in use. Raised before the model is loaded.
+        ConfigError: the port is in use, or other machines could connect without a key. Raised before the model is
+            loaded.
         BudgetError: the budget cannot hold the model. Raised before the server starts.
     """
     flags = list(flags)
     given = _server_flags(flags)
+    access = make_access(given.host, given.allowed_origins, key_file, is_open)
+    if not given.allowed_origins:
+        flags += ["--allowed-origins", ""]  # mlx-lm's default lets every web page ask
     group = launched_group()
     answers = group is None or group.rank() == 0
-    with Listener(given.host, given.port) if answers else contextlib.nullcontext() as listener:
+    with Listener(given.host, given.port, access) if answers else contextlib.nullcontext() as listener:
         plan = _plan(given.model, config)
         if plan is not None and given.prompt_cache_bytes is None:
             flags += ["--prompt-cache-bytes", str(plan.kv_bytes // 2)]
@@ -102,6 +111,7 @@ def _server_flags(flags: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--prompt-cache-bytes")
+    parser.add_argument("--allowed-origins", type=lambda text: text.split(","), default=[])
     parser.add_argument("--prefill-step-size", type=int, default=DEFAULT_PREFILL_STEP_SIZE)
     return parser.parse_known_args(list(flags))[0]
 

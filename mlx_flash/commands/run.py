@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
         print(f"{modelfile.path}:{note.line}: {note.text}", file=sys.stderr)
     config = FlashConfig.resolve(modelfile=modelfile.flash, **dial(args))
     if args.serve:
-        return serve_with(config, server_flags(modelfile, args), out)
+        return serve_with(config, server_flags(modelfile, args), out, args.api_key_file, args.no_auth)
     began = time.perf_counter()
     with loaded(modelfile, config) as (model, tokenizer):
         conversation = Conversation(model, tokenizer, modelfile, args.max_tokens)

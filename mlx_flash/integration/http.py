@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,17 +14,21 @@ from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from huggingface_hub import CacheNotFound, scan_cache_dir, try_to_load_from_cache
 from mlx_lm.server import get_system_fingerprint
 
 from mlx_flash.compat.server import APIHandler
 from mlx_flash.errors import ConfigError, FlashError, RefusedError
+from mlx_flash.integration.guard import MAX_CONNECTIONS, MAX_REQUESTS, Access, Deadlines, Occupancy, read_body
 
 _log = logging.getLogger("mlx_flash")
 _FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
 """Files of a repository that mlx-lm's server lists as a model."""
+
+DRAIN_SECONDS = 8.0
+"""The longest time that SIGTERM leaves to answers that have begun. Docker kills after 10 seconds."""
 
 _TASKS = Path("/proc/self/task")
 
@@ -31,20 +37,56 @@ class UnansweredError(BaseException):
     """A request that failed before its answer began. mlx-lm answers every ``Exception`` here with status 404."""
 
 
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
 class ClientLeftError(ConnectionError):
     """The client closed its connection before its answer was complete."""
 
 
 class Handler(APIHandler):
-    """mlx-lm's handler, with errors in JSON, and a list of models that begins with the served one."""
+    """mlx-lm's handler, with limits, errors in JSON, and a list of models that begins with the served one."""
+
+    server: Listener
+    rfile: BinaryIO
+
+    def do_POST(self) -> None:  # noqa: N802
+        """Answer a completion, if the request is one that the server accepts."""
+        stream: BinaryIO = self.rfile
+        try:
+            self._check_access()
+            body = read_body(stream, self.headers.get("Content-Length"))
+            self.server.deadlines.meet(self.connection)
+            with self.server.requests.one_more() as fits:
+                if not fits:
+                    raise RefusedError(f"{MAX_REQUESTS} requests wait already. Hint: ask again later.", 503)
+                self.rfile = io.BytesIO(body)
+                super().do_POST()
+        except RefusedError as error:
+            self.send_error_json(error, error.status)
+        finally:
+            self.rfile = stream
+
+    def do_GET(self) -> None:  # noqa: N802
+        """Answer anything but a completion. The state of the server is no secret."""
+        try:
+            if self.path != "/health":
+                self._check_access()
+            super().do_GET()
+        except RefusedError as error:
+            self.send_error_json(error, error.status)
+
+    def _check_access(self) -> None:
+        self.server.access.check(self.headers.get("Authorization"), self.headers.get("Origin"))
 
     def handle_completion(self, request: Any, stop_words: list[str]) -> None:
         """Answer a completion, or say why not."""
         self.response_generator.client.connection = self.connection
         try:
             super().handle_completion(request, stop_words)
-        except ConnectionError:
-            _log.info("a client left before its answer was complete")
+        except (ConnectionError, BlockingIOError):
+            _log.info("a client left, or stopped reading, before its answer was complete")
         except UnansweredError as error:
             self._send_failure(error.__cause__)
         except FlashError as error:
@@ -54,7 +96,8 @@ class Handler(APIHandler):
         if isinstance(error, ConnectionError):
             _log.info("a client left before its answer began")
             return
-        _log.error("a request failed: %s", error)
+        is_ours = isinstance(error, FlashError | RuntimeError)  # others may quote the prompt
+        _log.error("a request failed: %s", error if is_ours else type(error).__name__)
         if isinstance(error, RefusedError):
             self.send_error_json(error, error.status)
         elif isinstance(error, FlashError | RuntimeError):
@@ -106,13 +149,22 @@ def _cached_config(name: str) -> Any:
 class Listener(ThreadingHTTPServer):
     """A port that clients can connect to; their requests wait until :meth:`answer`.
 
+    Attributes:
+        access: who may ask.
+        requests: those that are answered or wait.
+        deadlines: of connections whose request has not come yet.
+
     Raises:
         ConfigError: the port cannot be had.
     """
 
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, access: Access) -> None:
+        self.access = access
+        self.requests = Occupancy(MAX_REQUESTS)
+        self.deadlines = Deadlines()
+        self._connections = Occupancy(MAX_CONNECTIONS)
         try:
             infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self.address_family, _, _, _, address = infos[0]
@@ -124,12 +176,19 @@ class Listener(ThreadingHTTPServer):
             ) from error
 
     def answer(self, generator: Any) -> None:
-        """Answer requests until Ctrl-C or SIGTERM. The second one ends the process at once."""
+        """Answer requests until Ctrl-C or SIGTERM. The second one ends the process at once.
+
+        SIGTERM leaves :data:`DRAIN_SECONDS` to requests under way, Ctrl-C none.
+        """
         self._generator = generator
         _log.info("listening on %s:%d", *self.server_address[:2])
         with _ended_by_signals():
             try:
                 self.serve_forever()
+            except TerminatedError:
+                self.socket.close()
+                _log.info("the server stops when its requests are answered, at most in %d seconds", DRAIN_SECONDS)
+                self.requests.wait_until_empty(DRAIN_SECONDS)
             except KeyboardInterrupt:
                 _log.info("the server stops after the pass under way; Ctrl-C again ends it at once")
         generator.ask_to_stop()
@@ -138,8 +197,23 @@ class Listener(ThreadingHTTPServer):
         _wait_for_end_of_thread(generator.native_id)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Answer one request, in a thread of its own."""
-        Handler(self._generator, request, client_address, self, system_fingerprint=get_system_fingerprint())
+        """Answer one request, in a thread of its own. Further connections are closed while there are too many."""
+        with self._connections.one_more() as fits:
+            if not fits:
+                return
+            self.deadlines.begin(request)
+            try:
+                Handler(self._generator, request, client_address, self, system_fingerprint=get_system_fingerprint())
+            finally:
+                self.deadlines.meet(request)
+
+    def service_actions(self) -> None:
+        """Do what is due; called twice a second."""
+        self.deadlines.enforce()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log an error of a connection. Its text may quote the request."""
+        _log.warning("a connection ended with %s", type(sys.exc_info()[1]).__name__)
 
 
 @contextmanager
@@ -152,7 +226,7 @@ def _ended_by_signals() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         for each in signals:
             signal.signal(each, signal.SIG_DFL)
-        raise KeyboardInterrupt
+        raise TerminatedError if number == signal.SIGTERM else KeyboardInterrupt
 
     signals = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
     if threading.current_thread() is threading.main_thread():

@@ -10,7 +10,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +33,13 @@ def cache_directory() -> Path:
         return Path(base) / "mlx-flash"
     home = Path.home()
     return (home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache") / "mlx-flash"
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone. Those that exist stay as they are."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def free_bytes(path: Path) -> int:
@@ -278,9 +285,9 @@ class PrivateFolder:
 
     def __init__(self, base: Path) -> None:
         try:
-            base.mkdir(parents=True, exist_ok=True)
+            make_private(base)
             with locked(base):  # or another process might remove the folder before it is locked
-                _remove_orphans(base)
+                remove_unheld(base.glob(f"{_PREFIX}*"))
                 self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
                 fd = open_locked(self.path)
         except OSError as error:
@@ -290,8 +297,16 @@ class PrivateFolder:
         self.close = finalize(self, _remove, self.path, fd)
 
 
-def _remove_orphans(base: Path) -> None:
-    for path in base.glob(f"{_PREFIX}*"):
+def remove_orphans(base: Path) -> None:
+    """Remove the folders that killed processes made with :class:`PrivateFolder`. ``base`` need not exist."""
+    if base.is_dir():
+        with locked(base):
+            remove_unheld(base.glob(f"{_PREFIX}*"))
+
+
+def remove_unheld(paths: Iterable[Path]) -> None:
+    """Remove files and folders that no process has locked."""
+    for path in paths:
         try:
             fd = open_locked(path, wait=False)
         except (FileNotFoundError, BlockingIOError):
@@ -300,5 +315,8 @@ def _remove_orphans(base: Path) -> None:
 
 
 def _remove(path: Path, fd: int) -> None:
-    shutil.rmtree(path, ignore_errors=True)  # the next process removes as an orphan whatever is left
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)  # the next process removes as an orphan whatever is left
+    else:
+        path.unlink(missing_ok=True)
     os.close(fd)

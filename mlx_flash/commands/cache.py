@@ -14,10 +14,14 @@ from rich.table import Table
 from mlx_flash.commands.common import print_json, print_rich
 from mlx_flash.commands.report import Json
 from mlx_flash.convert.copies import Copy, derived_directory, list_copies, remove
+from mlx_flash.files import PARTIAL_SUFFIX, remove_orphans, remove_unheld
+from mlx_flash.kv.files import sessions_directory
 from mlx_flash.monitor.words import counted, size
 from mlx_flash.prefixes.cache import prefix_directory
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
+from mlx_flash.residency.speed import speeds_file
 from mlx_flash.storage.probe import load_profiles, profiles_file
+from mlx_flash.storage.selftest import results_file
 
 DAY = 24 * 3600
 
@@ -64,7 +68,7 @@ def _clear(args: argparse.Namespace, out: TextIO) -> int:
     removed = [copy for copy in copies if remove(copy)]
     kept = [copy for copy in copies if copy not in removed]
     in_use = clear_prefixes(prefix_directory())
-    profiles_file().unlink(missing_ok=True)
+    _remove_small_files()
     tokens = sum(model.tokens for model in prefixes) - sum(model.tokens for model in in_use)
     nbytes = _total(prefixes) - _total(in_use)
     if args.json:
@@ -80,6 +84,15 @@ def _clear(args: argparse.Namespace, out: TextIO) -> int:
     words = f"{tokens} tokens in the prefix cache of {size(nbytes)}"
     print(f"removed {_in_words(removed)}, {words}, and {len(disks)} remembered disk profiles", file=out)
     return 0
+
+
+def _remove_small_files() -> None:
+    """Remove what was measured, and what killed processes have left. The count of disk writes stays."""
+    for file in (profiles_file(), speeds_file(), results_file()):
+        for path in (file, file.with_name(f"{file.name}{PARTIAL_SUFFIX}")):
+            path.unlink(missing_ok=True)
+    remove_orphans(sessions_directory())
+    remove_unheld(derived_directory().glob("*.lock"))
 
 
 def _places() -> Json:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_flash.convert.writer import write_errors
-from mlx_flash.files import PARTIAL_SUFFIX, cache_directory, open_locked, write_atomically
+from mlx_flash.files import PARTIAL_SUFFIX, cache_directory, make_private, open_locked, write_atomically
 
 MANIFEST_NAME = "copy.json"
 
@@ -175,12 +175,12 @@ def only_one(fingerprint: str) -> Iterator[None]:
     """
     path = derived_directory() / f"{fingerprint}.lock"
     with copy_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         try:
-            fd = open_locked(path, create=0o666, wait=False, required=False)
+            fd = open_locked(path, create=0o600, wait=False, required=False)
         except BlockingIOError:
             _log.warning("another process computes the same parameters: waiting for it (%s)", path)
-            fd = open_locked(path, create=0o666, required=False)
+            fd = open_locked(path, create=0o600, required=False)
     try:
         yield
     finally:

@@ -212,7 +212,7 @@ class _Copying:
         held = None
         while held is None:  # another process may remove a folder that has no manifest yet
             with copy_errors(self._partial):
-                self._partial.mkdir(exist_ok=True)
+                self._partial.mkdir(mode=0o700, exist_ok=True)
             held = hold(self._partial)
         try:
             name = model_name(self._source)

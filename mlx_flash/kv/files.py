@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -15,6 +16,11 @@ from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, SPILL_TOKENS, KVOptions
 from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.slots import row_bytes
 from mlx_flash.storage.selftest import way_of_reading
+
+
+def sessions_directory() -> Path:
+    """Return the folder of the KV caches of running processes, unless the settings name another one."""
+    return cache_directory() / "kv-sessions"
 
 
 class PageFiles:
@@ -73,7 +79,7 @@ class PageFiles:
 
     def _new_rows(self, layout: RowLayout) -> DiskRows:
         if self._folder is None:
-            self._folder = PrivateFolder(self._options.directory or cache_directory() / "kv-sessions")
+            self._folder = PrivateFolder(self._options.directory or sessions_directory())
         if self._reader is None or self._writer is None:
             way = way_of_reading()
             direct, in_place = self._options.direct and way != "buffered", way == "in place"

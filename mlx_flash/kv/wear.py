@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
-from mlx_flash.files import cache_directory, locked, open_locked
+from mlx_flash.files import cache_directory, locked, make_private, open_locked
 
 GB = 10**9
 
@@ -142,7 +142,7 @@ class WriteGovernor:
             if self.zero_write:
                 return self._change_unsaved(nbytes, only_if_it_fits)
             try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                make_private(self._path.parent)
                 fd = open_locked(self._path, create=0o600)
             except OSError as error:
                 self._warn(error.strerror or str(error))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_flash.errors import ReadError, WriteError
-from mlx_flash.files import PARTIAL_SUFFIX, flush_folder, locked, open_locked
+from mlx_flash.files import PARTIAL_SUFFIX, flush_folder, locked, make_private, open_locked
 from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.prefixes.pages import SUFFIX, EncodedPage, PageFile, PageKey, path_of
 
@@ -76,8 +76,7 @@ class PageFolder:
 
     def open(self) -> None:
         """Make the folder writable, and remove what killed processes and damage have left in it."""
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.path.mkdir(mode=0o700, exist_ok=True)
+        make_private(self.path)
         if self._free_floor is None:
             self._free_floor = int(shutil.disk_usage(self.path).total * FREE_SHARE)
         with self._locked():

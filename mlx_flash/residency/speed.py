@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.files import cache_directory, write_atomically
+from mlx_flash.files import cache_directory, make_private, write_atomically
 
 MAX_AGE_SECONDS = 30 * 24 * 3600
 MAX_PROBE_AGE_SECONDS = 24 * 3600
@@ -62,21 +62,22 @@ def save_speed(key: str, speed: Speed) -> None:
     now = time.time()
     entries = {name: entry for name, entry in _load().items() if _is_fresh(entry, now)}
     entries[key] = {**asdict(speed), "time": now}
-    file = _file()
+    file = speeds_file()
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_private(file.parent)
         write_atomically(file, json.dumps(entries, indent=1))
     except OSError:
         return  # no place to keep it, such as a read-only home: the next plan probes again
 
 
-def _file() -> Path:
+def speeds_file() -> Path:
+    """Return the path of the stored speeds."""
     return cache_directory() / "speeds.json"
 
 
 def _load() -> dict[str, Any]:
     try:
-        entries = json.loads(_file().read_bytes())
+        entries = json.loads(speeds_file().read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}  # not there, not readable or not JSON: the next run replaces it
     return entries if isinstance(entries, dict) else {}

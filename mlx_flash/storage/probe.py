@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.files import cache_directory, write_atomically
+from mlx_flash.files import cache_directory, make_private, write_atomically
 from mlx_flash.memory.footprint import use_huge_pages
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file
 from mlx_flash.storage.placement import Piece, Segment
@@ -153,7 +153,7 @@ def _remember(key: str, profile: DiskProfile) -> None:
     profiles[key] = {**asdict(profile), "time": time.time()}
     file = profiles_file()
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_private(file.parent)
         write_atomically(file, json.dumps(profiles, indent=1))
     except OSError:
         return  # such as a read-only home: the next run measures again

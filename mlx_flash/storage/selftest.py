@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.errors import SelfTestError
-from mlx_flash.files import cache_directory, write_atomically
+from mlx_flash.files import cache_directory, make_private, write_atomically
 from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
@@ -242,7 +242,7 @@ def _key() -> str:
 def _writable() -> Path | None:
     """Return the cache folder, on a disk like that of models; None stands for the system's folder."""
     try:
-        cache_directory().mkdir(parents=True, exist_ok=True)
+        make_private(cache_directory())
     except OSError:
         return None
     return cache_directory()
@@ -264,7 +264,7 @@ def load_results() -> dict[str, Any]:
 
 def _remember(key: str, result: SelfTest) -> None:
     try:
-        results_file().parent.mkdir(parents=True, exist_ok=True)
+        make_private(results_file().parent)
         write_atomically(results_file(), json.dumps({**load_results(), key: asdict(result)}, indent=1))
     except OSError:
         return  # such as a read-only home: the next run tests again

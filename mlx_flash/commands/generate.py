@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import make_sampler
 from rich.progress import DownloadColumn, MofNCompleteColumn
 
@@ -28,6 +28,7 @@ from mlx_flash.errors import ConfigError
 from mlx_flash.experts.trace import RoutingTrace
 from mlx_flash.generation import stream_generate
 from mlx_flash.integration.mlx_lm import apply_flash_patch
+from mlx_flash.kv.saved import load_saved
 from mlx_flash.loading import load_model
 from mlx_flash.model import FlashLLM
 from mlx_flash.ranks.peers import launched_group, rank_output, read_on_rank_0
@@ -98,7 +99,7 @@ def open_prompt_cache(args: argparse.Namespace) -> SavedCache:
     file = args.prompt_cache_file
     if file is None:
         return SavedCache()
-    cache, metadata = load_prompt_cache(file, return_metadata=True)
+    cache, metadata = load_saved(Path(file))
     if metadata["model"] != args.model:
         raise ConfigError(f"--prompt-cache-file {file} is of the model {metadata['model']!r}, not {args.model!r}")
     first = cache[0]

@@ -22,7 +22,7 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -214,6 +214,8 @@ class PageFile:
         blobs, offset = {}, self._start
         try:
             for name, dtype, shape, nbytes, checksum in json.loads(self._table):
+                if not (isinstance(name, str) and type(nbytes) is int and 0 <= nbytes):
+                    raise ValueError(f"blob {name!r} has {nbytes!r} bytes")
                 blobs[name] = BlobInfo(dtype, tuple(shape), offset, nbytes, checksum)
                 offset += _aligned(nbytes)
         except (ValueError, TypeError, RecursionError) as error:
@@ -235,7 +237,10 @@ class PageFile:
             raise ValueError("the checksum of its description is wrong")
         line, _, table = text.partition(b"\n")
         key = PageKey(**json.loads(line))
-        if key.page != self._page or not isinstance(key.depth, int):
+        for field in fields(key):
+            if type(getattr(key, field.name)).__name__ != field.type:
+                raise ValueError(f"{field.name} is not of the type {field.type}")
+        if key.page != self._page:
             raise ValueError(f"it describes page {key.page}")
         return key, table, _aligned(start)
 

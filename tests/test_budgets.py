@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_flash.commands import report
+from mlx_flash.commands.render import roofline
 from mlx_flash.engine.forecast import Forecast
 from mlx_flash.monitor.history import History
 from mlx_flash.residency import budgets
@@ -76,6 +79,26 @@ def test_forecast_waits_for_a_measurement_and_uses_it(monkeypatch: pytest.Monkey
     found = forecast.outlook()
     assert found is not None and forecast.telemetry() == {"more_bytes": found.more_bytes, "times": found.times}
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("found", [budgets.Outlook(2 * GB, 1.5), None])
+def test_report_multiplies_the_measured_speed(found: budgets.Outlook | None) -> None:
+    marks = {"first": SimpleNamespace(seconds=1.0), "last": SimpleNamespace(seconds=5.0)}
+    run = SimpleNamespace(tokens=[0] * 9, forecast=SimpleNamespace(outlook=lambda: found), **marks)
+    expected = {} if found is None else {"more_budget_bytes": 2 * GB, "more_tokens_per_second": 3.0}
+    assert report._more(run) == expected  # type: ignore[arg-type]
+
+
+def test_summary_shows_shares_limit_and_gain() -> None:
+    numbers = dict.fromkeys(f.name for f in fields(report.GenerationReport))
+    measured = {"generation_wait_share": 0.25, "generation_read_share": 0.9, "generation_tokens_per_second": 2.0}
+    more = {"more_budget_bytes": 2 * GB, "more_tokens_per_second": 3.0}
+    lines = dict(roofline(report.GenerationReport(**{**numbers, **measured, **more})))
+    assert lines["Time:"].startswith("reading 90%, computing 75%, waiting for the disk 25%")
+    assert lines["Time:"].endswith("limited by the disk")
+    assert lines["More memory:"] == "+2.00 GB: 2.000 tokens-per-sec -> 3.000 tokens-per-sec predicted"
+    lines = dict(roofline(report.GenerationReport(**{**numbers, **measured, "generation_wait_share": 0.1})))
+    assert lines["Time:"].endswith("limited by computing") and "More memory:" not in lines
 
 
 def limit_of(**sections: Any) -> str:

@@ -10,6 +10,7 @@ from collections import namedtuple
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,3 +225,7 @@ def test_wired_limit_is_that_of_metal_alone(monkeypatch: pytest.MonkeyPatch) -> 
     for megabytes, expected in ((0, 11 * GB), (12_000, 12_000 << 20)):
         monkeypatch.setattr(footprint.ctypes, "CDLL", lambda _, megabytes=megabytes: System(megabytes))
         assert footprint.wired_limit() == expected
+        monkeypatch.setattr(
+            footprint.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GB, available=20 * GB)
+        )
+        assert footprint.available_memory() == expected  # budget words take shares of it

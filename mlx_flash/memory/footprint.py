@@ -38,9 +38,10 @@ def total_memory() -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that can be taken now without making the system swap."""
+    """Return the bytes of memory that can be taken now without swapping; with Metal, no more than it keeps wired."""
     inside = [limit - used for limit, used in _cgroup_limits()]
-    return max(0, min([int(psutil.virtual_memory().available), *inside]))
+    wired = wired_limit()
+    return max(0, min([int(psutil.virtual_memory().available), *inside, *([] if wired is None else [wired])]))
 
 
 def wired_limit() -> int | None:

@@ -20,13 +20,8 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 
-ENV = {
-    **{name: value for name, value in os.environ.items() if not name.startswith("MLX_FLASH_")},
-    "HF_HUB_CACHE": "/nonexistent",
-    "HF_HUB_OFFLINE": "1",
-    "COLUMNS": "80",
-}
-"""Environment of programs. Those that start with ``HF_`` are read by the server process alone."""
+ENV = {"HF_HUB_CACHE": "/nonexistent", "HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
+"""Variables of all programs. Those that start with ``HF_`` are read by the server process, before it forks."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -43,11 +38,11 @@ _CONTEXT.set_forkserver_preload(
 def run(
     *program: object,
     stdin: str = "",
-    env: Mapping[str, str] = ENV,
+    env: Mapping[str, str] = {},
     cwd: Path = ROOT,
     timeout: float = 120,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run ``python PROGRAM``: ``-m MODULE``, ``-c CODE`` or a file, and its arguments."""
+    """Run ``python PROGRAM``: ``-m MODULE``, ``-c CODE`` or a file, and its arguments. ``env`` is added to ours."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdin", "stdout", "stderr")]
         files[0].write_text(stdin)
@@ -61,7 +56,7 @@ def run(
 
 
 def start(
-    *program: object, files: Sequence[Path], env: Mapping[str, str] = ENV, cwd: Path = ROOT, forks: bool = True
+    *program: object, files: Sequence[Path], env: Mapping[str, str] = {}, cwd: Path = ROOT, forks: bool = True
 ) -> BaseProcess:
     """Start ``python PROGRAM`` with these files for standard input, output and error.
 
@@ -70,7 +65,7 @@ def start(
     with patch.dict(os.environ, ENV):
         forkserver.ensure_running()
     context = _CONTEXT if forks else multiprocessing.get_context("spawn")
-    process = context.Process(target=_child, args=(list(map(str, program)), files, dict(env), cwd))
+    process = context.Process(target=_child, args=(list(map(str, program)), files, {**os.environ, **ENV, **env}, cwd))
     process.start()
     return process
 
@@ -83,8 +78,8 @@ def _child(program: list[str], files: Sequence[Path], env: dict[str, str], cwd: 
     os.environ.update(env)
     os.chdir(cwd)
     kind, *sys.argv = program
+    sys.path[0] = str(Path(kind).parent if kind.endswith(".py") else cwd)
     if kind == "-m":
-        sys.path[0] = str(cwd)
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     elif kind == "-c":
         code, sys.argv[0] = sys.argv[0], "-c"

@@ -8,10 +8,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
+import children
 from fused import SMALL, sanitize, save_fused
 from mlx_flash import cli
 from mlx_flash.convert import copies, derived
@@ -273,15 +273,11 @@ print(len(written), calls)
 """
 
 
-def start(directory: Path, mode: str, count: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, str(directory), str(Path(__file__).parent), mode, str(count)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, err = process.communicate(timeout=100)
-    assert process.returncode in (0, -signal.SIGKILL), err
-    return process.returncode, out
+def adopted(directory: Path, mode: str, count: int = 0) -> tuple[int, str]:
+    """Return status and output of a process that makes a copy."""
+    done = children.run("-c", PROGRAM, directory, Path(__file__).parent, mode, count)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
+    return done.returncode, done.stdout.decode()
 
 
 def test_a_run_that_is_killed_leaves_nothing_that_is_taken_for_whole(
@@ -289,20 +285,21 @@ def test_a_run_that_is_killed_leaves_nothing_that_is_taken_for_whole(
 ) -> None:
     monkeypatch.setattr(derived, "SHARD_BYTES", 1)
     expected = logits(stock(directory))
-    _, out = finish(start(directory, "count"))
+    _, out = adopted(directory, "count")
     total = int(out.split()[1])
     assert total > 20
     for count in range(3, total, total // 6):
         shutil.rmtree(derived_directory())
-        code, _ = finish(start(directory, "kill", count))
+        code, _ = adopted(directory, "kill", count)
         assert code == -signal.SIGKILL
         assert same_bits(logits(adopt(directory).model), expected), f"killed at step {count} of {total}"
         assert [copy.is_complete for copy in list_copies()] == [True]
 
 
 def test_of_two_processes_at_once_one_writes(directory: Path) -> None:
-    both = [start(directory, "slow"), start(directory, "slow")]
-    written = sorted(int(finish(process)[1].split()[0]) for process in both)
+    with ThreadPoolExecutor() as pool:
+        both = pool.map(lambda _: adopted(directory, "slow"), range(2))
+        written = sorted(int(out.split()[0]) for _, out in both)
     assert written == [0, NUM_DERIVED]
     assert [copy.is_complete for copy in list_copies()] == [True]
     assert not list(derived_directory().glob("*.lock"))

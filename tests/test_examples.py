@@ -20,6 +20,7 @@ from typing import Any
 import mlx_lm
 import pytest
 
+import children
 import mlx_flash
 from mlx_flash import FlashLLM
 from models import make_random_model
@@ -104,18 +105,17 @@ def test_batch(model_dir: Path, say: Any) -> None:
 @contextmanager
 def served(command: list[str], port: int, log: Path) -> Iterator[None]:
     """Start a server, and end it afterwards."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=ENV, cwd=ROOT)
+    process = children.start(*command, files=(Path(os.devnull), log, log))
     try:
-        for _ in range(300):
+        for _ in range(600):
             with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
                 break
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.1)
+            assert process.is_alive(), log.read_text()
+            time.sleep(0.05)
         yield
     finally:
         process.terminate()
-        process.wait()
+        process.join()
 
 
 def free_port() -> int:
@@ -129,10 +129,10 @@ def test_openai_client(model_dir: Path, tmp_path: Path, say: Any) -> None:
     pytest.importorskip("openai")
     port = free_port()
     server = ["serve", "--model", str(model_dir), "--ram-budget-gb", "0.4", "--port", str(port)]
-    with served([sys.executable, "-m", "mlx_flash", *server], port, tmp_path / "log"):
-        client = [sys.executable, EXAMPLES / "openai_client.py", "Why is the sky blue?", "--max-tokens", "20"]
-        found = subprocess.run([*client, "--port", str(port)], capture_output=True, text=True, check=True, env=ENV)
-    assert found.stdout == say("quick_start.py", "--model", model_dir, "--max-tokens", 20)[0]
+    with served(["-m", "mlx_flash", *server], port, tmp_path / "log"):
+        client = [EXAMPLES / "openai_client.py", "Why is the sky blue?", "--max-tokens", "20"]
+        found = children.run(*client, "--port", port)
+    assert found.stdout.decode() == say("quick_start.py", "--model", model_dir, "--max-tokens", 20)[0]
 
 
 def test_every_example_has_a_test() -> None:

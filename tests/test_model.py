@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from itertools import pairwise
@@ -22,6 +20,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
+import children
 import mlx_flash
 from mlx_flash import (
     BudgetError,
@@ -521,8 +520,8 @@ print(model.plan.budget_bytes, model.plan.peak_bytes, peak_footprint(), model.pl
 def test_the_process_stays_within_the_budget(tmp_path: Path, budget: str) -> None:
     shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8}
     directory = save(tmp_path / "model", {**LLAMA, **shape}, mx.float32)
-    command = [sys.executable, "-c", PEAK_PROGRAM, str(directory), budget]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = children.run("-c", PEAK_PROGRAM, directory, budget)
+    assert done.returncode == 0, done.stderr.decode()
     budget_bytes, planned, peak, read = map(int, done.stdout.split())
     assert read > 0, "the budget was meant to be smaller than the model"
     assert peak <= budget_bytes

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
+import children
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.convert import pack as pack_module
 from mlx_flash.convert.order import UnitTensors, streaming_order
@@ -548,9 +549,8 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     big = {**LLAMA, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 32_000, "num_hidden_layers": 2}
     source = save_zeros(tmp_path / "source", {**big, "tie_word_embeddings": True})
     assert read_checkpoint(source).nbytes > 200_000_000
-    command = [sys.executable, "-c", MEASURE, str(source), str(tmp_path / "packed")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = children.run("-c", MEASURE, source, tmp_path / "packed")
+    assert done.returncode == 0, done.stderr.decode()
     assert int(done.stdout) < 40_000_000
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+import children
 import mlx_flash
 from mlx_flash import (
     BudgetError,
@@ -171,14 +170,9 @@ def test_what_writes_models_is_refused(model_dir: Path, tmp_path: Path, command:
     out = tmp_path / "out"
     name, *flags = command.replace("OUT", str(out)).split()
     model_flag = "--hf-path" if name == "convert" else "--model"
-    done = subprocess.run(
-        [sys.executable, "-m", "mlx_flash", "exec", "--", f"mlx_lm.{name}", model_flag, model_dir, *flags],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    done = children.run("-m", "mlx_flash", "exec", "--", f"mlx_lm.{name}", model_flag, model_dir, *flags)
     assert done.returncode == 1
-    assert f"mlx_lm.{name} needs the model's weights to change or write them" in done.stderr
+    assert f"mlx_lm.{name} needs the model's weights to change or write them" in done.stderr.decode()
     assert not list(tmp_path.rglob("*.safetensors"))
 
 

@@ -6,8 +6,6 @@ import copy
 import json
 import logging
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count as counted
@@ -20,6 +18,7 @@ from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_
 from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+import children
 from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.files import cache_directory
@@ -126,9 +125,8 @@ model.close()
 def test_a_second_process_computes_nothing_of_a_known_prompt(llama: Path, mode: str) -> None:
     runs = []
     for _ in range(2):
-        command = [sys.executable, "-c", RUN, llama, mode, Path(__file__).parent]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+        done = children.run("-c", RUN, llama, mode, Path(__file__).parent)
+        assert done.returncode == 0, done.stderr.decode()
         runs.append(json.loads(done.stdout))
     (passes, tokens_in, none, *first), (passes_again, tokens_again, found, *again) = runs
     expected = len(PROMPT) - 1 if mode == "exact" else (len(PROMPT) - 1) // STEP * STEP

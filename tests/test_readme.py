@@ -14,6 +14,7 @@ from pathlib import Path
 import mlx_lm
 import pytest
 
+import children
 from mlx_flash import FlashConfig
 from mlx_flash.modelfile.parse import read_modelfile
 from models import make_random_model
@@ -91,21 +92,15 @@ class Desk:
         return text
 
     def run(self, block: Block) -> str:
-        text = self.own(block.text)
-        command = (
-            [sys.executable, "-c", text] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
-        )
-        done = subprocess.run(
-            command,
-            input="Hello\nq\n",
-            capture_output=True,
-            text=True,
-            cwd=self.folder,
-            env=self.environment,
-            timeout=200,
-        )
-        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        text, given = self.own(block.text), "Hello\nq\n"
+        if block.language == "python":
+            done = children.run("-c", text, stdin=given, cwd=self.folder, env=self.environment)
+        else:
+            command = ["bash", "-euo", "pipefail", "-c", text]
+            options = {"cwd": self.folder, "env": self.environment, "timeout": 200}
+            done = subprocess.run(command, input=given.encode(), capture_output=True, **options)
+        assert done.returncode == 0, f"{text}\n{done.stdout.decode()}\n{done.stderr.decode()}"
+        return done.stdout.decode()
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +134,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 def server(desk: Desk) -> Iterator[None]:
     """Run the documented server command while the block is open."""
     command = desk.own(the_block("docs/server.md", "mlx-flash serve").text).split()
-    command = [sys.executable, "-m", "mlx_flash", *command[1:]]
-    with served(command, int(desk.names["8080"]), desk.folder / "log"):
+    with served(["-m", "mlx_flash", *command[1:]], int(desk.names["8080"]), desk.folder / "log"):
         yield
 
 

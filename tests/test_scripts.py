@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import children
 from models import MAKE_RANDOM_MODEL as MAKE
 from models import random_model_script
 from zoo import configuration
@@ -426,8 +427,9 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
 
     def peak(width: int) -> float:
         shape = ["--layers=1", "--hidden-size=1024", f"--intermediate-size={width}", "--heads=8", "--vocab-size=300"]
-        command = [sys.executable, "-c", code, str(MAKE), str(tmp_path / str(width)), *shape, "--dtype=float32"]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        done = children.run("-c", code, MAKE, tmp_path / str(width), *shape, "--dtype=float32")
+        assert done.returncode == 0, done.stderr.decode()
+        output = done.stdout.decode()
         return float(output.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
 
     # The large one has three tensors of 134 MB.

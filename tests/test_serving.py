@@ -215,7 +215,7 @@ def test_it_listens_on_loopback_only(streaming: Server) -> None:
 
 
 def run(*command: object, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    done = children.run("-m", *command, stdin=stdin, env={**children.ENV, **variables})
+    done = children.run("-m", *command, stdin=stdin, env=variables)
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 

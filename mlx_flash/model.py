@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from types import TracebackType
@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.callers import requested_kv_size
-from mlx_flash.config import FlashConfig
+from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Progress
@@ -30,16 +30,16 @@ from mlx_flash.engine.passes import GuessedRows, Passes, Row
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
+from mlx_flash.engine.warn import Warnings
 from mlx_flash.errors import BudgetError, ClosedError, WriteError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import open_governor
+from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.prefixes.cache import PrefixCache
 from mlx_flash.speculation.pace import Times
-
-_log = logging.getLogger("mlx_flash")
 
 
 class FlashLLM(ModelFacade):
@@ -83,8 +83,8 @@ class FlashLLM(ModelFacade):
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._closed = False
-        self._told_step = False
-        self._told_kv_size = False
+        self._is_planned = False
+        self._warnings = Warnings(name)
         self.counters = PassCounters()
         self._session: Session | None = None
         self._manager = FlashManager.of_process()
@@ -117,7 +117,9 @@ class FlashLLM(ModelFacade):
             promised_bytes: the part of the budget that other models of the process will take, or may.
             progress: called while pinned weights are loaded.
         """
-        self._carry_out(self._prepared.renewed(self._config, promised_bytes), progress)
+        if not self._is_planned:
+            self._prepared = self._prepared.renewed(self._config, promised_bytes)
+        self._carry_out(self._prepared, progress)
 
     def _carry_out(self, prepared: Prepared, progress: Progress | None = None) -> None:
         session = Session(prepared, self._config, self.name, self.counters, self.kv, self._governor, progress)
@@ -132,6 +134,39 @@ class FlashLLM(ModelFacade):
         """Free the memory that weights have from reserves. The manager calls this when another one starts."""
         with self._lock:
             self._running.engine.lending.end()
+
+    def set_budget(self, nbytes: int, base_bytes: int, *, is_alone: bool) -> None:
+        """Change the budget. If what can be given back is not enough, plan again and start at the next call."""
+        with self._lock:
+            self._config = replace(self._config, ram_budget_gb=nbytes / GB)
+            if self.engine is not None and is_alone and self._config.lend_reserves:
+                adapted = self.engine.lending.adapt(self.plan, nbytes)
+                if adapted is not None:
+                    self.plan = adapted
+                    self.engine.lending.recall(footprint() - nbytes)
+                    return
+            self._prepared = self._prepared.planned(self._config, base_bytes)
+            self.plan, self._is_planned = self._prepared.plan, is_alone
+            self._stop()
+            self.engine = self._session = None
+            release_freed_memory()
+
+    def _stop(self) -> None:
+        """End the session, if there is one."""
+        if self._session is not None:
+            self._release()
+            self._session.engine.close()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the lock of a model that has been started. While it is held, the manager's lock must not be taken."""
+        while True:
+            self.start()
+            with self._lock:
+                self._check_open()
+                if self.engine is not None:
+                    yield
+                    return
 
     def _check_open(self) -> None:
         if self._closed:
@@ -151,13 +186,11 @@ class FlashLLM(ModelFacade):
             ClosedError: the model was closed.
         """
         call = parse_call(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
-        self.start()
-        with self._lock:
-            self._check_open()
+        with self._turn():
             step = call.step_within(self.plan.prefill_step_size)
             if step is None:
                 return self._compute(Row(call, [call]))[0]
-            self._tell_step(step, call.batch_size)
+            self._warnings.step(step * call.batch_size)
             outputs = self._compute(Row(call, list(call.parts(step))))
             return mx.concatenate(outputs, axis=1) if call.wants_logits else DroppedResult()
 
@@ -177,7 +210,7 @@ class FlashLLM(ModelFacade):
         """
         row = self.row(tokens, cache, step)
         row.report = progress
-        with self._lock:
+        with self._turn():
             return cast(mx.array, self._compute(row)[-1])
 
     def row(
@@ -198,22 +231,13 @@ class FlashLLM(ModelFacade):
         limit = self.plan.prefill_step_size
         num_together = tokens.shape[1] - wants_logits
         if limit < min(step, num_together):
-            self._tell_step(limit, 1)
+            self._warnings.step(limit)
         starts = [start for begin, end in pairwise([0, *ends, num_together]) for start in range(begin, end, step)]
         borders = sorted({*starts, num_together, tokens.shape[1]})
         chunks = [whole.part(start, stop) for start, stop in pairwise(borders)]
         parts = [part for chunk in chunks for part in chunk.parts(limit)]
         parts[-1] = replace(parts[-1], wants_logits=wants_logits)
         return Row(parts[0] if len(parts) == 1 else whole, parts)
-
-    def _tell_step(self, step: int, batch_size: int) -> None:
-        if not self._told_step:
-            self._told_step = True
-            _log.warning(
-                "the budget has room for %d prompt tokens at a time: output is mlx-lm's own for --prefill-step-size %d",
-                step * batch_size,
-                step,
-            )
 
     def advance(self, rows: Sequence[Row]) -> None:
         """Compute at least a part of each row, in as few passes over the weights as memory allows.
@@ -226,9 +250,7 @@ class FlashLLM(ModelFacade):
         Raises:
             ReadError: weights could not be read, and no row went on. Caches that can be trimmed are put back.
         """
-        self.start()
-        with self._lock:
-            self._check_open()
+        with self._turn():
             self._passes.advance(self.plan, rows, lends=self._config.lend_reserves and self._manager.is_alone)
 
     def rows(self, tokens: Sequence[int], cache: list[Any]) -> GuessedRows:
@@ -248,8 +270,7 @@ class FlashLLM(ModelFacade):
         call = parse_call((mx.array([tokens]),), {"cache": cache})
         parts = [replace(part, checkpoints=checkpoints) for part in call.parts(1)]
         row = Row(parts[0] if len(parts) == 1 else call, parts)
-        with self._lock:
-            self.start()
+        with self._turn():
             stats = self._running.engine.stream.stats
             began, waited = time.perf_counter(), stats.wait_seconds
             self.advance([row])
@@ -284,14 +305,8 @@ class FlashLLM(ModelFacade):
         What mlx-lm was asked for with ``max_kv_size`` stays mlx-lm's.
         """
         requested = requested_kv_size(sys._getframe(1))
-        if requested is not None and not self._told_kv_size and hasattr(self._model, "make_cache"):
-            self._told_kv_size = True
-            _log.warning(
-                "max_kv_size=%d has no effect: mlx-lm lets %s build its own caches, which keep every token of the "
-                "context. Hint: set kv_max_tokens to bound them.",
-                requested,
-                self.name,
-            )
+        if requested is not None and hasattr(self._model, "make_cache"):
+            self._warnings.max_kv_size(requested)
         stock = make_prompt_cache(self._model, requested)
         return stock if self.kv is None else make_caches(stock, self.kv.options, self.kv)
 
@@ -317,9 +332,7 @@ class FlashLLM(ModelFacade):
             if not self._closed:
                 self._closed = True
                 self._manager.remove(self)
-                if self._session is not None:
-                    self._release()
-                    self._session.engine.close()
+                self._stop()
                 if self.kv is not None:
                     self.kv.close()
                 if self._prepared.chain is not None:

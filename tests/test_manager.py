@@ -42,6 +42,7 @@ class Model:
         self.name, self.error = name, error
         self.plan = replace(plan, model_bytes=megabytes * MB, base_bytes=0, minimum_bytes=megabytes * MB)
         self.promised: list[tuple[int, Progress | None]] = []
+        self.budgets: list[tuple[int, bool]] = []
 
     def begin(self, promised_bytes: int, progress: Progress | None) -> None:
         self.promised.append((promised_bytes, progress))
@@ -51,6 +52,9 @@ class Model:
 
     def end_loans(self) -> None:
         self.num_recalls += 1
+
+    def set_budget(self, nbytes: int, base_bytes: int, *, is_alone: bool) -> None:
+        self.budgets.append((nbytes, is_alone))
 
     def close(self) -> nn.Module:
         raise NotImplementedError
@@ -126,3 +130,14 @@ def test_a_later_model_finds_what_the_running_ones_left(directory: Path, monkeyp
         share: Any = alone.plan.kv_bytes + alone.plan.activation_bytes
         with mlx_flash.load_model(directory, config)[0] as later:
             assert later.plan.base_bytes == alone.plan.base_bytes + share
+
+
+def test_a_budget_must_hold_all_models(plan: ResidencyPlan) -> None:
+    large, small = Model("large", plan, 500), Model("small", plan, 20)
+    manager = manager_of(large, small)
+    assert manager.least_budget == 520 * MB
+    with pytest.raises(BudgetError, match=r"large 0\.500"):
+        manager.set_ram_budget(0.519)
+    assert large.budgets == small.budgets == []
+    manager.set_ram_budget(0.52)
+    assert large.budgets == small.budgets == [(520 * MB, False)]

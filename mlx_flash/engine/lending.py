@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mlx_flash.experts.layers import Experts
 from mlx_flash.memory.footprint import release_freed_memory
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.loans import Loans
 
 
@@ -56,6 +59,23 @@ class Lending:
             self._resize(min(slots.num_touched, max(wanted, self._experts.least_slots)))
         self._loans.recall(nbytes - (before - self.nbytes))
         return before - self.nbytes
+
+    def adapt(self, plan: ResidencyPlan, budget_bytes: int) -> ResidencyPlan | None:
+        """Return the plan for another budget, with fewer experts if it is smaller; None when that is not enough.
+
+        Args:
+            plan: the plan that is carried out.
+            budget_bytes: the budget.
+        """
+        over, pool = plan.peak_bytes - budget_bytes, plan.pool
+        if over > 0 and pool is not None and self._experts is not None and self._experts.pool.slots.can_resize:
+            num_slots = max(pool.num_slots - -(-over // pool.slot_bytes), self._experts.least_slots)
+            pool = replace(pool, num_slots=min(num_slots, pool.num_slots))
+        adapted = replace(plan, budget_bytes=budget_bytes, pool=pool)
+        if adapted.peak_bytes > budget_bytes:
+            return None
+        self._planned = 0 if pool is None else pool.num_slots
+        return adapted
 
     def end(self) -> None:
         """Give back all that was lent."""

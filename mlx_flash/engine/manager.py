@@ -8,9 +8,10 @@ from typing import Protocol
 
 import mlx.nn as nn
 
+from mlx_flash.config import GB, parse_budget
 from mlx_flash.engine.engine import Engine, Progress
-from mlx_flash.errors import FlashError
-from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.errors import BudgetError, ConfigError, FlashError
+from mlx_flash.residency.plan import ResidencyPlan, in_gb
 
 
 class StreamedModel(Protocol):
@@ -37,6 +38,15 @@ class StreamedModel(Protocol):
     def end_loans(self) -> None:
         """Free the memory that was lent, so that another model finds what is reserved for this one."""
 
+    def set_budget(self, nbytes: int, base_bytes: int, *, is_alone: bool) -> None:
+        """Change the budget between passes.
+
+        Args:
+            nbytes: the budget of the process.
+            base_bytes: the process without models, and what running adds to it.
+            is_alone: whether the model need not leave memory to others.
+        """
+
     def close(self) -> nn.Module:
         """End streaming."""
 
@@ -56,6 +66,48 @@ class FlashManager:
     def of_process() -> FlashManager:
         """Return the manager of this process."""
         return _OF_PROCESS
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget in bytes that all models of the process can run within."""
+        plans = [model.plan for model in self._models.values()]
+        return self._base_bytes + sum(max(0, plan.minimum_bytes - plan.base_bytes) for plan in plans)
+
+    @property
+    def _base_bytes(self) -> int:
+        """The process without models, and what running adds to it."""
+        return min((model.plan.base_bytes for model in self._models.values()), default=0)
+
+    def set_ram_budget(self, ram_budget_gb: float) -> None:
+        """Change the budget of all models of the process, running or not. The output does not change.
+
+        Memory above a smaller budget is freed before this returns, which waits for the pass that is computed now. A
+        model gives back what it was lent and then experts. If that is not enough, it ends and starts again with another
+        plan when it is called next. Memory of a larger budget is lent to weights as they are read.
+
+        Args:
+            ram_budget_gb: peak memory of the process in GB (10**9 bytes).
+
+        Raises:
+            BudgetError: the models need more; nothing has changed.
+            ConfigError: it is no number of GB.
+        """
+        budget = parse_budget(ram_budget_gb)
+        if not isinstance(budget, float):
+            raise ConfigError(f"set_ram_budget() was given {ram_budget_gb!r}: it must be a number of GB (10**9 bytes)")
+        nbytes = round(budget * GB)
+        with self.lock:
+            models = [*self.running, *self.waiting]
+            if nbytes < self.least_budget:
+                needs = ", ".join(f"{model.name} {in_gb(model.plan.minimum_bytes)}" for model in models)
+                raise BudgetError(
+                    f"set_ram_budget() was given {budget:g} GB, but the models of this process need at least "
+                    f"{in_gb(self.least_budget)} together (each alone: {needs}). Hint: give more, or close a model.",
+                    self.least_budget,
+                )
+            base_bytes = self._base_bytes
+            for model in models:
+                model.set_budget(nbytes, base_bytes, is_alone=len(models) == 1)
 
     @property
     def running(self) -> list[StreamedModel]:

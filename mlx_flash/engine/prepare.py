@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from mlx_flash.compat.experts import has_kernel
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.engine.engine import Progress
-from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError, ConfigError
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of
 from mlx_flash.layout.identity import ModelIdentity
 from mlx_flash.layout.load import LoadedModel, ModelLayout, iter_parameters, load_config, load_lazily
@@ -73,6 +74,26 @@ class Prepared:
             layout = layout if self.chain is None else self.chain.own_part(layout)
             sizes = _sizes(self.loaded, layout)
         return replace(self, layout=layout, sizes=sizes, plan=make_plan(sizes, config, machine))
+
+    def planned(self, config: FlashConfig, base_bytes: int) -> Prepared:
+        """Return it with a plan for other settings. It keeps the prefill step, on which last bits depend, if it can.
+
+        Args:
+            config: the settings.
+            base_bytes: the process without models, and what running adds to it.
+        """
+        config = config if self.chain is None else _settings_of_ranks(config)
+        others = max(0, self.machine.base_bytes - (base_bytes - self.machine.runtime_bytes))
+        machine = replace(
+            self.machine,
+            base_bytes=base_bytes - self.machine.runtime_bytes,
+            active_bytes=max(0, self.machine.active_bytes - others),
+        )
+        plan = make_plan(self.sizes, config, machine)
+        with suppress(BudgetError):
+            same = replace(config, prefill_step_size=self.plan.prefill_step_size)
+            plan = replace(make_plan(self.sizes, same, machine), minimum_bytes=plan.minimum_bytes)
+        return replace(self, plan=plan, machine=machine)
 
 
 def prepare(

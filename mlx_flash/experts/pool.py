@@ -206,7 +206,9 @@ class ExpertPool(ExpertSlots):
         self.drop(layer, [expert for expert in experts if (layer, expert) in self._tickets])
 
     def close(self) -> None:
-        """Cancel all reads, and wait until none writes to a slot."""
+        """Cancel all reads, and wait until none writes to a slot. Free the slots where the system can do that."""
         for ticket in self._tickets.values():
             ticket.cancel()
         self._tickets.clear()
+        if self.slots.can_resize:
+            self.slots.resize(0)

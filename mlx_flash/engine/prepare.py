@@ -248,11 +248,13 @@ def load_tokenizer(path: Path, settings: dict[str, Any] | None = None) -> Any:
 
     Args:
         path: the folder.
-        settings: of the tokenizer.
+        settings: of the tokenizer. Unless they say ``trust_remote_code``, code in the folder is not run;
+            transformers would ask on the terminal, and take piped input for an answer.
 
     Raises:
         CheckpointError: there is none, or it cannot be loaded.
     """
+    settings = {"trust_remote_code": False, **(settings or {})}
     eos_token_ids = load_config(path).get("eos_token_id")
     try:
         return mlx_lm_utils.load_tokenizer(path, settings, eos_token_ids=eos_token_ids)

@@ -217,8 +217,16 @@ def load_config(directory: Path) -> dict[str, Any]:
         config: dict[str, Any] = mlx_lm_utils.load_config(directory)
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"{path} does not exist. Hint: is {directory} a model directory?") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}. Hint: check who may read it.") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}. Hint: download it again.") from error
+    except (TypeError, AttributeError) as error:  # mlx-lm takes what is in the file for an object
+        raise CheckpointError(
+            f"{path} or generation_config.json is no JSON object. Hint: download it again."
+        ) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is no JSON object. Hint: download it again.")
     return config
 
 
@@ -234,6 +242,15 @@ def _check_files(directory: Path) -> None:
         raise CheckpointError(
             f"cannot read {error.filename}: {error.strerror}. Hint: check the folder, or download it again."
         ) from error
+
+
+def _check_code(directory: Path, config: dict[str, Any]) -> None:
+    """Refuse a model with code of its own before mlx-lm may run it."""
+    if config.get("model_file") is not None:
+        raise CheckpointError(
+            f"the model in {directory} is built by code of its own (model_file): it cannot be streamed. "
+            "Hint: load it with mlx_lm, without the patch."
+        )
 
 
 def _check_num_layers(directory: Path, config: dict[str, Any], num_tensors: int) -> None:
@@ -274,7 +291,9 @@ def load_lazily(
     Raises:
         CheckpointError: the model is built by code of its own, beside the checkpoint.
     """
-    _check_num_layers(directory, {**load_config(directory), **(model_config or {})}, len(checkpoint.tensors))
+    expected = {**load_config(directory), **(model_config or {})}
+    _check_code(directory, expected)
+    _check_num_layers(directory, expected, len(checkpoint.tensors))
     sources = Sources(checkpoint)
     original: list[type[nn.Module]] = []
 
@@ -286,11 +305,6 @@ def load_lazily(
     model, config = load_model(
         directory, lazy=True, model_config=model_config, get_model_classes=recording_classes, **loading
     )
-    if not original:
-        raise CheckpointError(
-            f"the model in {directory} is built by code of its own (model_file): it cannot be streamed. "
-            "Hint: load it with mlx_lm, without the patch."
-        )
     model.__class__ = original[0]
     arrays = [array for _, _, _, array in iter_parameters(model, "")]
     direct = [array for array in arrays if sources.of(array)]  # what went into the others would be held for nothing

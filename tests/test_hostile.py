@@ -1,0 +1,78 @@
+"""Model folders made by somebody who wants to run code, or to read what is not theirs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlx_flash.engine.prepare import load_tokenizer
+from mlx_flash.errors import CheckpointError
+from mlx_flash.layout.load import load_config, load_lazily
+from mlx_flash.storage.safetensors import read_checkpoint
+from models import LLAMA, make_random_model, save
+
+
+@pytest.mark.parametrize("content", ["[]", "3", '"x"', "[" * 100_000, '{"a"', "\xff"])
+def test_config_that_is_no_object(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"config\.json is (not JSON|no JSON object).*Hint"):
+        load_config(tmp_path)
+
+
+EVIL = """
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast as T
+Path(__file__).with_name("ran").touch()
+"""
+
+
+@pytest.mark.parametrize("loading", [{}, {"trust_remote_code": True}])
+def test_code_of_the_models_folder_is_not_run(tmp_path: Path, loading: dict[str, bool]) -> None:
+    save(tmp_path, LLAMA | {"model_file": "evil.py"})
+    (tmp_path / "evil.py").write_text(EVIL)
+    with pytest.raises(CheckpointError, match=r"built by code of its own \(model_file\)"):
+        load_lazily(tmp_path, read_checkpoint(tmp_path), **loading)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_of_a_tokenizer_is_not_run_whatever_stdin_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    make_random_model(tmp_path / "model", "--layers=1", "--hidden-size=64", "--heads=4", "--kv-heads=2")
+    file = tmp_path / "model" / "tokenizer_config.json"
+    settings = {"auto_map": {"AutoTokenizer": ["evil.T", None]}, "tokenizer_class": "T"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    (tmp_path / "model" / "evil.py").write_text(EVIL)
+    with pytest.raises(CheckpointError, match="trust_remote_code=True"):
+        load_tokenizer(tmp_path / "model")
+    assert not list(tmp_path.rglob("ran"))
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": Path.mkdir,
+    "link to itself": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_only_regular_files_are_read(tmp_path: Path, name: str, kind: str) -> None:
+    save(tmp_path, LLAMA | {"num_hidden_layers": 1})
+    (tmp_path / name).unlink(missing_ok=True)
+    KINDS[kind](tmp_path / name)
+    with pytest.raises(CheckpointError, match=name):
+        load_lazily(tmp_path, read_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b", "..", ".", "", "a\\b", "a\0b"])
+def test_an_index_that_names_other_places(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path / "model", LLAMA | {"num_hidden_layers": 1})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(CheckpointError, match="weight_map"):
+        read_checkpoint(folder)

@@ -245,6 +245,16 @@ def test_words_for_numbers() -> None:
     assert [duration(s) for s in (0.02, 3.21, 100, 3700)] == ["20 ms", "3.2 s", "0:01:40", "1:01:40"]
 
 
+@pytest.mark.parametrize(("num_tokens", "num_decoding", "kind"), [(8, 8, "decode"), (300, 7, "mixed")])
+def test_sequences_that_share_a_pass(num_tokens: int, num_decoding: int, kind: str) -> None:
+    shared = {"batch_size": 8, "num_tokens": num_tokens, "num_decoding": num_decoding, "last_seconds": 2.1}
+    before = {"num_tokens_out": 2, "last_ended": 97.3, **shared}
+    history = History(published(state(24, passes=before), 98.0))
+    history.add(published(state(24, passes={"num_tokens_out": 10, "last_ended": 99.4, **shared})))
+    (line,) = [line for line in text_of(history) if line.startswith("pass ")]
+    assert line.startswith(f"pass       12: {kind}, 8 sequences, 1 pass 2.1 s, 3.81 tok/s; ")
+
+
 @pytest.mark.parametrize("num_layers", [24, 80])
 def test_everything_is_on_a_screen_of_80_by_24(num_layers: int) -> None:
     history = History(published(state(num_layers, passes={"num_tokens_out": 5, "last_ended": 97.0}), 98.0))

@@ -207,6 +207,26 @@ def test_rows_that_do_not_fit_wait_for_the_next_pass(directories: Directories) -
             assert alone[0][0] == mx.argmax(row.outputs[-1][0, -1]).item()
 
 
+def test_counters_know_prompts_from_generated_tokens(directories: Directories) -> None:
+    with streamed_whole(directories("llama")) as model:
+        together(model, PROMPTS, joins_every=1)
+        counters = model.counters
+        assert counters.num_sequences == NUM_TOKENS * len(PROMPTS)
+        # The prompt of one token counts as a generated one.
+        assert counters.num_tokens_out == (NUM_TOKENS - 1) * len(PROMPTS) + 1
+        assert counters.num_tokens_in == sum(map(len, PROMPTS)) + (NUM_TOKENS - 1) * len(PROMPTS)
+
+
+def test_prompts_take_the_passes_that_the_plan_promises(directories: Directories) -> None:
+    for extra in (0.0, 0.02, 2.0):
+        budget = prepare(directories("llama"), config()).plan.minimum_bytes / 1e9 + extra
+        with load_model(directories("llama"), config(ram_budget_gb=budget, prefill_step_size=16))[0] as model:
+            model.start()
+            promised = model.plan.prompt_passes(200)
+            list(mlx_flash.generate_step(mx.array([i % 300 for i in range(200)]), model, max_tokens=1))
+            assert model.counters.num_passes <= promised + 1  # the last token is a part of its own
+
+
 def test_a_row_that_can_never_fit_fails_alone(directories: Directories) -> None:
     with streamed_whole(directories("llama")) as model:
         rows = [model.row(mx.array([p]), make_prompt_cache(model), STEP) for p in PROMPTS[1:3]]

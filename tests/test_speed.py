@@ -154,7 +154,8 @@ def test_prediction_is_a_range_until_a_run_was_measured() -> None:
 def test_time_to_first_token_is_at_least_that_of_reading_and_of_computing(share: float) -> None:
     plan = plan_of(make_machine(prompt_seconds_per_token=0.2, is_measured=True), share)
     for num_tokens in (1, 64, 65, 1315):
-        passes = -(-num_tokens // plan.prefill_step_size)
+        passes = plan.prompt_passes(num_tokens)
+        assert 1 <= passes <= -(-num_tokens // plan.prefill_step_size)
         assert plan.prompt_read_bytes(num_tokens) == passes * plan.read_bytes
         seconds = plan.seconds_to_first_token(num_tokens)
         assert seconds >= plan.prompt_read_bytes(num_tokens) / plan.disk_bytes_per_second
@@ -171,3 +172,29 @@ def test_prediction_does_not_fall_as_the_budget_rises() -> None:
         seconds = [make_plan(sizes, with_budget(FIXED, budget), machine).seconds for budget in budgets]
         worst = max(more / min(seconds[: i + 1]) for i, more in enumerate(seconds))
         assert worst <= 1.0 / 0.99 + 1e-9  # plans that are this close count as equally fast
+
+
+def test_sequences_that_share_passes_are_faster_while_the_disk_limits() -> None:
+    plan = plan_of(share=0.3)
+    assert plan.streaming.num_slots > 1
+    reading = plan.streaming.read_bytes / plan.disk_bytes_per_second
+
+    def speeds(compute_seconds: float) -> list[float]:
+        seconds = max(reading, compute_seconds)
+        times = replace(plan.streaming, seconds=seconds, compute_seconds=compute_seconds)
+        return [replace(plan, streaming=times).tokens_per_second(n) or 0.0 for n in (1, 8, 16)]
+
+    alone, eight, _ = speeds(reading / 20)  # computing takes a twentieth of reading
+    assert eight == pytest.approx(8 * alone)
+    alone, _, sixteen = speeds(2 * reading)
+    assert sixteen == pytest.approx(alone)
+
+
+def test_parts_of_a_prompt_share_passes_as_far_as_memory_allows() -> None:
+    plan = replace(plan_of(share=0.3), prefill_step_size=16)
+    per_part = plan.activations.waiting_bytes(16)
+    free = plan.cache.nbytes(160) - plan.kv_bytes + plan.peak_bytes
+    assert replace(plan, budget_bytes=free).prompt_passes(160) == 10
+    assert replace(plan, budget_bytes=free + 4 * per_part).prompt_passes(160) == 2
+    assert replace(plan, budget_bytes=free + 9 * per_part).prompt_passes(160) == 1
+    assert replace(plan, budget_bytes=free + 9 * per_part, prefix_bytes=1).prompt_passes(160) == 10

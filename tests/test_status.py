@@ -175,6 +175,19 @@ def test_counters_of_a_prefill_and_some_decoding() -> None:
     assert 0 < counters.decode_seconds < counters.pass_seconds
 
 
+def test_counters_of_a_pass_that_prompts_and_generated_tokens_share() -> None:
+    counters = PassCounters()
+    counters.begin(103, 4, 3)
+    assert counters.num_decoding == 3
+    counters.end()
+    assert (counters.num_tokens_in, counters.num_tokens_out, counters.num_sequences) == (103, 3, 4)
+    assert counters.decode_seconds == counters.last_seconds > 0
+    counters.begin(4, 4)
+    counters.end()
+    assert (counters.num_tokens_out, counters.num_sequences, counters.num_passes) == (7, 8, 2)
+    assert counters.num_prompt_tokens == 0  # its speed is not that of prompts
+
+
 def test_lazy_calls_count_the_time_of_their_evaluation() -> None:
     """A call of a model that is in memory returns before MLX computes: its work is done before the next call."""
     counters = PassCounters()

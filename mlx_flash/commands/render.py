@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
-from mlx_flash.commands.report import PROMPT_LENGTHS, GenerationReport
+from mlx_flash.commands.report import BATCH_SIZES, PROMPT_LENGTHS, GenerationReport
 from mlx_flash.config import GB
 from mlx_flash.layout.load import ModelLayout, Unit
-from mlx_flash.monitor.words import DISK_LIMITS, SLOW, counted, duration, size, speed
+from mlx_flash.monitor.words import DISK_LIMITS, SLOW, counted, duration, rate, size, speed
 from mlx_flash.residency.plan import MB, Pool, ResidencyPlan, in_mb
 
 LONG_SECONDS = 60.0
@@ -121,6 +121,8 @@ def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str,
         ),
     )
     yield "Prediction:", _planned_speed(plan)
+    if plan.weights_seconds > 0:
+        yield "Batches:", _batches(plan)
     yield "First token:", _first_token(plan)
     if long := [n for n in PROMPT_LENGTHS if plan.seconds_to_first_token(n) > LONG_SECONDS]:
         yield (
@@ -141,6 +143,11 @@ def _planned_speed(plan: ResidencyPlan) -> str:
     text, seconds = f"{plan.weights_seconds:.3g} s per token", plan.weights_seconds
     text += _at(1 / seconds) if 0 < seconds < 1 / SLOW else ""
     return text if plan.is_measured else f"{text}, from a short probe; up to {plan.seconds_range[1]:.3g} s are likely"
+
+
+def _batches(plan: ResidencyPlan) -> str:
+    rates = ", ".join(f"{n}: {rate(plan.tokens_per_second(n))}" for n in BATCH_SIZES)
+    return f"tokens-per-sec of sequences that share passes, {rates}"
 
 
 def _first_token(plan: ResidencyPlan) -> str:

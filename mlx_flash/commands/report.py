@@ -25,6 +25,9 @@ Json = dict[str, Any]
 PROMPT_LENGTHS = (100, 2_000, 16_000)
 """Prompts for which the time to the first token is predicted."""
 
+BATCH_SIZES = (1, 4, 8, 16)
+"""Numbers of sequences for which the speed is predicted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -307,6 +310,7 @@ def plan_to_json(plan: ResidencyPlan) -> Json:
         "seconds_to_first_token": [
             {"prompt_tokens": number, "seconds": plan.seconds_to_first_token(number)} for number in PROMPT_LENGTHS
         ],
+        "batches": [{"sequences": n, "tokens_per_second": plan.tokens_per_second(n)} for n in BATCH_SIZES],
         "seconds_per_token": plan.seconds,
         "tokens_per_second": ratio(1, plan.seconds),
     }

@@ -244,10 +244,12 @@ class Passes:
         self, calls: Sequence[ForwardCall], lanes: Sequence[Sequence[ForwardCall]], run: Callable[[], Any]
     ) -> Any:
         """Compute some calls in one pass, and count it."""
-        certain = [call for lane in lanes for call in (lane if lane[0].checkpoints is None else lane[:1])]
-        num_tokens, num_sequences = sum(call.num_tokens for call in certain), sum(lane[0].batch_size for lane in lanes)
+        certain = [lane if lane[0].checkpoints is None else lane[:1] for lane in lanes]
+        sizes = [sum(call.num_tokens for call in lane) for lane in certain]
+        num_tokens, num_sequences = sum(sizes), sum(lane[0].batch_size for lane in lanes)
+        num_decoding = sum(n for n, lane in zip(sizes, lanes, strict=True) if n == lane[0].batch_size)
         experts = self._session.engine.experts
-        self._counters.begin(num_tokens, num_sequences)
+        self._counters.begin(num_tokens, num_sequences, num_decoding)
         self._session.meter.begin()
         try:
             output = run()
@@ -260,7 +262,7 @@ class Passes:
             self._kv.note()
         self._counters.end()
         if len(lanes) == 1:
-            self._session.meter.end(num_tokens, num_sequences, len(calls) - len(certain))
+            self._session.meter.end(num_tokens, num_sequences, len(calls) - sum(map(len, certain)))
         return output
 
 

@@ -33,10 +33,13 @@ class PassCounters:
         num_passes: calls that ended well.
         num_failed: calls that raised.
         num_tokens_in: tokens that they were given, over all sequences.
-        num_tokens_out: tokens that they generated: one for each sequence in a call with one new token a sequence.
+        num_tokens_out: tokens that they generated: one for each sequence with one new token.
         num_prompt_tokens: tokens of prompts of which it is known how long MLX evaluated them: another call has begun.
+            Prompts that share a pass with generated tokens do not count.
+        num_sequences: sequences, over all calls.
         pass_seconds: time spent in calls.
-        decode_seconds: the part of it in which ``num_tokens_out`` were generated.
+        last_seconds: time spent in the last one that ended well.
+        decode_seconds: time spent in calls in which ``num_tokens_out`` were generated.
         prompt_gap_seconds, decode_gap_seconds: time between a call that ended and the next one, in which MLX evaluates
             what the call left lazy: after calls for prompts, and between calls that generate. Idle time is not counted.
         began: when the call under way began (``time.perf_counter()``), or None.
@@ -44,6 +47,7 @@ class PassCounters:
         last_ended: when the last one ended.
         num_guessed, num_right: tokens that were guessed and computed in passes with others, and those that were right.
         num_tokens, batch_size: of that call: new tokens over all sequences, and sequences.
+        num_decoding: sequences of that call with one new token.
     """
 
     num_passes: int = 0
@@ -51,7 +55,9 @@ class PassCounters:
     num_tokens_in: int = 0
     num_tokens_out: int = 0
     num_prompt_tokens: int = 0
+    num_sequences: int = 0
     pass_seconds: float = 0.0
+    last_seconds: float = 0.0
     decode_seconds: float = 0.0
     prompt_gap_seconds: float = 0.0
     decode_gap_seconds: float = 0.0
@@ -62,23 +68,26 @@ class PassCounters:
     last_ended: float = 0.0
     num_tokens: int = 0
     batch_size: int = 0
+    num_decoding: int = 0
 
-    def begin(self, num_tokens: int, batch_size: int) -> None:
+    def begin(self, num_tokens: int, batch_size: int, num_decoding: int | None = None) -> None:
         """Notes that a call begins.
 
         Args:
             num_tokens: new tokens, over all sequences.
             batch_size: sequences.
+            num_decoding: those with one new token; None for all or none.
         """
         now = time.perf_counter()
         gap = now - self.last_ended
         if self.num_passes and self.last_ended >= self.last_began and gap < LONGEST_GAP_SECONDS:
-            if self.num_tokens != self.batch_size:
+            if not self.num_decoding:
                 self.prompt_gap_seconds += gap
                 self.num_prompt_tokens += self.num_tokens
             elif num_tokens == batch_size:
                 self.decode_gap_seconds += gap
         self.num_tokens, self.batch_size = num_tokens, batch_size
+        self.num_decoding = batch_size * (num_tokens == batch_size) if num_decoding is None else num_decoding
         self.began = self.last_began = now
 
     def end(self, *, failed: bool = False) -> None:
@@ -94,9 +103,11 @@ class PassCounters:
             return
         self.num_passes += 1
         self.num_tokens_in += self.num_tokens
-        if self.num_tokens == self.batch_size:
+        self.num_sequences += self.batch_size
+        self.last_seconds = seconds
+        if self.num_decoding:
             self.decode_seconds += seconds
-            self.num_tokens_out += self.batch_size
+            self.num_tokens_out += self.num_decoding
         self.last_ended = now
 
     def end_guess(self, num_guessed: int, num_right: int) -> None:

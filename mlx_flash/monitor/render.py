@@ -12,7 +12,8 @@ from mlx_flash.monitor.experts import ExpertRates
 from mlx_flash.monitor.glyphs import STYLES, WORDS, Glyphs, bar, chart, strip
 from mlx_flash.monitor.history import History, Shares
 from mlx_flash.monitor.limit import limit_words
-from mlx_flash.monitor.state import STATES, Unit, count, model_name, number, optional, units
+from mlx_flash.monitor.passes import pass_words
+from mlx_flash.monitor.state import STATES, Unit, count, model_name, number, units
 from mlx_flash.monitor.system import SystemMemory
 from mlx_flash.monitor.words import amount, duration, percent, rate, size
 from mlx_flash.telemetry import SCHEMA, SILENT_SECONDS, Json
@@ -176,18 +177,8 @@ def _layers(history: History, canvas: Canvas) -> Iterator[Text]:
 
 
 def _pass(history: History, found: Sequence[Unit]) -> Text:
-    state, clock = history.latest.state, history.latest.clock
-    passes, began = number(state, "passes", "num_passes"), optional(state, "passes", "began")
-    failed = number(state, "passes", "num_failed")
-    words = f"{passes:.0f} done"
-    if began is not None:
-        new, batch = number(state, "passes", "num_tokens"), number(state, "passes", "batch_size")
-        kind = "decode" if new == batch else "prefill"
-        streamed = [unit.state for unit in found if unit.streamed_bytes]
-        words = f"{passes + failed + 1:.0f}: {kind}, {new:.0f} {'token' if new == 1 else 'tokens'}, "
-        words += (
-            f"{duration(max(0.0, clock - began))}; {streamed.count('done')} of {len(streamed)} streamed layers done"
-        )
+    state, failed = history.latest.state, number(history.latest.state, "passes", "num_failed")
+    words = pass_words(state, history.latest.clock, history.rates.tokens_per_second, found)
     return _line("pass", words, (f"; {failed:.0f} failed" if failed else "", "bold red"))
 
 

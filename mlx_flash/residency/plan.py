@@ -247,16 +247,45 @@ class ResidencyPlan:
         Args:
             num_tokens: tokens of the prompt. All of them are computed: none is found in a cache.
         """
-        num_passes = -(-num_tokens // self.prefill_step_size)
+        num_passes = self.prompt_passes(num_tokens)
         reading = self.prompt_read_bytes(num_tokens) / self.disk_bytes_per_second
         computing = num_tokens * self.prompt_seconds_per_token
         if self.streaming.num_slots > 1:
             return max(reading, computing, num_passes * self.seconds)
         return max(reading + computing, num_passes * self.seconds)
 
+    def prompt_passes(self, num_tokens: int) -> int:
+        """Return the passes over the weights in which a prompt of so many tokens is computed.
+
+        Parts of ``prefill_step_size`` tokens share a pass as far as the budget has room for their intermediate results
+        beside the prompt's own keys and values.
+        """
+        step = self.prefill_step_size
+        num_parts = -(-num_tokens // step)
+        if self.kv.num_on_disk or self.prefix_bytes or not self.read_bytes:
+            return num_parts
+        room = self.budget_bytes - self.peak_bytes + self.kv_bytes - self.cache.nbytes(num_tokens)
+        num_together = 1 + max(0, room) // max(1, self.activations.waiting_bytes(step))
+        return -(-num_parts // num_together)
+
+    def tokens_per_second(self, num_sequences: int) -> float | None:
+        """Return the predicted tokens a second of sequences that share passes; None where nothing is known.
+
+        Weights are read once for all of them, and each one computes for itself. Experts, and keys and values on disk,
+        are read for each.
+        """
+        streaming, pool = self.streaming, self.pool
+        more = (num_sequences - 1) * streaming.compute_seconds
+        reading = streaming.read_bytes / self.disk_bytes_per_second if streaming.num_slots > 1 else 0.0
+        hidden = max(0.0, reading - streaming.compute_seconds)
+        seconds = streaming.seconds + max(0.0, more - hidden) + num_sequences * self.kv_seconds
+        if pool is not None:
+            seconds += num_sequences * pool.seconds
+        return num_sequences / seconds if seconds > 0 else None
+
     def prompt_read_bytes(self, num_tokens: int) -> int:
         """Return the bytes that a prompt of so many tokens reads: all streamed weights once a pass."""
-        num_passes = -(-num_tokens // self.prefill_step_size)
+        num_passes = self.prompt_passes(num_tokens)
         if self.pool is None:
             return num_passes * self.streaming.read_bytes
         missing = (self.pool.num_experts - min(self.pool.num_slots, self.pool.num_experts)) * self.pool.slot_bytes

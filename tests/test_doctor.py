@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from mlx_flash.commands import doctor as command
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.commands.doctor import Findings, advice, doctor
 from mlx_flash.commands.plan import plan
@@ -24,7 +23,7 @@ from mlx_flash.memory import footprint
 from mlx_flash.monitor.system import SystemMemory
 from mlx_flash.residency.budgets import table_of_budgets
 from mlx_flash.residency.search import make_plan
-from mlx_flash.storage import disks, selftest
+from mlx_flash.storage import disks, probe, selftest
 from mlx_flash.storage.disks import Disk, disk_of
 from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.storage.selftest import SelfTest
@@ -49,7 +48,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "ROUNDS", 2)
     monkeypatch.setattr(selftest, "CASES", (selftest._Case(64 << 10, 4, True),))
     monkeypatch.setattr(selftest, "NUM_FILE_BYTES", 1 << 20)
-    monkeypatch.setattr(command, "SAMPLE_BYTES", 1 << 20)
+    monkeypatch.setattr(probe, "SAMPLE_BYTES", 1 << 20)
 
 
 @pytest.mark.parametrize(

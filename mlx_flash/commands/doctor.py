@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from mlx_flash.monitor.words import duration, rate, size
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.speed import load_speed
 from mlx_flash.storage.disks import Disk, disk_of
-from mlx_flash.storage.probe import SAMPLE_BYTES, DiskProfile, disk_profile
+from mlx_flash.storage.probe import DiskProfile, disk_profile, sample_in
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.storage.selftest import SelfTest, reads_directly, test_now
 
@@ -92,13 +91,8 @@ def _profile(path: Path | None, config: FlashConfig) -> DiskProfile:
     direct = reads_directly(config.io)
     if path is not None:
         return disk_profile(max(read_checkpoint(path).shards, key=lambda shard: shard.nbytes).path, direct)
-    cache_directory().mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=cache_directory()) as file:
-        for _ in range(2):
-            file.write(os.urandom(SAMPLE_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
-        return disk_profile(Path(file.name), direct)
+    with sample_in(cache_directory()) as file:
+        return disk_profile(file, direct)
 
 
 def advice(found: Findings) -> Iterator[str]:

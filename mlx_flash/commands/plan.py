@@ -1,28 +1,44 @@
-"""``mlx-flash plan``: what would stay in memory. Reads no weights."""
+"""``mlx-flash plan``: what would stay in memory. Reads no weights, and downloads none."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import TextIO
+
+from huggingface_hub import constants
 
 from mlx_flash.commands.budgets import budget_rows, budgets_to_json, render_budgets
 from mlx_flash.commands.common import load_tokenizer, make_config, print_json, print_rich
+from mlx_flash.commands.preview import is_remote, preview
 from mlx_flash.commands.ranks import rank_parts, render_ranks
 from mlx_flash.commands.render import render_plan
 from mlx_flash.commands.report import planning_to_json
 from mlx_flash.engine.prepare import prepare, resolve
+from mlx_flash.storage.probe import sample_in
 
 
 def plan(args: argparse.Namespace, out: TextIO) -> int:
     """``mlx-flash plan``: reads no weights."""
-    path = resolve(args.model)
+    with ExitStack() as stack:
+        probe = None
+        if is_remote(args.model):
+            path = stack.enter_context(preview(args.model))
+            probe = stack.enter_context(sample_in(Path(constants.HF_HUB_CACHE)))  # where it would be downloaded to
+        else:
+            path = resolve(args.model)
+        return _plan(args, path, probe, out)
+
+
+def _plan(args: argparse.Namespace, path: Path, probe: Path | None, out: TextIO) -> int:
     tokenizer = None
     with contextlib.suppress(OSError, ValueError):  # a folder without one can be planned for too
         tokenizer = load_tokenizer(path, args)
     config = make_config(args)
-    prepared = prepare(path, config, writes=False)
+    prepared = prepare(path, config, writes=False, probe=probe)
     del tokenizer  # it had to be there: it is part of the process when text is generated
     rows = budget_rows(prepared, config) if args.budgets else []
     parts = rank_parts(prepared, args.ranks) if args.ranks > 1 else []

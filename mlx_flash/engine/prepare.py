@@ -104,6 +104,7 @@ def prepare(
     progress: Progress | None = None,
     writes: bool = True,
     group: mx.distributed.Group | None = None,
+    probe: Path | None = None,
     **loading: Any,
 ) -> Prepared:
     """Load a model lazily, find its units, and plan. Reads headers, no weights.
@@ -115,6 +116,7 @@ def prepare(
         progress: called with (bytes written, bytes to write) while large derived parameters are written to the cache.
         writes: whether they may be written; if not, the plan is that of when they are.
         group: the ranks that share the model's layers; None for a model of this process alone.
+        probe: a file to probe the disk with; None takes the largest shard.
         loading: further arguments of ``mlx_lm.utils.load_model``.
     """
     peers = Peers(group) if group is not None and group.size() > 1 else None
@@ -127,7 +129,7 @@ def prepare(
     adopt_derived(loaded, checkpoint, path, config.derived_cache_gb, progress, write=writes)
     layout = make_layout(loaded)
     largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
-    machine = look_at_machine(largest.path, layout, config)
+    machine = look_at_machine(probe or largest.path, layout, config)
     fingerprint = None if config.kv_prefixes == "off" else fingerprint_of(loaded, state_of(checkpoint))
     sizes = _sizes(loaded, layout)
     plan = make_plan(sizes, config, machine)

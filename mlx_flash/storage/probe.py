@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import platform
+import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +70,18 @@ def disk_profile(path: Path, direct: bool) -> DiskProfile:
     if status.st_size >= 2 * SAMPLE_BYTES:
         _remember(key, profile)
     return profile
+
+
+@contextmanager
+def sample_in(folder: Path) -> Iterator[Path]:
+    """Yield a temporary file in a folder, to probe its disk where there is no model yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="probe-") as file:
+        for _ in range(2):
+            file.write(os.urandom(SAMPLE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        yield Path(file.name)
 
 
 def probe_disk(path: Path, direct: bool) -> DiskProfile:

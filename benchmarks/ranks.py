@@ -1,0 +1,150 @@
+"""One model on several ranks of this machine, each in a memory limit and with a disk of limited speed.
+
+Each rank is ``mlx-flash generate``, as ``mlx.launch`` would start it, in a kernel memory limit of its budget plus 5 %
+and in a group of the block-I/O controller that bounds its reads. The tokens are compared with those of stock mlx-lm.
+
+Example (as root):
+    python benchmarks/ranks.py MODEL --ranks 1 2 3 --budget 0.2 --disk-mb-per-second 40
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness import SMALL_MACHINE, describe, describe_model, write_json
+
+from mlx_flash.layout.load import load_config
+
+LIMIT_ROOM = 1.05
+V1, V2 = Path("/sys/fs/cgroup/blkio"), Path("/sys/fs/cgroup")
+"""Where the block-I/O controller of either version of cgroups is."""
+
+SPEEDS = ("generation_tokens_per_second", "time_to_first_token_seconds")
+
+PROMPT = "Several machines compute one model."
+
+
+@contextlib.contextmanager
+def slow_disk(model: Path, bytes_per_second: int) -> Iterator[Path]:
+    """Make a group whose processes read at most so many bytes a second. Yield the file that takes them in."""
+    is_v1 = (V1 / "blkio.throttle.read_bps_device").exists()
+    group = (V1 if is_v1 else V2) / f"mlx-flash-{os.getpid()}-{len(list(V1.glob('mlx-flash-*')))}"
+    number = model.stat().st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    group.mkdir()
+    try:
+        if is_v1:
+            (group / "blkio.throttle.read_bps_device").write_text(f"{device} {bytes_per_second}")
+        else:
+            (group / "io.max").write_text(f"{device} rbps={bytes_per_second}")
+        yield group / "cgroup.procs"
+    finally:
+        group.rmdir()
+
+
+def run_ranks(args: argparse.Namespace, num_ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """Run the ranks of one model, and return what the first printed, and the reports of all groups."""
+    hosts = folder / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(num_ranks)]))
+    flags = ["--prompt", PROMPT, "--max-tokens", args.max_tokens, "--ram-budget-gb", args.budget, "--json"]
+    command = [sys.executable, "-m", "mlx_flash", "generate", "--model", args.model, *flags]
+    limit = int(args.budget * LIMIT_ROOM * 1e9)
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank in range(num_ranks):
+            entry = stack.enter_context(slow_disk(args.model, int(args.disk_mb_per_second * 1e6)))
+            environment = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)} if num_ranks > 1 else {}
+            words = ["bash", "-c", f'echo $$ > {entry} && exec "$@"', "bash", SMALL_MACHINE, "--warm", limit, *command]
+            processes.append(
+                subprocess.Popen(
+                    [str(word) for word in words],
+                    env={**os.environ, "MLX_FLASH_SPECULATION": "off", **environment},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        found = [process.communicate() for process in processes]
+    for process, (_, errors) in zip(processes, found, strict=True):
+        if process.returncode:
+            raise SystemExit(errors.strip())
+    reports = [errors.strip().splitlines()[-1] for _, errors in found]
+    return [json.loads(found[0][0]), *({"group": report} for report in reports)]
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def stock_tokens(args: argparse.Namespace) -> list[int]:
+    """Return the tokens of mlx-lm itself."""
+    flags = ["--prompt", PROMPT, "--max-tokens", str(args.max_tokens), "--json", "--resident"]
+    command = [sys.executable, "-m", "mlx_flash", "generate", "--model", str(args.model), *flags]
+    tokens: list[int] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["tokens"]
+    return tokens
+
+
+def main() -> int:
+    """Return 1 if tokens differ."""
+    args = make_parser().parse_args()
+    expected = stock_tokens(args)
+    speeds: dict[int, list[float]] = {num_ranks: [] for num_ranks in args.ranks}
+    runs, all_equal = [], True
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(args.rounds):
+            for num_ranks in args.ranks:
+                first, *groups = run_ranks(args, num_ranks, Path(folder))
+                speeds[num_ranks].append(first["generation_tokens_per_second"])
+                all_equal = all_equal and first["tokens"] == expected
+                keys = (*SPEEDS, "peak_memory_bytes", "bytes_read_per_token", "generation_wait_share")
+                runs.append({"ranks": num_ranks, **{key: first[key] for key in keys}, "groups": groups})
+                print(f"{num_ranks} ranks: {speeds[num_ranks][-1]:.3f} tokens/s", flush=True)
+    medians = {num_ranks: statistics.median(found) for num_ranks, found in speeds.items()}
+    for num_ranks, speed in medians.items():
+        print(f"{num_ranks} ranks: median {speed:.3f} tokens/s, {speed / medians[args.ranks[0]]:.2f} times the first")
+    print("tokens:", "those of stock mlx-lm" if all_equal else "DIFFERENT from stock mlx-lm")
+    cold = ["weights are read past the page cache"]
+    result = {
+        **describe(args.model, cold),
+        "model": describe_model(args.model),
+        "model_type": load_config(args.model)["model_type"],
+        "budget_gb": args.budget,
+        "disk_bytes_per_second_of_a_rank": args.disk_mb_per_second * 1e6,
+        "medians": medians,
+        "tokens_equal": all_equal,
+        "runs": runs,
+    }
+    write_json(args.json, result)
+    return int(not all_equal)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="model directory")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="numbers of ranks")
+    parser.add_argument("--budget", type=float, required=True, metavar="GB", help="budget of each rank")
+    parser.add_argument("--disk-mb-per-second", type=float, required=True, metavar="MB", help="speed of each disk")
+    parser.add_argument("--max-tokens", type=int, default=8, help="tokens (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="file for all numbers")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

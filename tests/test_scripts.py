@@ -587,3 +587,15 @@ def test_killed_writers_leave_nothing_wrong() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("killed 2 times") == 3
+
+
+@pytest.mark.parametrize("kind", ["disk-kv", "cycles"])
+def test_long_runs_are_summed_up(kind: str) -> None:
+    command = [sys.executable, SCRIPTS / "long_run.py", kind, "--tokens", "40", "--cycles", "4", "--here"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    count = 4 if kind == "cycles" else 40
+    number = r"[-+]?[\d.]+"
+    pattern = (
+        rf"{kind}: {count} steps, resident {number} -> {number} MB \({number} kB a step\), descriptors (\d+) -> \1, "
+    )
+    assert re.match(pattern, done.stdout), done.stdout + done.stderr

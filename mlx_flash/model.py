@@ -79,7 +79,8 @@ class FlashLLM(ModelFacade):
         self._governor = open_governor(config)
         options = prepared.plan.kv.options
         self.kv = None if options is None else KVPool(options, self._governor.count)
-        self.name = name
+        peers = None if prepared.chain is None else prepared.chain.peers
+        self.name = name if peers is None else f"{name} (rank {peers.rank} of {peers.size})"
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._closed = False

@@ -41,6 +41,7 @@ def main(root: str, names: list[str], fault: str = "") -> None:
                 is_equal = same_bits(run(streamed, other), expected) and tokens == tokens_of(generate_step, streamed)
                 units = [unit.name for unit in streamed.engine.stream.units]
             is_equal = is_equal and same_bits(run(model, PREFILL_AND_DECODE), expected)
+            assert streamed.name == f"test (rank {group.rank()} of {group.size()})"  # what flash-monitor shows
             print(json.dumps([group.rank(), name, is_equal, units]), flush=True)
         except FlashError as error:
             print(json.dumps([group.rank(), name, type(error).__name__, str(error)]), flush=True)

@@ -33,7 +33,7 @@ from mlx_flash.files import write_atomically
 from mlx_flash.layout.load import ModelLayout, load_config
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import available_memory
-from mlx_flash.monitor.words import duration, size
+from mlx_flash.monitor.words import counted, duration, size
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.storage.selftest import way_of_reading
@@ -154,9 +154,9 @@ def _weights(receipt: Json) -> str:
 
 def _lines(args: argparse.Namespace, receipt: Json, against: Sequence[str]) -> Iterator[tuple[str, str]]:
     plan, calls = receipt["plan"], receipt["calls"]
-    yield "Model:", f"{receipt['model']}, {size(plan['model_bytes'])}, {len(receipt['files'])} files"
+    yield "Model:", f"{receipt['model']}, {size(plan['model_bytes'])}, {counted(len(receipt['files']), 'file')}"
     way = receipt["way_of_reading"]
-    yield "Streamed:", f"in {size(plan['budget_bytes'])}, {size(receipt['bytes_read'])} read, {way}"
+    yield "Streamed:", f"in {size(plan['budget_bytes'])}, {size(receipt['bytes_read'])} read {way}"
     yield "Weights:", _weights(receipt)
     how = "the model in memory" if receipt["reference"] == "resident" else "one layer in memory at a time"
     yield (

@@ -599,3 +599,10 @@ def test_long_runs_are_summed_up(kind: str) -> None:
         rf"{kind}: {count} steps, resident {number} -> {number} MB \({number} kB a step\), descriptors (\d+) -> \1, "
     )
     assert re.match(pattern, done.stdout), done.stdout + done.stderr
+
+
+def test_a_server_survives_hostile_clients() -> None:
+    command = [sys.executable, SCRIPTS / "hostile_clients.py", "--requests", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"40 requests .*'right': \d+.*descriptors (\d+) -> \1, .*exit status 0", done.stdout), done.stdout

@@ -63,7 +63,8 @@ class Access:
         """
         if origin is not None and not {"*", origin} & set(self.origins):
             raise RefusedError(
-                "this server answers no web pages of this origin. Hint: it is started with --allowed-origins.", 403
+                "this server answers no web pages of this origin. Hint: name it with --allowed-origins at the start.",
+                403,
             )
         if self.api_key is not None:
             scheme, _, key = (authorization or "").partition(" ")

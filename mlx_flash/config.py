@@ -24,13 +24,13 @@ GB = 1_000_000_000
 """Sizes that people see are decimal."""
 
 Profile = Literal["safe", "balanced", "performance"]
-Budget = float | Literal["min", "safe", "balanced", "performance"] | None
+Budget = float | Literal["min", "auto", "safe", "balanced", "performance"] | None
 IOMode = Literal["auto", "direct", "buffered"]
 KVMode = Literal["stock", "preallocated", "disk"]
 Batching = Literal["exact", "stock"]
 PrefixMode = Literal["off", "exact", "longest"]
 
-_BUDGET_WORDS = ("min", *get_args(Profile))
+_BUDGET_WORDS = ("min", "auto", *get_args(Profile))
 _OR_A_WORD = f"or one of {', '.join(map(repr, _BUDGET_WORDS))}"
 _BOUNDS = {"queue_depth": (1, 64), "kv_keep": (0, math.inf)}
 """The least and the greatest count. All other counts are at least 1."""
@@ -52,11 +52,12 @@ class FlashConfig:
 
     Attributes:
         enabled: stream models. False makes the patch of mlx-lm leave everything to mlx-lm.
-        ram_budget_gb: peak memory of the whole process in GB (10**9 bytes), or min, safe, balanced, performance.
+        ram_budget_gb: peak memory of the whole process in GB (10**9 bytes), or min, auto, safe, balanced, performance.
             ``"min"`` is the smallest workable budget; for a mixture of experts, the smallest that reads experts one by
             one. ``"safe"``, ``"balanced"`` and ``"performance"`` take 50, 70 and 90 % of the memory that is free at
             load time, at most 40, 70 and 80 % of the machine's memory, and never less than ``"min"``. None is
-            ``"balanced"``.
+            ``"balanced"``. ``"auto"`` follows the memory that others leave: it falls when they need memory, and rises
+            when some has been free for a while.
         context_length: tokens of KV cache to reserve memory for, over all sequences. None reserves 4096, or fewer
             where those would take more than a quarter of the budget. A call that needs more memory than the budget has
             left is refused.
@@ -146,7 +147,7 @@ class FlashConfig:
         return self.ssd_write_gb_per_day == 0
 
     @property
-    def budget_bytes(self) -> int | Literal["min"] | Profile:
+    def budget_bytes(self) -> int | Literal["min", "auto"] | Profile:
         """The budget in bytes, or its word."""
         budget = "balanced" if self.ram_budget_gb is None else self.ram_budget_gb
         return budget if isinstance(budget, str) else round(budget * GB)
@@ -166,8 +167,8 @@ class FlashConfig:
         the environment, the Modelfile, the TOML file, the default.
 
         Text is parsed to the type of its field: ``true``, ``yes``, ``on``, ``1`` and their opposites in any case are
-        booleans; ``none`` and ``auto`` in any case are None for a field that can be None (for ``io``, which cannot,
-        ``auto`` is a mode). Every value is checked, even where another source wins.
+        booleans; ``none`` and ``auto`` in any case are None for a field that can be None (``auto`` is a mode of ``io``
+        and a budget). Every value is checked, even where another source wins.
 
         Args:
             settings: names and values. None as a value counts: it unsets what sources of lower rank give.
@@ -281,10 +282,10 @@ def _settings(
 def _from_text(name: str, text: str) -> object:
     """Return the text as a value of the field's type."""
     kinds = setting_kinds(name)
+    if name == "ram_budget_gb" and text.lower() != "none":
+        return parse_budget("auto" if text.lower() == "auto" else text)
     if NoneType in kinds and text.lower() in {"none", "auto"}:
         return None
-    if name == "ram_budget_gb":
-        return parse_budget(text)
     try:
         if bool in kinds:
             return _BOOLEANS[text.lower()]

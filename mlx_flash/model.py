@@ -90,6 +90,8 @@ class FlashLLM(ModelFacade):
         self._session: Session | None = None
         self._manager = FlashManager.of_process()
         self._manager.add(self)
+        if config.ram_budget_gb == "auto":
+            self._manager.watch()
 
     def start(self, progress: Progress | None = None) -> None:
         """Reads what is pinned, and begins to stream the rest. Harmless when repeated.

@@ -32,8 +32,8 @@ COUNTS = ("context_length", "prefill_step_size", "kv_max_tokens", "num_slots", "
 SHARES = ("expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day")
 NUMBERS = ("ram_budget_gb", "kv_ram_gb", "read_size_mb", *SHARES)
 SWITCHES = ("enabled", "lend_reserves", "speculation", "expert_lookahead", "telemetry", "poison_released_slots")
-WORDS = ("min", "safe", "balanced", "performance")
-OR_WORDS = "or one of 'min', 'safe', 'balanced', 'performance'"
+WORDS = ("min", "auto", "safe", "balanced", "performance")
+OR_WORDS = "or one of 'min', 'auto', 'safe', 'balanced', 'performance'"
 
 
 def refused(**settings: Any) -> str:
@@ -274,13 +274,14 @@ def test_budget_refuses_other_types(value: object) -> None:
     assert refused(ram_budget_gb=value) == f"a number of GB (10**9 bytes), such as 2 or 1.5, {OR_WORDS}"
 
 
-@pytest.mark.parametrize("value", ["", "most", "auto", "2", "1.5", "2GB", "nan"])
+@pytest.mark.parametrize("value", ["", "most", "2", "1.5", "2GB", "nan"])
 def test_budget_refuses_other_words(value: str) -> None:
     assert refused(ram_budget_gb=value) == f"a number of GB, {OR_WORDS}"
 
 
 @pytest.mark.parametrize(
-    ("value", "meant"), [("MIN", "min"), ("Safe", "safe"), ("balancd", "balanced"), ("perfomance", "performance")]
+    ("value", "meant"),
+    [("MIN", "min"), ("Auto", "auto"), ("Safe", "safe"), ("balancd", "balanced"), ("perfomance", "performance")],
 )
 def test_budget_suggests_the_nearest_word(value: str, meant: str) -> None:
     assert refused(ram_budget_gb=value) == f"a number of GB, {OR_WORDS}. Did you mean '{meant}'?"
@@ -476,7 +477,10 @@ def test_an_empty_variable_is_not_given() -> None:
     [
         *(("telemetry", text, True) for text in ("true", "True", "TRUE", "1", "yes", "on", " On ")),
         *(("enabled", text, False) for text in ("false", "FALSE", "0", "no", "off", "Off")),
-        *((name, text, None) for name in (*COUNTS, *NUMBERS) for text in ("none", "None", "auto", "AUTO")),
+        *((name, text, None) for name in (*COUNTS, *NUMBERS) for text in ("none", "None")),
+        *((name, text, None) for name in (*COUNTS, *NUMBERS) if name != "ram_budget_gb" for text in ("auto", "AUTO")),
+        ("ram_budget_gb", "auto", "auto"),
+        ("ram_budget_gb", "AUTO", "auto"),
         ("io", "auto", "auto"),
         ("io", " direct ", "direct"),
         ("num_slots", "+3", 3),

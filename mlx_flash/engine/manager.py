@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from typing import Protocol
+from collections import deque
+from dataclasses import asdict
+from typing import Any, Protocol
 
 import mlx.nn as nn
 
 from mlx_flash.config import GB, parse_budget
 from mlx_flash.engine.engine import Engine, Progress
+from mlx_flash.engine.watcher import Watcher
 from mlx_flash.errors import BudgetError, ConfigError, FlashError
 from mlx_flash.residency.plan import ResidencyPlan, in_gb
+
+NUM_CHANGES = 8
+"""Changes of the budget that are kept for flash-monitor."""
 
 
 class StreamedModel(Protocol):
@@ -60,12 +67,42 @@ class FlashManager:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self._changes: deque[dict[str, Any]] = deque(maxlen=NUM_CHANGES)
+        self._watcher: Watcher | None = None
         self._models: weakref.WeakValueDictionary[int, StreamedModel] = weakref.WeakValueDictionary()
 
     @staticmethod
     def of_process() -> FlashManager:
         """Return the manager of this process."""
         return _OF_PROCESS
+
+    @property
+    def has_models(self) -> bool:
+        """True if any model is loaded."""
+        return bool(self._models)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget of the process; 0 without models."""
+        return max((model.plan.budget_bytes for model in list(self._models.values())), default=0)
+
+    def watch(self) -> None:
+        """Make the budget follow the machine's free memory until the last model is closed."""
+        with self.lock:
+            if self._watcher is None or not self._watcher.is_alive:
+                self._watcher = Watcher(self)
+                self._watcher.start()
+
+    def telemetry(self) -> dict[str, Any]:
+        """Return the budget and its last changes for the published state."""
+        watcher = self._watcher
+        reading = watcher.reading if watcher is not None and watcher.is_alive else None
+        return {
+            "bytes": self.budget_bytes,
+            "is_auto": reading is not None,
+            "machine": None if reading is None else asdict(reading),
+            "changes": list(self._changes),
+        }
 
     @property
     def least_budget(self) -> int:
@@ -78,7 +115,7 @@ class FlashManager:
         """The process without models, and what running adds to it."""
         return min((model.plan.base_bytes for model in self._models.values()), default=0)
 
-    def set_ram_budget(self, ram_budget_gb: float) -> None:
+    def set_ram_budget(self, ram_budget_gb: float, reason: str = "set by the program") -> None:
         """Change the budget of all models of the process, running or not. The output does not change.
 
         Memory above a smaller budget is freed before this returns, which waits for the pass that is computed now. A
@@ -87,6 +124,7 @@ class FlashManager:
 
         Args:
             ram_budget_gb: peak memory of the process in GB (10**9 bytes).
+            reason: why, for flash-monitor.
 
         Raises:
             BudgetError: the models need more; nothing has changed.
@@ -105,7 +143,8 @@ class FlashManager:
                     f"{in_gb(self.least_budget)} together (each alone: {needs}). Hint: give more, or close a model.",
                     self.least_budget,
                 )
-            base_bytes = self._base_bytes
+            base_bytes, before = self._base_bytes, self.budget_bytes
+            self._changes.append({"at": time.time(), "before": before, "after": nbytes, "reason": reason})
             for model in models:
                 model.set_budget(nbytes, base_bytes, is_alone=len(models) == 1)
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
 from mlx_flash.engine.forecast import Forecast
+from mlx_flash.engine.manager import FlashManager
 from mlx_flash.engine.meter import SpeedMeter
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.status import PassCounters, Status
@@ -80,6 +81,7 @@ class Session:
         if config.telemetry:
             status = Status(name, plan, layout, self.engine, counters, kv)
             status.tell("writes", governor.telemetry)
+            status.tell("budget", FlashManager.of_process().telemetry)
             status.tell("outlook", self.forecast.telemetry)
             if self.prefixes is not None:
                 status.tell("prefixes", self.prefixes.telemetry)

@@ -191,7 +191,7 @@ class Status:
             return None
         return {
             **asdict(experts.pool.stats),
-            "num_slots": plan.num_slots,
+            "num_slots": experts.pool.slots.num_slots,
             "slot_bytes": plan.slot_bytes,
             "num_resident": experts.pool.num_resident,
             "num_experts": plan.num_experts,
@@ -215,8 +215,9 @@ class Status:
     def _memory(self) -> Json:
         plan = self._plan
         active = active_memory()
-        lent = self._engine.lending.nbytes
-        weights = plan.resident_bytes + plan.pinned_bytes + plan.slots_bytes + plan.pool_bytes + lent
+        lent, experts = self._engine.loans.nbytes, self._engine.experts
+        pool = 0 if experts is None else experts.pool.slots.committed
+        weights = plan.resident_bytes + plan.pinned_bytes + plan.slots_bytes + pool + lent
         kv = KVUsage() if self._kv is None else self._kv.usage
         return {
             "footprint": footprint(),
@@ -225,6 +226,7 @@ class Status:
             "cache": int(mx.get_cache_memory()),
             "peak": int(mx.get_peak_memory()),
             "lent": lent,
+            "pool": pool,
             # What is left of the arrays; a cache may take less than it reserves.
             "kv_and_activations": max(0, active - weights - plan.active_bytes - kv.reserved_bytes) + kv.memory_bytes,
         }

@@ -66,18 +66,23 @@ def _linux_status(field: str) -> int:
 
 def _cgroup_limits() -> list[tuple[int, int]]:
     """Return (limit, unreclaimable use) in bytes of the memory control groups of this process, v1 and v2."""
+    found = [_cgroup_limit(group, "memory.max", "anon") for group in group_folders()]
+    found += [_cgroup_limit(group, "memory.limit_in_bytes", "total_rss") for group in group_folders("memory")]
+    return [entry for entry in found if entry is not None]
+
+
+def group_folders(controller: str = "") -> list[Path]:
+    """Return the folders of this process's control group and of its parents.
+
+    Args:
+        controller: of a hierarchy of version 1; version 2 has one hierarchy, without a name.
+    """
     try:
         entries = [line.split(":", 2) for line in (_PROC / "cgroup").read_text().splitlines()]
     except FileNotFoundError:
         return []  # not Linux
-    found = []
-    for _, controllers, group in entries:
-        if controllers == "":
-            found += [_cgroup_limit(at, "memory.max", "anon") for at in _and_parents(_CGROUPS, group)]
-        elif "memory" in controllers.split(","):
-            at_root = _CGROUPS / "memory"
-            found += [_cgroup_limit(at, "memory.limit_in_bytes", "total_rss") for at in _and_parents(at_root, group)]
-    return [entry for entry in found if entry is not None]
+    groups = [group for _, controllers, group in entries if controller in controllers.split(",")]
+    return [at for group in groups for at in _and_parents(_CGROUPS / controller, group)]
 
 
 def _and_parents(root: Path, group: str) -> list[Path]:

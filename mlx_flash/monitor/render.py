@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
+from mlx_flash.monitor.budget import budget_bytes, change_words
 from mlx_flash.monitor.experts import ExpertRates
 from mlx_flash.monitor.glyphs import STYLES, WORDS, Glyphs, bar, chart, strip
 from mlx_flash.monitor.history import History, Shares
@@ -253,16 +254,16 @@ def _size(nbytes: float | None) -> str:
 
 def _memory(history: History, system: SystemMemory, canvas: Canvas) -> Iterator[Text]:
     state = history.latest.state
-    budget, used = number(state, "plan", "budget_bytes"), number(state, "memory", "footprint")
+    budget, used = budget_bytes(state), number(state, "memory", "footprint")
     share = f" ({used / budget:.0%})" if budget > 0 else ""
     peak = size(number(state, "memory", "peak_footprint"))
     words = f"{size(used)} of {size(budget)}{share}, peak {peak}"
     over = "bold red" if used > budget else ""
     yield from _chart("budget", history, ("footprint", budget, "magenta"), canvas, words, over)
     yield from _parts(history, budget, used, canvas)
-    yield from _kv(history)
-    yield from _prompts(history)
-    yield from _writes(history)
+    yield from [_line("", words) for words in change_words(state)]
+    for lines in (_kv, _prompts, _writes):
+        yield from lines(history)
     active, cache, peak = (size(number(state, "memory", key)) for key in ("active", "cache", "peak"))
     yield _line("MLX", f"active {active}, cache {cache}, peak {peak}")
     used = system.total - system.available
@@ -316,7 +317,7 @@ def _parts(history: History, budget: float, used: float, canvas: Canvas) -> Iter
     cache = number(state, "memory", "cache")
     base = max(0.0, used - number(state, "memory", "active") - cache)
     reserved = number(state, "plan", "kv_bytes") + number(state, "plan", "activation_bytes")
-    pool = count(state, "plan", "pool_bytes") or 0.0
+    pool = count(state, "memory", "pool") or 0.0
     names = ("base", "pinned", "slots", "experts", "MLX cache", "KV + activations", "free")
     values = (base, pinned + lent, slots, pool, cache, tokens, max(0.0, budget - used))
     glyphs = (*canvas.glyphs.parts[:3], canvas.glyphs.parts[5], *canvas.glyphs.parts[3:5], canvas.glyphs.rest)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from mlx_flash.config import GB, FlashConfig, Profile
 from mlx_flash.errors import BudgetError, ConfigError
+from mlx_flash.memory.pressure import MemoryReading
 from mlx_flash.residency.assemble import Task, cache_limit_of, everything_pinned, timed
 from mlx_flash.residency.candidates import ENOUGH_CONTEXT, best, least_reserve, smallest
 from mlx_flash.residency.kv import KV_SHARE, check_kv, most_on_disk
@@ -159,6 +160,8 @@ def _budget(config: FlashConfig, machine: Machine, least: int) -> int:
         return budget
     if budget == "min":
         return least
+    if budget == "auto":
+        return max(least, MemoryReading(machine.total_memory, machine.available_memory).room(machine.base_bytes))
     of_free, of_all = PROFILE_SHARES[budget]
     return max(least, min(int(machine.available_memory * of_free), int(machine.total_memory * of_all)))
 

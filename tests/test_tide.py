@@ -1,0 +1,203 @@
+"""The budget that follows the machine's free memory: it falls at once, rises late, and does not swing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_flash import FlashConfig, FlashManager, load_model
+from mlx_flash.engine.tide import CALM_SECONDS, DEADBAND, HIGH_PRESSURE, MOST_CALM_SECONDS, Tide
+from mlx_flash.engine.watcher import Watcher
+from mlx_flash.memory import footprint as footprint_module
+from mlx_flash.memory.pressure import MemoryReading, darwin_reading, linux_pressure, read_memory
+from mlx_flash.monitor.budget import budget_bytes, change_words
+from models import LLAMA, same_bits, save
+
+GB = 10**9
+TOTAL = 16 * GB
+
+free = st.integers(0, TOTAL)
+pressures = st.sampled_from([0.0, 0.0, 0.0, 0.05, 0.5])
+
+
+@settings(max_examples=150, deadline=None)
+@given(start=st.integers(1, TOTAL), looks=st.lists(st.tuples(free, pressures, st.integers(1, 40)), max_size=60))
+def test_it_falls_at_once_and_rises_after_a_calm_period(start: int, looks: list[tuple[int, float, int]]) -> None:
+    now, tide = 0.0, Tide(start, 0.0)
+    rooms: list[tuple[float, int]] = []
+    rises: list[float] = []
+    for available, pressure, seconds in looks:
+        now += seconds
+        reading, held = MemoryReading(TOTAL, available, pressure), tide.budget // 2
+        before, tide = tide, tide.after(reading, held, now)
+        room = reading.room(held)
+        rooms.append((now, room))
+        assert tide.budget <= max(before.budget, 0.8 * TOTAL)
+        assert CALM_SECONDS <= tide.calm <= MOST_CALM_SECONDS
+        if room < before.budget * (1 - DEADBAND):
+            assert tide.budget <= room
+        if tide.budget > before.budget:
+            assert pressure < HIGH_PRESSURE
+            assert tide.budget > before.budget * (1 + DEADBAND)
+            assert all(tide.budget <= room for at, room in rooms if at > now - CALM_SECONDS)
+            assert all(now - at >= CALM_SECONDS for at in rises)
+            rises.append(now)
+
+
+@given(available=free, budget=st.integers(1, TOTAL))
+def test_a_machine_that_does_not_change_ends_the_changes(available: int, budget: int) -> None:
+    """The process holds its budget; the rest is what others leave."""
+    others = min(available, TOTAL)
+    tide, budgets = Tide(budget, 0.0), []
+    for now in range(1, 300):
+        reading = MemoryReading(TOTAL, max(0, others - tide.budget))
+        tide = tide.after(reading, min(tide.budget, others), float(now))
+        budgets.append(tide.budget)
+    assert len(set(budgets[-100:])) == 1
+
+
+def test_pressure_lowers_the_budget_in_steps() -> None:
+    tide, calm = Tide(8 * GB, 0.0), MemoryReading(TOTAL, TOTAL, 0.5)
+    budgets = []
+    for now in range(1, 32):
+        tide = tide.after(calm, 0, float(now))
+        budgets.append(tide.budget)
+    assert budgets[0] == 7.2 * GB and len(set(budgets)) == 4 and min(budgets) > 5 * GB
+
+
+class FakeManager:
+    """A manager whose models take any budget above 1 GB."""
+
+    has_models = True
+    least_budget = GB
+
+    def __init__(self, budget: int) -> None:
+        self.budget_bytes = budget
+        self.changes: list[int] = []
+
+    def set_ram_budget(self, ram_budget_gb: float, reason: str) -> None:
+        self.budget_bytes = round(ram_budget_gb * GB)
+        self.changes.append(self.budget_bytes)
+
+
+def watched(manager: FakeManager, hog: Callable[[int], int], seconds: int) -> list[int]:
+    """Return the budget after each second on a machine where another program holds some memory."""
+    now = 0
+    budgets = []
+
+    def read() -> MemoryReading:
+        return MemoryReading(TOTAL, TOTAL - hog(now) - manager.budget_bytes)
+
+    watcher = Watcher(manager, read, lambda: manager.budget_bytes, lambda: float(now))
+    for second in range(seconds):
+        now = second
+        watcher.look()
+        budgets.append(manager.budget_bytes)
+    return budgets
+
+
+def test_a_hog_that_comes_and_goes_every_second_changes_the_budget_once() -> None:
+    manager = FakeManager(12 * GB)
+    budgets = watched(manager, lambda now: 6 * GB * (now % 2), 600)
+    assert len(manager.changes) == 1 and budgets[-1] == pytest.approx(16 * GB - 6 * GB - 1.6 * GB)
+
+
+def test_memory_that_a_hog_returns_is_taken_again() -> None:
+    manager = FakeManager(12 * GB)
+    budgets = watched(manager, lambda now: 8 * GB if 10 <= now < 100 else 0, 200)
+    assert budgets[9] == 12 * GB and budgets[10] == pytest.approx(6.4 * GB) == budgets[99]
+    assert budgets[-1] == pytest.approx(12.8 * GB) and len(manager.changes) == 2
+    assert budgets.index(budgets[-1], 100) <= 100 + 2 * CALM_SECONDS + 1
+
+
+def test_a_slow_hog_is_answered_more_and_more_slowly() -> None:
+    manager = FakeManager(12 * GB)
+    watched(manager, lambda now: 8 * GB * (now // 45 % 2), 3600)
+    assert 2 <= len(manager.changes) <= 8  # the hog comes forty times
+
+
+def test_the_budget_does_not_fall_below_what_the_models_need() -> None:
+    manager = FakeManager(4 * GB)
+    assert watched(manager, lambda now: TOTAL - manager.budget_bytes, 5)[-1] == GB == min(manager.changes)
+
+
+def test_pressure_of_linux(tmp_path: Path) -> None:
+    text = "some avg10={} avg60=0.00 avg300=0.00 total=1\nfull avg10=99.00 avg60=0.00 avg300=0.00 total=1\n"
+    for name, value in (("a", "1.50"), ("b", "12.00")):
+        (tmp_path / name).write_text(text.format(value))
+    assert linux_pressure([tmp_path / "a", tmp_path / "b", tmp_path / "missing"]) == pytest.approx(0.12)
+    assert linux_pressure([tmp_path / "missing"]) == 0.0
+
+
+def test_memory_of_a_mac() -> None:
+    values = {
+        "hw.memsize": TOTAL,
+        "hw.pagesize": 16384,
+        "vm.page_free_count": 1000,
+        "vm.page_purgeable_count": 200,
+        "vm.page_pageable_external_count": 30,
+    }
+    for level, pressure in ((1, 0.0), (2, 0.3), (4, 1.0)):
+        reading = darwin_reading((values | {"kern.memorystatus_vm_pressure_level": level}).__getitem__)
+        assert reading == MemoryReading(TOTAL, 1230 * 16384, pressure)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_a_container_is_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    group = groups / "box" if version == 2 else groups / "memory" / "box"
+    for folder in (proc, group):
+        folder.mkdir(parents=True)
+    (proc / "cgroup").write_text("0::/box\n" if version == 2 else "4:memory:/box\n0::/\n")
+    (group / ("memory.max" if version == 2 else "memory.limit_in_bytes")).write_text("3000000\n")
+    (group / "memory.stat").write_text("anon 1000000\ntotal_rss 1000000\n")
+    monkeypatch.setattr(footprint_module, "_PROC", proc)
+    monkeypatch.setattr(footprint_module, "_CGROUPS", groups)
+    monkeypatch.setattr("mlx_flash.memory.pressure._PRESSURE", tmp_path / "none")
+    if version == 2:
+        (group / "memory.pressure").write_text("some avg10=20.00 avg60=0.00 avg300=0.00 total=1\n")
+    assert read_memory() == MemoryReading(3_000_000, 2_000_000, 0.2 if version == 2 else 0.0)
+
+
+def test_a_budget_of_auto_follows_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = save(tmp_path, LLAMA, mx.float32)
+    room = [math.inf]
+    monkeypatch.setattr(MemoryReading, "room", lambda self, held: int(min(room[0], 10 * GB)))
+    monkeypatch.setattr("mlx_flash.engine.watcher.INTERVAL_SECONDS", 0.02)
+    manager = FlashManager.of_process()
+    with load_model(saved, FlashConfig(ram_budget_gb="auto"))[0] as model:
+        assert model.plan.budget_bytes == 10 * GB
+        expected = model(mx.array([[1, 2, 3]]), cache=make_prompt_cache(model))
+        mx.eval(expected)
+        room[0] = 0
+        wait_until(lambda: manager.budget_bytes == manager.least_budget)
+        assert same_bits([model(mx.array([[1, 2, 3]]), cache=make_prompt_cache(model))], [expected])
+        assert model.plan.streaming.num_slots > 0
+        told = manager.telemetry()
+        assert told["is_auto"] and told["bytes"] == manager.budget_bytes
+        assert told["changes"][-1]["before"] == 10 * GB and told["changes"][-1]["reason"] == "others need memory"
+    wait_until(lambda: manager._watcher is not None and not manager._watcher.is_alive)
+
+
+def test_the_monitor_shows_the_last_change() -> None:
+    change = {"at": time.time() - 12, "before": 4e9, "after": 3.1e9, "reason": "others need\x1b memory"}
+    state = {"plan": {"budget_bytes": 4e9}, "budget": {"bytes": 3.1e9, "changes": [{}, change]}}
+    assert change_words(state) == ["4.00 GB to 3.10 GB 12.0 s ago: others need? memory"]
+    assert budget_bytes(state) == 3.1e9
+    for broken in ({}, {"budget": 3}, {"budget": {"changes": [7]}}, {"budget": {"changes": []}}):
+        assert change_words({**state, "budget": {}, **broken}) == []
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -155,7 +155,6 @@ class FlashLLM(ModelFacade):
             release_freed_memory()
 
     def _stop(self) -> None:
-        """End the session, if there is one."""
         if self._session is not None:
             self._release()
             self._session.engine.close()

@@ -213,7 +213,9 @@ class Listener(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log an error of a connection. Its text may quote the request."""
-        _log.warning("a connection ended with %s", type(sys.exc_info()[1]).__name__)
+        error = sys.exc_info()[1]
+        level = logging.INFO if isinstance(error, OSError) else logging.ERROR  # a client that leaves is no fault
+        _log.log(level, "a connection ended with %s", type(error).__name__)
 
 
 @contextmanager

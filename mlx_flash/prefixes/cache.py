@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -26,8 +26,6 @@ from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes.leaves import Leaf, RowLeaf, StateLeaf, forget, form_of, leaves_of, new_array
 from mlx_flash.prefixes.pages import Blob, BlobInfo, full_pages
 from mlx_flash.prefixes.store import Prefix, PrefixStore
-
-Mode = Literal["exact", "longest"]
 
 STATE = "state"
 """The kind of snapshot that holds windows and recurrent states."""
@@ -76,17 +74,12 @@ class Call:
 
 
 class PrefixCache:
-    """The prefix cache of one model. Calls come one at a time, from the thread that uses MLX.
+    """The prefix cache of one model. Calls come one at a time, from the thread that uses MLX."""
 
-    Args:
-        store: the pages.
-        mode: what has to be equal for a page to be used again.
-    """
-
-    def __init__(self, store: PrefixStore, mode: Mode) -> None:
+    def __init__(self, store: PrefixStore, *, is_exact: bool) -> None:
         self.store = store
         self.counters = PrefixCounters()
-        self._is_exact = mode == "exact"
+        self._is_exact = is_exact
 
     def begin(self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool) -> Call | None:
         """Restore the cached part of a call.
@@ -158,8 +151,6 @@ class PrefixCache:
         ends = [i for i in full_pages(call.end, self.store.page_tokens) if i > call.history.length]
         return [*ends, call.end] if self._is_exact and call.end not in ends else ends
 
-    # --- restoring ---
-
     def _restore(self, call: Call) -> int:
         """Fill the cache. Return with how many tokens: all or none of them in the mode ``exact``."""
         begin, limit = call.history.length, call.end
@@ -215,8 +206,6 @@ class PrefixCache:
         self.counters.restored_bytes += sum(view.nbytes for view in views.values())
         return arrays
 
-    # --- storing ---
-
     def _store(self, call: Call, history: History) -> bool:
         """Store the pages that were computed. Return whether all of them are stored, so that others may follow."""
         restored = call.history.length + call.num_restored
@@ -234,9 +223,8 @@ class PrefixCache:
     def _put(self, history: History, number: int, leaves: Sequence[Mapping[str, Blob]], snapshot: str = "") -> bool:
         blobs = {f"{i}.{name}": blob for i, leaf in enumerate(leaves) for name, blob in leaf.items()}
         # in the mode longest, the cached page of a name may have been computed in other calls than its successors here
-        only_new = not self._is_exact
         return self.store.put(
-            history.labels, number, blobs, snapshot=snapshot, ends=history.ends, waits=True, only_new=only_new
+            history.labels, number, blobs, snapshot=snapshot, ends=history.ends, waits=True, only_new=not self._is_exact
         )
 
 
@@ -246,11 +234,11 @@ def open_prefixes(
     """Return the prefix cache of a model; None where the settings want none.
 
     Args:
-        config: the settings.
+        config: its settings.
         model: fingerprint of everything that decides what it computes.
         title: its name, for people.
         prefix_bytes: memory for pages on their way.
-        governor: counts writes and caps them.
+        governor: of writes.
     """
     mode = config.kv_prefixes
     if mode == "off":
@@ -265,7 +253,7 @@ def open_prefixes(
         queue_bytes=prefix_bytes * QUEUED_PAGES // PAGES_ON_THEIR_WAY,
         governor=governor,
     )
-    return PrefixCache(store, mode)
+    return PrefixCache(store, is_exact=mode == "exact")
 
 
 def _device() -> dict[str, str]:

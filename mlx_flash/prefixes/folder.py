@@ -1,9 +1,8 @@
 """The folder of page files, which is the index of the prefix cache.
 
-A page is cached when its file exists, so a lookup is one look per page, and every process sees at once what others
-store and remove. Files are added and removed under one lock, the last page of a prefix first, so prefixes have no
-holes. A process that uses a prefix holds a shared lock on its last page, which ends with the process; eviction takes
-only pages that nobody holds and that no other page follows. A file's modification time is when it was last used.
+A page is cached when its file exists, so every process sees at once what others store and remove. Files are added and
+removed under one lock, the last page of a prefix first, so prefixes have no holes. A process that uses a prefix holds a
+shared lock on its last page; eviction takes pages that nobody holds and no page follows, the least recently used first.
 """
 
 from __future__ import annotations
@@ -93,10 +92,6 @@ class PageFolder:
         """Return whether a page is cached."""
         # a Path object would take ten times as long
         return page not in self._hidden and os.access(f"{self.path}/{page}{SUFFIX}", os.F_OK)
-
-    def open_page(self, page: str) -> PageFile:
-        """Open a page. Errors are those of :class:`PageFile`."""
-        return PageFile(self.path, page)
 
     def num_leading(self, pages: Sequence[str]) -> int:
         """Return how many of the pages are cached, up to the first that is not."""

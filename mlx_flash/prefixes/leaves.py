@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
@@ -26,7 +27,7 @@ from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
 from mlx_flash.kv.options import round_up
 from mlx_flash.prefixes.pages import Blob
 
-_SKELETON = "state"
+_OTHERS = "others"
 _ROWS = (KVCache, QuantizedKVCache, BatchKVCache, LoneKVCache, DiskKVCache, DiskQuantizedKVCache)
 _STATES = (RotatingKVCache, ChunkedKVCache, ArraysCache, BatchRotatingKVCache)
 
@@ -161,37 +162,20 @@ class StateLeaf(Leaf):
     """A window of tokens, or a recurrent state: its content at the end of a call decides everything after it."""
 
     def read_state(self) -> dict[str, Blob]:
-        """Return its state: arrays, and a skeleton in JSON that says where they belong."""
-        blobs: dict[str, Blob] = {}
-        skeleton = json.dumps(_skeleton(self.entry.state, blobs)).encode()
-        return {_SKELETON: Blob(skeleton, "uint8", (len(skeleton),)), **blobs}
+        """Return the arrays of its state by their paths, and everything else in JSON."""
+        flat: Any = tree_flatten(self.entry.state)
+        blobs = {path: to_blob(leaf) for path, leaf in flat if isinstance(leaf, mx.array)}
+        others = json.dumps([[path, leaf] for path, leaf in flat if path not in blobs]).encode()
+        return {_OTHERS: Blob(others, "uint8", (len(others),)), **blobs}
 
     def set_state(self, found: Mapping[str, mx.array]) -> None:
         """Replace the state by one that :meth:`read_state` returned."""
-        skeleton = json.loads(bytes(memory_of(found[_SKELETON])))
-        self.entry.state = _filled(skeleton, found)
+        others = json.loads(bytes(memory_of(found[_OTHERS])))
+        self.entry.state = tree_unflatten([*((path, found[path]) for path in found if path != _OTHERS), *others])
 
 
 def _is_zero(padding: mx.array | None) -> bool:
     return padding is None or padding.tolist() == [0]
-
-
-def _skeleton(value: Any, blobs: dict[str, Blob]) -> Any:
-    if isinstance(value, mx.array):
-        name = str(len(blobs))
-        blobs[name] = to_blob(value)
-        return {"array": name}
-    if isinstance(value, tuple | list):
-        return [_skeleton(item, blobs) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"the state of a cache holds a {type(value).__name__}")
-
-
-def _filled(value: Any, found: Mapping[str, mx.array]) -> Any:
-    if isinstance(value, dict):
-        return found[value["array"]]
-    return [_filled(item, found) for item in value] if isinstance(value, list) else value
 
 
 def to_blob(array: mx.array) -> Blob:

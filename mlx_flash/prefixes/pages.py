@@ -31,9 +31,10 @@ import numpy as np
 
 from mlx_flash.errors import ReadError
 from mlx_flash.files import write_at
+from mlx_flash.kv.options import round_up
 from mlx_flash.memory.pagecache import drop_cached
 
-MAGIC = b"MLXFKV\x00\x03"
+MAGIC = b"MLXFKV\x00\x04"
 ALIGNMENT = 4096
 """Alignment of blobs in the file, for direct reads."""
 
@@ -47,13 +48,11 @@ _FIRST_READ = 8 << 10
 Tokens = Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 """Tokens of a sequence, ``(length,)``; or ``(length, n)`` where more than the token decides what is cached."""
 
-Buffer = bytes | bytearray | memoryview
-
 
 class Blob(NamedTuple):
     """Bytes of an array in C order, and their type: the caller's name for it, such as ``bfloat16``."""
 
-    data: Buffer
+    data: bytes | bytearray | memoryview
     dtype: str
     shape: tuple[int, ...]
 
@@ -139,11 +138,11 @@ class EncodedPage(NamedTuple):
     def write(self, fd: int) -> None:
         """Write the page to a file that has its length already."""
         write_at(fd, self.head, 0)
-        offset = _aligned(len(self.head))
+        offset = round_up(len(self.head), ALIGNMENT)
         for data in self.blobs:
             flat = data.cast("B") if data.nbytes else memoryview(b"")
             write_at(fd, flat, offset)
-            offset += _aligned(len(flat))
+            offset += round_up(len(flat), ALIGNMENT)
 
 
 def encode_page(key: PageKey, blobs: Mapping[str, Blob]) -> EncodedPage:
@@ -153,13 +152,10 @@ def encode_page(key: PageKey, blobs: Mapping[str, Blob]) -> EncodedPage:
         [name, blob.dtype, blob.shape, views[name].nbytes, zlib.crc32(views[name])] for name, blob in blobs.items()
     ]
     text = f"{json.dumps(asdict(key))}\n{json.dumps(table)}".encode()
-    nbytes = _aligned(_HEAD.size + len(text)) + sum(_aligned(view.nbytes) for view in views.values())
+    nbytes = round_up(_HEAD.size + len(text), ALIGNMENT)
+    nbytes += sum(round_up(view.nbytes, ALIGNMENT) for view in views.values())
     head = _HEAD.pack(MAGIC, nbytes, len(text), zlib.crc32(_LENGTHS.pack(nbytes, len(text)) + text))
     return EncodedPage(key, nbytes, head + text, [*views.values()])
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class PageFile:
@@ -217,7 +213,7 @@ class PageFile:
                 if not (isinstance(name, str) and type(nbytes) is int and 0 <= nbytes):
                     raise ValueError(f"blob {name!r} has {nbytes!r} bytes")
                 blobs[name] = BlobInfo(dtype, tuple(shape), offset, nbytes, checksum)
-                offset += _aligned(nbytes)
+                offset += round_up(nbytes, ALIGNMENT)
         except (ValueError, TypeError, RecursionError) as error:
             raise self._damaged(f"{error}") from error
         return blobs
@@ -242,7 +238,7 @@ class PageFile:
                 raise ValueError(f"{field.name} is not of the type {field.type}")
         if key.page != self._page:
             raise ValueError(f"it describes page {key.page}")
-        return key, table, _aligned(start)
+        return key, table, round_up(start, ALIGNMENT)
 
     def _damaged(self, reason: str) -> ReadError:
         return ReadError(f"{self._path} is damaged: {reason}")

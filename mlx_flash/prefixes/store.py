@@ -1,8 +1,7 @@
 """Prefixes of prompts on disk, for every later session and process.
 
-A page holds what a model's cache has of some 256 tokens. Its name covers everything that decides its bytes, so sessions
-share pages without knowing of each other, up to the first different token. A fault of the disk costs a page, or the
-storing of new ones, and a warning; never a run.
+A page's name covers all that decides its bytes, so sessions share pages without knowing of each other. A fault of the
+disk costs a page, or the storing of new ones, and a warning; never a run.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,31 @@ from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes.folder import PageFolder
-from mlx_flash.prefixes.pages import Blob, BlobInfo, PageKey, Tokens, full_pages, page_names, root_name, snapshot_name
-from mlx_flash.prefixes.writer import PageWriter
+from mlx_flash.prefixes.pages import (
+    Blob,
+    BlobInfo,
+    PageFile,
+    PageKey,
+    Tokens,
+    encode_page,
+    full_pages,
+    page_names,
+    root_name,
+    snapshot_name,
+)
 
 QUEUE_BYTES = 64 << 20
 """Two pages of an 8B model at 16 bits."""
+
+REASONS = ("stopped", "parent", "queue", "room", "wear")
+"""Reasons for not storing a page: storing has stopped, the page before it is missing, too much waits to be written, the
+disk or the limit is full, the cap of daily writes is reached."""
+
+_WARNINGS = {
+    "room": "the disk, or the cache's share of it, is full, and all of its pages are in use.",
+    "wear": "the cap of today's disk writes is reached. Hint: it is ssd_write_gb_per_day.",
+}
+"""Texts for reasons that users can change."""
 
 _log = logging.getLogger("mlx_flash")
 
@@ -45,6 +66,92 @@ class Prefix:
     def names(self) -> tuple[str, ...]:
         """Names of its pages and of its snapshot."""
         return (*self.pages, self.snapshot) if self.snapshot else self.pages
+
+
+class PageWriter:
+    """A queue of pages and the thread that writes them. Threads may share it."""
+
+    def __init__(self, folder: PageFolder, governor: WriteGovernor, queue_bytes: int) -> None:
+        self._folder = folder
+        self._governor = governor
+        self._queue_bytes = queue_bytes
+        self._pending: dict[str, int] = {}
+        self._changed = threading.Condition()
+        self._executor = ThreadPoolExecutor(1, "mlx-flash-prefixes")
+        self._is_closed = False
+        self._counts: Counter[str] = Counter()
+
+    def put(self, key: PageKey, blobs: Mapping[str, Blob], *, waits: bool, only_new: bool) -> bool:
+        """Queue a page, see :meth:`PrefixStore.put`."""
+        nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
+        with self._changed:
+            if self._has(key.page):
+                return not only_new
+            reason = self._reason_against(key, nbytes)
+            if not reason and waits and nbytes <= self._queue_bytes:
+                self._changed.wait_for(lambda: self._is_closed or self._fits(nbytes))
+            if not reason and (self._is_closed or not self._fits(nbytes)):
+                reason = "queue"
+            self._count(reason)
+            if reason:
+                return False
+            copies = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
+            self._pending[key.page] = nbytes
+            self._executor.submit(self._write, key, copies).add_done_callback(Future.result)  # raises what it raised
+            return True
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until the queue is empty, at most so many seconds. Return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, timeout)
+
+    def close(self) -> None:
+        """Write what is queued, and end the thread. Further calls do nothing."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._executor.shutdown()
+
+    def telemetry(self) -> dict[str, int]:
+        """Return how many pages were stored and not stored, by reason, and the bytes that wait."""
+        with self._changed:
+            refused = {f"refused_{reason}": self._counts[reason] for reason in REASONS}
+            return {"queued_bytes": sum(self._pending.values()), "stored": self._counts["stored"], **refused}
+
+    def _has(self, page: str) -> bool:
+        return page in self._pending or self._folder.has(page)
+
+    def _fits(self, nbytes: int) -> bool:
+        return sum(self._pending.values()) + nbytes <= self._queue_bytes
+
+    def _reason_against(self, key: PageKey, nbytes: int) -> str:
+        if not self._folder.is_writable:
+            return "stopped"
+        if key.parent and not self._has(key.parent):
+            return "parent"
+        return "" if self._governor.may_write(sum(self._pending.values()) + nbytes) else "wear"
+
+    def _count(self, reason: str) -> None:
+        """Count a page that is not stored. Warn about the first one of a reason that users can change."""
+        self._counts[reason] += 1
+        if self._counts[reason] == 1 and reason in _WARNINGS:
+            _log.warning("%s: pages are not stored for now: %s", self._folder.path, _WARNINGS[reason])
+
+    def _write(self, key: PageKey, blobs: Mapping[str, Blob]) -> None:
+        reason = ""
+        try:
+            if self._folder.is_writable:
+                reason = self._folder.add(encode_page(key, blobs), self._governor.claim) or "stored"
+            else:
+                reason = "stopped"
+        except OSError as error:
+            self._folder.stop(error)
+            reason = "stopped"
+        finally:
+            with self._changed:
+                self._count(reason)
+                del self._pending[key.page]
+                self._changed.notify_all()
 
 
 class PrefixStore(AbstractContextManager["PrefixStore"]):
@@ -133,7 +240,7 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         if not self._folder.has(page):
             return False
         try:
-            with self._folder.open_page(page) as file:
+            with PageFile(self._folder.path, page) as file:
                 for name, view in allocate(file.blobs).items():
                     file.read_into(name, view)
                 return True

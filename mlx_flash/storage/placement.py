@@ -1,22 +1,23 @@
 """Places of tensors in a buffer, and the reads that put them there.
 
-A direct read needs file offset, memory address and length to be multiples of ``DIRECT_ALIGNMENT``. So tensors that
-are neighbours in their file become one *segment*, whose range is widened to whole pages; the segment is given an
-aligned place in the buffer, and every tensor in it lands at an address equal to its file offset modulo the page.
-Nothing is copied. That works when the file offsets are multiples of what the kernels need; where they are not (mlx
-saves safetensors with headers of any length), the segment is read into a small bounce buffer and its tensors are
-copied to aligned places.
+A direct read needs file offset, memory address and length to be multiples of ``DIRECT_ALIGNMENT``. So neighbours in a
+file become one *segment*, widened to whole pages, and each tensor lands at an address equal to its file offset modulo
+the page. Where kernels need other addresses (mlx writes headers of any length), the segment is read into a small bounce
+buffer, and its tensors are copied to aligned places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.safetensors import Extent, TensorRecord
+
+T = TypeVar("T")
 
 MERGE_GAP = DIRECT_ALIGNMENT
 """Neighbours at most this many bytes apart are read as one: the page between them is read anyway."""
@@ -190,18 +191,19 @@ def without(placement: Placement, ranges: Sequence[range]) -> Placement:
         if len(kept) == len(segment.pieces):
             segments.append(segment)
         else:
-            segments += (_part(segment, run) for run in _split(kept))
+            runs = _grouped(kept, lambda left, right: right.offset - left.end <= MERGE_GAP)
+            segments += (_part(segment, run) for run in runs)
     return replace(placement, segments=tuple(segments))
 
 
-def _split(pieces: Sequence[Piece]) -> Iterable[list[Piece]]:
-    """Yield groups of pieces of a file, in file order, that are neighbours."""
-    run: list[Piece] = []
-    for piece in pieces:
-        if run and piece.offset - run[-1].end > MERGE_GAP:
+def _grouped(items: Iterable[T], follows: Callable[[T, T], bool]) -> Iterable[list[T]]:
+    """Yield runs of items in which each follows the one before it."""
+    run: list[T] = []
+    for item in items:
+        if run and not follows(run[-1], item):
             yield run
             run = []
-        run.append(piece)
+        run.append(item)
     if run:
         yield run
 
@@ -259,16 +261,14 @@ def _check_alike(rows: Sequence[Sequence[TensorRecord]]) -> None:
 
 def _common_blocks(rows: Sequence[Sequence[TensorRecord]]) -> Iterable[list[int]]:
     """Yield groups of indices of non-empty tensors that are neighbours in one file, equally in every row."""
+
+    def follows(left: int, right: int) -> bool:
+        gap = rows[0][right].extent.offset - rows[0][left].extent.offset
+        pairs = ((row[left].extent, row[right].extent) for row in rows)
+        return all(b.offset - a.offset == gap and b.path == a.path for a, b in pairs)
+
     for run in _runs(rows[0] if rows else ()):
-        block = run[:1]
-        for left, right in pairwise(run):
-            gap = rows[0][right].extent.offset - rows[0][left].extent.offset
-            pairs = ((row[left].extent, row[right].extent) for row in rows)
-            if not all(b.offset - a.offset == gap and b.path == a.path for a, b in pairs):
-                yield block
-                block = []
-            block.append(right)
-        yield block
+        yield from _grouped(run, follows)
 
 
 def _fits_in_place(rows: Sequence[Sequence[TensorRecord]], block: Sequence[int], alignment: int) -> bool:
@@ -290,8 +290,7 @@ def _row_segments(
 def _joined(group: Sequence[TensorRecord]) -> TensorRecord | None:
     """Return tensors that follow each other in a file as one record; None when they do not."""
     first = group[0]
-    follow = all(a.extent.path == b.extent.path and a.extent.end == b.extent.offset for a, b in pairwise(group))
-    if not follow:
+    if not all(a.extent.path == b.extent.path and a.extent.end == b.extent.offset for a, b in pairwise(group)):
         return None
     extent = Extent(first.extent.path, first.extent.offset, sum(record.nbytes for record in group))
     return replace(first, extent=extent)
@@ -299,19 +298,15 @@ def _joined(group: Sequence[TensorRecord]) -> TensorRecord | None:
 
 def _in_place(records: Sequence[TensorRecord], cursor: int) -> Segment:
     """Return the read of a range of a file to ``cursor`` of the buffer, unchanged."""
-    start, end = _pages(records)
-    pieces = tuple(
-        Piece(record.name, record.extent.offset, record.nbytes, cursor + record.extent.offset - start)
-        for record in records
-    )
-    return Segment(records[0].extent.path, start, end - start, cursor, pieces)
+    start, _ = _pages(records)
+    return _scattered([(record, cursor + record.extent.offset - start) for record in records], cursor)
 
 
-def _scattered(run: Sequence[tuple[TensorRecord, int]]) -> Segment:
+def _scattered(run: Sequence[tuple[TensorRecord, int]], cursor: int | None = None) -> Segment:
     """Return the read of a range of a file whose pieces go to places of their own."""
     start, end = _pages([record for record, _ in run])
     pieces = tuple(Piece(record.name, record.extent.offset, record.nbytes, at) for record, at in run)
-    return Segment(run[0][0].extent.path, start, end - start, None, pieces)
+    return Segment(run[0][0].extent.path, start, end - start, cursor, pieces)
 
 
 def _pages(records: Sequence[TensorRecord]) -> tuple[int, int]:
@@ -321,24 +316,17 @@ def _pages(records: Sequence[TensorRecord]) -> tuple[int, int]:
 
 
 def _runs(records: Sequence[TensorRecord]) -> Iterable[list[int]]:
-    """Yield groups of indices of non-empty tensors that are neighbours in one file."""
+    """Return groups of indices of non-empty tensors that are neighbours in one file."""
     order = sorted(
         (i for i, record in enumerate(records) if record.nbytes),
         key=lambda i: (str(records[i].extent.path), records[i].extent.offset),
     )
-    run: list[int] = []
-    for i in order:
-        if run and not _neighbours(records[run[-1]], records[i]):
-            yield run
-            run = []
-        run.append(i)
-    if run:
-        yield run
 
+    def follows(left: int, right: int) -> bool:
+        first, second = records[left].extent, records[right].extent
+        return first.path == second.path and 0 <= second.offset - first.end <= MERGE_GAP
 
-def _neighbours(left: TensorRecord, right: TensorRecord) -> bool:
-    gap = right.extent.offset - left.extent.end
-    return left.extent.path == right.extent.path and 0 <= gap <= MERGE_GAP
+    return _grouped(order, follows)
 
 
 def _segment(records: Sequence[TensorRecord], cursor: int, alignment: int) -> tuple[Segment, int]:

@@ -130,7 +130,8 @@ class FlashLLM(ModelFacade):
         self.engine, self.prefixes, self.forecast = session.engine, session.prefixes, session.forecast
         self._session = session
         self._passes = Passes(self._model, session, self.kv, self.counters)
-        self.times = Times(self.plan.seconds, self.plan.streaming.compute_seconds)
+        expert_seconds = self.plan.pool.seconds if self.plan.pool is not None else 0.0
+        self.times = Times(self.plan.seconds, self.plan.streaming.compute_seconds + expert_seconds)
         self._release = finalize(self, session.end)
 
     def end_loans(self) -> None:

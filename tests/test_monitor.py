@@ -25,6 +25,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+import children
 from mlx_flash.monitor import app, system
 from mlx_flash.monitor.glyphs import ASCII, UNICODE, Glyphs, bar, chart, choose, sparkline, strip
 from mlx_flash.monitor.history import IDLE_SECONDS, MINUTE, History
@@ -452,9 +453,8 @@ def test_pressure_from_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mlx_flash.monitor", *map(str, arguments)]
-    env = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env)
+    done = children.run("-m", "mlx_flash.monitor", *arguments, env={"COLUMNS": os.environ["COLUMNS"], **environment})
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 @pytest.fixture

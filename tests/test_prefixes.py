@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count as counted
@@ -469,7 +470,10 @@ def test_by_default_nothing_is_remembered(llama: Path) -> None:
 # --- telling ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_monitor_and_the_cache_command_show_them(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_monitor_and_the_cache_command_show_them(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the user may run other engines
     first_run(llama)
     with loaded(llama, telemetry=True) as model:
         generated(model)

@@ -73,7 +73,8 @@ def start(
 def _child(program: list[str], files: Sequence[Path], env: dict[str, str], cwd: Path) -> None:
     for number, path in enumerate(files):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
-    sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, range(3), ("r", "w", "w"), (-1, -1, 1))
+    encodings = [env.get("PYTHONIOENCODING")] * 3
+    sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, range(3), ("r", "w", "w"), (-1, -1, 1), encodings)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -191,10 +191,11 @@ class FlashLLM(ModelFacade):
         call = parse_call(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
         with self._turn():
             step = call.step_within(self.plan.prefill_step_size)
-            if step is None:
-                return self._compute(Row(call, [call]))[0]
-            self._warnings.step(step * call.batch_size)
-            outputs = self._compute(Row(call, list(call.parts(step))))
+            if step is not None:
+                self._warnings.step(step * call.batch_size)
+            outputs = self._compute(Row(call, [call] if step is None else list(call.parts(step))))
+            if len(outputs) == 1:
+                return outputs[0]
             return mx.concatenate(outputs, axis=1) if call.wants_logits else DroppedResult()
 
     def prompt(self, tokens: mx.array, cache: list[Any], step: int, progress: Progress = lambda *_: None) -> mx.array:

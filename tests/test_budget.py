@@ -53,7 +53,9 @@ def test_changes_of_the_budget_change_no_bit(directories: dict[str, Path], name:
     cache = make_prompt_cache(model)
     expected = [decode(model, cache, some) for some in tokens]
     del model
-    with load_model(directories[name], FlashConfig(ram_budget_gb=0.19, telemetry=False))[0] as model:
+    with load_model(directories[name], FlashConfig(ram_budget_gb=0.19, telemetry=False, context_length=256))[
+        0
+    ] as model:
         least = model.plan.minimum_bytes / 1e9 + 0.001
         cache, plans = make_prompt_cache(model), set()
         for some, outputs, gb in zip(tokens, expected, (0.19, 0.17, 0.3, least, 0.16, least, 0.5, 0.18), strict=True):
@@ -79,7 +81,9 @@ def test_lent_memory_leaves_before_the_plan_changes(directories: dict[str, Path]
 
 
 def test_a_larger_budget_is_lent_to_streamed_weights(directories: dict[str, Path]) -> None:
-    with load_model(directories["dense"], FlashConfig(ram_budget_gb=0.16, telemetry=False))[0] as model:
+    with load_model(directories["dense"], FlashConfig(ram_budget_gb=0.16, telemetry=False, context_length=256))[
+        0
+    ] as model:
         cache = make_prompt_cache(model)
         decode(model, cache, [1, 2])
         engine = model.engine
@@ -98,7 +102,9 @@ def test_a_larger_budget_is_lent_to_streamed_weights(directories: dict[str, Path
 
 def test_an_impossible_budget_is_refused_with_the_smallest(directories: dict[str, Path]) -> None:
     manager = FlashManager.of_process()
-    with load_model(directories["dense"], FlashConfig(ram_budget_gb=0.18, telemetry=False))[0] as model:
+    with load_model(directories["dense"], FlashConfig(ram_budget_gb=0.18, telemetry=False, context_length=256))[
+        0
+    ] as model:
         outputs = decode(model, make_prompt_cache(model), [1])
         with pytest.raises(BudgetError, match=r"0\.11 GB, but the models of this process need at least 0\.1") as error:
             manager.set_ram_budget(0.11)
@@ -112,7 +118,9 @@ def test_an_impossible_budget_is_refused_with_the_smallest(directories: dict[str
 
 
 def test_a_model_that_waits_is_planned_again(directories: dict[str, Path]) -> None:
-    with load_model(directories["dense"], FlashConfig(ram_budget_gb=0.3, telemetry=False))[0] as model:
+    with load_model(directories["dense"], FlashConfig(ram_budget_gb=0.3, telemetry=False, context_length=256))[
+        0
+    ] as model:
         assert model.plan.streaming.num_slots == 0
         FlashManager.of_process().set_ram_budget(0.16)
         decode(model, make_prompt_cache(model), [1])
@@ -141,7 +149,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash import FlashConfig, FlashManager, load_model
 from mlx_flash.memory.footprint import footprint
-model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=0.2, telemetry=False))
+model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=0.2, context_length=256, telemetry=False))
 cache, found = make_prompt_cache(model), []
 for gb in (0.2, 0.18, 0.165, 0.2, 0.16):
     FlashManager.of_process().set_ram_budget(gb)

@@ -353,7 +353,7 @@ def test_more_context_than_planned_goes_to_disk(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 400_000_000)
     config = FlashConfig(ram_budget_gb=4, prefill_step_size=STEP, context_length=256, kv_step=16, kv_cache="stock")
     config = replace(config, ram_budget_gb=(prepare(directory, config).plan.peak_bytes + 200_000) / 1e9)
-    prompt = mx.array([i * 7 % 300 for i in range(700)])
+    prompt = mx.array([i * 7 % 300 for i in range(1300)])
 
     def tokens(model: Any) -> list[int]:
         return [int(t) for t, _ in generate_step(prompt, model, max_tokens=4, prefill_step_size=STEP)]

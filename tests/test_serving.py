@@ -124,9 +124,10 @@ def test_another_model_and_back(models: list[str], resident: Server, streaming: 
 
 
 def test_a_prompt_beyond_the_budget_fails_alone(models: list[str], resident: Server, tmp_path: Path) -> None:
-    plan = json.loads(run("mlx_flash", "plan", "--json", "--model", models[0], "--ram-budget-gb", "min").stdout)
+    flags = ["--model", models[0], "--kv-cache", "stock"]  # nothing goes to disk
+    plan = json.loads(run("mlx_flash", "plan", "--json", *flags, "--ram-budget-gb", "min").stdout)
     budget = f"{plan['minimum_bytes'] / 1e9 + 0.02:.3f}"
-    with running(tmp_path / "log", "mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", budget) as server:
+    with running(tmp_path / "log", "mlx_flash", "serve", *flags, "--ram-budget-gb", budget) as server:
         message = {"role": "user", "content": "word " * 2000}
         with pytest.raises(openai.APIError, match="budget is"):
             server.client().chat.completions.create(model="default_model", messages=[message], max_tokens=16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -85,7 +85,9 @@ class Lane:
         return sizes.waiting_bytes(self.num_at_once) + 2 * num_rows * sizes.logits_per_token
 
 
-def check_headroom(plan: ResidencyPlan, lanes: Sequence[Lane], loans: Lending | None = None, wish: int = 0) -> int:
+def check_headroom(
+    plan: ResidencyPlan, lanes: Sequence[Lane], loans: Lending | None = None, wish: int = 0, *, may_shrink: bool = False
+) -> int:
     """Refuse a pass that would take the process over its budget; only loans have changed when it raises.
 
     Loans end as far as the pass needs their memory. What it does not need is lent.
@@ -95,6 +97,8 @@ def check_headroom(plan: ResidencyPlan, lanes: Sequence[Lane], loans: Lending | 
         lanes: calls that share the pass.
         loans: weights in memory that is reserved for something else; None lends nothing.
         wish: bytes that would make the pass faster.
+        may_shrink: whether the caller tries fewer tokens when these are refused. Then nothing goes to disk to make room
+            for more activations than were planned.
 
     Returns:
         The part of ``wish`` that the pass may use.
@@ -103,43 +107,108 @@ def check_headroom(plan: ResidencyPlan, lanes: Sequence[Lane], loans: Lending | 
         BudgetError: it names what to change.
         WriteError: keys and values would have to go to disk, which has no room.
     """
-    num_tokens, all_logits = sum(lane.call.num_tokens for lane in lanes), any(x.call.wants_logits for x in lanes)
-    own = [(entry, lane) for lane in lanes for entry in _own(lane.call.cache)]
+    own = _own_of(lanes)
     _settle_batches([entry for lane in lanes for entry in _others(lane.call.cache)], loans)
-    context = max(lane.context for lane in lanes)
-    activations = activation_bytes(plan, lanes)
-    elsewhere = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit
-    in_use = _in_use({entry.pool for entry, _ in own})
-    growth = sum(_kv_growth(plan, lane.call) for lane in lanes)
-    missing = elsewhere + in_use + activations + growth - plan.budget_bytes
-    growth_of_own = _own_growth(plan, own) if wish or loans is not None else 0
+    need = _need(plan, lanes)
+    missing = need.total - plan.budget_bytes
+    growth_of_own = _own_growth(plan, own) if wish or loans is not None or may_shrink else 0
     room = (max(0, loans.nbytes) if loans is not None else 0) - missing - growth_of_own
     granted = max(0, min(wish, room))
     missing += granted
     if loans is not None:
-        freed = _settle(plan, loans, missing + growth_of_own, elsewhere + in_use)
-        in_use, missing = in_use - freed, missing - freed
+        freed = _settle(plan, loans, missing + growth_of_own, need.elsewhere + need.in_use)
+        need, missing = replace(need, in_use=need.in_use - freed), missing - freed
+    if may_shrink and need.activations > plan.activation_bytes and missing + growth_of_own > 0:
+        raise _too_large(plan, lanes, need, missing + growth_of_own)
     if own:
-        kept = own[0][0].pool.memory_bytes
-        for room in _rooms(plan, kept - missing):
-            wanted = _admit(plan, own, room)
-            if not wanted:
-                break
-        if wanted and plan.kv.is_fixed and room == plan.kv.limit:
-            raise _no_room_for_kv(plan, num_tokens, context, room + wanted)
-        growth += wanted + room - kept if wanted else 0
-        missing = wanted  # what is in memory now may go to disk
+        room, missing = _room_for_kv(plan, own, lanes, missing)
+        if not missing:
+            own[0][0].pool.admit(*_coming(plan, own), room)
     if missing > 0:
-        most = max(lane.num_at_once for lane in lanes)
-        hint, total = _hint(plan, most, context, all_logits), plan.budget_bytes + missing
-        raise BudgetError(
-            f"a forward call with {num_tokens} new token{'s' * (num_tokens != 1)} in a context of {context} would take "
-            f"the process to {total / MB:.1f} MB: {elsewhere / MB:.0f} MB for the process itself, "
-            f"{in_use / MB:.0f} MB in arrays now, {activations / MB:.0f} MB of activations, {growth / MB:.0f} MB of KV "
-            f"cache; the budget is {plan.budget_bytes / MB:.1f} MB. {hint}",
-            total,
-        )
+        raise _too_large(plan, lanes, need, missing)
     return granted
+
+
+def check_least(plan: ResidencyPlan, lane: Lane, loans: Lending | None = None) -> None:
+    """Refuse a call that does not fit even token by token, with no weights lent. Changes nothing.
+
+    Args:
+        plan: the plan of the model.
+        lane: the call.
+        loans: weights in memory that is reserved for something else.
+
+    Raises:
+        BudgetError, WriteError: as :func:`check_headroom`.
+    """
+    lanes = [replace(lane, step=1)]
+    need = _need(plan, lanes)
+    missing = need.total - plan.budget_bytes - (loans.recallable if loans is not None else 0)
+    if own := _own_of(lanes):
+        missing = _room_for_kv(plan, own, lanes, missing)[1]
+    if missing > 0:
+        raise _too_large(plan, lanes, need, missing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """The memory of the process in a pass, in bytes: itself and buffers, arrays now, and what comes to them."""
+
+    elsewhere: int
+    in_use: int
+    activations: int
+    growth: int
+
+    @property
+    def total(self) -> int:
+        return self.elsewhere + self.in_use + self.activations + self.growth
+
+
+def _need(plan: ResidencyPlan, lanes: Sequence[Lane]) -> _Need:
+    states = plan.cache.call_bytes * max(lane.num_at_once for lane in lanes)
+    return _Need(
+        elsewhere=plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit,
+        in_use=_in_use({entry.pool for entry, _ in _own_of(lanes)}),
+        activations=activation_bytes(plan, lanes),
+        growth=sum(_kv_growth(plan, lane.call) for lane in lanes) + states,
+    )
+
+
+def _room_for_kv(plan: ResidencyPlan, own: _Own, lanes: Sequence[Lane], missing: int) -> tuple[int, int]:
+    """Return a limit for keys and values, and the bytes that are missing even with all of them on disk.
+
+    Args:
+        plan: the plan of the model.
+        own: the caches that can be on disk.
+        lanes: the calls.
+        missing: bytes that are missing while keys and values are where they are.
+
+    Raises:
+        BudgetError: a limit that the user set is too low.
+        WriteError: they would have to go to disk, which has no room.
+    """
+    pool = own[0][0].pool
+    for room in _rooms(plan, pool.memory_bytes - missing):
+        wanted = int(pool.missing(*_coming(plan, own), room))
+        if not wanted:
+            break
+    if wanted and plan.kv.is_fixed and room == plan.kv.limit:
+        num_tokens = sum(lane.call.num_tokens for lane in lanes)
+        raise _no_room_for_kv(plan, num_tokens, max(lane.context for lane in lanes), room + wanted)
+    return room, wanted
+
+
+def _too_large(plan: ResidencyPlan, lanes: Sequence[Lane], need: _Need, missing: int) -> BudgetError:
+    num_tokens, context = sum(lane.call.num_tokens for lane in lanes), max(lane.context for lane in lanes)
+    total = plan.budget_bytes + missing
+    kv = total - need.elsewhere - need.in_use - need.activations
+    hint = _hint(plan, max(lane.num_at_once for lane in lanes), context, any(x.call.wants_logits for x in lanes))
+    return BudgetError(
+        f"a forward call with {num_tokens} new token{'s' * (num_tokens != 1)} in a context of {context} would take "
+        f"the process to {total / MB:.1f} MB: {need.elsewhere / MB:.0f} MB for the process itself, "
+        f"{need.in_use / MB:.0f} MB in arrays now, {need.activations / MB:.0f} MB of activations, {kv / MB:.0f} MB of "
+        f"KV cache; the budget is {plan.budget_bytes / MB:.1f} MB. {hint}",
+        total,
+    )
 
 
 def activation_bytes(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
@@ -228,8 +297,8 @@ def _own_growth(plan: ResidencyPlan, own: _Own) -> int:
     return growth if limit is None else min(growth, max(0, limit - pool.memory_bytes))
 
 
-def _admit(plan: ResidencyPlan, own: _Own, room: int) -> int:
-    return int(own[0][0].pool.admit(*_coming(plan, own), room))
+def _own_of(lanes: Sequence[Lane]) -> _Own:
+    return [(entry, lane) for lane in lanes for entry in _own(lane.call.cache)]
 
 
 def _coming(plan: ResidencyPlan, own: _Own) -> tuple[list[Any], list[int], int, list[int]]:
@@ -274,6 +343,8 @@ def _kv_growth(plan: ResidencyPlan, call: ForwardCall) -> int:
     entries = _others(call.cache)
     if not entries:
         return 0
-    per_layer = call.batch_size * plan.kv_bytes_per_token // len(entries)
+    states = 0 if any(map(arrays_in, entries)) else call.batch_size * plan.cache.constant_bytes
+    token_bytes = plan.kv_bytes_per_token - (sum(plan.cache.rows) if _own(call.cache) else 0)
+    per_layer = call.batch_size * token_bytes // len(entries)
     growth = update_growth(entries, call.num_tokens // call.batch_size, [per_layer] * len(entries))
-    return growth.added
+    return states + growth.added

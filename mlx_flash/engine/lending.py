@@ -38,6 +38,14 @@ class Lending:
         slots = self._experts.pool.slots
         return self._loans.nbytes + slots.committed - self._planned * slots.pitch
 
+    @property
+    def recallable(self) -> int:
+        """Memory that weights can give back, in bytes."""
+        if self._experts is None or not self._experts.pool.slots.can_resize:
+            return self._loans.nbytes
+        slots = self._experts.pool.slots
+        return self._loans.nbytes + max(0, slots.committed - self._experts.least_slots * slots.pitch)
+
     def lend(self, nbytes: int) -> None:
         """Allow so much more memory. Weights take it in the next pass. Replaces the last call's."""
         left = self._loans.lend(nbytes)

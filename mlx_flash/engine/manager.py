@@ -194,7 +194,7 @@ class FlashManager:
         """Return the bytes of the budget that other models will take, or may."""
         running = [other.plan for other in self.running if other is not model]
         waiting = [other.plan for other in self.waiting if other is not model]
-        return sum(plan.kv_bytes + plan.activation_bytes for plan in running) + sum(
+        return sum(plan.reserved_bytes for plan in running) + sum(
             max(0, plan.minimum_bytes - plan.base_bytes) for plan in waiting
         )
 

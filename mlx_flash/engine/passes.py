@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -15,18 +17,20 @@ from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.group import CallGroup, Compute
-from mlx_flash.engine.headroom import Lane, check_headroom
+from mlx_flash.engine.headroom import Lane, check_headroom, check_least
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
-from mlx_flash.errors import FlashError
+from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.kv.checkpoints import Checkpoints, kept_bytes
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.views import entries_of, trimmer
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.prefixes.leaves import forget
-from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
 from mlx_flash.streaming.lockstep import CALL_ERRORS
+
+_log = logging.getLogger("mlx_flash")
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +47,7 @@ class Row:
         left: the parts that are not computed yet.
         outputs: of the parts whose logits are wanted, or of the only part.
         error: the reason why it cannot be computed.
+        is_cut: whether there are more parts than at first.
     """
 
     whole: ForwardCall
@@ -51,6 +56,7 @@ class Row:
     left: deque[ForwardCall] = field(init=False)
     outputs: list[Any] = field(default_factory=list)
     error: Exception | None = None
+    is_cut: bool = False
 
     def __post_init__(self) -> None:
         self.left = deque(self.parts)
@@ -60,13 +66,31 @@ class Row:
         """True if nothing is left to compute."""
         return self.error is not None or not self.left
 
+    def lane(self, num_parts: int = 1) -> Lane:
+        """Return the next parts, as the budget sees them."""
+        first = self.left[0]
+        if num_parts == 1:
+            return Lane(first)
+        num_tokens = sum(part.num_tokens for part in islice(self.left, num_parts))
+        return Lane(replace(first, num_tokens=num_tokens), first.num_tokens // first.batch_size)
+
     @property
-    def lane(self) -> Lane:
-        """The rest of the row, as the budget sees it."""
-        if len(self.parts) == 1:
-            return Lane(self.whole)
-        step = max(part.num_tokens for part in self.left) // self.whole.batch_size
-        return Lane(self.whole.part(-(self.num_left // self.whole.batch_size)), step)
+    def length(self) -> int:
+        """New tokens of each sequence in the next part; 0 if it cannot be cut."""
+        first = self.left[0]
+        return first.num_tokens // first.batch_size if first.is_plain else 0
+
+    @property
+    def num_done(self) -> int:
+        """Tokens of each sequence that are computed."""
+        return (self.whole.num_tokens - self.num_left) // self.whole.batch_size
+
+    def cut(self) -> int:
+        """Cut the parts that are left to half or a little more. Return the new tokens of each sequence in a part."""
+        step = 1 << (self.length - 1).bit_length() - 1
+        self.left = deque(part for call in self.left for part in call.parts(step))
+        self.is_cut = True
+        return step
 
     @property
     def num_left(self) -> int:
@@ -82,7 +106,7 @@ class Row:
         """Take the outputs of the next parts."""
         for call, output in zip(calls, outputs, strict=True):
             assert self.left.popleft() is call
-            if call.wants_logits or len(self.parts) == 1:
+            if call.wants_logits or (len(self.parts) == 1 and not self.is_cut):
                 self.outputs.append(output)
         self.tell(0)
 
@@ -123,6 +147,7 @@ class Passes:
         self._session = session
         self._kv = kv
         self._counters = counters
+        self._told_steps: set[int] = set()
 
     def advance(self, plan: ResidencyPlan, rows: Sequence[Row], *, lends: bool) -> None:
         """Compute at least a part of each row, in as few passes as memory allows.
@@ -147,26 +172,66 @@ class Passes:
 
     def _choose(self, plan: ResidencyPlan, rows: Sequence[Row], loans: Lending | None) -> dict[Row, list[ForwardCall]]:
         """Return as many of the rows as memory allows, each with the parts that share the next pass."""
-        more = [self._more(row) for row in rows]
-        costs = [_waiting_bytes(plan, part) for parts in more for part in parts]
-        num_rows, granted = len(rows) if self.group.can_share else 1, 0
+        num_rows = len(rows) if self.group.can_share else 1
         while True:
+            chosen = rows[:num_rows]
+            more = [self._more(row) for row in chosen]
+            wish = sum(_cost(plan, part) for parts in more for part in parts)
             try:
-                granted = check_headroom(plan, [row.lane for row in rows[:num_rows]], loans, sum(costs))
-                break
+                for row in chosen:
+                    if not row.num_done and len(row.left) > 1 and row.left[0].checkpoints is None:
+                        check_least(plan, Lane(row.whole), loans)
+                may_shrink = all(row.length > PREFILL_STEPS[-1] for row in chosen)
+                granted = check_headroom(plan, [row.lane() for row in chosen], loans, wish, may_shrink=may_shrink)
+                return self._with_more(plan, chosen, more, granted, loans)
             except FlashError as error:
-                if num_rows == 1:
+                if num_rows > 1:
+                    num_rows //= 2
+                elif isinstance(error, BudgetError) and rows[0].length > 1:
+                    self._tell_step(rows[0], rows[0].cut())
+                else:
                     rows[0].error = error
                     return {}
-                num_rows //= 2
-        chosen = {row: [row.left[0]] for row in rows[:num_rows]}
-        for row, parts in zip(chosen, more, strict=False):
-            for part in parts:
-                granted -= _waiting_bytes(plan, part)
-                if granted < 0:
-                    return chosen
-                chosen[row].append(part)
-        return chosen
+
+    def _with_more(
+        self,
+        plan: ResidencyPlan,
+        rows: Sequence[Row],
+        more: Sequence[Sequence[ForwardCall]],
+        granted: int,
+        loans: Lending | None,
+    ) -> dict[Row, list[ForwardCall]]:
+        """Return the first part of each row, and as many more as memory allows."""
+        chosen = {row: [row.left[0]] for row in rows}
+        for row, part in [(row, part) for row, parts in zip(rows, more, strict=True) for part in parts]:
+            granted -= _cost(plan, part)
+            if granted < 0:
+                break
+            chosen[row].append(part)
+        if all(len(parts) == 1 for parts in chosen.values()):
+            return chosen
+        lanes = [row.lane(len(parts)) for row, parts in chosen.items()]
+        waiting = sum(_waiting_bytes(plan, part) for parts in chosen.values() for part in parts[1:])
+        try:
+            fit = check_headroom(plan, lanes, loans, waiting, may_shrink=True) == waiting
+        except BudgetError:
+            fit = False
+        if fit:
+            return chosen
+        check_headroom(plan, [row.lane() for row in rows], loans)
+        return {row: [row.left[0]] for row in rows}
+
+    def _tell_step(self, row: Row, step: int) -> None:
+        """Log that the parts of a row get smaller; warn once of each size."""
+        level = logging.INFO if step in self._told_steps else logging.WARNING
+        self._told_steps.add(step)
+        _log.log(
+            level,
+            "from token %d of a prompt on the budget has room for %d tokens at a time: output is mlx-lm's own for "
+            "parts of this length",
+            row.num_done,
+            step * row.whole.batch_size,
+        )
 
     def _more(self, row: Row) -> list[ForwardCall]:
         """Return the parts that may share a pass with the first one that is left."""
@@ -206,8 +271,8 @@ class Passes:
         trim = trimmer(call.cache or ())
         try:
             output = self._with_prefixes(call, self._compute)
-            if len(row.left) > 1:
-                mx.eval(arrays_in(call.cache))  # lets the intermediate results go
+            if len(row.left) > 1:  # lets the intermediate results go
+                mx.eval(arrays_in(call.cache), arrays_in(output if call.wants_logits else ()))
         except CALL_ERRORS as error:
             if trim is not None:
                 trim()
@@ -264,6 +329,11 @@ class Passes:
         if len(lanes) == 1:
             self._session.meter.end(num_tokens, num_sequences, len(calls) - sum(map(len, certain)))
         return output
+
+
+def _cost(plan: ResidencyPlan, part: ForwardCall) -> int:
+    """Return the bytes that one more part of a pass takes: what waits, and keys and values."""
+    return max(1, _waiting_bytes(plan, part) + part.num_tokens * plan.kv_bytes_per_token)
 
 
 def _waiting_bytes(plan: ResidencyPlan, call: ForwardCall) -> int:

@@ -278,6 +278,7 @@ def _plan_to_json(plan: ResidencyPlan) -> Json:
         "kv_bytes": plan.kv_bytes,
         "kv_disk_bytes": plan.kv.disk_bytes,
         "activation_bytes": plan.activation_bytes,
+        "spare_bytes": plan.spare_bytes,
         "bounce_bytes": plan.bounce_bytes,
         "cache_limit": plan.cache_limit,
         "context_length": plan.context_length,

@@ -19,7 +19,7 @@ Decision = Literal["batch", "alone", "wait"]
 
 def room_bytes(plan: ResidencyPlan) -> int:
     """Return the memory that the budget leaves for requests: what the plan reserves, and what it leaves over."""
-    return plan.budget_bytes - plan.peak_bytes + plan.kv_bytes + plan.activation_bytes
+    return plan.budget_bytes - plan.peak_bytes + plan.reserved_bytes
 
 
 def batch_bytes(plan: ResidencyPlan, lengths: Sequence[int]) -> int:
@@ -59,13 +59,21 @@ def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_spill: bool) 
 
 
 def alone_bytes(plan: ResidencyPlan, length: int) -> int:
-    """Return the least memory of a request that runs alone: its keys and values may go to disk.
+    """Return the least memory of a request that is in no batch: token by token, with keys and values on disk.
 
     Args:
         plan: the plan of the model.
         length: tokens, prompt and answer.
     """
-    return rows_bytes(plan, [length], may_spill=True)
+    options, cache = plan.kv.options, plan.cache
+    if options is None:
+        return batch_bytes(plan, [length])
+    held = options.held_tokens(length, 1)
+    rows = cache.largest_row * _capacity(held) + sum(cache.rows) * _capacity(held)
+    if options.budget_bytes is not None:
+        under_way = options.under_way_bytes(cache.rows, held, 1, 1)
+        rows = min(rows, options.least_bytes(cache.rows, held, 1) + under_way)
+    return rows + cache.others_bytes(held) + plan.activations.nbytes(1, held, all_logits=True)
 
 
 def together_bytes(plan: ResidencyPlan, lengths: Sequence[int], batching: str) -> int:

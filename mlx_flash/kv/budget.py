@@ -32,6 +32,22 @@ class Coming(NamedTuple):
     held: int
 
 
+class Way(NamedTuple):
+    """How a call stays within a limit.
+
+    Attributes:
+        missing: bytes that it lacks.
+        under_way_bytes: kept free during the call: for reads and writes, or for the eviction of a layer.
+        num_slots: buffers for layers on disk; 0 where nothing goes there.
+        disk_bytes: what it adds to the files.
+    """
+
+    missing: int
+    under_way_bytes: int = 0
+    num_slots: int = 0
+    disk_bytes: int = 0
+
+
 class KVBudget(Generic[R]):
     """Sums over all caches of a model. Rows that several caches hold count once.
 
@@ -68,11 +84,11 @@ class KVBudget(Generic[R]):
         arrays = sum(array.nbytes for rows in self._layers for array in rows.memory.arrays)
         return arrays + self._parking.shared_bytes() + self._slots.nbytes
 
-    def victim(self, asking: R, used: Mapping[int, int]) -> R | None:
+    def victim(self, asking: R | None, used: Mapping[int, int]) -> R | None:
         """Return the layer to evict next: of the sequence used longest ago, and far from those that were evicted.
 
         Args:
-            asking: the layer that new tokens come to.
+            asking: the layer that new tokens come to; None before a call.
             used: when each list of caches was used last.
         """
         layers = [r for r in self._layers if r not in self._on_disk and (r.memory.length or r is asking)]
@@ -86,13 +102,14 @@ class KVBudget(Generic[R]):
         return max(self.slots_needed(new), self._slots.held) + tails
 
     def slots_needed(self, new: Mapping[R, int]) -> int:
-        """Return the bytes of both slots, for the largest layer on disk after new tokens came to some."""
+        """Return the bytes of all slots, for the largest layer on disk after new tokens came to some."""
         layers = [(disk, new.get(rows, 0)) for rows, disk in self._on_disk.items()]
-        return NUM_SLOTS * max((self._slot_bytes(disk.layout, disk.length + more) for disk, more in layers), default=0)
+        slot = max((self._slot_bytes(disk.layout, disk.length + more) for disk, more in layers), default=0)
+        return len(self._slots.slots) * slot
 
     def _slot_bytes(self, layout: RowLayout, tokens: int) -> int:
         """Return the memory of a slot that holds so many tokens."""
-        if commits_lazily():
+        if commits_lazily() or len(self._slots.slots) == 1:
             return slot_memory(layout.slot_bytes(round_up(tokens, self._options.step)))
         return layout.slot_bytes(self._options.slot_tokens(tokens))
 
@@ -139,18 +156,54 @@ class KVBudget(Generic[R]):
             needed = max(needed, self.memory_bytes + max(rows.memory.held for rows in dropping))
         return needed
 
-    def least(self, coming: Mapping[R, Coming]) -> int:
+    def coming(
+        self, layers: Sequence[R], num_new: Sequence[int], step: int, row_bytes: Sequence[int]
+    ) -> dict[R, Coming]:
+        """Return the tokens that a call adds to layers; its arguments are those of :meth:`KVPool.admit`."""
+        return {
+            rows: Coming(token_bytes(rows) or nbytes, new, self._options.held_tokens(rows.length + new, step))
+            for rows, new, nbytes in zip(layers, num_new, row_bytes, strict=True)
+        }
+
+    def way(self, coming: Mapping[R, Coming], step: int, limit: int) -> Way:
+        """Return how a call stays within a limit.
+
+        Args:
+            coming: the tokens that it adds.
+            step: how many of them go through the model at a time.
+            limit: the most memory of all caches together, reads and writes in flight included.
+        """
+        sizes, options = [each.nbytes for each in coming.values()], self._options
+        needed = self.for_call(coming)
+        if any(step < each.num_new for each in coming.values()):  # caches that grow several times have more room
+            needed += options.step * sum(sizes)
+        if options.budget_bytes is None:
+            return Way(max(0, needed - limit))
+        eviction = options.eviction_bytes(sizes)
+        if not self._on_disk and needed + eviction <= limit:
+            return Way(0, eviction)
+        tokens = max((each.held for each in coming.values()), default=0)
+        for num_slots in (NUM_SLOTS, 1):
+            under_way = options.under_way_bytes(sizes, tokens, step, num_slots)
+            least = self.least(coming, num_slots) + under_way
+            if least <= limit:
+                fresh = sum(each.num_new * each.nbytes for rows, each in coming.items() if rows in self._on_disk)
+                return Way(0, under_way, num_slots, fresh + max(0, needed + under_way - limit))
+        # nothing can be evicted
+        return Way(max(0, min(least, needed + under_way * bool(self._on_disk)) - limit))
+
+    def least(self, coming: Mapping[R, Coming], num_slots: int) -> int:
         """Return the memory needed with every layer on disk after new tokens came to some."""
         every = {rows: coming[rows].nbytes if rows in coming else token_bytes(rows) for rows in self._layers}
         every = {rows: nbytes for rows, nbytes in every.items() if nbytes}
         lengths = {rows: coming[rows].held if rows in coming else rows.length for rows in every}
         step = self._options.step
         room = {
-            rows: round_up(length, step) if commits_lazily() else self._options.slot_tokens(length)
+            rows: round_up(length, step) if commits_lazily() or num_slots == 1 else self._options.slot_tokens(length)
             for rows, length in lengths.items()
         }
         slot = slot_memory(max((room[rows] * nbytes for rows, nbytes in every.items()), default=0) + SLOT_PADDING)
-        return NUM_SLOTS * slot + step * sum(every.values())
+        return num_slots * slot + step * sum(every.values())
 
 
 def token_bytes(rows: Rows) -> int:
@@ -163,7 +216,7 @@ def no_room(needed: int, tokens: int, budget_bytes: int) -> BudgetError:
     """Return the error for tokens that do not fit with every layer on disk."""
     return BudgetError(
         f"the KV caches need {needed / 1e6:.1f} MB of memory for {tokens} tokens with every layer on disk: "
-        f"{NUM_SLOTS} slots of a layer each, and the last tokens of every layer; their budget is "
+        "slots of a layer each, and the last tokens of every layer; their budget is "
         f"{budget_bytes / 1e6:.1f} MB. Hint: raise it, or set max_tokens.",
         needed,
     )

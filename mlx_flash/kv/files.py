@@ -12,7 +12,7 @@ from mlx_flash.errors import WriteError
 from mlx_flash.files import PrivateFolder, cache_directory, free_bytes
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
-from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, SPILL_TOKENS, KVOptions
+from mlx_flash.kv.options import NUM_SLOTS, QUEUE_DEPTH, READ_SIZE, KVOptions, queued_bytes
 from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.slots import row_bytes
 from mlx_flash.storage.selftest import way_of_reading
@@ -35,6 +35,7 @@ class PageFiles:
         self._options = options
         self._count_written = count_written
         self._numbers = count()
+        self._num_slots = NUM_SLOTS
         self._folder: PrivateFolder | None = None
         self._reader: PageReader | None = None
         self._writer: WriteBehind | None = None
@@ -50,7 +51,7 @@ class PageFiles:
         return self._writer.nbytes if self._writer else 0
 
     def write(self, memory: MemoryRows, new: Sequence[mx.array], others: Iterable[tuple[DiskRows, int]]) -> DiskRows:
-        """Write the rows of a layer to disk. Pages that another layer has written are shared.
+        """Write the rows of a layer to disk, page by page. Pages that another layer has written are shared.
 
         Args:
             memory: the rows.
@@ -61,10 +62,12 @@ class PageFiles:
             WriteError: the disk is full, or fails.
         """
         disk = self._begun(others) or self._new_rows(RowLayout.of(memory.examples or new, self._options.step))
-        for start in range(disk.length, memory.length, SPILL_TOKENS):
-            part = [mx.contiguous(a) for a in memory.read(start, min(start + SPILL_TOKENS, memory.length))]
+        step = self._options.step
+        for start in range(disk.length, memory.length, step):
+            part = [mx.contiguous(a) for a in memory.read(start, min(start + step, memory.length))]
             mx.eval(part)
             disk.append(row_bytes(part))
+            disk.file.flush()  # memory is short: nothing waits
         return disk
 
     def _begun(self, others: Iterable[tuple[DiskRows, int]]) -> DiskRows | None:
@@ -87,14 +90,20 @@ class PageFiles:
                 (), direct=direct, read_size=READ_SIZE, queue_depth=QUEUE_DEPTH, in_place=in_place
             )
             self._writer = WriteBehind(self._count_written)
+            self.limit_queue(self._num_slots)
         path = self._folder.path / f"layer-{next(self._numbers)}.kv"
         return DiskRows(LayerFile(path, layout, self._reader, self._writer, self._options.direct))
+
+    def limit_queue(self, num_slots: int) -> None:
+        """Set the most bytes queued for writing, given the buffers for layers on disk."""
+        self._num_slots = num_slots
+        if self._writer is not None:
+            self._writer.limit_bytes = queued_bytes(num_slots)
 
     def check_room(self, needed: int) -> None:
         """Check that the disk has so many free bytes. Raises: WriteError."""
         base = self._options.directory or cache_directory()
-        found = free_bytes(base)
-        if needed > found:
+        if needed and needed > (found := free_bytes(base)):
             raise WriteError(
                 f"the KV cache needs {needed / 1e6:.1f} MB more on the disk of {base} for this call, where "
                 f"{found / 1e6:.1f} MB are free. Hint: make room there, set another directory, or max_tokens."

@@ -148,8 +148,7 @@ class KeptCaches:
 
 def _make_room(pool: KVPool, rows: LayerRows) -> None:
     if pool.budget_bytes is not None:
-        under_way = pool.under_way_bytes if pool.on_disk else 0
-        pool.budget_bytes = max(pool.budget_bytes, pool.memory_bytes + under_way)
+        pool.budget_bytes = max(pool.budget_bytes, pool.memory_bytes + pool.under_way_bytes)
     pool.make_room(rows, ())  # marks the sequence as used now
 
 

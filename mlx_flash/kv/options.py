@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -30,11 +30,11 @@ ROOM_PART = 8
 
 ROOM_TOKENS = 1024
 
-SPILL_TOKENS = 1024
-"""Tokens that are copied at a time when a layer is evicted to disk."""
-
 WRITE_BEHIND_BYTES = 32 << 20
 """The most bytes queued for writing; adding more blocks."""
+
+LEAST_WRITE_BEHIND_BYTES = 4 << 20
+"""The same where memory is short."""
 
 READ_SIZE = 2 << 20
 """Bytes of one read."""
@@ -43,7 +43,7 @@ QUEUE_DEPTH = 4
 """Reads in flight at once."""
 
 NUM_READERS = 2
-"""Sets of read buffers: urgent reads have threads and buffers of their own."""
+"""Sets of read buffers: urgent reads have threads and buffers of their own. With one slot all reads are urgent."""
 
 NUM_COPIES = 3
 """Copies of rows on their way to disk: contiguous, joined with the rest of a page, and cut by head."""
@@ -140,27 +140,34 @@ class KVOptions:
             return round_up(self.reserved_tokens, self.step)
         return round_up(max(tokens, 1) + tokens // ROOM_PART, round_up(ROOM_TOKENS, self.step))
 
-    def least_bytes(self, token_bytes: Sequence[int], tokens: int) -> int:
+    def least_bytes(self, token_bytes: Sequence[int], tokens: int, num_slots: int = NUM_SLOTS) -> int:
         """Return the smallest ``budget_bytes`` for a context: with every layer on disk.
 
         Args:
             token_bytes: bytes of a token in each layer.
             tokens: tokens in the context.
+            num_slots: buffers for layers on disk.
         """
-        slot = slot_memory(max(token_bytes, default=0) * self.slot_tokens(tokens) + SLOT_PADDING)
-        return NUM_SLOTS * slot + self.step * sum(token_bytes)
+        capacity = self.slot_tokens(tokens) if num_slots > 1 else round_up(tokens, self.step)
+        slot = slot_memory(max(token_bytes, default=0) * capacity + SLOT_PADDING)
+        return num_slots * slot + self.step * sum(token_bytes)
 
-    def under_way_bytes(self, token_bytes: Sequence[int], tokens: int, num_new: int) -> int:
+    def under_way_bytes(self, token_bytes: Sequence[int], tokens: int, num_new: int, num_slots: int = NUM_SLOTS) -> int:
         """Return the additional memory while layers are written and read: rows queued for writing, read buffers.
 
         Args:
             token_bytes: bytes of a token in each layer.
             tokens: tokens in the context.
             num_new: the most new tokens of one call.
+            num_slots: buffers for layers on disk; with one, the queue is short.
         """
-        waiting = min(WRITE_BEHIND_BYTES, sum(token_bytes) * tokens)
-        buffers = NUM_READERS * QUEUE_DEPTH * READ_SIZE if self.direct else 0
-        return waiting + NUM_COPIES * max(token_bytes, default=0) * max(num_new, min(tokens, SPILL_TOKENS)) + buffers
+        waiting = min(queued_bytes(num_slots), sum(token_bytes) * tokens)
+        buffers = min(NUM_READERS, num_slots) * QUEUE_DEPTH * READ_SIZE if self.direct else 0
+        return waiting + NUM_COPIES * max(token_bytes, default=0) * max(num_new, min(tokens, self.step)) + buffers
+
+    def eviction_bytes(self, token_bytes: Iterable[int]) -> int:
+        """Return the additional memory while a layer is evicted to disk: copies of a page, and its last tokens."""
+        return (NUM_COPIES + 1) * self.step * max(token_bytes, default=0)
 
     def forgotten_tokens(self, length: int, num_new: int) -> int:
         """Return how many tokens, after the first :attr:`kept_tokens`, are dropped before new ones come.
@@ -175,6 +182,11 @@ class KVOptions:
             return 0
         retained = max(0, self.newest_tokens - num_new)
         return max(0, length - self.kept_tokens - retained) // self.step * self.step
+
+
+def queued_bytes(num_slots: int) -> int:
+    """Return the most bytes queued for writing, given the buffers for layers on disk."""
+    return WRITE_BEHIND_BYTES if num_slots > 1 else LEAST_WRITE_BEHIND_BYTES
 
 
 def slot_memory(nbytes: int) -> int:

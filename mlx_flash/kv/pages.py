@@ -53,10 +53,15 @@ class WriteBehind:
 
     Args:
         count: called from the thread with the number of bytes written.
+
+    Attributes:
+        nbytes: bytes written, or queued for it.
+        limit_bytes: the most bytes queued; adding more blocks.
     """
 
     def __init__(self, count: Callable[[int], None] = lambda _: None) -> None:
         self.nbytes = 0
+        self.limit_bytes = WRITE_BEHIND_BYTES
         self._count = count
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlx-flash-kv-writer")
         self._waiting: deque[tuple[Future[None], int]] = deque()
@@ -65,7 +70,8 @@ class WriteBehind:
         """Queue blocks for writing at their offsets in a file. Wait while too many bytes are queued."""
         nbytes = sum(len(block) for _, block in blocks)
         self.nbytes += nbytes
-        while self._waiting and sum(size for _, size in self._waiting) + nbytes > WRITE_BEHIND_BYTES:
+        limit = min(self.limit_bytes, WRITE_BEHIND_BYTES)
+        while self._waiting and sum(size for _, size in self._waiting) + nbytes > limit:
             self._waiting.popleft()[0].exception()  # raised where its file is used next
         future = self._pool.submit(_write_blocks, file, blocks, self._count)  # it holds the file, whose end closes it
         self._waiting.append((future, nbytes))

@@ -1,9 +1,7 @@
 """All KV caches of one model: the layers in memory, the layers on disk, and the budget.
 
 Beyond the budget layers are evicted to disk one by one: first those of the sequence used longest ago, spread over the
-layers, so that others compute while pages are read.
-
-Copies of a cache are parked: they share the memory of their common first tokens. The copy that is being computed has
+layers. Copies of a cache are parked: they share the memory of their common first tokens. The copy that is computed has
 these tokens a second time, in buffers for attention. It is parked when another one is computed.
 """
 
@@ -11,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
 from math import inf
 
@@ -19,7 +17,7 @@ import mlx.core as mx
 
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
-from mlx_flash.kv.budget import Coming, KVBudget, no_room, token_bytes
+from mlx_flash.kv.budget import Coming, KVBudget, Way, no_room
 from mlx_flash.kv.files import PageFiles
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
@@ -156,7 +154,7 @@ class KVPool:
     Attributes:
         options: the settings.
         budget_bytes: the most memory of all caches together; None for no limit. May be changed.
-        under_way_bytes: the part of it that reads and writes need once a layer is on disk.
+        under_way_bytes: the part of it that is kept free: for reads and writes, or for the eviction of a layer.
         on_disk: the layers whose rows are on disk.
         ring: the slots that layers on disk are computed from.
         parking: the parts that layers share.
@@ -225,7 +223,7 @@ class KVPool:
         if self.options.always_on_disk and rows not in self.on_disk and (new or rows.memory.length):
             self._spill(rows, new)
         if self.budget_bytes is not None and not (new and not self._sums.grows(rows, new)):
-            self._free_until_fits(lambda: self._sums.needed(rows, new), rows.group, rows, new)
+            self._make_fit(lambda: self._sums.needed(rows, new), rows.group, rows, new)
 
     def make_room_for_copy(self, rows: LayerRows, group: int) -> None:
         """Evict layers to disk until a copy of one layer, in a list of its own, fits the budget.
@@ -235,26 +233,37 @@ class KVPool:
         """
         self._check_open()
         self._used.setdefault(group, next(self._clock))
-        self._free_until_fits(lambda: self.memory_bytes + self.parking.copied_bytes(rows), group, rows, ())
+        self._make_fit(lambda: self.memory_bytes + self.parking.copied_bytes(rows), group, rows, ())
 
-    def _free_until_fits(self, needed: Callable[[], int], group: int, rows: LayerRows, new: Sequence[mx.array]) -> None:
+    def _make_fit(self, needed: Callable[[], int], group: int, rows: LayerRows, new: Sequence[mx.array]) -> None:
+        """Free memory until a need fits. Raises: BudgetError, WriteError."""
+        self._free(needed, group, rows, new)
         num_new = new[0].shape[2] if new else 0
-        while (nbytes := needed()) > self._limit:
+        if needed() > self._limit and self.ring.held > self._sums.slots_needed({rows: num_new}):
+            self.ring.release()  # it was larger for a longer context
+        if needed() > self._limit:
+            self.ring.resize(1)
+        if (nbytes := needed()) > self._limit:
+            raise no_room(nbytes, rows.length + num_new, self.budget_bytes or 0)
+
+    def _free(
+        self, needed: Callable[[], int], group: int, asking: LayerRows | None = None, new: Sequence[mx.array] = ()
+    ) -> None:
+        """Free memory until a need fits, or nothing is left that can go to disk. ``asking`` has new tokens."""
+        while needed() > self._limit:
             if self.ring.held and not self.on_disk:
                 self.ring.release()
             elif (idle := self.parking.next_without_copy(group)) is not None:
                 self.parking.park(idle)
-            elif (victim := self._sums.victim(rows, self._used)) is not None:
-                self._spill(victim, new if victim is rows else ())
+            elif (victim := self._sums.victim(asking, self._used)) is not None:
+                self._spill(victim, new if victim is asking else ())
                 release_freed_memory()
-            elif self.ring.held > self._sums.slots_needed({rows: num_new}):
-                self.ring.release()  # it was larger for a longer context
             else:
-                raise no_room(nbytes, rows.length + num_new, self.budget_bytes or 0)
+                return
 
     @property
     def _limit(self) -> float:
-        return inf if self.budget_bytes is None else self.budget_bytes - self.under_way_bytes * bool(self.on_disk)
+        return inf if self.budget_bytes is None else self.budget_bytes - self.under_way_bytes
 
     def _check_open(self) -> None:
         if self._closed:
@@ -281,7 +290,7 @@ class KVPool:
     def admit(
         self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int], limit: int
     ) -> int:
-        """Prepare a call, or several in lockstep, in which layers may be evicted to disk to stay within a limit.
+        """Prepare a call, or several in lockstep: evict layers before it takes memory, and set what it may take.
 
         Args:
             layers: the layers that tokens are added to.
@@ -298,40 +307,32 @@ class KVPool:
         """
         if layers:
             self._begin({rows.group for rows in layers})
-        coming = self._coming(layers, num_new, step, row_bytes)
-        needed = self._sums.for_call(coming)
-        if self.options.budget_bytes is None:
-            return max(0, needed - limit)
-        self.budget_bytes = limit
-        tokens = max((each.held for each in coming.values()), default=0)
-        self.under_way_bytes = self.options.under_way_bytes([each.nbytes for each in coming.values()], tokens, step)
-        fresh = sum(each.num_new * each.nbytes for rows, each in coming.items() if rows in self.on_disk)
-        if self.on_disk:
-            needed += self.under_way_bytes
-        if needed > limit:
-            least = self._sums.least(coming) + self.under_way_bytes
-            if least > limit:
-                return min(least, needed) - limit
-            fresh += needed - limit
-        if fresh:
-            self._files.check_room(fresh)
+        coming = self._sums.coming(layers, num_new, step, row_bytes)
+        way = self._way(coming, step, limit)
+        if way.missing or self.options.budget_bytes is None:
+            return way.missing
+        self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
+        if way.num_slots:
+            self.ring.resize(way.num_slots)
+            self._files.limit_queue(way.num_slots)
+        if layers:
+            self._free(lambda: self._sums.for_call(coming), layers[0].group)
         return 0
 
+    def missing(
+        self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int], limit: int
+    ) -> int:
+        """Return what :meth:`admit` would. Changes nothing."""
+        return self._way(self._sums.coming(layers, num_new, step, row_bytes), step, limit).missing
+
+    def _way(self, coming: Mapping[LayerRows, Coming], step: int, limit: int) -> Way:
+        way = self._sums.way(coming, step, limit)
+        self._files.check_room(way.disk_bytes)
+        return way
+
     def growth(self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]) -> int:
-        """Return the bytes that a call adds to the memory of all caches if no layer is evicted.
-
-        Args: as of :meth:`admit`.
-        """
-        coming = self._coming(layers, num_new, step, row_bytes)
-        return max(0, self._sums.for_call(coming) - self.memory_bytes)
-
-    def _coming(
-        self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]
-    ) -> dict[LayerRows, Coming]:
-        return {
-            rows: Coming(token_bytes(rows) or nbytes, new, self.options.held_tokens(rows.length + new, step))
-            for rows, new, nbytes in zip(layers, num_new, row_bytes, strict=True)
-        }
+        """Return the bytes that a call adds to the memory of all caches if no layer is evicted."""
+        return max(0, self._sums.for_call(self._sums.coming(layers, num_new, step, row_bytes)) - self.memory_bytes)
 
     def _spill(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
         others = [(disk, length) for other, length in rows.lineage.relatives() if (disk := other.disk)]

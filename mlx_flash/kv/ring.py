@@ -1,4 +1,7 @@
-"""Two slots for layers on disk: while attention reads one, pages of the next layer are prefetched into the other."""
+"""Slots for layers on disk: while attention reads one, pages of the next layer are prefetched into the other.
+
+Where memory is short there is one slot, and nothing is prefetched.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class SlotRing:
         stats: counters to add to.
 
     Attributes:
-        slots: the slots.
+        slots: the slots in use; :meth:`resize` changes their number.
     """
 
     def __init__(self, options: KVOptions, stats: KVStats) -> None:
@@ -41,6 +44,12 @@ class SlotRing:
     def held(self) -> int:
         """Bytes that the slots take."""
         return sum(slot.touched for slot in self.slots) if commits_lazily() else self.nbytes
+
+    def resize(self, num_slots: int) -> None:
+        """Use so many slots from now on; the memory of others is freed."""
+        for slot in self.slots[num_slots:]:
+            slot.release()
+        self.slots = self.slots[:num_slots] + [Slot() for _ in range(num_slots - len(self.slots))]
 
     def append(self, disk: DiskRows, new: Sequence[mx.array]) -> list[mx.array]:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Evaluate them, and so the other slot's use.
@@ -110,6 +119,8 @@ class SlotRing:
         most, least = self._options.slot_tokens(tokens), round_up(tokens, self._options.step)
         # Lazily committed large pages would be committed for the room behind each head too.
         has_room = not commits_lazily() or disk.layout.slot_bytes(least) < LARGE_SLOT_BYTES
+        if len(self.slots) == 1:  # memory is short
+            has_room, most = False, least
         slot.assign(disk, most if has_room else least, most)
 
     def _fill(self, slot: Slot, disk: DiskRows) -> None:
@@ -133,6 +144,8 @@ class SlotRing:
         upcoming = link() if link is not None else None
         if upcoming is None or not upcoming.pages or any(slot.belongs_to(upcoming) for slot in self.slots):
             return
-        slot = next(slot for slot in self.slots if slot is not busy)
+        slot = next((slot for slot in self.slots if slot is not busy), None)
+        if slot is None:
+            return
         self._assign(slot, upcoming, self._options.held_tokens(upcoming.length + num_new, num_new))
         self._read(slot, upcoming, 0)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.layout.arrays import arrays_in
 
 _RESHAPING = {"Squeeze", "ExpandDims", "Reshape", "Flatten", "Unflatten", "Transpose"}
@@ -32,6 +33,7 @@ class CacheSizes:
         token_bytes: growth by each token. Sliding windows count as if they grew for good.
         largest_row: the most that a token adds to the cache of a layer.
         rows: of each plain ``KVCache``, growth by each token; part of ``token_bytes``.
+        windows: of each sliding window, growth by each token, and its length; part of ``token_bytes``.
         call_bytes: memory that states keep for each token of the last call: a state that is a slice of an array with
             all tokens of the call holds that array.
         largest_scan: the most in one layer, for each token of a call, of arrays with the states after every token.
@@ -42,6 +44,7 @@ class CacheSizes:
     token_bytes: int = 0
     largest_row: int = 0
     rows: tuple[int, ...] = ()
+    windows: tuple[tuple[int, int], ...] = ()
     call_bytes: int = 0
     largest_scan: int = 0
     largest_state: int = 0
@@ -49,6 +52,17 @@ class CacheSizes:
     def nbytes(self, num_tokens: int) -> int:
         """Return the size of all caches with so many tokens."""
         return self.constant_bytes + self.token_bytes * num_tokens
+
+    @property
+    def grows_in_memory(self) -> bool:
+        """True if a cache without a window is in no :attr:`rows`."""
+        return self.token_bytes > sum(self.rows) + sum(row for row, _ in self.windows)
+
+    def others_bytes(self, num_tokens: int) -> int:
+        """Return the size of the caches that are in no :attr:`rows`, while one token after another comes."""
+        windows = [row * min(num_tokens, length + CACHE_STEP) for row, length in self.windows]
+        growing = self.token_bytes - sum(self.rows) - sum(row for row, _ in self.windows)
+        return self.constant_bytes + growing * num_tokens + sum(windows) + max(windows, default=0) + self.call_bytes
 
 
 class CacheMeter:
@@ -75,6 +89,11 @@ class CacheMeter:
             token_bytes=sum(rows),
             largest_row=max(rows, default=0),
             rows=tuple(row for entry, row in zip(self._cache, rows, strict=True) if type(entry) is KVCache),
+            windows=tuple(
+                (row, entry.max_size)
+                for entry, row in zip(self._cache, rows, strict=True)
+                if isinstance(entry, RotatingKVCache)
+            ),
             call_bytes=sum(calls),
             largest_scan=max(scans, default=0),
             largest_state=max(constant, default=0),

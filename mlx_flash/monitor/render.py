@@ -316,7 +316,7 @@ def _parts(history: History, budget: float, used: float, canvas: Canvas) -> Iter
     slots, tokens = number(state, "plan", "slots_bytes"), number(state, "memory", "kv_and_activations")
     cache = number(state, "memory", "cache")
     base = max(0.0, used - number(state, "memory", "active") - cache)
-    reserved = number(state, "plan", "kv_bytes") + number(state, "plan", "activation_bytes")
+    reserved = sum(count(state, "plan", f"{part}_bytes") or 0.0 for part in ("kv", "activation", "spare"))
     pool = count(state, "memory", "pool") or 0.0
     names = ("base", "pinned", "slots", "experts", "MLX cache", "KV + activations", "free")
     values = (base, pinned + lent, slots, pool, cache, tokens, max(0.0, budget - used))

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.residency.kv import KVShare, in_memory, on_disk, prefix_bytes
+from mlx_flash.residency.kv import KVShare, in_memory, on_disk, prefix_bytes, promised_bytes
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, TensorSize, UnitSize
 from mlx_flash.residency.spread import Streamed, add_up, spread
@@ -55,6 +55,11 @@ class Task:
     kv_on_disk: bool = False
     kv_room: int = 0
     cut: int = 0
+
+    @cached_property
+    def promised_bytes(self) -> int:
+        """Memory for keys, values and activations of a long context."""
+        return promised_bytes(self.sizes, self.config)
 
     @cached_property
     def finer(self) -> tuple[Task, ...]:
@@ -172,6 +177,7 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
     copies = sizes.copies or not machine.reads_in_place or (experts is not None and experts.copies)
     bounce = machine.disk.direct and copies
     num_readers = 1 if experts is None else 2  # urgent reads have threads and buffers of their own
+    kv, activations = kv_share(task, reserve), activation_bytes(task, reserve)
     return ResidencyPlan(
         budget_bytes=0,
         minimum_bytes=0,
@@ -182,9 +188,10 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
         pinned_bytes=pinned_bytes,
         streaming=streaming,
         pool=None if experts is None else pool_of(task, experts, task.pool_slots or experts.least_slots),
-        kv=kv_share(task, reserve),
+        kv=kv,
         prefix_bytes=prefix_bytes(sizes, task.config, reserve.context_length),
-        activation_bytes=activation_bytes(task, reserve),
+        activation_bytes=activations,
+        spare_bytes=max(0, task.promised_bytes - kv.nbytes - activations),
         bounce_bytes=machine.disk.read_size * machine.disk.queue_depth * num_readers if bounce else 0,
         read_size=machine.disk.read_size,
         queue_depth=machine.disk.queue_depth,

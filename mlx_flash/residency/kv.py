@@ -9,11 +9,14 @@ from pathlib import Path
 
 from mlx_flash.config import GB, FlashConfig, KVMode
 from mlx_flash.errors import ConfigError
-from mlx_flash.kv.options import PAGE_TOKENS, PAGES_ON_THEIR_WAY, Form, KVOptions, round_up
+from mlx_flash.kv.options import NUM_SLOTS, PAGE_TOKENS, PAGES_ON_THEIR_WAY, Form, KVOptions, round_up
 from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes
 
 KV_SHARE = 0.25
 """Share of the budget that the KV cache may take in memory when the plan chooses."""
+
+PROMISED_CONTEXT = 20_480
+"""Every budget has room for a context of so many tokens, with keys and values on disk, if its length is unset."""
 
 _FORMS: dict[KVMode | None, Form] = {"preallocated": "preallocated"}
 
@@ -79,7 +82,8 @@ def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefi
     options = _options(config, 0, context_length)
     tokens = options.held_tokens(context_length, prefill_step_size)
     tokens = round_up(tokens, _growth(options)) if tokens == context_length else tokens + _growth(options)
-    return KVShare(options, sizes.cache.rows, _growing_bytes(sizes, tokens, prefill_step_size))
+    eviction = 0 if options.budget_bytes is None else options.eviction_bytes(sizes.cache.rows)
+    return KVShare(options, sizes.cache.rows, _growing_bytes(sizes, tokens, prefill_step_size) + eviction)
 
 
 def _growing_bytes(sizes: ModelSizes, tokens: int, num_new: int) -> int:
@@ -164,13 +168,29 @@ def prefix_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int) ->
     return PAGES_ON_THEIR_WAY * max(rows * PAGE_TOKENS, states)
 
 
-def least_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int) -> int:
+def least_bytes(
+    sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int, num_slots: int = NUM_SLOTS
+) -> int:
     """Return the smallest share for a context, in bytes: on disk, or in memory if it is short."""
     options = _options(config, 0, context_length)
     tokens = options.held_tokens(context_length, prefill_step_size)
-    under_way = options.under_way_bytes(sizes.cache.rows, tokens, prefill_step_size)
-    whole = _whole(sizes, options, tokens)
-    return min(whole, options.least_bytes(sizes.cache.rows, tokens) + under_way)
+    under_way = options.under_way_bytes(sizes.cache.rows, tokens, prefill_step_size, num_slots)
+    on_disk = options.least_bytes(sizes.cache.rows, tokens, num_slots) + under_way
+    return min(_whole(sizes, options, tokens), on_disk)
+
+
+def promised_bytes(sizes: ModelSizes, config: FlashConfig) -> int:
+    """Return the memory in which a context of :data:`PROMISED_CONTEXT` is computed, token by token if need be.
+
+    It is 0 where a setting limits the context or the KV cache, and where caches that grow cannot be on disk.
+    """
+    is_limited = config.context_length is not None or config.kv_ram_gb is not None or config.writes_nothing
+    if is_limited or config.kv_cache in ("stock", "preallocated") or sizes.cache.grows_in_memory:
+        return 0
+    context = PROMISED_CONTEXT
+    rows = least_bytes(sizes, config, context, 1, num_slots=1) if sizes.cache.rows else 0
+    others = sizes.cache.others_bytes(context)
+    return rows + others + sizes.activations.nbytes(1, context, all_logits=True)
 
 
 def most_on_disk(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:

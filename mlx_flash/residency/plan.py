@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.load import ModelLayout
-from mlx_flash.residency.kv import KVShare
+from mlx_flash.residency.kv import PROMISED_CONTEXT, KVShare
 from mlx_flash.residency.sizes import ActivationSizes
 from mlx_flash.residency.speed import Speed
 from mlx_flash.storage.probe import DiskProfile
@@ -165,6 +165,8 @@ class ResidencyPlan:
         kv: the KV cache.
         prefix_bytes: set aside for pages of the prefix cache on their way to disk and back.
         activation_bytes: set aside for a forward call's intermediate results.
+        spare_bytes: set aside, besides ``kv`` and activations, so that a context of ``PROMISED_CONTEXT`` tokens can be
+            computed with its keys and values on disk.
         bounce_bytes: the reader's own buffers.
         read_size: bytes of one read.
         queue_depth: reads in flight at once.
@@ -202,6 +204,7 @@ class ResidencyPlan:
     kv_bytes_per_token: int
     activations: ActivationSizes
     cache: CacheSizes
+    spare_bytes: int = 0
     kv_seconds: float = 0.0
     prompt_seconds_per_token: float = 0.0
     is_measured: bool = False
@@ -210,6 +213,11 @@ class ResidencyPlan:
     def kv_bytes(self) -> int:
         """Set aside for the KV cache."""
         return self.kv.nbytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Set aside for tokens: keys, values and activations."""
+        return self.kv_bytes + self.activation_bytes + self.spare_bytes
 
     @property
     def slots_bytes(self) -> int:
@@ -305,6 +313,7 @@ class ResidencyPlan:
             tokens += f", {self.kv.disk_bytes / GB:.3f} GB on disk"
         experts = [(f"experts ({pool.num_slots} of {pool.num_experts})", pool.nbytes)] if pool else []
         prefixes = [("prefix cache", self.prefix_bytes)] if self.prefix_bytes else []
+        spare = [(f"room for {PROMISED_CONTEXT} tokens", self.spare_bytes)] if self.spare_bytes else []
         return [
             ("process (interpreter, libraries)", self.base_bytes),
             ("small and derived parameters", self.resident_bytes),
@@ -314,6 +323,7 @@ class ResidencyPlan:
             (f"KV cache ({tokens})", self.kv_bytes),
             *prefixes,
             (f"activations ({self.prefill_step_size} tokens a call)", self.activation_bytes),
+            *spare,
             ("read buffers", self.bounce_bytes),
             ("MLX buffer cache", self.cache_limit),
         ]

@@ -29,6 +29,7 @@ import children
 from mlx_flash.monitor import app, system
 from mlx_flash.monitor.glyphs import ASCII, UNICODE, Glyphs, bar, chart, choose, sparkline, strip
 from mlx_flash.monitor.history import IDLE_SECONDS, MINUTE, History
+from mlx_flash.monitor.passes import pass_words
 from mlx_flash.monitor.render import Canvas, frame
 from mlx_flash.monitor.state import STATES, Unit, printable
 from mlx_flash.monitor.system import SystemMemory
@@ -768,3 +769,10 @@ def test_it_takes_little_of_a_processor(generating: subprocess.Popen[str], termi
     after = monitor.cpu_times()
     assert (after.user + after.system - before.user - before.system) / 4 < 0.06
     tmux.do("send-keys", "q")
+
+
+def test_guesses_are_told_once_there_are_some() -> None:
+    passes = {"num_passes": 7, "began": None, "num_guessed": 0, "num_right": 0}
+    assert pass_words({"passes": passes}, 0.0, None, []) == "7 done"
+    guessing = {**passes, "num_guessed": 24, "num_right": 15}
+    assert pass_words({"passes": guessing}, 0.0, None, []) == "7 done, 15 of 24 guesses right"

@@ -28,7 +28,7 @@ class Lookup:
 
     def add(self, token: int) -> None:
         """Add the next token."""
-        self._text += token.to_bytes(_WIDTH, "little")
+        self._text += token.to_bytes(_WIDTH, "little", signed=True)
 
     def look(self) -> int:
         """Return how many of the last tokens came before, in this order; at most ``MAX_MATCH``."""
@@ -42,7 +42,7 @@ class Lookup:
     def guess(self, limit: int) -> Sequence[int]:
         """Return what followed the match that :meth:`look` found. It goes on in itself where the text ends."""
         text = self._text[self._at : self._at and self._at + limit * _WIDTH]
-        found = [int.from_bytes(text[i : i + _WIDTH], "little") for i in range(0, len(text), _WIDTH)]
+        found = [int.from_bytes(text[i : i + _WIDTH], "little", signed=True) for i in range(0, len(text), _WIDTH)]
         return [found[i % len(found)] for i in range(limit)]
 
     def end(self) -> None:

@@ -221,8 +221,8 @@ def test_an_engine_that_loads_its_pool_later() -> None:
 def test_the_pool_is_a_part_of_the_budget() -> None:
     for glyphs in (UNICODE, ASCII):
         plain = lines_of(two_looks(), glyphs=glyphs)
-        told_plan = {"budget_bytes": 4 * GB, "pool_bytes": 2_100_000_000}
-        memory = {"footprint": 3_000_000_000, "active": 2_700_000_000, "lent": 0}
+        told_plan = {"budget_bytes": 4 * GB}
+        memory = {"footprint": 3_000_000_000, "active": 2_700_000_000, "lent": 0, "pool": 2_100_000_000}
         history = History(published(state(experts=pool(), plan=told_plan, memory=memory)))
         lines = lines_of(history, glyphs=glyphs)
         glyph = glyphs.parts[5]
@@ -237,7 +237,7 @@ def test_the_pool_is_a_part_of_the_budget() -> None:
 
 @pytest.mark.parametrize("nothing", [0, None, -5, float("nan"), "many", True, [], {}])
 def test_no_part_without_bytes(nothing: Any) -> None:
-    assert lines_of(History(published(state(plan={"pool_bytes": nothing})))) == lines_of(History(published(state())))
+    assert lines_of(History(published(state(memory={"pool": nothing})))) == lines_of(History(published(state())))
 
 
 @pytest.mark.parametrize("num_layers", [24, 94, 1000])
@@ -245,11 +245,11 @@ def test_large_numbers_are_on_a_screen_of_80_by_24(num_layers: int) -> None:
     sizes = {
         "pinned_bytes": 12.3e9,
         "slots_bytes": 2.1e9,
-        "pool_bytes": 64.2e9,
         "kv_bytes": 2.2e9,
         "budget_bytes": 96e9,
     }
     memory = {"footprint": 90e9, "active": 80e9, "cache": 1.2e9, "kv_and_activations": 1.1e9, "peak_footprint": 91e9}
+    memory["pool"] = 64.2e9
     numbers = {"num_experts": 12_032, "num_resident": 11_032, "num_slots": 12_840}
     before, after = pool(**numbers), pool(**numbers, num_routed=15_000, num_hits=8_000, num_predicted=900)
     after |= {"num_predicted_right": 900, "read_bytes": 24e9, "wait_seconds": 5.0}

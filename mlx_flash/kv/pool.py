@@ -157,7 +157,6 @@ class KVPool:
         under_way_bytes: the part of it that is kept free: for reads and writes, or for the eviction of a layer.
         on_disk: the layers whose rows are on disk.
         ring: the slots that layers on disk are computed from.
-        parking: the parts that layers share.
         stats: counters.
         usage: sizes at the last :meth:`note`. Any thread may read it.
         lock: held while caches change. Callers run one forward pass at a time.
@@ -332,7 +331,8 @@ class KVPool:
 
     def growth(self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]) -> int:
         """Return the bytes that a call adds to the memory of all caches if no layer is evicted."""
-        return max(0, self._sums.for_call(self._sums.coming(layers, num_new, step, row_bytes)) - self.memory_bytes)
+        needed = self._sums.for_call(self._sums.coming(layers, num_new, step, row_bytes))
+        return max(0, needed + self.under_way_bytes * bool(self.on_disk) - self.memory_bytes)
 
     def _spill(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
         others = [(disk, length) for other, length in rows.lineage.relatives() if (disk := other.disk)]

@@ -302,14 +302,17 @@ def _own_of(lanes: Sequence[Lane]) -> _Own:
 
 
 def _coming(plan: ResidencyPlan, own: _Own) -> tuple[list[Any], list[int], int, list[int]]:
-    """Return the layers, the new tokens of each, how many go through at a time, and the bytes of a token in each."""
+    """Return the layers, the new tokens of each, how many go through at a time, and the bytes of a token in each.
+
+    Tokens are those of one sequence; a token of a batch has the bytes of all its sequences.
+    """
     num_layers = max(Counter(id(lane) for _, lane in own).values())
     row_bytes = plan.kv.rows if len(plan.kv.rows) == num_layers else [max(plan.kv.rows, default=0)] * num_layers
     return (
         [entry.rows for entry, _ in own],
-        [lane.call.num_tokens for _, lane in own],
-        max(lane.num_at_once for _, lane in own),
-        [row_bytes[i % num_layers] for i in range(len(own))],
+        [lane.call.num_tokens // lane.call.batch_size for _, lane in own],
+        max(lane.num_at_once // lane.call.batch_size for _, lane in own),
+        [row_bytes[i % num_layers] * lane.call.batch_size for i, (_, lane) in enumerate(own)],
     )
 
 

@@ -202,24 +202,31 @@ class Passes:
         loans: Lending | None,
     ) -> dict[Row, list[ForwardCall]]:
         """Return the first part of each row, and as many more as memory allows."""
-        chosen = {row: [row.left[0]] for row in rows}
+        extra = []
         for row, part in [(row, part) for row, parts in zip(rows, more, strict=True) for part in parts]:
             granted -= _cost(plan, part)
             if granted < 0:
                 break
-            chosen[row].append(part)
-        if all(len(parts) == 1 for parts in chosen.values()):
-            return chosen
+            extra.append((row, part))
+        tried = len(extra)
+        while extra:
+            chosen = {row: [row.left[0], *(part for owner, part in extra if owner is row)] for row in rows}
+            if self._fit(plan, chosen, loans):
+                return chosen
+            extra = extra[: len(extra) // 2]
+        if tried:
+            check_headroom(plan, [row.lane() for row in rows], loans)
+        return {row: [row.left[0]] for row in rows}
+
+    @staticmethod
+    def _fit(plan: ResidencyPlan, chosen: dict[Row, list[ForwardCall]], loans: Lending | None) -> bool:
+        """Return whether parts of rows may share a pass. What is lent, and on disk, is as they need it then."""
         lanes = [row.lane(len(parts)) for row, parts in chosen.items()]
         waiting = sum(_waiting_bytes(plan, part) for parts in chosen.values() for part in parts[1:])
         try:
-            fit = check_headroom(plan, lanes, loans, waiting, may_shrink=True) == waiting
+            return check_headroom(plan, lanes, loans, waiting, may_shrink=True) == waiting
         except BudgetError:
-            fit = False
-        if fit:
-            return chosen
-        check_headroom(plan, [row.lane() for row in rows], loans)
-        return {row: [row.left[0]] for row in rows}
+            return False
 
     def _tell_step(self, row: Row, step: int) -> None:
         """Log that the parts of a row get smaller; warn once of each size."""

@@ -175,8 +175,9 @@ class KVBudget(Generic[R]):
         """
         sizes, options = [each.nbytes for each in coming.values()], self._options
         needed = self.for_call(coming)
-        if any(step < each.num_new for each in coming.values()):  # caches that grow several times have more room
-            needed += options.step * sum(sizes)
+        first = {rows: rows.memory.capacity_after(min(step, each.num_new)) for rows, each in coming.items()}
+        if any(first[rows] < rows.length + each.num_new for rows, each in coming.items()):
+            needed += options.step * sum(sizes)  # caches that grow several times have more room
         if options.budget_bytes is None:
             return Way(max(0, needed - limit))
         eviction = options.eviction_bytes(sizes)

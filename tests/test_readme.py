@@ -32,7 +32,7 @@ NOT_RUN = {
     "docs/experts.md": ["needs a mixture larger than the budget"],
     "docs/lmstudio_integration.md": ["installs"],
     "docs/long-contexts.md": ["needs a model and minutes"],
-    "docs/ranks.md": ["needs several machines"],
+    "docs/ranks.md": ["needs several machines", "needs root, gigabytes and minutes"],
 }
 """Reasons why blocks do not run, in the order of their comments. Add new reasons here."""
 

@@ -46,7 +46,7 @@ def available_memory() -> int:
 
 def wired_limit() -> int | None:
     """Return the bytes that Metal keeps wired at most, by ``iogpu.wired_limit_mb`` or MLX's figure; None elsewhere."""
-    if not mx.metal.is_available():
+    if sys.platform != "darwin" or not mx.metal.is_available():
         return None
     limit = ctypes.c_int(0)
     nbytes = ctypes.c_size_t(ctypes.sizeof(limit))

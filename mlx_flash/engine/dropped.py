@@ -1,4 +1,4 @@
-"""Whether anybody will look at what a call returns.
+"""The question whether anybody will look at what a call returns.
 
 mlx-lm's prefill calls the model for what that does to the prompt cache and drops the logits, which MLX, being lazy,
 then never computes. A head that passes through the slots is computed at once, so it has to know.

@@ -23,7 +23,7 @@ _MOST_LOGPROBS = 64
 
 
 class Server(Protocol):
-    """What knows the clients of answers."""
+    """An object that knows the clients of answers."""
 
     @property
     def is_stopping(self) -> bool:

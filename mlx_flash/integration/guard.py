@@ -1,4 +1,4 @@
-"""What the server accepts: who may ask, from which web pages, how much, and how slowly."""
+"""Limits of the server: who may ask, from which web pages, how much, and how slowly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MAX_KEY_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use the server.
+    """Keys and origins that may use the server.
 
     Attributes:
         api_key: the key that each request must bring; None asks for none.

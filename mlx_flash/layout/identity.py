@@ -1,4 +1,4 @@
-"""Whether a model is still the one that was loaded, and what was changed: adapters, most of all."""
+"""Changes of a model since it was loaded: adapters, most of all."""
 
 from __future__ import annotations
 

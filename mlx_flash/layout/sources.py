@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint an array is made of, when its bytes are theirs.
+"""The tensors of a checkpoint that an array is made of, when its bytes are theirs.
 
 mlx-lm's ``sanitize`` puts the tensors of experts, one by one in original checkpoints, into stacks. Along the first axis
 a stack's bytes are those of its parts, one after another, and the rows of a tensor are a run of its bytes. So while

@@ -1,4 +1,4 @@
-"""What of a model is made resident together: its layers, and finer cuts of them.
+"""The parts of a model that are made resident together: its layers, and finer cuts of them.
 
 A module can be a unit when its arrays are used during its own calls only. That is seen in a traced call, so no
 architecture has to be known.

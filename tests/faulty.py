@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,17 @@ def open_things() -> tuple[int, list[str]]:
     """Return the number of open descriptors, and the names of our threads."""
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("mlx-flash")]
     return len(list(Path("/dev/fd").iterdir())), threads
+
+
+def open_in_the_end(expected: tuple[int, list[str]]) -> tuple[int, list[str]]:
+    """Return what :func:`open_things` does once it is as expected, or after some seconds.
+
+    MLX's own threads close the files of lazily loaded arrays a little after the last reference has gone.
+    """
+    end = time.monotonic() + 5
+    while (found := open_things()) != expected and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
 
 
 def unfinished(folder: Path) -> list[Path]:

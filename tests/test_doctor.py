@@ -211,6 +211,7 @@ def test_kinds_of_disks_on_macos(
 
 def test_wired_limit_is_that_of_metal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert footprint.wired_limit() is None
+    monkeypatch.setattr(footprint.sys, "platform", "darwin")
     monkeypatch.setattr(footprint.mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(footprint.mx, "device_info", lambda: {"max_recommended_working_set_size": 11 * GB})
 

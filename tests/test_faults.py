@@ -18,7 +18,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import pytest
 
-from faulty import FailingDisk, open_things, unfinished
+from faulty import FailingDisk, open_in_the_end, open_things, unfinished
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.errors import FileChangedError, FlashError, ReadError, TruncatedFileError
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
@@ -80,13 +80,13 @@ def _fail_once(writer: Writer, disk: FailingDisk, can_remove: bool) -> None:
         except FlashError as error:
             assert writer.raises and str(writer.folder) in str(error) and "Hint: " in str(error)
     writer.let_go()
-    assert open_things() == before
+    assert open_in_the_end(before) == before
     if can_remove:
         assert not [path for path in unfinished(writer.folder) if path.is_file()]
     writer.write()
     assert writer.check()
     writer.let_go()
-    assert open_things() == before
+    assert open_in_the_end(before) == before
     assert not unfinished(writer.folder)
 
 
@@ -182,7 +182,7 @@ def test_reads_that_fail(
         assert checkpoint.is_right(model)
     del model
     gc.collect()
-    assert open_things() == before
+    assert open_in_the_end(before) == before
 
 
 # --- files that change while the model runs --------------------------------------------

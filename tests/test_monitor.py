@@ -677,8 +677,8 @@ def test_in_a_terminal(generating: subprocess.Popen[str], terminal: Any) -> None
     tmux.do("send-keys", "q")
     after = tmux.wait_for(r"shell>\s*\Z")
     assert "before" in after and "tiny-model" not in after
-    tmux.type("stty -a | grep -c ' icanon'")
-    tmux.wait_for(r"^1$")
+    tmux.type("echo icanon=$(stty -a | grep -c ' icanon')")
+    tmux.wait_for(r"icanon=1$")
 
 
 @pytest.mark.parametrize("ending", ["C-c", "TERM"])

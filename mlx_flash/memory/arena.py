@@ -14,7 +14,7 @@ import numpy as np
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.memory.footprint import HUGE_PAGE, use_huge_pages
-from mlx_flash.memory.lazy import LazyRows, commits_lazily, uncommit
+from mlx_flash.memory.lazy import LazyRows, commits_lazily, uncommit, untouched
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
 _MARK = 0xA5
@@ -27,19 +27,24 @@ class Arena:
         nbytes: usable size.
         pages: evaluated rows of one page to use, instead of new memory.
         is_read_into: the disk writes to it, which is faster on huge pages. These take time to make.
+        is_read_once: its bytes are read once and stay. These reads commit its pages, where the system can. Huge pages
+            would take longer to make than they save.
 
     Attributes:
         memory: the writable bytes; their address is a multiple of ``DIRECT_ALIGNMENT``.
     """
 
-    def __init__(self, nbytes: int, pages: mx.array | None = None, *, is_read_into: bool = True) -> None:
+    def __init__(
+        self, nbytes: int, pages: mx.array | None = None, *, is_read_into: bool = True, is_read_once: bool = False
+    ) -> None:
         # Rows of one page: MLX's dimensions are 32-bit, a flat array would end at 2 GiB.
-        self._array = _zeros(-(-nbytes // DIRECT_ALIGNMENT) + 1, DIRECT_ALIGNMENT) if pages is None else pages
+        make = untouched if is_read_once and commits_lazily() else _zeros
+        self._array = make(-(-nbytes // DIRECT_ALIGNMENT) + 1, DIRECT_ALIGNMENT) if pages is None else pages
         everything = memory_of(self._array)
         self._start = _first_page(everything)
         self.nbytes = nbytes
         self.memory = everything[self._start : self._start + nbytes]
-        if pages is None and is_read_into:
+        if pages is None and is_read_into and not is_read_once:
             use_huge_pages(self.memory)
 
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
@@ -136,6 +141,14 @@ class SlotArena:
         """Return the bytes of a slot; their address is a multiple of ``DIRECT_ALIGNMENT``."""
         first = slot * self.pitch + self._start
         return self._everything[first : first + self.pitch - DIRECT_ALIGNMENT]
+
+    def part(self, slot: int, offset: int, nbytes: int) -> memoryview:
+        """Return some bytes of a slot."""
+        return self.memory(slot)[offset : offset + nbytes]
+
+    def num_head(self, nbytes: int) -> int:
+        """Return the number of slots that :meth:`head` takes for so many bytes."""
+        return -(-(nbytes + DIRECT_ALIGNMENT) // self.pitch)
 
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
         """Return an evaluated array ``(slots, *shape)`` whose row of each slot begins ``offset`` bytes into it.

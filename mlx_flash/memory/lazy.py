@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import io
+import json
 import mmap
 import sys
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import count
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -49,6 +52,53 @@ def reserve(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
         mx.eval(array)
         give_back(array)
     return array
+
+
+def untouched(num_rows: int, width: int) -> mx.array:
+    """Return rows of bytes of any value, without writing to them: the system commits pages when they are read into.
+
+    MLX's own zeros are written page by page, which takes as long as reading them from a fast disk. So the array is one
+    that MLX loads from a file, and this file writes nothing.
+
+    Args:
+        num_rows: number of rows.
+        width: bytes of a row.
+    """
+    array = cast(dict[str, mx.array], mx.load(cast(Any, _Nothing(num_rows, width)), format="safetensors"))["rows"]
+    mx.eval(array)
+    return array
+
+
+class _Nothing(io.RawIOBase):
+    """A safetensors file with a header, whose data leaves the reader's memory as it is."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        self._nbytes = num_rows * width
+        entry = {"dtype": "U8", "shape": [num_rows, width], "data_offsets": [0, self._nbytes]}
+        text = json.dumps({"rows": entry}).encode()
+        self._head = len(text).to_bytes(8, "little") + text
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = (0, self._at, len(self._head) + self._nbytes)[whence]
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        head = self._head[self._at : self._at + len(target)]
+        target[: len(head)] = head
+        self._at += len(target)
+        return len(target)
 
 
 def give_back(array: mx.array) -> None:

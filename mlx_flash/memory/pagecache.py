@@ -1,4 +1,4 @@
-"""Reads past the page cache, and advice to the operating system to empty it."""
+"""Direct reads past the page cache, and advice to the operating system to empty it."""
 
 from __future__ import annotations
 

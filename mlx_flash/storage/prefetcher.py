@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.cached import CachedShare
 from mlx_flash.storage.placement import Segment
-from mlx_flash.storage.ranges import RangeReader
+from mlx_flash.storage.ranges import RangeReader, Way
 from mlx_flash.storage.source import SourceFile
 
 DEFAULT_READ_SIZE = 4 << 20
@@ -31,12 +32,14 @@ class ReadStats:
         busy_seconds: time during which at least one read was in flight.
         num_reads: ranges of at most ``read_size`` bytes of one segment whose reading ended, retries not counted.
         num_retries: reads that were repeated after an I/O error.
+        cached_bytes: those of ``nbytes`` that came through the page cache because memory has room for them.
     """
 
     nbytes: int = 0
     busy_seconds: float = 0.0
     num_reads: int = 0
     num_retries: int = 0
+    cached_bytes: int = 0
 
 
 _Range = tuple[Segment, int, int]
@@ -163,6 +166,10 @@ class BackgroundPrefetcher:
         read_size: bytes of one read; rounded up to whole pages.
         queue_depth: reads in flight at once in each pool.
         in_place: read straight into the caller's memory where that is aligned; otherwise through bounce buffers.
+        room: returns the memory in bytes that the page cache may use for the files; None for none.
+
+    Attributes:
+        cached: the part of the files that is read through the page cache.
 
     Raises:
         CheckpointError: a file cannot be opened.
@@ -176,6 +183,7 @@ class BackgroundPrefetcher:
         read_size: int = DEFAULT_READ_SIZE,
         queue_depth: int = DEFAULT_QUEUE_DEPTH,
         in_place: bool = True,
+        room: Callable[[], int] = lambda: 0,
     ) -> None:
         self.read_size = -(-read_size // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
         self.queue_depth = queue_depth
@@ -193,6 +201,7 @@ class BackgroundPrefetcher:
         except BaseException:
             self._close_files()
             raise
+        self.cached = CachedShare(sum(file.identity.nbytes for file in self._files.values()), room)
         # An executor starts its threads when they are needed: an unused one costs nothing.
         self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="mlx-flash-reader")
         self._urgent_pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="mlx-flash-reader-urgent")
@@ -204,6 +213,15 @@ class BackgroundPrefetcher:
             since = time.perf_counter() - self._busy_since if self._in_flight else 0.0
             busy_seconds = self._stats.busy_seconds + since
             return replace(self._stats, busy_seconds=busy_seconds, num_retries=self._ranges.num_retries)
+
+    @property
+    def way(self) -> Way:
+        """The way of reads that are submitted from now on."""
+        return self._ranges.way
+
+    @way.setter
+    def way(self, way: Way) -> None:
+        self._ranges.way = way
 
     @property
     def is_direct(self) -> bool:
@@ -241,6 +259,7 @@ class BackgroundPrefetcher:
                     f"'{segment.pieces[-1].name}' ends at byte {segment.buffer_end} of a buffer of {len(buffer)}"
                 )
         pool = self._urgent_pool if urgent else self._pool
+        self.cached.refresh()
         return Ticket(self, pool, segments, buffer, keep_cached, num_tasks or self.queue_depth)
 
     def _check_open(self) -> None:
@@ -252,15 +271,16 @@ class BackgroundPrefetcher:
 
         A task has at most ``read_size`` bytes, and few enough that all threads get work. Cached segments do not share.
         """
-        share = min(self.read_size, -(-sum(segment.nbytes for segment in segments) // num_tasks))
+        read_size = self.way.read_size
+        share = min(read_size, -(-sum(segment.nbytes for segment in segments) // num_tasks))
         task: list[_Range] = []
         nbytes = 0
         for segment in segments:
-            step = segment.nbytes if keep_cached else self.read_size
+            step = segment.nbytes if keep_cached else read_size
             end = segment.offset + segment.nbytes
             for start in range(segment.offset, end, step):
                 stop = min(start + step, end)
-                if task and (keep_cached or nbytes >= share or nbytes + stop - start > self.read_size):
+                if task and (keep_cached or nbytes >= share or nbytes + stop - start > read_size):
                     yield task
                     task, nbytes = [], 0
                 task.append((segment, start, stop))
@@ -280,15 +300,19 @@ class BackgroundPrefetcher:
     def _read_all(self, task: Sequence[_Range], buffer: memoryview, keep_cached: bool, gate: _Gate) -> None:
         with self._gate:
             self._begin()
-            num_reads = nbytes = 0
+            num_reads = nbytes = cached_bytes = 0
             try:
                 for segment, start, stop in task:
                     with gate:  # for each range: a cancelled task reads no further one
                         num_reads += 1
-                        self._ranges.read(self._files[segment.path], segment, start, stop, buffer, keep_cached)
-                        nbytes += segment.wanted_bytes(start, stop)
+                        is_cached = self.cached.holds(segment.path, start)
+                        file = self._files[segment.path]
+                        self._ranges.read(file, segment, start, stop, buffer, keep_cached or is_cached)
+                        wanted = segment.wanted_bytes(start, stop)
+                        nbytes += wanted
+                        cached_bytes += wanted * is_cached
             finally:
-                self._end(num_reads, nbytes)
+                self._end(num_reads, nbytes, cached_bytes)
 
     def _begin(self) -> None:
         with self._lock:
@@ -296,12 +320,13 @@ class BackgroundPrefetcher:
                 self._busy_since = time.perf_counter()
             self._in_flight += 1
 
-    def _end(self, num_reads: int, nbytes: int) -> None:
+    def _end(self, num_reads: int, nbytes: int, cached_bytes: int) -> None:
         with self._lock:
             self._in_flight -= 1
             if not self._in_flight:
                 self._stats.busy_seconds += time.perf_counter() - self._busy_since
             self._stats.nbytes += nbytes
+            self._stats.cached_bytes += cached_bytes
             self._stats.num_reads += num_reads
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ import math
 import mmap
 import os
 import platform
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.files import cache_directory, make_private, write_atomically
+from mlx_flash.files import cache_directory, make_private, temporary_file, write_atomically
 from mlx_flash.memory.footprint import use_huge_pages
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file
 from mlx_flash.storage.placement import Piece, Segment
@@ -74,14 +73,13 @@ def disk_profile(path: Path, direct: bool) -> DiskProfile:
 
 @contextmanager
 def sample_in(folder: Path) -> Iterator[Path]:
-    """Yield a temporary file in a folder, to probe its disk where there is no model yet."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix="probe-") as file:
-        for _ in range(2):
-            file.write(os.urandom(SAMPLE_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
-        yield Path(file.name)
+    """Yield a temporary file in a folder, to probe its disk where there is no model yet.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
+    with temporary_file(folder, "the disk probe", (os.urandom(SAMPLE_BYTES) for _ in range(2))) as file:
+        yield file
 
 
 def probe_disk(path: Path, direct: bool) -> DiskProfile:

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,20 +26,34 @@ RETRIES = 3
 RETRY_SECONDS = 0.02
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of reading.
+
+    Attributes:
+        read_size: bytes of one read.
+        direct: past the page cache, if the file system can.
+    """
+
+    read_size: int
+    direct: bool = True
+
+
 class RangeReader:
-    """Reads parts of segments, from any number of threads.
+    """A reader of parts of segments, from any number of threads.
 
     Args:
         read_size: the longest range in bytes.
         in_place: read straight into the caller's memory where that is aligned; otherwise through bounce buffers.
 
     Attributes:
-        read_size: as given.
+        way: of reading; its ``read_size`` is at most the one given.
         num_retries: reads that were repeated after an I/O error.
     """
 
     def __init__(self, read_size: int, in_place: bool) -> None:
-        self.read_size = read_size
+        self.way = Way(read_size)
+        self._read_size = read_size
         self.num_retries = 0
         self._in_place = in_place
         self._lock = threading.Lock()
@@ -60,7 +75,7 @@ class RangeReader:
         Raises:
             ReadError: bytes could not be read.
         """
-        fd = None if keep_cached else file.direct_fd
+        fd = None if keep_cached or not self.way.direct else file.direct_fd
         if fd is None:
             self._read_buffered(file.buffered_fd, segment, start, stop, buffer, keep_cached)
         elif segment.buffer_offset is not None and self._in_place:
@@ -110,7 +125,7 @@ class RangeReader:
     def _bounce_buffer(self) -> memoryview:
         buffer: memoryview | None = getattr(self._local, "bounce", None)
         if buffer is None:
-            buffer = self._local.bounce = memoryview(mmap.mmap(-1, self.read_size))
+            buffer = self._local.bounce = memoryview(mmap.mmap(-1, self._read_size))
         return buffer
 
 

@@ -11,6 +11,8 @@ import json
 import platform
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
@@ -20,8 +22,8 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy as np
 
-from mlx_flash.errors import SelfTestError
-from mlx_flash.files import cache_directory, make_private, write_atomically
+from mlx_flash.errors import SelfTestError, WriteError
+from mlx_flash.files import cache_directory, make_private, temporary_file, write_atomically
 from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
@@ -139,13 +141,10 @@ def run_selftest() -> SelfTest:
 
     Raises:
         SelfTestError: no way works.
+        WriteError: there is no room for its file.
     """
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=_writable()) as folder:
-        file = Path(folder) / "selftest"
-        with file.open("wb") as target:
-            for start in range(0, NUM_FILE_BYTES, _CHUNK_BYTES):
-                target.write(_words(start, _CHUNK_BYTES).data)
+    with _file_of_words() as file:
         lost = {"buffered": _count_lost(file, direct=False)}
         if (in_place := _count_lost(file)) is not None:
             lost["in place"] = in_place
@@ -241,13 +240,20 @@ def _key() -> str:
     return f"{platform.node()}: {_device()}, {mx.default_device()}, {platform.platform()}, {versions}"
 
 
-def _writable() -> Path | None:
-    """Return the cache folder, on a disk like that of models; None stands for the system's folder."""
-    try:
-        make_private(cache_directory())
-    except OSError:
-        return None
-    return cache_directory()
+@contextmanager
+def _file_of_words() -> Iterator[Path]:
+    """Yield a file to read, on a disk like that of models if there is room, else in the system's folder."""
+
+    def in_folder(folder: Path) -> AbstractContextManager[Path]:
+        pieces = (_words(start, _CHUNK_BYTES).data for start in range(0, NUM_FILE_BYTES, _CHUNK_BYTES))
+        return temporary_file(folder, "the self-test", pieces)
+
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(in_folder(cache_directory()))
+        except WriteError:
+            file = stack.enter_context(in_folder(Path(tempfile.gettempdir())))
+        yield file
 
 
 def results_file() -> Path:

@@ -79,9 +79,8 @@ class SourceFile:
         except FileNotFoundError:
             raise CheckpointNotFoundError(f"cannot open {path}: there is no such file") from None
         except OSError as error:
-            raise CheckpointError(
-                f"cannot open {path} for reading: {error.strerror}. Hint: check who may read it."
-            ) from error
+            hint = "check who may read it" if isinstance(error, PermissionError) else "check the disk, and load again"
+            raise CheckpointError(f"cannot open {path} for reading: {error.strerror}. Hint: {hint}.") from error
 
     def check_unchanged(self, tensor: str) -> None:
         """Check that the path still leads to the open file, and that nobody has written to it. Costs one ``stat``.

@@ -1,0 +1,35 @@
+"""The limit of freed buffers that MLX keeps for later arrays. Every back end has a default, the CPU one 32 MiB."""
+
+from __future__ import annotations
+
+import threading
+
+import mlx.core as mx
+
+_lock = threading.Lock()
+_held: dict[int, int] = {}
+_before = 0
+
+
+def limit_buffers(owner: object, nbytes: int) -> None:
+    """Keep at most so many bytes of freed buffers, or as many as another owner allows. Free what is above.
+
+    Args:
+        owner: what the limit is for. It is told apart by identity and not kept alive.
+        nbytes: the limit.
+    """
+    global _before
+    with _lock:
+        is_first = not _held
+        _held[id(owner)] = nbytes
+        limit = mx.set_cache_limit(max(_held.values()))
+        if is_first:
+            _before = limit
+    mx.clear_cache()
+
+
+def end_limit(owner: object) -> None:
+    """Forget the limit of an owner. After the last one, MLX has the limit that it had before."""
+    with _lock:
+        if _held.pop(id(owner), None) is not None:
+            mx.set_cache_limit(max(_held.values(), default=_before))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple
 
 from mlx_flash.compat.require import require, require_that
 
 _module = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
-_Stock: Any = require(_module, "BatchGenerator")
+StockBatchGenerator: Any = require(_module, "BatchGenerator")
 
 Progress: Any = require(_module, "PromptProcessingBatch").Response
 """Tokens done and tokens to do of a prompt: (uid, progress, end_of_segment, end_of_prompt)."""
@@ -18,13 +19,32 @@ Progress: Any = require(_module, "PromptProcessingBatch").Response
 Response: Any = require(_module, "GenerationBatch").Response
 """A token: (uid, token, logprobs, finish_reason, prompt_cache, all_tokens)."""
 
-stock_batch_generate: Callable[..., Any] = require(_module, "batch_generate", "model", "prompt_caches", "kwargs")
+stock_batch_generate: Callable[..., Any] = require(
+    _module, "batch_generate", "model", "prompt_caches", "return_prompt_caches", "kwargs"
+)
 
 require_that("BatchGenerator" in stock_batch_generate.__code__.co_names, "batch_generate makes no BatchGenerator")
 for _name in ("_next", "insert_segments", "extract_cache", "remove", "stats", "close"):
-    require(_Stock, _name)
+    require(StockBatchGenerator, _name)
 for _attribute in ("_unprocessed_sequences", "_counters", "completion_batch_size", "prefill_batch_size"):
-    require_that(f"self.{_attribute} = " in inspect.getsource(_Stock), f"BatchGenerator sets no {_attribute}")
+    require_that(
+        f"self.{_attribute} = " in inspect.getsource(StockBatchGenerator), f"BatchGenerator sets no {_attribute}"
+    )
+
+
+def wants_caches(frame: FrameType) -> bool | None:
+    """Return whether ``batch_generate`` returns prompt caches, from its frame; None if the frame is another's."""
+    return frame.f_locals["return_prompt_caches"] if frame.f_code is stock_batch_generate.__code__ else None
+
+
+def current_batch_generator() -> Any:
+    """Return the class that ``batch_generate`` uses now."""
+    return _module.BatchGenerator
+
+
+def replace_batch_generator(generator: Any) -> None:
+    """Make mlx-lm's ``batch_generate`` use another class."""
+    _module.BatchGenerator = generator  # type: ignore[attr-defined]
 
 
 class Waiting(NamedTuple):
@@ -51,7 +71,7 @@ class Waiting(NamedTuple):
     stop_sequences: Any
 
 
-class BatchGenerator(_Stock):  # type: ignore[misc]
+class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
     """mlx-lm's, with hooks for a subclass."""
 
     @property

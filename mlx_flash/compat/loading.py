@@ -1,4 +1,4 @@
-"""How mlx-lm finds, builds and loads models."""
+"""The functions with which mlx-lm finds, builds and loads models."""
 
 from __future__ import annotations
 

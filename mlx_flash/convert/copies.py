@@ -109,13 +109,13 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def note_use(folder: Path) -> None:
-    """Makes a copy the one used last."""
+    """Make a copy the one used last."""
     with suppress(OSError):  # another user's, or a disk that cannot be written: it only goes earlier
         os.utime(folder / MANIFEST_NAME)
 
 
 def remove(copy: Copy) -> bool:
-    """Removes a copy, unless somebody holds it. Returns whether it is gone.
+    """Remove a copy, unless somebody holds it. Return whether it is gone.
 
     Raises:
         WriteError: it cannot be removed.
@@ -131,7 +131,7 @@ def remove(copy: Copy) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Removes a copy, whoever uses it.
+    """Remove a copy, whoever uses it.
 
     Raises:
         WriteError: it cannot be removed.
@@ -142,7 +142,7 @@ def discard(folder: Path) -> None:
 
 
 def hold(folder: Path) -> int | None:
-    """Keeps a copy from being removed by others.
+    """Keep a copy from being removed by others.
 
     Returns:
         A descriptor; the copy is held until it is closed. None when there is no such folder.
@@ -168,7 +168,7 @@ def _lock(folder: Path, *, shared: bool = False, wait: bool = False) -> int | No
 
 @contextmanager
 def only_one(fingerprint: str) -> Iterator[None]:
-    """Lets one process after another into the block; makes the folder of all copies.
+    """Let one process after another into the block; make the folder of all copies.
 
     Raises:
         WriteError: the folder cannot be written.
@@ -214,7 +214,7 @@ class Room:
         return self._excess <= sum(copy.nbytes for copy in self._removable)
 
     def make(self, source: str) -> bool:
-        """Removes other copies until there is room; none when that would not be enough. Returns whether there is.
+        """Remove other copies until there is room; none when that would not be enough. Return whether there is.
 
         Those of the same source, which are of no use any more, go first, then those used longest ago.
         """
@@ -233,7 +233,7 @@ def _nearest(path: Path) -> Path:
 
 
 def remove_older(source: str, fingerprint: str) -> None:
-    """Removes the copies of what a source was before, unless somebody still uses them, and those of no known source."""
+    """Remove unused copies of a source that has changed since, and copies of no known source."""
     for copy in list_copies():
         if copy.source in (source, "") and copy.folder.name.removesuffix(PARTIAL_SUFFIX) != fingerprint:
             remove(copy)

@@ -82,8 +82,9 @@ def adopt_derived(
     progress: Progress | None = None,
     *,
     write: bool = True,
+    share: str = "",
 ) -> None:
-    """Gives derived parameters a place on disk to be read from: they become direct ones.
+    """Give derived parameters a place on disk to be read from: they become direct ones.
 
     Nothing is done when they are small all together. Where there is no room for a copy they stay as they are, and a
     warning says so.
@@ -97,6 +98,7 @@ def adopt_derived(
         progress: called with (bytes written, bytes to write).
         write: False, for a plan, writes and removes nothing: where there is no copy, parameters count as direct ones
             of the copy that would be made. The model must not be called then.
+        share: name of the part that this is of a model that several ranks share.
 
     Raises:
         FileChangedError: the checkpoint changed meanwhile.
@@ -106,7 +108,7 @@ def adopt_derived(
     total = sum(parameter.spec.nbytes for parameter in derived)
     if limit_gb == 0 or not derived or total < LEAST_BYTES:
         return
-    copying = _Copying(loaded, checkpoint, os.path.realpath(directory), derived)
+    copying = _Copying(loaded, checkpoint, os.path.realpath(directory), derived, share)
     held = copying.use()
     if held is None and not write:
         copying.assume(limit_gb)
@@ -144,13 +146,13 @@ class _Copying:
     """The copy for a model as it was loaded, used or made."""
 
     def __init__(
-        self, loaded: LoadedModel, checkpoint: Checkpoint, source: str, derived: Sequence[DerivedParameter]
+        self, loaded: LoadedModel, checkpoint: Checkpoint, source: str, derived: Sequence[DerivedParameter], share: str
     ) -> None:
         self._loaded = loaded
         self._checkpoint = checkpoint
         self._source = source
         self._state = state_of(checkpoint)
-        self._fingerprint = fingerprint_of(loaded, self._state)
+        self._fingerprint = fingerprint_of(loaded, self._state) + share
         self.folder = derived_directory() / self._fingerprint
         self._partial = self.folder.with_name(self.folder.name + PARTIAL_SUFFIX)
         self.shards = _shards(derived, self._fingerprint)
@@ -168,7 +170,7 @@ class _Copying:
         return None
 
     def make(self, limit_gb: float | None, progress: Progress) -> int | None:
-        """Makes the copy, or what is left of it, and holds it; None when there is no room."""
+        """Make the copy, or what is left of it, and hold it; None when there is no room."""
         with only_one(self._fingerprint):
             if (held := self.use()) is not None:
                 return held  # another process was faster
@@ -178,7 +180,7 @@ class _Copying:
         return None
 
     def assume(self, limit_gb: float | None) -> None:
-        """Takes the copy for made, if there is room for it."""
+        """Treat the copy as made, if there is room for it."""
         if not self._room(limit_gb).is_enough():
             self._tell_no_room(limit_gb)
             return

@@ -129,7 +129,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def read_pattern(units: Sequence[UnitTensors], checkpoint: Checkpoint) -> ReadPattern:
-    """How the units would be read from a checkpoint that holds their tensors."""
+    """Return how the units would be read from a checkpoint that holds their tensors."""
     read = [unit for unit in units if unit.is_read_whole]
     placements = [place([checkpoint.tensors[name] for name in unit.streamed], kernel_alignment()) for unit in read]
     segments = [segment for placement in placements for segment in placement.segments]

@@ -85,7 +85,7 @@ def pack(
     verify: bool = False,
     progress: Progress | None = None,
 ) -> PackReport:
-    """Writes a checkpoint again, in streaming order.
+    """Write a checkpoint again, in streaming order.
 
     Args:
         source: a model folder.
@@ -186,7 +186,7 @@ def _write(
 
 
 def _state(checkpoint: Checkpoint) -> str:
-    """Says which source it is; another one, or the same one changed, gives another text."""
+    """Return a text that identifies the source; another one, or a changed one, gives another text."""
     try:
         files = {str(shard.path): asdict(identity_of(shard.path)) for shard in checkpoint.shards}
     except OSError as error:
@@ -295,7 +295,7 @@ def _index(shards: Sequence[ShardPlan]) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Makes the folder, and keeps a second run out of it."""
+    """Make the folder, and keep a second run out of it."""
     with write_errors(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         try:

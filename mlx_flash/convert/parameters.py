@@ -49,7 +49,7 @@ class DerivedParameter:
     spec: TensorSpec
 
     def bind(self, array: mx.array) -> None:
-        """Puts another array in its places."""
+        """Put another array in its places."""
         for container, key in self.places:
             bind(container, key, array)
 
@@ -112,9 +112,11 @@ def _rows(
     array, tensor = files[record.extent.path][record.name], whole[place]
     if record.extent == tensor.extent:
         return array
-    row_bytes = tensor.nbytes // tensor.shape[0]
+    width = 1 if array.ndim == 1 else array.shape[-1]
+    row_bytes = tensor.nbytes * width // array.size
     start = (record.extent.offset - tensor.extent.offset) // row_bytes
-    return array[start : start + record.nbytes // row_bytes]
+    rows = array.reshape(-1, width)[start : start + record.nbytes // row_bytes]
+    return rows.reshape(record.shape) if array.dtype.size == record.itemsize else rows
 
 
 def _joined(parts: Sequence[mx.array], like: mx.array) -> mx.array:

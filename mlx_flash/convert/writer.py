@@ -1,4 +1,4 @@
-"""Writes safetensors files front to back, in bounded memory.
+"""A writer of safetensors files, front to back, in bounded memory.
 
 The header comes first, so what a file will hold must be known before its bytes are. It is padded with spaces until the
 data section begins at a multiple of a page. The format allows no holes between tensors: the order alone decides where
@@ -155,7 +155,7 @@ class ByteCounter:
 
 
 class ShardWriter:
-    """Writes one safetensors file, tensor by tensor in the order of the header.
+    """A writer of one safetensors file, tensor by tensor in the order of the header.
 
     The bytes go to ``<name>.partial`` beside the file, which is given its name when all of them are on the disk. As a
     context manager it does so at the end, or removes what it wrote if the block raised.
@@ -196,7 +196,7 @@ class ShardWriter:
             raise
 
     def write(self, name: str, data: bytes | bytearray | memoryview) -> None:
-        """Writes the next tensor from memory.
+        """Write the next tensor from memory.
 
         Args:
             name: its name, as a check.
@@ -247,7 +247,7 @@ class ShardWriter:
             self._file.write(piece)
 
     def finish(self) -> None:
-        """Gives the file its name once all of its bytes are on the disk.
+        """Give the file its name once all of its bytes are on the disk.
 
         Raises:
             ValueError: not every tensor was written.
@@ -261,7 +261,7 @@ class ShardWriter:
             self._file.commit()
 
     def abort(self) -> None:
-        """Removes what was written. Harmless when repeated, or after :meth:`finish`."""
+        """Remove what was written. Harmless when repeated, or after :meth:`finish`."""
         self._file.abort()
 
     def __enter__(self) -> ShardWriter:
@@ -283,7 +283,7 @@ def copy_buffer() -> memoryview:
 
 
 def read_pieces(name: str, extent: Extent, buffer: memoryview) -> Iterator[memoryview]:
-    """Reads a tensor piece by piece through the page cache, of which nothing is left behind.
+    """Read a tensor piece by piece through the page cache, and leave nothing there.
 
     Args:
         name: the tensor's name, for errors.

@@ -65,6 +65,33 @@ class CacheSizes:
         return self.constant_bytes + growing * num_tokens + sum(windows) + max(windows, default=0) + self.call_bytes
 
 
+def add_sizes(sizes: Sequence[CacheSizes]) -> CacheSizes:
+    """Return the sizes of several entries of a cache together."""
+    return CacheSizes(
+        constant_bytes=sum(each.constant_bytes for each in sizes),
+        token_bytes=sum(each.token_bytes for each in sizes),
+        largest_row=max((each.largest_row for each in sizes), default=0),
+        rows=tuple(row for each in sizes for row in each.rows),
+        windows=tuple(window for each in sizes for window in each.windows),
+        call_bytes=sum(each.call_bytes for each in sizes),
+        largest_scan=max((each.largest_scan for each in sizes), default=0),
+        largest_state=max((each.largest_state for each in sizes), default=0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """An entry of a prompt cache.
+
+    Attributes:
+        sizes: its own.
+        users: the ``id`` of every module that is given it, or a part of it, in a call.
+    """
+
+    sizes: CacheSizes
+    users: frozenset[int]
+
+
 class CacheMeter:
     """A meter of a cache while a model is called with one token, then with two.
 
@@ -80,23 +107,22 @@ class CacheMeter:
         """Note the sizes with one token."""
         self._first = {id(entry): (_nbytes(entry), _row_bytes(entry)) for entry in _leaves(self._cache)}
 
-    def sizes(self) -> CacheSizes:
-        """Return the sizes, after two more tokens."""
-        layers = [[self._sizes_of(leaf) for leaf in _leaves([entry])] for entry in self._cache]
-        constant, rows, calls, scans = ([sum(sizes[i] for sizes in layer) for layer in layers] for i in range(4))
+    def sizes(self) -> list[CacheSizes]:
+        """Return the sizes of each entry, after two more tokens."""
+        return [self._sizes_of_entry(entry) for entry in self._cache]
+
+    def _sizes_of_entry(self, entry: Any) -> CacheSizes:
+        found = [self._sizes_of(leaf) for leaf in _leaves([entry])]
+        constant, row, kept, scanned = (sum(sizes[i] for sizes in found) for i in range(4))
         return CacheSizes(
-            constant_bytes=sum(constant) + _DONATED_BYTES * sum(map(_num_states, self._cache)),
-            token_bytes=sum(rows),
-            largest_row=max(rows, default=0),
-            rows=tuple(row for entry, row in zip(self._cache, rows, strict=True) if type(entry) is KVCache),
-            windows=tuple(
-                (row, entry.max_size)
-                for entry, row in zip(self._cache, rows, strict=True)
-                if isinstance(entry, RotatingKVCache)
-            ),
-            call_bytes=sum(calls),
-            largest_scan=max(scans, default=0),
-            largest_state=max(constant, default=0),
+            constant_bytes=constant + _DONATED_BYTES * _num_states(entry),
+            token_bytes=row,
+            largest_row=row,
+            rows=(row,) if type(entry) is KVCache else (),
+            windows=((row, entry.max_size),) if isinstance(entry, RotatingKVCache) else (),
+            call_bytes=kept,
+            largest_scan=scanned,
+            largest_state=constant,
         )
 
     def _sizes_of(self, entry: Any) -> tuple[int, int, int, int]:
@@ -122,6 +148,11 @@ def _leaves(entries: Iterable[Any]) -> Iterator[Any]:
             yield from _leaves(entry.caches)
         else:
             yield entry
+
+
+def parts_of(entry: Any) -> list[Any]:
+    """Return an entry and the caches in it."""
+    return [entry, *_leaves([entry])]
 
 
 def _nbytes(entry: Any) -> int:

@@ -55,7 +55,7 @@ def _places(module: nn.Module) -> list[tuple[int, str]]:
 
 
 def _num_experts(unit: Unit) -> int:
-    """How many rows all arrays of a unit have; 0 when they differ, or when rows cannot be read one by one."""
+    """Return the number of rows of all arrays of a unit; 0 when they differ, or cannot be read row by row."""
     counts = {parameter.array.shape[0] if parameter.array.ndim else 0 for parameter in [*unit.large, *unit.small]}
     if len(counts) != 1 or not unit.large or not all(expert_records(parameter) for parameter in unit.large):
         return 0

@@ -25,7 +25,7 @@ State = list[list[object]]
 
 
 def state_of(checkpoint: Checkpoint) -> State:
-    """Says what the files of a checkpoint are now; changed ones give another answer.
+    """Return a description of a checkpoint's files as they are now; changed files give another one.
 
     Raises:
         FileChangedError: one of them is gone.

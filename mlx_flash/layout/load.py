@@ -21,14 +21,13 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_flash.compat.loading import LoadModel, ModelClasses, model_classes
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError
 from mlx_flash.files import check_regular
-from mlx_flash.layout.cachesizes import CacheSizes
+from mlx_flash.layout.cachesizes import CacheEntry, CacheSizes
 from mlx_flash.layout.sources import Sources
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, Checkpoint, TensorRecord
 
 CONFIG_NAMES = {"config.json", "generation_config.json"}
 METADATA_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 """Ends of the names of the small files that mlx-lm and its tokenizers read."""
-
 
 LAYER_KEYS = {"num_hidden_layers", "num_layers", "n_layers", "n_layer"}
 """Keys of ``config.json`` that count layers."""
@@ -63,12 +62,12 @@ class Parameter:
         return int(self.array.nbytes)
 
     def bind(self, array: mx.array) -> None:
-        """Makes the module use another array of the same shape and dtype."""
+        """Make the module use another array of the same shape and dtype."""
         bind(self.container, self.key, array)
 
 
 def bind(container: dict[Any, Any] | list[Any], key: Any, array: mx.array) -> None:
-    """Puts an array into a module, dict or list; a module does not look at it."""
+    """Put an array into a module, dict or list; a module does not look at it."""
     if isinstance(container, dict):
         dict.__setitem__(container, key, array)
     else:
@@ -159,6 +158,7 @@ class ModelLayout:
         finer: ways to cut the layers into smaller units, each finer than the one before: attention and MLP, then their
             parts. What a cut leaves over stays in memory. In calling order; parameters are those of the layers.
         cache: sizes of the model's cache.
+        cache_entries: its entries, and the modules that use each of them.
         experts: the stacks of experts in the layers, in calling order.
     """
 
@@ -169,6 +169,7 @@ class ModelLayout:
     tied: set[str]
     finer: list[list[Unit]] = field(default_factory=list)
     cache: CacheSizes = field(default_factory=CacheSizes)
+    cache_entries: list[CacheEntry] = field(default_factory=list)
     experts: list[ExpertStack] = field(default_factory=list)
 
     @property

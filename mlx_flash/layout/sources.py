@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_flash.compat.arrays import wrapped_functions
+from mlx_flash.compat.arrays import CHANGING, wrapped_functions
 from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
 
 _watching = threading.RLock()
@@ -35,6 +36,11 @@ class Sources:
         """The tensors, or rows of them, whose bytes one after another are the array's. Empty when it was computed."""
         return self._found.get(id(array), (array, ()))[1]
 
+    def adopt(self, arrays: Sequence[mx.array], sources: Mapping[int, tuple[TensorRecord, ...]]) -> None:
+        """Take over what is known of some arrays, by their ``id``."""
+        for array in arrays:
+            self._note(array, sources[id(array)])
+
     @contextmanager
     def watching(self, weights: Mapping[str, mx.array]) -> Iterator[None]:
         """Notes what happens to arrays that were read from the checkpoint, by the names of their tensors."""
@@ -48,6 +54,10 @@ class Sources:
     def _watched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if name == "split":
             return self._splitting(function)
+        if name == "contiguous":
+            return self._copying(function)
+        if name in CHANGING:
+            return self._changing(function)
         return self._joining(function) if name in ("stack", "concatenate") else self._reshaping(function)
 
     def _note(self, array: mx.array, records: tuple[TensorRecord, ...]) -> None:
@@ -73,7 +83,33 @@ class Sources:
                 for result in results:
                     self._note(result, (records[0].rows(start, start + result.shape[0]),))
                     start += result.shape[0]
+            if axis == 1 and array.ndim == 3:
+                self._note_rows_of_experts(results, _one_by_one(records))
             return results
+
+        return watched
+
+    def _note_rows_of_experts(self, results: Sequence[mx.array], experts: Sequence[TensorRecord]) -> None:
+        """Note parts of a stack that have some rows of each expert."""
+        start = 0
+        for result in results:
+            num_experts, num_rows, _ = result.shape
+            if len(experts) == num_experts:
+                self._note(result, tuple(expert.rows(start, start + num_rows) for expert in experts))
+            start += num_rows
+
+    def _copying(self, copy: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def watched(array: mx.array, *args: Any, **options: Any) -> mx.array:
+            result = copy(array, *args, **options)
+            self._note(result, self.of(array))
+            return result
+
+        return watched
+
+    def _changing(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(array: mx.array, *args: Any) -> Any:
+            self._found.pop(id(array), None)
+            return change(array, *args)
 
         return watched
 
@@ -86,3 +122,11 @@ class Sources:
             return result
 
         return watched
+
+
+def _one_by_one(records: Sequence[TensorRecord]) -> list[TensorRecord]:
+    """Return the matrices that a stack is made of: its own, or those of tensors that are matrices."""
+    if len(records) == 1 and len(records[0].shape) == 3:
+        rows = [records[0].rows(i, i + 1) for i in range(records[0].shape[0])]
+        return [replace(record, shape=record.shape[1:]) for record in rows]
+    return list(records) if all(len(record.shape) == 2 for record in records) else []

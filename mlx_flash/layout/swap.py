@@ -18,13 +18,13 @@ class SwappedClass:
 
 
 def swap_class(module: nn.Module, mixin: type[SwappedClass], state: object) -> None:
-    """Gives a module a subclass of its own class, whose calls the mixin answers. :func:`restore_class` undoes it."""
+    """Give a module a subclass of its own class, whose calls the mixin answers. :func:`restore_class` undoes it."""
     object.__setattr__(module, _STATE, state)
     object.__setattr__(module, "__class__", _mixed(cast(Hashable, type(module)), cast(Hashable, mixin)))
 
 
 def restore_class(module: nn.Module) -> None:
-    """Gives a module its own class back and forgets the state."""
+    """Give a module its own class back and forget the state."""
     object.__delattr__(module, _STATE)
     object.__setattr__(module, "__class__", own_class(module))
 

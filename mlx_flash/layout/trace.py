@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.experts import is_expert_stack
-from mlx_flash.layout.cachesizes import CacheMeter, CacheSizes
+from mlx_flash.layout.cachesizes import CacheEntry, CacheMeter, parts_of
 from mlx_flash.layout.load import Parameter
 from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, state_of, swap_class
 
@@ -28,7 +28,7 @@ Place = tuple[int, Any]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a call of experts came about.
+    """The origin of a call of experts.
 
     Attributes:
         top_k: experts of each token.
@@ -52,13 +52,13 @@ class CallTrace:
     Attributes:
         called: the modules that were called, each once, in the order of their first calls.
         users: of each array that was used, the ``id`` of every module that was being called at all of its uses.
-        cache: sizes of the model's cache.
+        cache_entries: entries of the model's cache, and the modules that were given each of them.
         routes: of each module that was called with tokens and the experts for them, what came before.
     """
 
     called: dict[int, nn.Module]
     users: dict[Place, frozenset[int]]
-    cache: CacheSizes = field(default_factory=CacheSizes)
+    cache_entries: list[CacheEntry] = field(default_factory=list)
     routes: dict[int, Route] = field(default_factory=dict)
 
     def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
@@ -74,6 +74,7 @@ class _Watch:
     trace: CallTrace
     under_way: list[_Call] = field(default_factory=list)
     outputs: dict[int, tuple[mx.array, nn.Module]] = field(default_factory=dict)  # holds them, so that ids are unique
+    given: dict[int, set[int]] = field(default_factory=dict)  # modules that were given an object, by its id
 
 
 @dataclass(slots=True)
@@ -96,6 +97,8 @@ class _Watched(SwappedClass):
         if is_expert_stack(module):
             _note_route(watch, module, *args, **kwargs)
         watch.under_way.append(_Call(module, (*args, *kwargs.values())))
+        for value in watch.under_way[-1].arguments:
+            watch.given.setdefault(id(value), set()).add(id(self))
         try:
             result = own_class(module).__call__(self, *args, **kwargs)
         finally:
@@ -162,7 +165,7 @@ def scores_of(returned: object, indices: mx.array, num_experts: int) -> mx.array
 
 
 def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
-    """Calls a model with one token, again with one, then with two, and leaves it as it was.
+    """Call a model with one token, again with one, then with two, and leave it as it was.
 
     A module that is not called again for the same kind of input is called from a compiled function: there it cannot
     wait for its weights, and does not count as called.
@@ -180,12 +183,16 @@ def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
         called.clear()
         watch.outputs.clear()
         cache = make_prompt_cache(model)
+        watch.given.clear()
         meter = CacheMeter(cache)
         model(mx.zeros((1, 1), mx.int32), cache=cache)
         compiled = once - set(called)
         meter.note_first()
         model(mx.zeros((1, 2), mx.int32), cache=cache)
-        watch.trace.cache = meter.sizes()
+        watch.trace.cache_entries = [
+            CacheEntry(sizes, frozenset().union(*(watch.given.get(id(part), ()) for part in parts_of(entry))))
+            for entry, sizes in zip(cache, meter.sizes(), strict=True)
+        ]
     for key in compiled:
         called.pop(key, None)
     return watch.trace
@@ -202,7 +209,7 @@ def _as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _zeros(parameters: Sequence[Parameter]) -> Iterator[None]:
-    """Puts zeros, which take no memory, in the place of all arrays."""
+    """Put zeros, which take no memory, in the place of all arrays."""
     try:
         for parameter in parameters:
             parameter.bind(mx.broadcast_to(mx.zeros((), parameter.array.dtype), parameter.array.shape))

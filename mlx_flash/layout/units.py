@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import mlx.nn as nn
 
 from mlx_flash.errors import CheckpointError
+from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.experts import find_experts
 from mlx_flash.layout.load import (
     LoadedModel,
@@ -35,7 +36,7 @@ REST_SHARE = 1 / 20
 
 
 def make_layout(loaded: LoadedModel) -> ModelLayout:
-    """Finds the units of a model and the source of each of its parameters. Reads no weights.
+    """Find the units of a model and the source of each of its parameters. Reads no weights.
 
     Raises:
         CheckpointError: the model has no list of layers.
@@ -56,7 +57,8 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         resident=[parameter for parameter in tree.parameters if id(parameter) not in taken],
         tied={unit.name for unit in embeddings if not tree.is_covered(unit)},
         finer=list(tree.finer([unit for unit in layers if unit.large])),
-        cache=tree.trace.cache,
+        cache=add_sizes([entry.sizes for entry in tree.trace.cache_entries]),
+        cache_entries=tree.trace.cache_entries,
         experts=find_experts(layers, tree.parameters, tree.trace),
     )
 

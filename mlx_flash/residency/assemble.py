@@ -72,6 +72,16 @@ class Task:
         layers = self.sizes.layers
         return cache(lambda target, whole_layers: add_up(spread(layers, target, whole_layers)))
 
+    @cached_property
+    def for_tokens(self) -> Callable[[Reserve], tuple[KVShare, int, int]]:
+        """The KV cache's share, and the bytes of activations and of the prefix cache, for a reserve."""
+
+        def add_up_tokens(reserve: Reserve) -> tuple[KVShare, int, int]:
+            prefixes = prefix_bytes(self.sizes, self.config, reserve.context_length)
+            return kv_share(self, reserve), activation_bytes(self, reserve), prefixes
+
+        return cache(add_up_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
@@ -177,7 +187,7 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
     copies = sizes.copies or not machine.reads_in_place or (experts is not None and experts.copies)
     bounce = machine.disk.direct and copies
     num_readers = 1 if experts is None else 2  # urgent reads have threads and buffers of their own
-    kv, activations = kv_share(task, reserve), activation_bytes(task, reserve)
+    kv, activations, prefixes = task.for_tokens(reserve)
     return ResidencyPlan(
         budget_bytes=0,
         minimum_bytes=0,
@@ -189,7 +199,7 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
         streaming=streaming,
         pool=None if experts is None else pool_of(task, experts, task.pool_slots or experts.least_slots),
         kv=kv,
-        prefix_bytes=prefix_bytes(sizes, task.config, reserve.context_length),
+        prefix_bytes=prefixes,
         activation_bytes=activations,
         spare_bytes=max(0, task.promised_bytes - kv.nbytes - activations),
         bounce_bytes=machine.disk.read_size * machine.disk.queue_depth * num_readers if bounce else 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.residency.assemble import (
@@ -235,11 +236,13 @@ def _most_pinned(
     task: Task, budget: int, reserve: Reserve, num_slots: int, whole_layers: bool, tile_bytes: int | None
 ) -> ResidencyPlan | None:
     """Find by bisection how few of the layers' bytes can be streamed within the budget."""
+    # Of a small model, many targets stream the same tensors.
+    assembled = cache(lambda streamed: assemble(task, reserve, num_slots, streamed, tile_bytes))
     best: tuple[ResidencyPlan, int] | None = None
     low, high = 0, task.sizes.layer_bytes
     for _ in range(SEARCH_STEPS):
         middle = high if best is None else (low + high) // 2
-        plan = assemble(task, reserve, num_slots, task.streamed(middle, whole_layers), tile_bytes)
+        plan = assembled(task.streamed(middle, whole_layers))
         if plan.peak_bytes <= budget:
             best, high = (plan, middle), middle
         elif best is None:

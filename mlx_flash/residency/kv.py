@@ -18,6 +18,9 @@ KV_SHARE = 0.25
 PROMISED_CONTEXT = 20_480
 """Every budget has room for a context of so many tokens, with keys and values on disk, if its length is unset."""
 
+PROMPT_TOKEN_BYTES = 16
+"""Bytes of a token of a prompt itself: four copies of 32 bits, of the caller and on the way into the model."""
+
 _FORMS: dict[KVMode | None, Form] = {"preallocated": "preallocated"}
 
 
@@ -190,7 +193,7 @@ def promised_bytes(sizes: ModelSizes, config: FlashConfig) -> int:
     context = PROMISED_CONTEXT
     rows = least_bytes(sizes, config, context, 1, num_slots=1) if sizes.cache.rows else 0
     others = sizes.cache.others_bytes(context)
-    return rows + others + sizes.activations.nbytes(1, context, all_logits=True)
+    return rows + others + context * PROMPT_TOKEN_BYTES + sizes.activations.nbytes(1, context, all_logits=True)
 
 
 def most_on_disk(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:

@@ -17,7 +17,7 @@ from mlx_flash.files import cache_directory, free_bytes
 from mlx_flash.layout.load import ModelLayout
 from mlx_flash.layout.swap import clone_with
 from mlx_flash.memory.arena import Arena
-from mlx_flash.memory.footprint import available_memory, footprint, total_memory
+from mlx_flash.memory.footprint import available_memory, footprint, release_freed_memory, total_memory
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.plan import Machine
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
@@ -32,7 +32,7 @@ _QUANTIZED_SHARE = 16
 BASE_STEP = 4_000_000
 """The footprint varies a little from run to run; a budget that was told should still do next time."""
 
-RUNTIME_BYTES = {"cpu": 16_000_000, "metal": 64_000_000, "cuda": 320_000_000}
+RUNTIME_BYTES = {"cpu": 8_000_000, "metal": 64_000_000, "cuda": 320_000_000}
 """Seen: 3 MB on the CPU back end once a matrix product has run, 255 MB on CUDA, which loads libraries and compiles
 kernels as it goes. Metal's is a guess."""
 
@@ -56,7 +56,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
     return Machine(
         total_memory=total_memory(),
         available_memory=available_memory(),
-        base_bytes=-(-footprint() // BASE_STEP) * BASE_STEP,
+        base_bytes=-(-_base_bytes() // BASE_STEP) * BASE_STEP,
         active_bytes=active_memory(),
         runtime_bytes=RUNTIME_BYTES[_back_end()],
         disk=DiskProfile(
@@ -75,6 +75,13 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         is_measured=speed.is_measured,
         speed_key=key,
     )
+
+
+def _base_bytes() -> int:
+    """Return the footprint of this process without freed buffers, which loading and measuring leave."""
+    mx.clear_cache()
+    release_freed_memory()
+    return footprint()
 
 
 def speed_key(shard: Path, layout: ModelLayout, disk: DiskProfile) -> str:
@@ -102,7 +109,7 @@ def look_at_memory(machine: Machine, promised_bytes: int) -> Machine:
         machine: as it was.
         promised_bytes: what others in this process have not taken yet, but may.
     """
-    grown = footprint() - machine.base_bytes
+    grown = _base_bytes() - machine.base_bytes
     base = machine.base_bytes if grown <= BASE_STEP else machine.base_bytes + -(-grown // BASE_STEP) * BASE_STEP
     return replace(
         machine,

@@ -8,7 +8,7 @@ from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.load import ModelLayout
 from mlx_flash.residency.kv import PROMISED_CONTEXT, KVShare
-from mlx_flash.residency.sizes import ActivationSizes
+from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes
 from mlx_flash.residency.speed import Speed
 from mlx_flash.storage.probe import DiskProfile
 
@@ -266,14 +266,15 @@ class ResidencyPlan:
         """Return the passes over the weights in which a prompt of so many tokens is computed.
 
         Parts of ``prefill_step_size`` tokens share a pass as far as the budget has room for their intermediate results
-        beside the prompt's own keys and values.
+        beside the prompt's own keys and values. Where units are smaller than layers, each takes a copy of a layer's.
         """
         step = self.prefill_step_size
         num_parts = -(-num_tokens // step)
         if self.kv.num_on_disk or self.prefix_bytes or not self.read_bytes:
             return num_parts
         room = self.budget_bytes - self.peak_bytes + self.kv_bytes - self.cache.nbytes(num_tokens)
-        num_together = 1 + max(0, room) // max(1, self.activations.waiting_bytes(step))
+        copied = self.cache.largest_row * (num_tokens + CACHE_STEP) if self.streaming.cut else 0
+        num_together = 1 + max(0, room) // max(1, self.activations.waiting_bytes(step) + copied)
         return -(-num_parts // num_together)
 
     def tokens_per_second(self, num_sequences: int) -> float | None:

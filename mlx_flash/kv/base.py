@@ -119,7 +119,7 @@ class PooledCache:
         a cache, then refuses the state.
         """
         is_evaluated = self.is_on_disk or self.rows.is_parked
-        arrays = [] if is_evaluated and evaluates_only() else self._contents()
+        arrays = [] if is_evaluated and evaluates_only() else contents(self.rows)
         form = [getattr(self, name) for name in self._form]
         return *pair(arrays), self.offset, *form, *([self.num_forgotten] if self.num_forgotten else [])
 
@@ -152,19 +152,21 @@ class PooledCache:
         pass_on(self, other)
         return other
 
-    def _arrays(self) -> list[mx.array]:
-        """Return the buffers in memory, with the room behind the tokens; read the arrays that are on disk."""
-        return self.rows.memory.arrays or self._contents()
 
-    def _contents(self) -> list[mx.array]:
-        """Return arrays that the caller may keep: those in a slot are copied."""
-        if self.rows.layout is None:
-            return []
-        found = self.rows.fetch()
-        if self.is_on_disk:
-            found = [mx.contiguous(array) for array in found]
-            mx.eval(found)
-        return found
+def buffers(rows: LayerRows) -> list[mx.array]:
+    """Return the buffers in memory, with the room behind the tokens; read the arrays that are on disk."""
+    return rows.memory.arrays or contents(rows)
+
+
+def contents(rows: LayerRows) -> list[mx.array]:
+    """Return arrays that the caller may keep: those in a slot are copied."""
+    if rows.layout is None:
+        return []
+    found = rows.fetch()
+    if rows.disk is not None:
+        found = [mx.contiguous(array) for array in found]
+        mx.eval(found)
+    return found
 
 
 def forgetful(max_tokens: int, what: str) -> ConfigError:

@@ -33,7 +33,7 @@ class Coming(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a call stays within a limit.
+    """A way for a call to stay within a limit.
 
     Attributes:
         missing: bytes that it lacks.

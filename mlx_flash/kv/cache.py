@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 from mlx_flash.errors import StreamedWeightsError
-from mlx_flash.kv.base import PooledCache, forgetful, pair
+from mlx_flash.kv.base import PooledCache, buffers, contents, forgetful, pair
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool, LayerRows
@@ -63,7 +63,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
     @property
     def keys(self) -> mx.array | None:
         """Keys with the room behind them. Those on disk are read."""
-        return cast("mx.array | None", pair(self._arrays())[0])
+        return cast("mx.array | None", pair(buffers(self.rows))[0])
 
     @keys.setter
     def keys(self, array: mx.array) -> None:
@@ -72,7 +72,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
     @property
     def values(self) -> mx.array | None:
         """Values with the room behind them. Those on disk are read."""
-        return cast("mx.array | None", pair(self._arrays())[1])
+        return cast("mx.array | None", pair(buffers(self.rows))[1])
 
     @values.setter
     def values(self, array: mx.array) -> None:
@@ -83,7 +83,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
             raise StreamedWeightsError(
                 "keys or values of a KV cache that is on disk cannot be replaced one at a time. Hint: set state."
             )
-        arrays = [array if i == index else other for i, other in enumerate(self._arrays())]
+        arrays = [array if i == index else other for i, other in enumerate(buffers(self.rows))]
         self.rows.set(arrays, self.size())
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
@@ -112,7 +112,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         self._refuse_forgotten("merged")
         cache = KVCache()
         if not self.empty():
-            cache.keys, cache.values = self._contents()
+            cache.keys, cache.values = contents(self.rows)
             cache.offset = self.offset
         return cache
 
@@ -152,12 +152,12 @@ class DiskQuantizedKVCache(PooledCache, QuantizedKVCache):  # type: ignore[misc]
     @property
     def keys(self) -> Any:
         """Keys with the room behind them, a triple. Those on disk are read."""
-        return pair(self._arrays())[0]
+        return pair(buffers(self.rows))[0]
 
     @property
     def values(self) -> Any:
         """Values with the room behind them, a triple. Those on disk are read."""
-        return pair(self._arrays())[1]
+        return pair(buffers(self.rows))[1]
 
 
 # mlx-lm's functions for saving write down the name of the class, and those for loading look it up among mlx-lm's.

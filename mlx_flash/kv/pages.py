@@ -43,8 +43,7 @@ class PageReader(BackgroundPrefetcher):
 
     def remove(self, path: Path) -> None:
         """Close a file that will not be read any more."""
-        file = self._files.pop(path, None)
-        if file is not None:
+        if (file := self._files.pop(path, None)) is not None:
             file.close()
 
 

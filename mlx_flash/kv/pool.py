@@ -8,25 +8,20 @@ these tokens a second time, in buffers for attention. It is parked when another 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
-from math import inf
 
 import mlx.core as mx
 
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
-from mlx_flash.kv.budget import Coming, KVBudget, Way, no_room
-from mlx_flash.kv.files import PageFiles
+from mlx_flash.kv.budget import Coming, Way
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import DiskRows
-from mlx_flash.kv.parking import Parking
-from mlx_flash.kv.ring import SlotRing
+from mlx_flash.kv.residence import Residence
 from mlx_flash.kv.shared import Lineage
-from mlx_flash.kv.stats import KVStats, KVUsage
 from mlx_flash.memory.footprint import release_freed_memory
 
 
@@ -144,39 +139,21 @@ class LayerRows:
             return other
 
 
-class KVPool:
-    """The budget, files, slots, and order of layers that the caches of a model share.
+class KVPool(Residence[LayerRows]):
+    """The order in which the caches of a model are used, and the room that calls need.
 
     Args:
         options: the settings.
         count_written: called from another thread with the number of bytes written.
 
     Attributes:
-        options: the settings.
-        budget_bytes: the most memory of all caches together; None for no limit. May be changed.
-        under_way_bytes: the part of it that is kept free: for reads and writes, or for the eviction of a layer.
-        on_disk: the layers whose rows are on disk.
-        ring: the slots that layers on disk are computed from.
-        stats: counters.
-        usage: sizes at the last :meth:`note`. Any thread may read it.
         lock: held while caches change. Callers run one forward pass at a time.
     """
 
     def __init__(self, options: KVOptions, count_written: Callable[[int], None] = lambda _: None) -> None:
-        self.options = options
-        self.budget_bytes = options.budget_bytes
-        self.under_way_bytes = 0
-        self.on_disk: weakref.WeakKeyDictionary[LayerRows, DiskRows] = weakref.WeakKeyDictionary()
-        self.stats = KVStats()
-        self.usage = KVUsage()
+        super().__init__(options, count_written)
         self.lock = threading.RLock()
-        self.ring = SlotRing(options, self.stats)
-        self._layers: weakref.WeakSet[LayerRows] = weakref.WeakSet()
-        self.parking = Parking(self._layers, self.on_disk, options.step)
-        self._sums = KVBudget(options, self._layers, self.on_disk, self.ring, self.parking)
-        self._files = PageFiles(options, count_written)
         self._groups = count()
-        self._used: dict[int, int] = {}
         self._current_groups: frozenset[int] = frozenset()
         self._clock = count(1)
         self._closed = False
@@ -192,24 +169,6 @@ class KVPool:
         rows = LayerRows(self, group, index)
         self._layers.add(rows)
         return rows
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes in memory now: caches, slots, and the last tokens of layers on disk."""
-        return self._sums.memory_bytes
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes that MLX counts as active for caches and slots."""
-        return self._sums.reserved_bytes
-
-    def note(self) -> KVUsage:
-        """Bring :attr:`usage` up to date, and return it."""
-        files, stats = self._files, self.stats
-        disk_bytes = sum({id(disk.file): disk.file.nbytes for disk in self.on_disk.values()}.values())
-        sizes = self.memory_bytes, disk_bytes, self.reserved_bytes, files.read_bytes, files.written_bytes
-        self.usage = KVUsage(*sizes, stats.num_spilled, stats.wait_seconds)
-        return self.usage
 
     def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
         """Evict layers to disk until the memory, with new tokens of one layer, fits the budget.
@@ -233,36 +192,6 @@ class KVPool:
         self._check_open()
         self._used.setdefault(group, next(self._clock))
         self._make_fit(lambda: self.memory_bytes + self.parking.copied_bytes(rows), group, rows, ())
-
-    def _make_fit(self, needed: Callable[[], int], group: int, rows: LayerRows, new: Sequence[mx.array]) -> None:
-        """Free memory until a need fits. Raises: BudgetError, WriteError."""
-        self._free(needed, group, rows, new)
-        num_new = new[0].shape[2] if new else 0
-        if needed() > self._limit and self.ring.held > self._sums.slots_needed({rows: num_new}):
-            self.ring.release()  # it was larger for a longer context
-        if needed() > self._limit:
-            self.ring.resize(1)
-        if (nbytes := needed()) > self._limit:
-            raise no_room(nbytes, rows.length + num_new, self.budget_bytes or 0)
-
-    def _free(
-        self, needed: Callable[[], int], group: int, asking: LayerRows | None = None, new: Sequence[mx.array] = ()
-    ) -> None:
-        """Free memory until a need fits, or nothing is left that can go to disk. ``asking`` has new tokens."""
-        while needed() > self._limit:
-            if self.ring.held and not self.on_disk:
-                self.ring.release()
-            elif (idle := self.parking.next_without_copy(group)) is not None:
-                self.parking.park(idle)
-            elif (victim := self._sums.victim(asking, self._used)) is not None:
-                self._spill(victim, new if victim is asking else ())
-                release_freed_memory()
-            else:
-                return
-
-    @property
-    def _limit(self) -> float:
-        return inf if self.budget_bytes is None else self.budget_bytes - self.under_way_bytes
 
     def _check_open(self) -> None:
         if self._closed:
@@ -333,13 +262,6 @@ class KVPool:
         """Return the bytes that a call adds to the memory of all caches if no layer is evicted."""
         needed = self._sums.for_call(self._sums.coming(layers, num_new, step, row_bytes))
         return max(0, needed + self.under_way_bytes * bool(self.on_disk) - self.memory_bytes)
-
-    def _spill(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
-        others = [(disk, length) for other, length in rows.lineage.relatives() if (disk := other.disk)]
-        disk = self._files.write(rows.memory, new, others)
-        rows.memory = MemoryRows(self.options)
-        self.on_disk[rows] = disk
-        self.stats.num_spilled += 1
 
     def close(self) -> None:
         """End the threads and remove the files. The pool's caches cannot be used any more. Idempotent."""

@@ -17,7 +17,6 @@ import numpy as np
 from mlx_flash.compat.experts import SORTED_SIZE
 from mlx_flash.experts.eviction import Mask, Numbers
 from mlx_flash.experts.lookahead import Guess, GuessedError, Lookahead
-from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.rows import PooledStacks, Routing, is_whole, join_rows
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.load import ExpertStack
@@ -59,15 +58,16 @@ class Experts:
 
     Args:
         stacks: in the pool's order, which is the order of calls.
-        pool: the experts in memory.
+        pooled: the stacks that compute from the pool.
         stage: computes calls at the full number of experts.
         stream: streams the other weights.
         exact_rows: whether a row of a matrix product is the same whatever the other rows are. Then the pool serves
-            calls of any size.
+            calls of any size, and rows compute as their experts come. Otherwise a call is computed as a whole: CUDA's
+            kernel for quantized experts is another one below eight rows.
         lookahead: read experts early that the next layer is likely to need.
 
     Attributes:
-        pool: as given.
+        pool: the experts in memory.
         stacks: as given.
         listeners: called with the routing of every call.
         changed: the modules whose class was changed.
@@ -76,26 +76,26 @@ class Experts:
     def __init__(
         self,
         stacks: Sequence[ExpertStack],
-        pool: ExpertPool,
+        pooled: PooledStacks,
         stage: Stage,
         stream: WeightStream,
         *,
         exact_rows: bool,
         lookahead: bool,
     ) -> None:
-        self.pool = pool
+        self.pool = pooled.pool
         self.stacks = stacks
         self.listeners: list[OnRouting] = []
         self._stage = stage
         self._stream = stream
         self._exact_rows = exact_rows
-        self._pooled = PooledStacks(stacks, pool)
+        self._pooled = pooled
         self._pending: list[mx.array] = []
         self._late_share = 0.0
         for layer, stack in enumerate(stacks):
             swap_class(stack.unit.module, _Routed, (self, layer))
         # At the full shape, experts in flight are not waited for, but read with the rest.
-        self._ahead = Lookahead(stacks, pool, stream, enabled=lookahead and all(self._pooled.takes_slots))
+        self._ahead = Lookahead(stacks, self.pool, stream, enabled=lookahead and all(self._pooled.takes_slots))
         self.changed = [*(stack.unit.module for stack in stacks), *self._ahead.changed]
 
     def call(self, layer: int, x: mx.array, indices: mx.array) -> mx.array:
@@ -146,7 +146,7 @@ class Experts:
         """Start to compute a small call before its indices are known, so that the processor need not wait for Python.
 
         It computes as many rows as experts are expected to be in memory. A row of a missing expert costs as much, and
-        is of no use.
+        is of no use. Where rows depend on each other's number, it computes all of them or none.
 
         Args:
             layer: number of the stack.
@@ -159,7 +159,7 @@ class Experts:
             return None
         ready = self.pool.ready(layer)
         num_rows = indices.size - self._num_late(ready, guess, indices.size)
-        if not num_rows:
+        if not num_rows or (num_rows < indices.size and not self._exact_rows):
             return None
         table = np.where(ready, self.pool.slot_of[layer], num_slots).astype(np.uint32)
         slots = mx.array(table)[mx.clip(indices, 0, len(table) - 1)]  # they are not checked yet
@@ -232,7 +232,9 @@ class Experts:
             self._late_share += (len(late) / max(1, len(needed)) - self._late_share) / _MEMORY
         self.pool.hold(layer, needed)
         self._note(layer, routing, experts, counts)
-        if routing.size and is_whole(x, routing):
+        if not self._exact_rows and begun is not None and begun.ready[experts].all():
+            result = begun.rows.reshape(*routing.shape, -1)
+        elif self._exact_rows and routing.size and is_whole(x, routing):
             # Each expert of a small call computes when it comes, but the last; those of a prompt when all have come.
             parts, late = self._compute_parts(layer, x, routing, begun, late, 1 if is_small else len(late))
             result = join_rows(parts, routing.shape)

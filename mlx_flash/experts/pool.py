@@ -10,11 +10,12 @@ from mlx_flash.errors import ReadError
 from mlx_flash.experts.eviction import Expert, Mask
 from mlx_flash.experts.slots import ABSENT, ExpertSlots, PoolLayer
 from mlx_flash.memory.arena import SlotArena
+from mlx_flash.memory.stacks import StackArena
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 
 
 class ExpertPool(ExpertSlots):
-    """Reads experts into slots.
+    """A pool of slots that experts are read into.
 
     Not for several threads at once: the caller holds a lock around a whole forward pass. Everything that computes with
     a slot must be evaluated before the next call of :meth:`request` or :meth:`clear_head`, except for the experts that
@@ -28,7 +29,11 @@ class ExpertPool(ExpertSlots):
     """
 
     def __init__(
-        self, slots: SlotArena, layers: Sequence[PoolLayer], reader: BackgroundPrefetcher, poison: bool
+        self,
+        slots: SlotArena | StackArena,
+        layers: Sequence[PoolLayer],
+        reader: BackgroundPrefetcher,
+        poison: bool,
     ) -> None:
         super().__init__(slots, layers, poison)
         self._reader = reader
@@ -105,20 +110,18 @@ class ExpertPool(ExpertSlots):
 
     def _read(self, key: Expert, spared: Mask, *, urgent: bool) -> bool:
         """Start to read an expert. Return False when there is no slot for it."""
-        layer, expert = key
         slot = self.enter(key, spared)
         if slot is None:
             return False
-        segments = self.layers[layer].placement.segments[expert]
         try:
             # One thread is enough where there is time: handing work over takes processor time from the computation.
             num_tasks = None if urgent else 1
-            memory = self.slots.memory(slot)
+            segments, memory = self.reads(key)
             self._tickets[key] = self._reader.submit(segments, memory, urgent=urgent, num_tasks=num_tasks)
         except BaseException:
             self.leave(key)
             raise
-        self.stats.read_bytes += self.layers[layer].expert_bytes
+        self.stats.read_bytes += self.layers[key[0]].expert_bytes
         return True
 
     def wait(self, layer: int, experts: Sequence[int]) -> None:
@@ -210,5 +213,5 @@ class ExpertPool(ExpertSlots):
         for ticket in self._tickets.values():
             ticket.cancel()
         self._tickets.clear()
-        if self.slots.can_resize:
+        if isinstance(self.slots, SlotArena) and self.slots.can_resize:
             self.slots.resize(0)

@@ -12,13 +12,56 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.experts.slots import PoolLayer, stack_layers
 from mlx_flash.layout.load import ExpertStack
 from mlx_flash.layout.swap import clone_tree, own_class
+from mlx_flash.memory.arena import SlotArena
+from mlx_flash.memory.stacks import StackArena
 
 _SMALL_BYTES = 16 << 20
 """Memory that a call for one token may take without counting as a copy of all experts."""
 
+_TRIED_BYTES = 4 * _SMALL_BYTES
+"""Memory of the largest tensors in the slots that a back end is tried with."""
+
+_MOST_ITEMS = 2**31 - 1
+"""MLX's dimensions are 32-bit."""
+
 Routing = np.ndarray[Any, np.dtype[np.int64]]
+
+MakePool = Callable[[SlotArena | StackArena, Sequence[PoolLayer]], ExpertPool]
+
+
+def make_pooled(
+    stacks: Sequence[ExpertStack], layers: Sequence[PoolLayer], slots: tuple[int, int, int], make_pool: MakePool
+) -> PooledStacks:
+    """Return stacks over a new pool, in a form that the back end computes with, if there is one.
+
+    An expert is read fastest when all of it lies in one place. Kernels that do not compute with that, such as CUDA's
+    for quantized experts, get one stack for each tensor.
+
+    Args:
+        stacks: in the order of calls.
+        layers: the same, as a pool sees them.
+        slots: the number of slots, the bytes of each, and the most slots that the pool may grow to.
+        make_pool: called with the memory, and the layers as they lie in it.
+    """
+    num_slots, slot_bytes, most_slots = slots
+    widths = layers[0].widths
+    # With few slots, since a kernel that copies all of them would take the pool's memory a second time.
+    num_tried = min(num_slots, -(-_TRIED_BYTES // min(max(layer.widths) for layer in layers)))
+    tried = PooledStacks(stacks, make_pool(SlotArena(num_tried, slot_bytes), layers))
+    takes = tried.takes_slots
+    tried.pool.close()
+    del tried
+    mx.synchronize()
+    mx.clear_cache()
+    if all(takes) or any(layer.widths != widths for layer in layers):
+        return PooledStacks(stacks, make_pool(SlotArena(num_slots, slot_bytes, most_slots), layers), takes)
+    items = [p.array.dtype.size for p in (*stacks[0].unit.large, *stacks[0].unit.small)]
+    most = min(_MOST_ITEMS * size // width for size, width in zip(items, widths, strict=True))
+    arena = StackArena(min(num_slots, most), slot_bytes, widths)
+    return PooledStacks(stacks, make_pool(arena, stack_layers(layers, arena.starts)))
 
 
 class PooledStacks:
@@ -29,24 +72,28 @@ class PooledStacks:
     Args:
         stacks: in the pool's order.
         pool: the experts in memory.
+        takes_slots: whether the back end computes with slots, if that is known for each stack.
 
     Attributes:
+        pool: as given.
         takes_slots: for each stack whether the back end computes with slots.
     """
 
-    def __init__(self, stacks: Sequence[ExpertStack], pool: ExpertPool) -> None:
-        self._pool = pool
+    def __init__(
+        self, stacks: Sequence[ExpertStack], pool: ExpertPool, takes_slots: Sequence[bool] | None = None
+    ) -> None:
+        self.pool = pool
         self._modules = [self._copy(layer, stack) for layer, stack in enumerate(stacks)]
-        self.takes_slots = [
-            takes_slots(module, stack.unit.large[0].container)
+        self.takes_slots = takes_slots or [
+            try_slots(module, stack.unit.large[0].container)
             for module, stack in zip(self._modules, stacks, strict=True)
         ]
 
     def _copy(self, layer: int, stack: ExpertStack) -> nn.Module:
-        unit, of_pool = stack.unit, self._pool.layers[layer]
-        offsets = (*of_pool.placement.offsets, *(offset for offset, _ in of_pool.kept))
+        unit, of_pool = stack.unit, self.pool.layers[layer]
+        offsets = (*of_pool.offsets, *(offset for offset, _ in of_pool.kept))
         arrays = {
-            (id(p.container), p.key): self._pool.slots.view(offset, p.array.shape[1:], p.array.dtype)
+            (id(p.container), p.key): self.pool.slots.view(offset, p.array.shape[1:], p.array.dtype)
             for p, offset in zip([*unit.large, *unit.small], offsets, strict=True)
         }
         return clone_tree(unit.module, arrays)
@@ -75,10 +122,15 @@ class PooledStacks:
         return self.run(layer, tokens[pairs // top_k], slots[:, None])[:, 0]
 
     def _slots(self, layer: int, experts: Routing) -> mx.array:
-        return mx.array(self._pool.slot_of[layer][experts].astype(np.uint32))
+        slots = self.pool.slot_of[layer][experts]
+        if slots.size and not 0 <= slots.min() <= slots.max() < self.pool.slots.num_slots:
+            raise AssertionError(
+                f"experts {experts} of stack {layer} are in slots {slots}"
+            )  # a kernel would not say so
+        return mx.array(slots.astype(np.uint32))
 
 
-def takes_slots(module: nn.Module, first: Any) -> bool:
+def try_slots(module: nn.Module, first: Any) -> bool:
     """Return whether the back end computes with experts in slots, with gaps between them, without copying all of them.
 
     CUDA's kernels for quantized experts do not. The function tries one token with experts of zeros.

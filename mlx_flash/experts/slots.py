@@ -5,8 +5,9 @@ A slot holds one expert of one layer. The layers of a model share all slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +16,8 @@ from mlx_flash.experts.eviction import Expert, Mask, Numbers, Uses
 from mlx_flash.layout.experts import place_experts
 from mlx_flash.layout.load import ExpertStack
 from mlx_flash.memory.arena import SlotArena
-from mlx_flash.storage.placement import RowPlacement
+from mlx_flash.memory.stacks import StackArena
+from mlx_flash.storage.placement import Piece, RowPlacement, Segment
 from mlx_flash.streaming.stream import POISON
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -57,11 +59,26 @@ class PoolLayer:
         placement: where the tensors of each expert lie, in its file and in a slot.
         kept: arrays that are always in memory, as bytes ``(experts, row)``, and where their rows go in a slot.
         expert_bytes: bytes of one expert that are read from disk.
+        stacks: where the stack of each tensor that is read starts, if slots are parts of stacks. ``kept`` has the
+            starts of stacks then, too.
     """
 
     placement: RowPlacement
     kept: Sequence[tuple[int, Bytes]]
     expert_bytes: int
+    stacks: tuple[int, ...] | None = None
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Places of the tensors that are read: the start of a stack, or the offset in each slot."""
+        return self.placement.offsets if self.stacks is None else self.stacks
+
+    @property
+    def widths(self) -> list[int]:
+        """Bytes of each tensor of an expert: first those that are read, then those that are kept."""
+        pieces = chain.from_iterable(segment.pieces for segment in self.placement.segments[0])
+        sizes = {piece.buffer_offset: piece.nbytes for piece in pieces}
+        return [*(sizes[offset] for offset in self.placement.offsets), *(rows.shape[1] for _, rows in self.kept)]
 
     @property
     def num_experts(self) -> int:
@@ -84,6 +101,21 @@ def pool_layer(stack: ExpertStack, alignment: int) -> PoolLayer:
     return PoolLayer(placed.read, list(zip(placed.kept, rows, strict=True)), stack.expert_bytes)
 
 
+def stack_layers(layers: Sequence[PoolLayer], starts: Sequence[int]) -> list[PoolLayer]:
+    """Return layers whose experts lie in stacks.
+
+    Args:
+        layers: layers whose experts have tensors of the same sizes.
+        starts: where the stack of each tensor starts, in the order of :attr:`PoolLayer.widths`.
+    """
+    num_read = len(layers[0].placement.offsets)
+    read, kept = tuple(starts[:num_read]), starts[num_read:]
+    return [
+        replace(layer, stacks=read, kept=[(start, rows) for start, (_, rows) in zip(kept, layer.kept, strict=True)])
+        for layer in layers
+    ]
+
+
 class ExpertSlots:
     """A table of slots. An expert that gets a slot takes that of the expert that was used least.
 
@@ -99,7 +131,7 @@ class ExpertSlots:
         stats: the counters.
     """
 
-    def __init__(self, slots: SlotArena, layers: Sequence[PoolLayer], poison: bool) -> None:
+    def __init__(self, slots: SlotArena | StackArena, layers: Sequence[PoolLayer], poison: bool) -> None:
         self.slots = slots
         self.layers = layers
         self.slot_of: list[Numbers] = [np.full(layer.num_experts, ABSENT) for layer in layers]
@@ -162,11 +194,20 @@ class ExpertSlots:
         self.slots.touch(slot)
         for offset, rows in self.layers[layer].kept:
             row = rows[expert]
-            np.frombuffer(self.slots.memory(slot), np.uint8)[offset : offset + len(row)] = row
+            np.frombuffer(self.slots.part(slot, offset, len(row)), np.uint8)[:] = row
         self.slot_of[layer][expert] = slot
         self._uses.enter(slot, key)
         spared[slot] = True
         return slot
+
+    def reads(self, key: Expert) -> tuple[Sequence[Segment], memoryview]:
+        """Return the reads that fill an expert's slot, and the memory that they write to."""
+        layer, slot = self.layers[key[0]], int(self.slot_of[key[0]][key[1]])
+        segments = layer.placement.segments[key[1]]
+        if isinstance(self.slots, SlotArena):
+            return segments, self.slots.memory(slot)
+        starts = dict(zip(layer.placement.offsets, layer.offsets, strict=True))
+        return [_into_stacks(segment, starts, slot) for segment in segments], self.slots.everything
 
     def _evict(self, spared: Mask) -> bool:
         key = self._uses.least(spared)
@@ -207,6 +248,7 @@ class ExpertSlots:
         before = self.slots.num_slots
         going = np.arange(self.slots.capacity) >= num_slots
         self._held = np.empty(0, np.int64)
+        assert isinstance(self.slots, SlotArena)
         self._free = [*reversed(range(before, num_slots)), *(slot for slot in self._free if slot < num_slots)]
         for slot in range(num_slots, before):
             self._vacate(slot, going)
@@ -226,6 +268,7 @@ class ExpertSlots:
             self._free.pop()
 
     def _move(self, key: Expert, slot: int, to: int) -> None:
+        assert isinstance(self.slots, SlotArena)  # the others keep their size
         self.slots.touch(to)
         self.slots.memory(to)[:] = self.slots.memory(slot)
         self._uses.leave(slot)
@@ -252,3 +295,15 @@ class ExpertSlots:
             assert slot is not None
             adopted[expert] = slot
         return adopted
+
+
+def _into_stacks(segment: Segment, starts: Mapping[int, int], slot: int) -> Segment:
+    """Return a read whose pieces go to a slot's rows of stacks.
+
+    Args:
+        segment: the read for a slot whose parts lie together.
+        starts: by offset in such a slot, where the stack of the part starts.
+        slot: number of the slot.
+    """
+    pieces = (Piece(p.name, p.offset, p.nbytes, starts[p.buffer_offset] + slot * p.nbytes) for p in segment.pieces)
+    return Segment(segment.path, segment.offset, segment.nbytes, None, tuple(pieces))

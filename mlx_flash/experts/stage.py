@@ -109,8 +109,7 @@ class Stage:
         ]
         sizes = [matrix.placement.nbytes for matrices in self._matrices for matrix in matrices]
         self._region_bytes = max(sizes)
-        pitch = pool.slots.pitch
-        two, one = (-(-(count * self._region_bytes + DIRECT_ALIGNMENT) // pitch) for count in (2, 1))
+        two, one = (pool.slots.num_head(count * self._region_bytes) for count in (2, 1))
         self._num_regions, self.num_slots = (2, two) if 2 * two <= pool.slots.num_slots else (1, one)
         self._arena: Arena | None = None
         self._call: _Call | None = None
@@ -216,13 +215,13 @@ class Stage:
 
     def _rows(self, matrix: _Matrix, slot: int, memory: memoryview, expert: int) -> Iterator[tuple[Bytes, Bytes]]:
         """Yield the bytes of an expert's part of a matrix, in its slot and in the stage."""
-        in_slot = np.frombuffer(self._pool.slots.memory(slot), np.uint8)
         in_stage = np.frombuffer(memory, np.uint8)
-        offsets = self._pool.layers[self._running.layer].placement.offsets
+        offsets = self._pool.layers[self._running.layer].offsets
         for column, start, rows in zip(matrix.columns, matrix.placement.offsets, matrix.rows, strict=True):
             nbytes = rows[expert].nbytes
             first = start + expert * nbytes
-            yield in_slot[offsets[column] :][:nbytes], in_stage[first : first + nbytes]
+            in_slot = np.frombuffer(self._pool.slots.part(slot, offsets[column], nbytes), np.uint8)
+            yield in_slot, in_stage[first : first + nbytes]
 
     def _views(self, matrix: _Matrix, region: int) -> list[mx.array]:
         if region not in matrix.views:

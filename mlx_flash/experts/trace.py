@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
+from mlx_flash.errors import WriteError
 from mlx_flash.experts.rows import Routing
+from mlx_flash.files import write_at
 from mlx_flash.layout.load import ExpertStack
 
 FORMAT = 1
@@ -22,6 +25,9 @@ class RoutingTrace:
         path: the file; replaced if it exists.
         model: name of the model.
         stacks: its experts.
+
+    Raises:
+        WriteError: the file cannot be written. Calls raise it too.
     """
 
     def __init__(self, path: Path, model: str, stacks: Sequence[ExpertStack]) -> None:
@@ -30,8 +36,14 @@ class RoutingTrace:
             for stack in stacks
         ]
         self._num_pass, self._last = 0, -1
-        self._file = path.open("w")
-        self._write({"format": FORMAT, "model": model, "top_k": stacks[0].top_k, "layers": layers})
+        self._path, self._nbytes = path, 0
+        with self._explained():
+            self._file = path.open("wb", buffering=0)  # a line is written at once, so a kill leaves whole ones
+        try:
+            self._write({"format": FORMAT, "model": model, "top_k": stacks[0].top_k, "layers": layers})
+        except WriteError:
+            self._file.close()
+            raise
 
     def __call__(self, layer: int, routing: Routing) -> None:
         """Add a call of a layer with the experts of each token, ``(..., top_k)``."""
@@ -42,7 +54,19 @@ class RoutingTrace:
         self._write([self._num_pass, routing.size // routing.shape[-1], layer, pairs])
 
     def _write(self, value: object) -> None:
-        self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
+        line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+        with self._explained():
+            write_at(self._file.fileno(), line, self._nbytes)
+        self._nbytes += len(line)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise WriteError(
+                f"cannot write the routing trace {self._path}: {error.strerror}. Hint: set another file."
+            ) from error
 
     def __enter__(self) -> RoutingTrace:
         return self

@@ -93,7 +93,7 @@ class HeadState:
     is_dropped: bool = False
 
     def apply(self, method: Callable[[nn.Module, mx.array], mx.array], x: mx.array) -> mx.array:
-        """Calls the module's own method on every tile. Returns the outputs side by side, ``(..., rows)``."""
+        """Call the module's own method on every tile. Return the outputs side by side, ``(..., rows)``."""
         if self.is_dropped:
             return method(self.whole, x)
         outputs = [run_resident(self.stream, t.index, partial(method, t.module), (x,), {}) for t in self.tiles]
@@ -151,7 +151,7 @@ def _checked_ids(ids: mx.array, num_rows: int) -> np.ndarray[Any, np.dtype[np.in
 
 
 def _read_rows(state: TableState, wanted: np.ndarray[Any, np.dtype[Any]]) -> list[mx.array]:
-    """Reads rows ``wanted`` (ascending, distinct) of every parameter of the table."""
+    """Read rows ``wanted`` (ascending, distinct) of every parameter of the table."""
     arenas, tickets, arrays = [], [], []
     for parameter in state.parameters:
         row_bytes = parameter.nbytes // parameter.array.shape[0]
@@ -167,7 +167,7 @@ def _read_rows(state: TableState, wanted: np.ndarray[Any, np.dtype[Any]]) -> lis
 
 
 def row_segments(parameter: Parameter, rows: Sequence[int], num_tasks: int) -> list[Segment]:
-    """Reads that put some rows of a table one after another, in about ``num_tasks`` tasks."""
+    """Return reads that put some rows of a table one after another, in about ``num_tasks`` tasks."""
     assert parameter.record is not None
     extent = parameter.record.extent
     row_bytes = parameter.nbytes // parameter.array.shape[0]

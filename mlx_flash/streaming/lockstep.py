@@ -66,7 +66,6 @@ class Lockstep:
         self._before = before
         self._after = after
         self._progress = progress
-        self._hub = getcurrent()
         self._results: list[list[Any] | Exception] = []
 
     def run(self, lanes: Sequence[Sequence[Task]]) -> list[list[Any] | Exception]:
@@ -82,15 +81,15 @@ class Lockstep:
         calls: list[_Call] = []
         for lane, tasks in enumerate(lanes):
             for index, task in enumerate(tasks):
-                run = greenlet(self._runner(lane, index, task))
-                calls.append(_Call(len(calls), lane, run))
-        self._stream.wait_turn = self._hub.switch
+                calls.append(_Call(len(calls), lane, greenlet(self._runner(lane, index, task))))
+        self._stream.wait_turn = getcurrent().switch
         try:
             self._run(calls)
         finally:
             self._stream.wait_turn = None
             for call in calls:
                 _end(call)
+                del call.greenlet  # in a traceback it would outlive its thread, which crashes Python's collector
         return self._results
 
     def _runner(self, lane: int, index: int, task: Task) -> Task:

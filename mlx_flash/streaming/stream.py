@@ -120,7 +120,7 @@ class WeightStream:
         self._last: int | None = None
 
     def add(self, name: str, placement: Placement) -> tuple[int, Arena]:
-        """Adds a unit after the ones there are; the last one is expected to be followed by the first.
+        """Add a unit after the ones there are; the last one is expected to be followed by the first.
 
         Returns:
             The unit's number, and the memory its weights will be in.
@@ -144,7 +144,7 @@ class WeightStream:
         return slot.unit == index and (slot.ticket is None or slot.ticket.done())
 
     def acquire(self, index: int) -> None:
-        """Returns when the unit's weights are in its slot; they stay until :meth:`release`.
+        """Wait until the unit's weights are in its slot; they stay until :meth:`release`.
 
         Raises:
             ReadError: they could not be read. The unit is not held then, and may be acquired again.
@@ -169,7 +169,7 @@ class WeightStream:
         slot.ticket, slot.held = None, True
 
     def release(self, index: int) -> None:
-        """Gives the unit's slot back; everything that reads it must have been evaluated. Starts the next reads."""
+        """Give the unit's slot back; everything that reads it must have been evaluated. Start the next reads."""
         slot = self._slots[self.units[index].slot]
         if self.before_release is not None:
             self.before_release(index, slot.arena.memory)
@@ -229,7 +229,7 @@ class WeightStream:
                 return found
 
     def close(self) -> None:
-        """Returns when nothing writes to a slot any more."""
+        """Wait until nothing writes to a slot any more."""
         for slot in self._slots:
             self._empty(slot)
 
@@ -239,7 +239,7 @@ class WeightStream:
         self._last = index
 
     def _read_ahead(self, after: int) -> None:
-        """Starts filling every empty slot with the first unit expected after this one that lives in it."""
+        """Start to fill every empty slot with the first unit expected after this one that lives in it."""
         num_empty = sum(slot.unit is None for slot in self._slots)
         index = after
         for _ in self.units:

@@ -13,12 +13,13 @@ import mlx.nn as nn
 from mlx_flash.engine.lending import Lending
 from mlx_flash.experts.layers import Experts
 from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.experts.rows import make_pooled
 from mlx_flash.experts.slots import pool_layer
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.load import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.layout.swap import SwappedClass, clone_with, remember, restore_class, swap_class
-from mlx_flash.memory.arena import Arena, SlotArena
+from mlx_flash.memory.arena import Arena
 from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.storage.placement import Placement, place, place_groups
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
@@ -41,7 +42,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ExpertOptions:
-    """How experts are streamed.
+    """Settings of the streaming of experts.
 
     Attributes:
         exact_rows: as in :class:`~mlx_flash.experts.layers.Experts`.
@@ -127,7 +128,7 @@ class Engine:
             raise
 
     def _pin(self, parts: list[list[Parameter]], progress: Progress) -> None:
-        """Reads what is pinned, part by part, always one part ahead."""
+        """Read the pinned weights part by part, always one part ahead."""
         done, total = 0, sum(parameter.nbytes for part in parts for parameter in part)
         progress(done, total)
         under_way: deque[_Pinning] = deque()
@@ -146,7 +147,7 @@ class Engine:
 
     def _begin_pinning(self, parameters: list[Parameter]) -> _Pinning:
         placement = place_groups([parameter.records for parameter in parameters], self._alignment)
-        arena = Arena(placement.nbytes)
+        arena = Arena(placement.nbytes, is_read_once=True)
         return _Pinning(parameters, placement, arena, self.reader.submit(placement.segments, arena.memory))
 
     def _finish_pinning(self, pinning: _Pinning) -> int:
@@ -211,11 +212,13 @@ class Engine:
 
     def _start_experts(self, stacks: Sequence[ExpertStack], plan: Pool, poison: bool, options: ExpertOptions) -> None:
         layers = [pool_layer(stack, self._alignment) for stack in stacks]
-        pool = ExpertPool(SlotArena(plan.num_slots, plan.slot_bytes, plan.num_experts), layers, self.reader, poison)
+        slots = plan.num_slots, plan.slot_bytes, plan.num_experts
+        make_pool = partial(ExpertPool, reader=self.reader, poison=poison)
+        pooled = make_pooled(stacks, layers, slots, make_pool)
         self.experts = Experts(
             stacks,
-            pool,
-            Stage(pool, stacks, self.reader, self._alignment, poison),
+            pooled,
+            Stage(pooled.pool, stacks, self.reader, self._alignment, poison),
             self.stream,
             exact_rows=options.exact_rows,
             lookahead=options.lookahead,

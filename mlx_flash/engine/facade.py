@@ -1,7 +1,8 @@
-"""Methods of ``nn.Module`` on a streamed model; those that would see slot contents are refused."""
+"""Methods of ``nn.Module`` on a streamed model; those that would see slot contents are refused, and forked children."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -11,8 +12,21 @@ import mlx.nn as nn
 from mlx_flash.compat.arrays import TRAINING_FLAG
 from mlx_flash.compat.callers import is_load_adapters, is_save_model
 from mlx_flash.engine.engine import Engine
-from mlx_flash.errors import StreamedWeightsError
+from mlx_flash.errors import ClosedError, StreamedWeightsError
 from mlx_flash.layout.load import ModelLayout
+
+
+def check_not_forked(pid: int) -> None:
+    """Check that this is the process that loaded a model.
+
+    Raises:
+        ClosedError: it is a forked child.
+    """
+    if os.getpid() != pid:
+        raise ClosedError(
+            f"the model was loaded in process {pid}; its fork {os.getpid()} has no threads that read. Hint: load the "
+            "model after the fork, or use the spawn method of multiprocessing."
+        )
 
 
 class ModelFacade(nn.Module):

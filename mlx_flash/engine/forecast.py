@@ -13,7 +13,7 @@ from mlx_flash.residency.sizes import ModelSizes
 
 
 class Forecast:
-    """Makes the forecast once, when the run has been long enough to measure. Any thread may ask; it works on numbers.
+    """A forecast, made once, when the run has been long enough to measure. Any thread may ask; it works on numbers.
 
     Args:
         sizes: the model in numbers.

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash.engine.call import ForwardCall
+from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import StreamedWeightsError
 from mlx_flash.kv.base import PooledCache
@@ -45,9 +46,11 @@ class _Lane:
             self.calls = [_with_cache(call, view) for call, view in zip(calls, self.views.views, strict=True)]
 
     def task(self, index: int, compute: Compute) -> Any:
-        """Compute one call, and what it adds to the cache."""
+        """Compute one call, and what it adds to the cache. An output that nobody wants would keep keys and values."""
         output = compute(self.calls[index])
-        mx.eval(arrays_in(output if self.calls[index].wants_logits else (), self.cache))
+        if not self.calls[index].wants_logits:
+            output = DroppedResult()
+        mx.eval(arrays_in(output, self.cache))
         return output
 
     def outcome(self, found: list[Any] | Exception) -> Outcome:
@@ -68,7 +71,7 @@ class _Place:
 
 
 class CallGroup:
-    """Runs calls in lockstep: the output is that of the calls one after another, bit for bit.
+    """Run calls in lockstep: the output is that of the calls one after another, bit for bit.
 
     A model may use an entry of the cache again in a later layer. The parts of its prompts must run in order. The first
     prompt of a model starts with an empty cache, so that it can be undone. Until one has succeeded, prompts that start

@@ -1,8 +1,7 @@
-"""Checks before a forward call: this process loaded the model, the call fits the budget, and what it leaves is lent."""
+"""The checks before a forward call: the call fits the budget, and what it leaves is lent."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +12,14 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.lending import Lending
-from mlx_flash.errors import BudgetError, ClosedError
+from mlx_flash.errors import BudgetError
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.sizes import cache_nbytes, update_growth
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import active_memory
+from mlx_flash.ranks.chain import is_elsewhere
 from mlx_flash.residency.machine import BASE_STEP
 from mlx_flash.residency.plan import MB, ResidencyPlan
 from mlx_flash.residency.sizes import ActivationSizes
@@ -32,19 +32,6 @@ UNLENT_SHARE = 0.01
 
 _SETTLED = "settled_padding"
 """Attribute of an evaluated batch with its array of paddings, which mlx-lm replaces when sequences come or go."""
-
-
-def check_not_forked(pid: int) -> None:
-    """Check that this is the process that loaded a model.
-
-    Raises:
-        ClosedError: it is a forked child.
-    """
-    if os.getpid() != pid:
-        raise ClosedError(
-            f"the model was loaded in process {pid}; its fork {os.getpid()} has no threads that read. Hint: load the "
-            "model after the fork, or use the spawn method of multiprocessing."
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,9 +304,9 @@ def _coming(plan: ResidencyPlan, own: _Own) -> tuple[list[Any], list[int], int, 
 
 
 def _others(cache: Sequence[Any] | None) -> list[Any]:
-    """Return mlx-lm's own caches, without the lists that hold some."""
-    entries = [leaf for entry in cache or () for leaf in getattr(entry, "caches", (entry,))]
-    return [entry for entry in entries if not isinstance(entry, DiskKVCache | DiskQuantizedKVCache)]
+    """Return mlx-lm's own caches on this machine, without the lists that hold some."""
+    found = [leaf for entry in cache or () for leaf in getattr(entry, "caches", (entry,)) if not is_elsewhere(leaf)]
+    return [entry for entry in found if not isinstance(entry, DiskKVCache | DiskQuantizedKVCache)]
 
 
 def _num_tokens(entry: Any) -> int:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from mlx_flash.engine.tuning import ReadTuner
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.speed import Speed, save_speed
 from mlx_flash.storage.prefetcher import ReadStats
@@ -32,12 +33,16 @@ class SpeedMeter:
         plan: the plan that is carried out.
         read: returns the counters of its reader.
         stream: counters of its ring.
+        tuner: finds the fastest way of reading.
     """
 
-    def __init__(self, plan: ResidencyPlan, read: Callable[[], ReadStats], stream: StreamStats) -> None:
+    def __init__(
+        self, plan: ResidencyPlan, read: Callable[[], ReadStats], stream: StreamStats, tuner: ReadTuner | None = None
+    ) -> None:
         self._plan = plan
         self._read = read
         self._stream = stream
+        self._tuner = tuner
         self._read_before = read()
         self._began = self._waited = 0.0
         self._decode_ended: float | None = None
@@ -46,6 +51,8 @@ class SpeedMeter:
 
     def begin(self) -> None:
         """Note that a pass begins."""
+        if self._tuner is not None:
+            self._tuner.begin()
         self._began, self._waited = time.perf_counter(), self._stream.wait_seconds
 
     def end(self, num_tokens: int, num_sequences: int, num_guesses: int = 0) -> None:
@@ -59,6 +66,8 @@ class SpeedMeter:
         now = time.perf_counter()
         seconds = now - self._began
         is_decode = num_tokens == num_sequences
+        if is_decode and self._tuner is not None:
+            self._tuner.end(seconds, num_sequences + num_guesses)
         passes = self._decode if is_decode else self._prompt
         passes.num_passes += 1
         passes.num_tokens += num_tokens
@@ -70,6 +79,8 @@ class SpeedMeter:
     def save(self, key: str, planned: Speed) -> None:
         """Keep the speed that the run reached for later plans, if it was long enough to tell."""
         speed = self.speed(planned)
+        if speed is not None and self._read().cached_bytes > self._read_before.cached_bytes:
+            speed = replace(speed, disk_bytes_per_second=planned.disk_bytes_per_second)  # it is memory's in part
         if speed is not None:
             save_speed(key, speed)
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import mlx.core as mx
@@ -20,11 +20,11 @@ from mlx_flash.engine.group import CallGroup, Compute
 from mlx_flash.engine.headroom import Lane, check_headroom, check_least
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.session import Session
+from mlx_flash.engine.sharing import costs, waiting_bytes
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.errors import BudgetError, FlashError
-from mlx_flash.kv.checkpoints import Checkpoints, kept_bytes
 from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.views import entries_of, trimmer
+from mlx_flash.kv.views import trimmer
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.prefixes.leaves import forget
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
@@ -111,26 +111,6 @@ class Row:
         self.tell(0)
 
 
-@dataclass(frozen=True, slots=True)
-class GuessedRows:
-    """Tokens that follow each other, each computed in a call of its own. All but the first are guesses.
-
-    Attributes:
-        outputs: the logits of the first ones, as many as memory had room for: ``(1, 1, vocabulary)`` each.
-        checkpoints: of the prompt cache.
-        counters: of the model's calls.
-    """
-
-    outputs: Sequence[mx.array]
-    checkpoints: Checkpoints
-    counters: PassCounters
-
-    def keep(self, number: int) -> None:
-        """Keep the first tokens in the prompt cache, and take the others back."""
-        self.checkpoints.take_back(number)
-        self.counters.end_guess(len(self.outputs) - 1, number - 1)
-
-
 class Passes:
     """The passes of a running model.
 
@@ -148,6 +128,7 @@ class Passes:
         self._kv = kv
         self._counters = counters
         self._told_steps: set[int] = set()
+        self._all_have_room = contextlib.nullcontext if session.chain is None else session.chain.all_have_room
 
     def advance(self, plan: ResidencyPlan, rows: Sequence[Row], *, lends: bool) -> None:
         """Compute at least a part of each row, in as few passes as memory allows.
@@ -175,19 +156,24 @@ class Passes:
         num_rows = len(rows) if self.group.can_share else 1
         while True:
             chosen = rows[:num_rows]
-            more = [self._more(row) for row in chosen]
-            wish = sum(_cost(plan, part) for parts in more for part in parts)
+            more, can_cut = [self._more(row) for row in chosen], False
+            wish = sum(
+                cost for row, parts in zip(chosen, more, strict=True) for cost in costs(plan, [row.left[0], *parts])
+            )
             try:
-                for row in chosen:
-                    if not row.num_done and len(row.left) > 1 and row.left[0].checkpoints is None:
-                        check_least(plan, Lane(row.whole), loans)
-                may_shrink = all(row.length > PREFILL_STEPS[-1] for row in chosen)
-                granted = check_headroom(plan, [row.lane() for row in chosen], loans, wish, may_shrink=may_shrink)
+                with self._all_have_room():
+                    for row in chosen:
+                        if not row.num_done and len(row.left) > 1 and row.left[0].checkpoints is None:
+                            check_least(plan, Lane(row.whole), loans)
+                can_cut = rows[0].length > 1
+                with self._all_have_room():
+                    may_shrink = all(row.length > PREFILL_STEPS[-1] for row in chosen)
+                    granted = check_headroom(plan, [row.lane() for row in chosen], loans, wish, may_shrink=may_shrink)
                 return self._with_more(plan, chosen, more, granted, loans)
             except FlashError as error:
                 if num_rows > 1:
                     num_rows //= 2
-                elif isinstance(error, BudgetError) and rows[0].length > 1:
+                elif isinstance(error, BudgetError) and can_cut:
                     self._tell_step(rows[0], rows[0].cut())
                 else:
                     rows[0].error = error
@@ -202,12 +188,13 @@ class Passes:
         loans: Lending | None,
     ) -> dict[Row, list[ForwardCall]]:
         """Return the first part of each row, and as many more as memory allows."""
-        extra = []
-        for row, part in [(row, part) for row, parts in zip(rows, more, strict=True) for part in parts]:
-            granted -= _cost(plan, part)
-            if granted < 0:
-                break
-            extra.append((row, part))
+        found = [
+            (row, part, cost)
+            for row, parts in zip(rows, more, strict=True)
+            for part, cost in zip(parts, costs(plan, [row.left[0], *parts]), strict=True)
+        ]
+        totals = accumulate(cost for _, _, cost in found)
+        extra = [(row, part) for (row, part, _), total in zip(found, totals, strict=True) if total <= granted]
         tried = len(extra)
         while extra:
             chosen = {row: [row.left[0], *(part for owner, part in extra if owner is row)] for row in rows}
@@ -222,7 +209,7 @@ class Passes:
     def _fit(plan: ResidencyPlan, chosen: dict[Row, list[ForwardCall]], loans: Lending | None) -> bool:
         """Return whether parts of rows may share a pass. What is lent, and on disk, is as they need it then."""
         lanes = [row.lane(len(parts)) for row, parts in chosen.items()]
-        waiting = sum(_waiting_bytes(plan, part) for parts in chosen.values() for part in parts[1:])
+        waiting = sum(waiting_bytes(plan, parts) for parts in chosen.values())
         try:
             return check_headroom(plan, lanes, loans, waiting, may_shrink=True) == waiting
         except BudgetError:
@@ -288,7 +275,6 @@ class Passes:
             row.finish([call], [output])
 
     def _compute(self, call: ForwardCall) -> Any:
-        """Compute a call in a pass of its own."""
         self._session.engine.drop_logits(not call.wants_logits)
         return self._counted([call], [[call]], partial(self._call, call))
 
@@ -336,14 +322,3 @@ class Passes:
         if len(lanes) == 1:
             self._session.meter.end(num_tokens, num_sequences, len(calls) - sum(map(len, certain)))
         return output
-
-
-def _cost(plan: ResidencyPlan, part: ForwardCall) -> int:
-    """Return the bytes that one more part of a pass takes: what waits, and keys and values."""
-    return max(1, _waiting_bytes(plan, part) + part.num_tokens * plan.kv_bytes_per_token)
-
-
-def _waiting_bytes(plan: ResidencyPlan, call: ForwardCall) -> int:
-    """Return the memory that a further call takes in a pass, and what its checkpoints keep."""
-    kept = () if call.checkpoints is None else (kept_bytes(entry) for entry in entries_of(call.cache or ()))
-    return plan.activations.waiting_bytes(call.num_tokens) + sum(kept)

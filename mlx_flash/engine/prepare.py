@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -23,13 +24,16 @@ from mlx_flash.layout.load import LoadedModel, ModelLayout, iter_parameters, loa
 from mlx_flash.layout.units import layers_of, make_layout
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.ranks.chain import Chain
+from mlx_flash.ranks.files import RankFolder, complete_folder, needed_files
 from mlx_flash.ranks.peers import Peers
-from mlx_flash.ranks.shares import RankSpeed, share_layers
+from mlx_flash.ranks.shares import RankSpeed, follow_files, share_layers
+from mlx_flash.ranks.spread import Spread
+from mlx_flash.ranks.tensor import Shards, divide
 from mlx_flash.residency.machine import has_grown, look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import ModelSizes, measure
-from mlx_flash.storage.safetensors import read_checkpoint
+from mlx_flash.storage.safetensors import Checkpoint, read_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,10 @@ class Prepared:
         machine: the machine in numbers.
         plan: what will be in memory.
         identity: the modules and arrays that were loaded.
+        checkpoint: the tensors on disk.
         fingerprint: of what decides their output; None where there is no prefix cache.
-        chain: which rank computes which layer; None where there is one rank.
+        chain: what each rank computes; None where there is one rank.
+        folder: the model's folder on this rank; None where there is one rank.
     """
 
     loaded: LoadedModel
@@ -53,8 +59,10 @@ class Prepared:
     machine: Machine
     plan: ResidencyPlan
     identity: ModelIdentity
+    checkpoint: Checkpoint
     fingerprint: str | None = None
-    chain: Chain | None = None
+    chain: Spread | None = None
+    folder: RankFolder | None = None
 
     def renewed(self, config: FlashConfig, promised_bytes: int) -> Prepared:
         """Return it as of now: adapters may have changed modules, and other models may have taken memory.
@@ -67,13 +75,14 @@ class Prepared:
         machine = look_at_memory(self.machine, promised_bytes)
         is_unchanged = self.identity.is_unchanged
         if is_unchanged and not has_grown(self.machine, machine):
-            return self
+            return replace(self, plan=_agreed(self.plan, self.sizes, config, machine, self.chain))
         layout, sizes = self.layout, self.sizes
         if not is_unchanged:
             layout = make_layout(self.loaded)
             layout = layout if self.chain is None else self.chain.own_part(layout)
             sizes = _sizes(self.loaded, layout)
-        return replace(self, layout=layout, sizes=sizes, plan=make_plan(sizes, config, machine))
+        plan = _agreed(make_plan(sizes, config, machine), sizes, config, machine, self.chain)
+        return replace(self, layout=layout, sizes=sizes, plan=plan)
 
     def planned(self, config: FlashConfig, base_bytes: int) -> Prepared:
         """Return it with a plan for other settings. It keeps the prefill step, on which last bits depend, if it can.
@@ -123,18 +132,35 @@ def prepare(
     config = config if peers is None else _settings_of_ranks(config)
     path = Path(model_path)
     _check_folder(path)
+    folder = None if peers is None else complete_folder(path, peers)
+    path = path if folder is None else folder.path
     checkpoint = read_checkpoint(path)
     loaded = load_lazily(path, checkpoint, model_config, **loading)
     _check_kernels(loaded.model, path)
-    adopt_derived(loaded, checkpoint, path, config.derived_cache_gb, progress, write=writes)
+    share = ""
+    if peers is not None and folder is not None and config.ranks_mode == "tensor":
+        folder.check_complete()
+        loaded, share = divide(loaded, checkpoint, peers), f"-{peers.rank}of{peers.size}"
+    if folder is None or folder.is_complete:
+        adopt_derived(loaded, checkpoint, path, config.derived_cache_gb, progress, write=writes, share=share)
     layout = make_layout(loaded)
-    largest = max(checkpoint.shards, key=lambda shard: shard.nbytes)
-    machine = look_at_machine(probe or largest.path, layout, config)
+    shards = [shard for shard in checkpoint.shards if folder is None or folder.has(shard.path)]
+    machine = look_at_machine(probe or max(shards, key=lambda shard: shard.nbytes).path, layout, config)
     fingerprint = None if config.kv_prefixes == "off" else fingerprint_of(loaded, state_of(checkpoint))
+    chain: Spread | None = None
+    if folder is not None and peers is not None:
+        folder.let_go()
+        peers.share_seed()
+        if share:
+            chain = Shards(layers_of(loaded.model), peers)
+        else:
+            able = folder.able_ranks(needed_files(layers_of(loaded.model), layout, checkpoint))
+            chain = _share(loaded, _rank_speed(_sizes(loaded, layout), config, machine), able, peers)
+        layout = chain.own_part(layout)
     sizes = _sizes(loaded, layout)
-    plan = make_plan(sizes, config, machine)
-    prepared = Prepared(loaded, layout, sizes, machine, plan, ModelIdentity(loaded.model), fingerprint)
-    return prepared if peers is None else _part_of(prepared, config, peers)
+    plan = _agreed(make_plan(sizes, config, machine), sizes, config, machine, chain)
+    identity = ModelIdentity(loaded.model)  # with the classes that the chain gives layers
+    return Prepared(loaded, layout, sizes, machine, plan, identity, checkpoint, fingerprint, chain, folder)
 
 
 def _settings_of_ranks(config: FlashConfig) -> FlashConfig:
@@ -153,36 +179,47 @@ def _settings_of_ranks(config: FlashConfig) -> FlashConfig:
     return replace(config, kv_cache="stock", kv_prefixes="off")
 
 
-def _part_of(prepared: Prepared, config: FlashConfig, peers: Peers) -> Prepared:
-    """Return what this rank computes of a model."""
-    peers.share_seed()
-    chain = _share(prepared, peers)
-    layout = chain.own_part(prepared.layout)
-    sizes = _sizes(prepared.loaded, layout)
-    plan = make_plan(sizes, config, prepared.machine)
-    identity = ModelIdentity(prepared.loaded.model)  # with the classes that the chain gives layers
-    return replace(prepared, layout=layout, sizes=sizes, plan=plan, identity=identity, chain=chain)
+def _agreed(
+    plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig, machine: Machine, chain: Spread | None
+) -> ResidencyPlan:
+    """Return a plan with the smallest prefill step of all ranks: they have to cut prompts at the same tokens."""
+    step = plan.prefill_step_size
+    if chain is not None:
+        step = int(min(numbers[0] for numbers in chain.peers.gather([step])))
+    return (
+        plan if step == plan.prefill_step_size else make_plan(sizes, replace(config, prefill_step_size=step), machine)
+    )
 
 
-def _share(prepared: Prepared, peers: Peers) -> Chain:
-    """Give every rank its layers, from what all ranks' plans for the whole model keep in memory."""
-    ranks = [RankSpeed(*numbers) for numbers in peers.gather(astuple(_rank_speed(prepared)))]
-    return Chain(layers_of(prepared.loaded.model), share_layers(_layer_bytes(prepared), ranks), peers)
+def _share(loaded: LoadedModel, speed: RankSpeed, able: Sequence[Sequence[int]], peers: Peers) -> Chain:
+    """Give every rank layers that it has the files of, from what all ranks can keep in memory, and their speeds."""
+    ranks = [RankSpeed(*numbers) for numbers in peers.gather(astuple(speed))]
+    layer_bytes = _layer_bytes(loaded)
+    owners = follow_files(share_layers(layer_bytes, ranks), layer_bytes, able)
+    return Chain(layers_of(loaded.model), owners, peers)
 
 
 def share_equally(prepared: Prepared, num_ranks: int) -> list[int]:
     """Return the rank of each layer, if a model is shared by some machines like this one."""
-    return share_layers(_layer_bytes(prepared), [_rank_speed(prepared)] * num_ranks)
+    speed = _speed_of(prepared.plan, prepared.machine)
+    return share_layers(_layer_bytes(prepared.loaded), [speed] * num_ranks)
 
 
-def _rank_speed(prepared: Prepared) -> RankSpeed:
-    plan, machine = prepared.plan, prepared.machine
+def _rank_speed(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> RankSpeed:
+    """Return the machine in numbers. What it keeps of the whole model tells what it can keep of a part."""
+    try:
+        return _speed_of(make_plan(sizes, config, machine), machine)
+    except BudgetError:  # the whole model may be too much for a budget that has room for a part
+        return RankSpeed(0.0, machine.disk.bytes_per_second, machine.compute_bytes_per_second)
+
+
+def _speed_of(plan: ResidencyPlan, machine: Machine) -> RankSpeed:
     memory_bytes = plan.resident_bytes + plan.pinned_bytes + plan.pool_bytes
     return RankSpeed(memory_bytes, machine.disk.bytes_per_second, machine.compute_bytes_per_second)
 
 
-def _layer_bytes(prepared: Prepared) -> list[int]:
-    layers = layers_of(prepared.loaded.model)
+def _layer_bytes(loaded: LoadedModel) -> list[int]:
+    layers = layers_of(loaded.model)
     return [sum(array.nbytes for _, _, _, array in iter_parameters(layer, "")) for layer in layers]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-
-import mlx.core as mx
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
@@ -13,12 +13,19 @@ from mlx_flash.engine.forecast import Forecast
 from mlx_flash.engine.manager import FlashManager
 from mlx_flash.engine.meter import SpeedMeter
 from mlx_flash.engine.prepare import Prepared
+from mlx_flash.engine.rankstate import RankMeter
 from mlx_flash.engine.status import PassCounters, Status
+from mlx_flash.engine.tuning import ReadTuner
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.layout.load import ModelLayout
 from mlx_flash.memory.arena import kernel_alignment
+from mlx_flash.memory.buffers import end_limit, limit_buffers
+from mlx_flash.memory.footprint import available_memory, footprint, total_memory
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pressure import FREE_SHARE
 from mlx_flash.prefixes.cache import PrefixCache, open_prefixes
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.selftest import reads_directly
 from mlx_flash.telemetry import Publisher
@@ -43,7 +50,7 @@ class Session:
         meter: measures the speed that is reached.
         forecast: the gain of a larger budget.
         prefixes: the prefix cache; None where the settings want none.
-        chain: which rank computes which layer; None where there is one rank.
+        chain: what each rank computes; None where there is one rank.
     """
 
     def __init__(
@@ -57,6 +64,8 @@ class Session:
         progress: Progress | None = None,
     ) -> None:
         plan, layout, machine = prepared.plan, prepared.layout, prepared.machine
+        parts = ", ".join(f"{words}: {nbytes}" for words, nbytes in plan.parts() if nbytes)
+        _log.info("%s starts in a budget of %d bytes: %s", name, plan.budget_bytes, parts)
         self.chain = prepared.chain
         fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with
         self._reader = BackgroundPrefetcher(
@@ -65,24 +74,28 @@ class Session:
             read_size=plan.read_size,
             queue_depth=plan.queue_depth,
             in_place=machine.reads_in_place,
+            room=partial(_spare_memory, plan.budget_bytes) if config.io == "auto" else lambda: 0,
         )
         experts = ExpertOptions(machine.exact_tiles, config.expert_lookahead, grows=config.expert_pool_gb is None)
         poison = config.poison_released_slots
         self.engine = Engine(layout, plan, self._reader, kernel_alignment(), poison, progress, experts)
         reader = self._reader
-        self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats)
+        tuner = _tuner(reader, config, plan)
+        self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats, tuner)
         self.forecast = Forecast(prepared.sizes, config, machine, plan, self.meter)
         self._machine = machine
         self.prefixes: PrefixCache | None = None
         if fingerprint is not None:
             self.prefixes = open_prefixes(config, fingerprint, name, plan.prefix_bytes, governor)
-        self._cache_limit = mx.set_cache_limit(plan.cache_limit) if plan.cache_limit else None
+        limit_buffers(self, plan.cache_limit)
         self._publisher: Publisher | None = None
         if config.telemetry:
             status = Status(name, plan, layout, self.engine, counters, kv)
             status.tell("writes", governor.telemetry)
             status.tell("budget", FlashManager.of_process().telemetry)
             status.tell("outlook", self.forecast.telemetry)
+            if self.chain is not None:
+                status.tell("ranks", RankMeter(self.chain, counters, lambda: reader.stats).telemetry)
             if self.prefixes is not None:
                 status.tell("prefixes", self.prefixes.telemetry)
             self._publisher = Publisher(status.collect)
@@ -96,8 +109,7 @@ class Session:
             self.prefixes.close()
         self.meter.save(self._machine.speed_key, self._machine.speed)
         self._reader.close()
-        if self._cache_limit is not None:
-            mx.set_cache_limit(self._cache_limit)
+        end_limit(self)
 
 
 def _fingerprint(prepared: Prepared, name: str) -> str | None:
@@ -109,6 +121,21 @@ def _fingerprint(prepared: Prepared, name: str) -> str | None:
         _log.warning("prompts of %s are not remembered: too much of it is not as it was loaded.", name)
         return None
     return prepared.fingerprint + changes
+
+
+def _tuner(reader: BackgroundPrefetcher, config: FlashConfig, plan: ResidencyPlan) -> ReadTuner | None:
+    """Return trials of buffered and of smaller reads; None where the way is set, or little is read at once."""
+    is_set = config.io != "auto" or config.read_size_mb is not None
+    if is_set or not reader.is_direct or not plan.read_bytes or plan.pool is not None:
+        return None
+    present = reader.way
+    smaller = replace(present, read_size=max(present.read_size // 2, DIRECT_ALIGNMENT))
+    return ReadTuner([present, replace(present, direct=False), smaller], partial(setattr, reader, "way"))
+
+
+def _spare_memory(budget_bytes: int) -> int:
+    """Return the bytes of memory that neither this process's budget nor other programs need."""
+    return available_memory() - max(0, budget_bytes - footprint()) - int(FREE_SHARE * total_memory())
 
 
 def _files(layout: ModelLayout) -> list[Path]:

@@ -162,7 +162,7 @@ class Status:
         self._others: dict[str, Callable[[], Json]] = {}
 
     def tell(self, section: str, collect: Callable[[], Json]) -> None:
-        """Has something else collected too: numbers of any thread's, under a name of their own."""
+        """Collect further numbers too, of any thread's, under a name of their own."""
         self._others[section] = collect
 
     def collect(self) -> Json:
@@ -178,7 +178,7 @@ class Status:
             "units": self._units(),
             "passes": asdict(self._counters),
             "stream": asdict(stream.stats),
-            "read": asdict(self._engine.reader.stats),
+            "read": {**asdict(self._engine.reader.stats), "cached_file_bytes": self._engine.reader.cached.file_bytes},
             "memory": self._memory(),
             "experts": self._experts(),
             "kv": None if self._kv is None else asdict(self._kv.usage),

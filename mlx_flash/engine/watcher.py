@@ -38,7 +38,7 @@ class Budgeted(Protocol):
 
 
 class Watcher:
-    """Looks at the machine's memory once a second, and changes the budget of a manager's models between their passes.
+    """A thread that watches the machine's memory, and changes the budget of a manager's models between passes.
 
     Args:
         manager: its models get the budget.

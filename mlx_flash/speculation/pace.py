@@ -1,4 +1,4 @@
-"""How many tokens are worth guessing: as many as make the text faster, given how often guesses were right."""
+"""The number of tokens worth guessing: as many as make the text faster, given how often guesses were right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ _WAITS = 0.05
 
 
 def num_worth_guessing(
-    acceptance: float, pass_seconds: float, row_seconds: float, limit: int, guess_seconds: float = 0.0
+    acceptance: float,
+    pass_seconds: float,
+    row_seconds: float,
+    limit: int,
+    guess_seconds: float = 0.0,
+    *,
+    num_others: int = 0,
 ) -> int:
     """Return how many tokens to guess, so that the most tokens a second are expected.
 
@@ -30,13 +36,14 @@ def num_worth_guessing(
         row_seconds: time to compute a row.
         limit: the most tokens.
         guess_seconds: time to guess a token.
+        num_others: rows that other texts compute in the same pass; each yields a token.
     """
-    expected = right = 1.0
-    best, most = 0, LEAST_GAIN / max(pass_seconds, row_seconds, 1e-9)
+    expected, right = 1.0 + num_others, 1.0
+    best, most = 0, LEAST_GAIN * expected / max(pass_seconds, expected * row_seconds, 1e-9)
     for number in range(1, limit + 1):
         right *= acceptance
         expected += right
-        speed = expected / max(pass_seconds, (number + 1) * row_seconds, 1e-9)
+        speed = expected / max(pass_seconds, (number + 1 + num_others) * row_seconds, 1e-9)
         if guess_seconds:
             speed = 1 / (1 / speed + number * guess_seconds / expected)
         if speed > most:

@@ -1,0 +1,239 @@
+"""Exact batches: sequences that share passes over the weights, each bit for bit as if it were computed alone.
+
+mlx-lm computes a batch as one array with a row for each sequence, padded to the longest one. Kernels then work on other
+shapes than for a sequence alone, and on GPUs the last bits differ. Here each sequence keeps its own cache and its own
+calls; they share the weights that a pass reads.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_flash.batching.sequence import RowSequence
+from mlx_flash.compat.batches import (
+    BatchGenerator,
+    StockBatchGenerator,
+    stock_batch_generate,
+    wants_caches,
+)
+from mlx_flash.compat.generation import with_names
+from mlx_flash.engine.passes import Row
+from mlx_flash.errors import BudgetError, WriteError
+from mlx_flash.model import FlashLLM
+
+
+class RowGenerator(BatchGenerator):
+    """mlx-lm's ``BatchGenerator``, whose sequences share passes over the weights and nothing else.
+
+    Each call of ``next`` computes a token of each answer and as much of each prompt as memory allows, one part at
+    least. Sequences join and leave in between. A token is handed out as soon as it is known, so a prompt cache that is
+    handed out with the last token does not have that token yet.
+
+    Args:
+        model: the streamed model.
+        completes_caches: add the last tokens to the caches when all sequences have ended, in one pass for all.
+        on_error: called with the number of a sequence that could not be computed, and the reason. None raises it.
+        options: as mlx-lm's generator takes them.
+    """
+
+    def __init__(
+        self,
+        model: FlashLLM,
+        *,
+        completes_caches: bool = False,
+        on_error: Callable[[int, Exception], None] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, **options)
+        self._flash = model
+        self._sequences: list[RowSequence] = []
+        self._completes_caches = completes_caches
+        self._ended: list[RowSequence] = []
+        self._on_error = on_error
+
+    def advance(self) -> tuple[list[Any], list[Any]]:
+        """Compute a part of each sequence. Return the progress of prompts, and tokens.
+
+        Raises:
+            ReadError: weights could not be read.
+            FlashError: a sequence could not be computed, and nobody takes its error. It is removed.
+        """
+        self._join()
+        began, num_left = time.perf_counter(), sum(sequence.num_left for sequence in self._sequences)
+        self._compute()
+        prompts: list[Any] = []
+        answers: list[Any] = []
+        for sequence in list(self._sequences):
+            self._take(sequence, prompts, answers)
+        if not self._sequences and not self.num_waiting:
+            self._complete_caches()
+        num_prompt = num_left - sum(sequence.num_left for sequence in self._sequences)
+        self.count(prompt_tokens=num_prompt, new_tokens=len(answers), seconds=time.perf_counter() - began)
+        return prompts, answers
+
+    def _compute(self) -> None:
+        """Compute a part of each sequence, and measure a pass that computes answers alone."""
+        rows: list[Row] = []
+        num_others = len(self._sequences) - 1
+        for sequence in self._sequences:
+            rows.append(sequence.begin(self._flash, self.prefill_step_size, num_others))
+            num_others += len(sequence.new) - 1 if sequence.is_guessing else 0
+        num_prompt, num_passes = sum(sequence.num_left for sequence in self._sequences), self._flash.counters.num_passes
+        engine = self._flash.engine
+        began, waited = time.perf_counter(), engine.stream.stats.wait_seconds if engine is not None else 0.0
+        self._flash.advance(rows)
+        if engine is not None and rows and not num_prompt and self._flash.counters.num_passes == num_passes + 1:
+            mx.eval([row.outputs for row in rows])
+            num_rows, seconds = sum(len(row.outputs) for row in rows), time.perf_counter() - began
+            self._flash.times.note(max(1, num_rows), seconds, engine.stream.stats.wait_seconds - waited)
+
+    def _join(self) -> None:
+        num_prompts = sum(sequence.token is None for sequence in self._sequences)
+        room = min(self.prefill_batch_size - num_prompts, self.completion_batch_size - len(self._sequences))
+        for _ in range(min(room, self.num_waiting)):
+            self._sequences.append(sequence := RowSequence.of(self.take()))
+            sequence.begin(self._flash, self.prefill_step_size)
+
+    def _take(self, sequence: RowSequence, prompts: list[Any], answers: list[Any]) -> None:
+        """Take what a sequence has computed."""
+        row = sequence.begin(self._flash, self.prefill_step_size)
+        if sequence.is_guessing and isinstance(row.error, BudgetError | WriteError):
+            sequence.guesses = sequence.row = None
+            self._flash.advance([row := sequence.begin(self._flash, self.prefill_step_size)])
+        if row.error is not None:
+            self._sequences.remove(sequence)
+            self._fail(sequence.uid, row.error)
+            return
+        is_done = row.is_done or sequence.is_guessing
+        if sequence.token is None:
+            prompts.append(sequence.progress(ends_segment=is_done))
+        if not is_done:
+            return
+        new = sequence.answers(self._flash.counters)
+        answers += new
+        sequence.row = None
+        if new and new[-1].finish_reason is not None:
+            self._finish(sequence)
+
+    def _fail(self, uid: int, error: Exception) -> None:
+        if self._on_error is None:
+            raise error
+        self._on_error(uid, error)
+
+    def _finish(self, sequence: RowSequence) -> None:
+        self._sequences.remove(sequence)
+        sequence.guesses = None
+        if self._completes_caches:
+            self._ended.append(sequence)
+
+    def _complete_caches(self) -> None:
+        """Add the last tokens to the caches of sequences that have ended."""
+        rows = [sequence.begin(self._flash, self.prefill_step_size) for sequence in self._ended]
+        self._flash.advance(rows)
+        for sequence, row in zip(self._ended, rows, strict=True):
+            sequence.tokens += sequence.new
+            if row.error is not None:
+                raise row.error
+        self._ended.clear()
+
+    def extract_cache(self, uids: Iterable[int]) -> dict[int, tuple[list[Any], list[int]]]:
+        """Return copies of the caches of sequences, and the tokens in them."""
+        wanted = set(uids)
+        found = [sequence for sequence in self._sequences if sequence.uid in wanted]
+        waiting = super().extract_cache(wanted - {sequence.uid for sequence in found})
+        return {**waiting, **{each.uid: (copy.deepcopy(each.cache), each.tokens) for each in found}}
+
+    def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
+        """Let go of sequences. Return their caches, if wanted, and the tokens in them."""
+        gone = set(uids)
+        caches = self.extract_cache(gone) if return_prompt_caches else {}
+        self.forget(gone)
+        self._sequences = [sequence for sequence in self._sequences if sequence.uid not in gone]
+        return caches
+
+    @property
+    def prompt_cache_nbytes(self) -> int:
+        """Bytes of all caches."""
+        waiting = int(super().prompt_cache_nbytes)
+        return waiting + sum(int(entry.nbytes) for sequence in self._sequences for entry in sequence.cache)
+
+
+class CopyingRows(RowGenerator):
+    """A ``RowGenerator`` that leaves the prompt caches that it is given as they are."""
+
+    def insert_segments(
+        self, segments: Any, max_tokens: Any = None, caches: list[list[Any]] | None = None, *args: Any, **options: Any
+    ) -> list[int]:
+        """Add sequences. Return their numbers."""
+        uids: list[int] = super().insert_segments(segments, max_tokens, copy.deepcopy(caches), *args, **options)
+        return uids
+
+
+class SharingGenerator(StockBatchGenerator):  # type: ignore[misc]
+    """mlx-lm's ``BatchGenerator``, as ``mlx_lm.batch_generate`` makes it while the patch is applied.
+
+    For a streamed model whose batches are exact it is a `CopyingRows`. Every other caller gets mlx-lm's own.
+    """
+
+    def __new__(cls, model: Any, *args: Any, **options: Any) -> Any:
+        """Return what computes a batch."""
+        completes_caches = wants_caches(sys._getframe(1))
+        if completes_caches is None or not _is_exact(model):
+            return super().__new__(cls)
+        return CopyingRows(model, *args, completes_caches=completes_caches, **options)
+
+
+def _is_exact(model: Any) -> bool:
+    return isinstance(model, FlashLLM) and model.batching == "exact"
+
+
+def batch_generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    prompt_caches: list[list[Any]] | None = None,
+    max_tokens: int | list[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    **options: Any,
+) -> Any:
+    """Generate answers to several prompts, as ``mlx_lm.batch_generate`` does with the same arguments.
+
+    With a streamed model each answer is, bit for bit, that of a run alone, whatever the other prompts are. A model that
+    is not streamed, or has ``batching="stock"``, is left to mlx-lm.
+
+    Args:
+        model, tokenizer, prompts, max_tokens, verbose, return_token_ids, return_logprobs: as mlx-lm's.
+        prompt_caches: caches for the prompts. They are copied, not changed.
+        return_prompt_caches: return caches with all tokens in them, which costs a pass for the last ones.
+        options: as ``BatchGenerator`` takes them: ``sampler``, ``prefill_step_size``, ``max_kv_size`` ...
+
+    Returns:
+        mlx-lm's ``BatchResponse``.
+
+    Raises:
+        FlashError: a prompt could not be computed.
+    """
+    generate = stock_batch_generate
+    if _is_exact(model):
+        generate = with_names(stock_batch_generate, BatchGenerator=SharingGenerator)
+    return generate(
+        model,
+        tokenizer,
+        [list(prompt) for prompt in prompts],
+        prompt_caches,
+        max_tokens,
+        verbose,
+        return_prompt_caches,
+        return_token_ids,
+        return_logprobs,
+        **options,
+    )

@@ -10,7 +10,6 @@ compute other tokens unnoticed.
 from __future__ import annotations
 
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,14 +22,17 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
-from mlx_flash.errors import PeerError, StreamedWeightsError
+from mlx_flash.errors import StreamedWeightsError
+from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.load import ModelLayout, Unit, iter_parameters
 from mlx_flash.ranks.peers import Peers
+from mlx_flash.ranks.shares import runs
+from mlx_flash.ranks.spread import Spread
 
 _STATE = "_flash_rank"
 
-_LARGEST = 1 << 20
-"""Numbers are sent as float32, which holds integers up to here."""
+_ELSEWHERE = "_flash_is_elsewhere"
+"""Attribute of a cache entry that is True if another rank has its keys and values."""
 
 
 class RankLayer:
@@ -52,7 +54,7 @@ class _Link:
     chain: Chain
 
 
-class Chain:
+class Chain(Spread):
     """The layers of a model, each on one rank.
 
     Args:
@@ -62,15 +64,13 @@ class Chain:
 
     Attributes:
         owners: the rank of each layer.
-        peers: the ranks.
     """
 
     def __init__(self, layers: Sequence[nn.Module], owners: Sequence[int], peers: Peers) -> None:
+        super().__init__(peers)
         self.owners = tuple(owners)
-        self.peers = peers
         self._layers = list(layers)
         self._users: dict[int, int] | None = None
-        self._num_calls = 0
         for number, layer in enumerate(layers):
             following = owners[number + 1] if number + 1 < len(owners) else None
             object.__setattr__(layer, _STATE, _Link(number, owners[number], following, self))
@@ -83,6 +83,10 @@ class Chain:
                 object.__delattr__(layer, _STATE)
                 object.__setattr__(layer, "__class__", type(layer).__bases__[1])
         self._layers.clear()
+
+    def runs_of(self, rank: int) -> list[tuple[int, int]]:
+        """Return the runs of layers of a rank."""
+        return runs(self.owners, rank)
 
     def own_part(self, layout: ModelLayout) -> ModelLayout:
         """Return the layout of this rank's layers and of everything outside of layers."""
@@ -110,8 +114,8 @@ class Chain:
             if "[read]" not in str(error):
                 raise
             raise StreamedWeightsError(
-                "the model uses the output of a layer in other places than the next layer: it cannot be spread over "
-                "ranks. Hint: run it on one machine."
+                "the model uses the output of a layer in other places than the next layer, or looks at numbers within "
+                "a layer: it cannot be spread over ranks. Hint: run it on one machine."
             ) from error
         finally:
             self._users = None
@@ -120,24 +124,8 @@ class Chain:
     def _fill_others(self, entries: Sequence[Any], make: Callable[[mx.array], mx.array]) -> None:
         """Replace what entries of other ranks' layers hold: by traps in calls, and else by nothing, to be evaluated."""
         for entry in entries:
-            if vars(entry).get(_STATE, self.peers.rank) != self.peers.rank:
+            if is_elsewhere(entry):
                 _fill(entry, make)
-
-    def _check_equal(self, tokens: mx.array | None) -> None:
-        """Check that all ranks compute the same tokens.
-
-        Raises:
-            PeerError: they do not.
-        """
-        self._num_calls += 1
-        found = self.peers.gather([self._num_calls % _LARGEST, *_digest(tokens)])
-        for rank, numbers in enumerate(found):
-            if numbers != found[self.peers.rank]:
-                raise PeerError(
-                    f"call {self._num_calls} of rank {self.peers.rank} is {found[self.peers.rank]} (number, shape, "
-                    f"digest of tokens), that of rank {rank} is {numbers}. Hint: start the same program with the same "
-                    "arguments and seed on all ranks."
-                )
 
     def leave(self, link: _Link, result: Any, given: tuple[Any, Any]) -> Any:
         """Return the result of a layer as this rank is to see it."""
@@ -148,13 +136,13 @@ class Chain:
         arrays = _arrays_of(result)
         if link.next_owner is None:
             return _replaced(result, self.peers.broadcast(arrays, link.owner, what))
+        if link.owner != link.next_owner:
+            arrays = self.peers.hand_on(arrays, link.owner, link.next_owner, what)
         if link.owner == mine:
-            if link.next_owner != mine:
-                self.peers.send(arrays, link.next_owner, what)
             return result
-        if link.next_owner == mine:
-            return _replaced(result, self.peers.receive(arrays, link.owner, what))
-        return _replaced(result, [_trap(array) for array in arrays])
+        if link.next_owner != mine:
+            arrays = [_trap(array) for array in arrays]
+        return _replaced(result, arrays)
 
     def _note_entries(self, link: _Link, given: tuple[Any, Any]) -> None:
         """Note the rank of the cache entries of a layer.
@@ -173,16 +161,13 @@ class Chain:
                     "ranks. Hint: run it on one machine."
                 )
             self._users[id(entry)] = link.owner
-            vars(entry)[_STATE] = link.owner
+            vars(entry)[_ELSEWHERE] = link.owner != self.peers.rank
             self._fill_others([entry], _trap)
 
 
-def _digest(tokens: mx.array | None) -> list[float]:
-    """Return the shape of some tokens, ``(batch, length)``, and a number that other tokens are unlikely to have."""
-    if tokens is None:
-        return [0.0, 0.0, 0.0]
-    numbers = np.array(tokens).astype(np.int64).reshape(-1)
-    return [float(tokens.shape[0]), float(tokens.size), float(zlib.crc32(numbers.tobytes()) % _LARGEST)]
+def is_elsewhere(entry: Any) -> bool:
+    """Return True if an entry of a prompt cache takes no memory here, since its layer is another rank's."""
+    return bool(getattr(entry, _ELSEWHERE, False))
 
 
 def _entries(values: Sequence[Any]) -> Iterator[Any]:
@@ -254,9 +239,10 @@ def _ranked(cls: Any) -> Any:
 
 
 def _part(layout: ModelLayout, own: Sequence[nn.Module], others: Sequence[nn.Module]) -> ModelLayout:
-    """Return a layout without the modules and arrays that only other ranks' layers use."""
+    """Return a layout without the modules, arrays and cache entries that only other ranks' layers use."""
     modules = {id(m) for layer in others for m in layer.modules()} - {id(m) for layer in own for m in layer.modules()}
     containers = _containers(others) - _containers(own)
+    entries = [entry for entry in layout.cache_entries if not entry.users or entry.users - modules]
 
     def keep(units: Sequence[Unit]) -> list[Unit]:
         return [unit for unit in units if id(unit.module) not in modules]
@@ -267,6 +253,8 @@ def _part(layout: ModelLayout, own: Sequence[nn.Module], others: Sequence[nn.Mod
         finer=[keep(cut) for cut in layout.finer],
         resident=[parameter for parameter in layout.resident if id(parameter.container) not in containers],
         experts=[stack for stack in layout.experts if id(stack.unit.module) not in modules],
+        cache=add_sizes([entry.sizes for entry in entries]),
+        cache_entries=entries,
     )
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
-import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TextIO, cast
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_flash.errors import PeerError
+from mlx_flash.ranks.watch import Watch, watch_neighbours
 
-PATIENCE_SECONDS = 600.0
-"""A message that takes longer does not come: a machine hangs, or its cable was pulled."""
+_watches: list[Watch] = []
+"""The watch of this process, once it has peers."""
 
 _LAUNCHED = "MLX_RANK"
 """Set by ``mlx.launch`` for the processes that it starts."""
@@ -49,20 +50,41 @@ class Peers:
         group: of ``mx.distributed``.
 
     Attributes:
+        group: as given.
         rank: the number of this process.
         size: how many there are.
+        can_send: two neighbours can exchange something without the others.
+        wait_seconds: time spent in exchanges, most of which is waiting for another rank.
     """
 
     def __init__(self, group: mx.distributed.Group) -> None:
-        self._group = group
+        self.group = group
         self.rank, self.size = group.rank(), group.size()
+        self.can_send = not _uses_nccl()
+        self.wait_seconds = 0.0
+        if not _watches:
+            _watches.append(watch_neighbours(self.rank, self.size, partial(_gather, group)))
+        self._watch = _watches[0]
+
+    def hand_on(self, arrays: Sequence[mx.array], source: int, to: int, what: str) -> list[mx.array]:
+        """Return the arrays of one rank on another one. All ranks call it.
+
+        Args:
+            arrays: on the rank ``source`` what to send; on others only shapes and types count.
+            source: the rank that has them.
+            to: the rank that needs them. On others the result is not to be used.
+            what: to name in an error.
+        """
+        if not self.can_send or (to - source) % self.size not in (1, self.size - 1):
+            return self.broadcast(arrays, source, what)
+        if source == self.rank:
+            self.send(arrays, to, what)
+        return self.receive(arrays, source, what) if to == self.rank else list(arrays)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every rank. All ranks call it, with equally many."""
-        with self._asking("every other rank", "its numbers"):
-            found = mx.distributed.all_gather(mx.array([numbers], mx.float32), group=self._group)
-            mx.eval(found)
-        return cast(list[list[float]], found.tolist())
+        with self.asking("every other rank", "its numbers"):
+            return _gather(self.group, numbers)
 
     def broadcast(self, arrays: Sequence[mx.array], owner: int, what: str) -> list[mx.array]:
         """Return the arrays of one rank, bit for bit. All ranks call it.
@@ -74,7 +96,7 @@ class Peers:
         """
         if owner == self.rank:
             mx.eval(arrays)
-        with self._asking(f"rank {owner}", what):
+        with self.asking(f"rank {owner}", what):
             found = [self._broadcast(array, owner) for array in arrays]
             mx.eval(found)
         return found
@@ -82,15 +104,19 @@ class Peers:
     def _broadcast(self, array: mx.array, owner: int) -> mx.array:
         """Add up bytes: the sum of floats would lose the sign of zeros."""
         mine = array.reshape(-1).view(mx.uint8) if owner == self.rank else mx.zeros((array.nbytes,), mx.uint8)
-        return mx.distributed.all_sum(mine, group=self._group).view(array.dtype).reshape(array.shape)
+        return mx.distributed.all_sum(mine, group=self.group).view(array.dtype).reshape(array.shape)
 
     def text(self, text: str) -> str:
         """Return the text of rank 0. All ranks call it."""
-        data = list(text.encode()) if self.rank == 0 else []
-        (length,) = self.broadcast([mx.array(len(data), mx.int32)], 0, "a text")
-        content = mx.array(data, mx.int32) if data else mx.zeros((cast(int, length.item()),), mx.int32)
-        (content,) = self.broadcast([content], 0, "a text")
-        return bytes(cast(list[int], content.tolist())).decode()
+        return self.data(text.encode(), 0).decode()
+
+    def data(self, data: bytes, owner: int) -> bytes:
+        """Return the bytes of one rank; those of others do not count. All ranks call it."""
+        (length,) = self.broadcast([mx.array(len(data), mx.int32)], owner, "the length of a text")
+        if not (num_bytes := cast(int, length.item())):
+            return b""
+        mine = mx.array(np.frombuffer(data, np.uint8)) if owner == self.rank else mx.zeros((num_bytes,), mx.uint8)
+        return np.array(self.broadcast([mine], owner, "a text")[0]).tobytes()
 
     def share_seed(self) -> None:
         """Make all ranks draw the same random numbers, if they do not yet. All ranks call it."""
@@ -102,8 +128,8 @@ class Peers:
     def send(self, arrays: Sequence[mx.array], to: int, what: str) -> None:
         """Send arrays to a neighbour."""
         mx.eval(arrays)
-        with self._asking(f"rank {to}", what):
-            mx.eval([mx.distributed.send(array, to, group=self._group) for array in arrays])
+        with self.asking(f"rank {to}", what):
+            mx.eval([mx.distributed.send(array, to, group=self.group) for array in arrays])
 
     def receive(self, likes: Sequence[mx.array], source: int, what: str) -> list[mx.array]:
         """Return arrays that a neighbour sent.
@@ -113,32 +139,37 @@ class Peers:
             source: the neighbour.
             what: to name in an error.
         """
-        with self._asking(f"rank {source}", what):
-            found = [mx.distributed.recv(like.shape, like.dtype, source, group=self._group) for like in likes]
+        with self.asking(f"rank {source}", what):
+            found = [mx.distributed.recv(like.shape, like.dtype, source, group=self.group) for like in likes]
             mx.eval(found)
         return found
 
     @contextmanager
-    def _asking(self, whom: str, what: str) -> Iterator[None]:
-        """Name a rank that is lost, and end the process if one hangs: nothing can interrupt MLX while it waits.
+    def asking(self, whom: str, what: str) -> Iterator[None]:
+        """Name a rank that is lost. The watch ends the process if one hangs: nothing can interrupt MLX while it waits.
 
         Raises:
             PeerError: the connection to a rank was lost.
         """
-        told = f"rank {self.rank} exchanges {what} with {whom}"
-        alarm = threading.Timer(PATIENCE_SECONDS, _end, [f"{told}, and had no answer in {PATIENCE_SECONDS:.0f} s"])
-        alarm.daemon = True
-        alarm.start()
+        told, began = f"rank {self.rank} exchanges {what} with {whom}", time.perf_counter()
         try:
-            yield
+            with self._watch.waiting(told):
+                yield
         except RuntimeError as error:
             raise PeerError(
-                f"{told}: {error}. Hint: see what the other rank printed; start all of them again."
+                f"{told}: {self._watch.reason() or error}. Hint: see what the other rank printed; start all of them "
+                "again."
             ) from error
         finally:
-            alarm.cancel()
+            self.wait_seconds += time.perf_counter() - began
 
 
-def _end(message: str) -> None:
-    print(f"error: {message}. This rank ends.", file=sys.stderr, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)  # nothing else interrupts MLX
+def _gather(group: mx.distributed.Group, numbers: Sequence[float]) -> list[list[float]]:
+    found = mx.distributed.all_gather(mx.array([numbers], mx.float32), group=group)
+    mx.eval(found)
+    return cast(list[list[float]], found.tolist())
+
+
+def _uses_nccl() -> bool:
+    """Return True if the ranks exchange arrays through NCCL, where MLX has sums and no messages."""
+    return mx.distributed.is_available("nccl") and mx.distributed.init(backend="nccl").size() > 1

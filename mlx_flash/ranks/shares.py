@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,25 @@ def share_layers(layer_bytes: Sequence[int], ranks: Sequence[RankSpeed]) -> list
     fits = all(share <= rank.memory_bytes for share, rank in zip(shares, ranks, strict=True))
     counts = _whole_layers([share / total for share in shares], len(layer_bytes))
     return _take_turns(counts, 1 if fits else min(counts))
+
+
+def follow_files(owners: Sequence[int], layer_bytes: Sequence[int], able: Sequence[Sequence[int]]) -> list[int]:
+    """Return the rank of each layer: the given one, if it has the layer's files, and else the one with least to do.
+
+    Args:
+        owners: the rank of each layer, if all had all files.
+        layer_bytes: bytes of each layer.
+        able: for each layer the ranks that have its files, at least one.
+    """
+    found = list(owners)
+    done: Counter[int] = Counter()
+    for owner, nbytes, ranks in zip(owners, layer_bytes, able, strict=True):
+        done[owner] += nbytes if owner in ranks else 0
+    for number, nbytes in enumerate(layer_bytes):
+        if owners[number] not in able[number]:
+            found[number] = min(able[number], key=lambda rank: done[rank])
+            done[found[number]] += nbytes
+    return found
 
 
 def _equal_times(total: int, ranks: Sequence[RankSpeed]) -> list[float]:

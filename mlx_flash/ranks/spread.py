@@ -1,0 +1,114 @@
+"""A model that several ranks share: all of them call it with the same tokens."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_flash.errors import BudgetError, FlashError, PeerError
+from mlx_flash.layout.load import ModelLayout
+from mlx_flash.ranks.peers import Peers
+
+NUM_SPEEDS = 3
+"""Numbers that each rank tells the others with each call."""
+
+_NUM_DIGESTS = 4
+
+_LARGEST = 1 << 20
+"""Numbers are sent as float32, which holds integers up to here."""
+
+
+class Spread(ABC):
+    """A model on several ranks.
+
+    Args:
+        peers: the ranks.
+
+    Attributes:
+        peers: the ranks.
+        measure: returns the speeds of this rank, for the others; as many numbers on all of them.
+        measured: the speeds of each rank before the last call; empty before the first one.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        self.measure: Callable[[], list[float]] = lambda: [0.0] * NUM_SPEEDS
+        self.measured: list[list[float]] = []
+        self._num_calls = 0
+
+    @abstractmethod
+    def runs_of(self, rank: int) -> list[tuple[int, int]]:
+        """Return the runs of layers that a rank computes: the first of each, and the one after its last."""
+
+    @abstractmethod
+    def own_part(self, layout: ModelLayout) -> ModelLayout:
+        """Return the layout of what this rank computes."""
+
+    @abstractmethod
+    def call(self, tokens: mx.array | None, cache: Sequence[Any] | None) -> AbstractContextManager[None]:
+        """Compute one call of the model on all ranks.
+
+        Raises:
+            PeerError: the ranks were called differently, or a connection was lost.
+            StreamedWeightsError: the model cannot be shared in this way.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the model's layers as they were loaded."""
+
+    @contextmanager
+    def all_have_room(self) -> Iterator[None]:
+        """Let the errors of a check of memory be those of all ranks, so that all cut or refuse a call, or none.
+
+        Raises:
+            FlashError: the one that was raised here, or another rank has raised one.
+        """
+        try:
+            yield
+        except FlashError as error:
+            self._agree(error)
+            raise
+        self._agree(None)
+
+    def _agree(self, error: FlashError | None) -> None:
+        own = 0.0 if error is None else 1.0 if isinstance(error, BudgetError) else 2.0
+        found = [numbers[0] for numbers in self.peers.gather([own])]
+        rank = found.index(max(found))
+        if own < found[rank]:
+            told = (
+                f"rank {rank} has no room for the call, or cannot compute it. Hint: see its budget, and what it prints."
+            )
+            raise (BudgetError(told, 0) if found[rank] == 1.0 else PeerError(told)) from error
+
+    def _check_equal(self, tokens: mx.array | None) -> None:
+        """Check that all ranks compute the same tokens, and exchange speeds.
+
+        Raises:
+            PeerError: they do not.
+        """
+        self._num_calls += 1
+        told = self.peers.gather([self._num_calls % _LARGEST, *_digest(tokens), *self.measure()])
+        found = [numbers[:_NUM_DIGESTS] for numbers in told]
+        self.measured = [numbers[_NUM_DIGESTS:] for numbers in told]
+        for rank, numbers in enumerate(found):
+            if numbers != found[self.peers.rank]:
+                raise PeerError(
+                    f"call {self._num_calls} of rank {self.peers.rank} is {found[self.peers.rank]} (number, shape, "
+                    f"digest of tokens), that of rank {rank} is {numbers}. Hint: start the same program with the same "
+                    "arguments and seed on all ranks."
+                )
+
+
+def _digest(tokens: mx.array | None) -> list[float]:
+    """Return the shape of some tokens, ``(batch, length)``, and a number that other tokens are unlikely to have."""
+    if tokens is None:
+        return [0.0, 0.0, 0.0]
+    numbers = np.array(tokens).astype(np.int64).reshape(-1)
+    return [float(tokens.shape[0]), float(tokens.size), float(zlib.crc32(numbers.tobytes()) % _LARGEST)]

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import TextIO
 
-from mlx_flash.commands.arguments import EXIT_USAGE, make_parser, parse_arguments
+from mlx_flash.commands.arguments import EXIT_USAGE, LOG, make_parser, parse_arguments
+from mlx_flash.commands.completion import REQUEST_VARIABLE, complete, completion
 from mlx_flash.errors import FlashError
 
-EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 130, 141
-"""The last two are what a shell reports for programs that the signals end."""
+EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 1, 130, 141, 143
+"""The last three are what a shell reports for programs that the signals end."""
 
 TRACEBACK_VARIABLE = "MLX_FLASH_TRACEBACK"
 
@@ -31,14 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    if REQUEST_VARIABLE in os.environ:
+        complete()
     args = parse_arguments(list(sys.argv[1:] if argv is None else argv))
     if args.command is None:
         make_parser()[0].print_help(sys.stderr)
         return EXIT_USAGE
     out = sys.stdout
+    _set_loudness(args)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # libraries print warnings
-            return _load_commands()[args.command](args, out)
+        with _ended_by_sigterm(), contextlib.redirect_stdout(sys.stderr):  # libraries print warnings
+            return _load_command(args.command)(args, out)
+    except _TerminatedError:
+        print("mlx-flash: terminated", file=sys.stderr)
+        return EXIT_TERMINATED
     except KeyboardInterrupt:
         print("mlx-flash: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -49,13 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error, args.traceback or bool(os.environ.get(TRACEBACK_VARIABLE)))
 
 
-def _load_commands() -> dict[str, Callable[[argparse.Namespace, TextIO], int]]:
-    """Import the commands, and with them MLX, which takes seconds, and return them by name."""
+def _load_command(name: str) -> Callable[[argparse.Namespace, TextIO], int]:
+    """Import a command. Most of them import MLX, which takes seconds; ``ps``, ``stop`` and ``completion`` do not."""
+    if name in ("ps", "stop"):
+        from mlx_flash.commands.engines import ps, stop
+
+        return {"ps": ps, "stop": stop}[name]
+    return completion if name == "completion" else _load_commands_of_models()[name]
+
+
+def _load_commands_of_models() -> dict[str, Callable[[argparse.Namespace, TextIO], int]]:
     from mlx_flash.commands.bench import bench
     from mlx_flash.commands.cache import cache
     from mlx_flash.commands.doctor import doctor
     from mlx_flash.commands.generate import generate
     from mlx_flash.commands.mlx_lm import chat, execute, serve
+    from mlx_flash.commands.models import list_
     from mlx_flash.commands.pack import pack
     from mlx_flash.commands.plan import plan
     from mlx_flash.commands.run import run
@@ -70,10 +90,44 @@ def _load_commands() -> dict[str, Callable[[argparse.Namespace, TextIO], int]]:
         "bench": bench,
         "verify": verify,
         "doctor": doctor,
+        "list": list_,
         "exec": execute,
         "pack": pack,
         "cache": cache,
     }
+
+
+def _set_loudness(args: argparse.Namespace) -> None:
+    """Choose what the logger of mlx-flash prints. Programs of mlx-lm set up logging themselves."""
+    log = logging.getLogger("mlx_flash")
+    if args.quiet:
+        args.verbose = False
+        log.setLevel(logging.ERROR)
+    elif args.verbose == LOG:
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
+
+
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let the first SIGTERM end the command as Ctrl-C does, so that files are closed and removed."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise _TerminatedError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _report(error: Exception, with_traceback: bool) -> int:

@@ -29,6 +29,7 @@ IOMode = Literal["auto", "direct", "buffered"]
 KVMode = Literal["stock", "preallocated", "disk"]
 Batching = Literal["exact", "stock"]
 PrefixMode = Literal["off", "exact", "longest"]
+RanksMode = Literal["layers", "tensor"]
 
 _BUDGET_WORDS = ("min", "auto", *get_args(Profile))
 _OR_A_WORD = f"or one of {', '.join(map(repr, _BUDGET_WORDS))}"
@@ -87,13 +88,15 @@ class FlashConfig:
             evicted as keys, values and intermediate results need their memory.
         speculation: guess tokens from earlier text, and check several in one pass where computing them costs no time.
             The output is the same either way.
+        ranks_mode: what each of several ranks computes: some layers, or with ``"tensor"`` a part of every layer.
         num_slots: buffers that streamed units take turns in. None lets the plan choose.
         expert_pool_gb: memory for experts that stay between tokens, in GB. None takes what the rest of the plan leaves
             of the budget. 0 keeps none and reads layers whole, with all of their experts.
         expert_lookahead: prefetch of the experts that the next router will probably choose. A wrong guess costs a read;
             the output is the same either way.
         io: way of reading. ``"direct"`` bypasses the operating system's page cache, ``"buffered"`` uses it, ``"auto"``
-            is direct where the file system supports that.
+            is direct where the file system supports that, except for the part of the files that free memory outside the
+            budget can cache.
         read_size_mb: size of one read in MB (10**6 bytes). None takes the result of a disk probe.
         queue_depth: reads in flight at once. None takes the result of a disk probe.
         derived_cache_gb: disk space for packed copies of parameters that mlx-lm computes while loading, in GB. It holds
@@ -121,6 +124,7 @@ class FlashConfig:
     batching: Batching = "exact"
     lend_reserves: bool = True
     speculation: bool = True
+    ranks_mode: RanksMode = "layers"
     num_slots: int | None = None
     expert_pool_gb: float | None = None
     expert_lookahead: bool = True

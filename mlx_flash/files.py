@@ -1,4 +1,4 @@
-"""Files: the cache folder, regular files only, atomic replacement, locks, and folders that end with their process."""
+"""Files: the cache folder, regular files only, atomic replacement, locks, and files that end with their process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -21,7 +21,9 @@ from mlx_flash.forks import finalize
 PARTIAL_SUFFIX = ".partial"
 """Ends the names of files and folders that are not complete."""
 
-_PREFIX = "session-"
+_PREFIX = "mlx-flash-session-"
+"""Begins names that only this program gives: a folder of the user's choice may hold others."""
+
 _RETRY_SECONDS = 0.002
 _UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 """Errors of file systems without locks."""
@@ -231,7 +233,7 @@ def open_locked(
     """
     access = os.O_RDONLY if create is None else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     while True:
-        fd = os.open(path, access | os.O_CLOEXEC, create or 0)
+        fd = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK, create or 0)  # another user's FIFO must not block
         try:
             _lock(fd, shared, wait, required)
             if _is_at(path, fd):
@@ -279,11 +281,15 @@ def _is_at(path: Path, fd: int) -> bool:
 class PrivateFolder:
     """A new folder, locked while this object lives. Making one removes the folders of processes that were killed.
 
+    Args:
+        base: the folder to make it in.
+        purpose: what it is for, in errors.
+
     Raises:
-        WriteError: it cannot be made in the folder ``base``.
+        WriteError: it cannot be made.
     """
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, purpose: str = "the KV cache") -> None:
         try:
             make_private(base)
             with locked(base):  # or another process might remove the folder before it is locked
@@ -292,9 +298,30 @@ class PrivateFolder:
                 fd = open_locked(self.path)
         except OSError as error:
             raise WriteError(
-                f"cannot make a folder for the KV cache in {base}: {error.strerror}. Hint: set another directory."
+                f"cannot make a folder for {purpose} in {base}: {error.strerror}. Hint: set another directory."
             ) from error
         self.close = finalize(self, _remove, self.path, fd)
+
+
+@contextmanager
+def temporary_file(base: Path, purpose: str, pieces: Iterable[bytes | memoryview]) -> Iterator[Path]:
+    """Yield a file with some bytes in a :class:`PrivateFolder`, which is removed after the block.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
+    with closing(PrivateFolder(base, purpose)) as folder:
+        path = folder.path / "file"
+        try:
+            with path.open("wb") as file:
+                file.writelines(pieces)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise WriteError(
+                f"cannot write the file for {purpose} in {base}: {error.strerror}. Hint: free some space."
+            ) from error
+        yield path
 
 
 def remove_orphans(base: Path) -> None:
@@ -309,8 +336,8 @@ def remove_unheld(paths: Iterable[Path]) -> None:
     for path in paths:
         try:
             fd = open_locked(path, wait=False)
-        except (FileNotFoundError, BlockingIOError):
-            continue
+        except (FileNotFoundError, BlockingIOError, PermissionError):
+            continue  # removed, in use, or another user's
         _remove(path, fd)
 
 

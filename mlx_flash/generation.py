@@ -27,8 +27,9 @@ from mlx_flash.compat.generation import (
 )
 from mlx_flash.kv.views import can_be_viewed
 from mlx_flash.model import FlashLLM
-from mlx_flash.speculation.decoder import MAX_GUESSES, Decoder, Source
+from mlx_flash.speculation.decoder import Decoder
 from mlx_flash.speculation.draft import Draft
+from mlx_flash.speculation.guesses import MAX_GUESSES, Source
 from mlx_flash.speculation.lookup import Lookup
 
 _log = logging.getLogger("mlx_flash")

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, cast
 
 import mlx.core as mx
@@ -22,11 +21,11 @@ from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Progress
-from mlx_flash.engine.facade import ModelFacade
+from mlx_flash.engine.facade import ModelFacade, check_not_forked
 from mlx_flash.engine.forecast import Forecast
-from mlx_flash.engine.headroom import check_not_forked
+from mlx_flash.engine.guesses import GuessedRows, guessed_row
 from mlx_flash.engine.manager import FlashManager
-from mlx_flash.engine.passes import GuessedRows, Passes, Row
+from mlx_flash.engine.passes import Passes, Row
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
@@ -34,7 +33,6 @@ from mlx_flash.engine.warn import Warnings
 from mlx_flash.errors import BudgetError, ClosedError, WriteError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.cache import make_caches
-from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import open_governor
 from mlx_flash.memory.footprint import footprint, release_freed_memory
@@ -94,7 +92,7 @@ class FlashLLM(ModelFacade):
             self._manager.watch()
 
     def start(self, progress: Progress | None = None) -> None:
-        """Reads what is pinned, and begins to stream the rest. Harmless when repeated.
+        """Read the pinned weights, and begin to stream the rest. Harmless when repeated.
 
         Other models of this process that are waiting to be started are started too, the smallest first, since they
         share the budget: each leaves those after it what they need at least.
@@ -270,10 +268,7 @@ class FlashLLM(ModelFacade):
         Raises:
             As a call. The cache is put back, if there is more than one token.
         """
-        checkpoints = Checkpoints()
-        call = parse_call((mx.array([tokens]),), {"cache": cache})
-        parts = [replace(part, checkpoints=checkpoints) for part in call.parts(1)]
-        row = Row(parts[0] if len(parts) == 1 else call, parts)
+        row = guessed_row(tokens, cache)
         with self._turn():
             stats = self._running.engine.stream.stats
             began, waited = time.perf_counter(), stats.wait_seconds
@@ -284,7 +279,7 @@ class FlashLLM(ModelFacade):
                 raise row.error
             mx.eval(row.outputs)
             self.times.note(len(row.outputs), time.perf_counter() - began, stats.wait_seconds - waited)
-        return GuessedRows(row.outputs, checkpoints, self.counters)
+        return GuessedRows(row, self.counters)
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why :meth:`rows` computes one token at a time with a prompt cache; None if it does not."""
@@ -316,7 +311,7 @@ class FlashLLM(ModelFacade):
 
     @property
     def batching(self) -> str:
-        """How several sequences are computed: ``"exact"`` or ``"stock"``."""
+        """The way several sequences are computed: ``"exact"`` or ``"stock"``."""
         return self._config.batching
 
     @property
@@ -325,7 +320,7 @@ class FlashLLM(ModelFacade):
         return self.kv is None or (self.kv.options.max_tokens is None and not self.plan.kv.num_on_disk)
 
     def close(self) -> nn.Module:
-        """Ends streaming: restores classes and lazily loaded weights, closes the files, joins the threads.
+        """End streaming: restore classes and lazily loaded weights, close the files, join the threads.
 
         Returns:
             mlx-lm's model, lazily loaded, as if it had never been streamed.
@@ -346,7 +341,5 @@ class FlashLLM(ModelFacade):
     def __enter__(self) -> FlashLLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

@@ -6,6 +6,7 @@ Nothing here imports MLX, so that help appears at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import re
@@ -26,6 +27,9 @@ SETTINGS = tuple(field.name for field in fields(FlashConfig) if field.name not i
 
 BASICS = ("ram_budget_gb", "context_length", "prefill_step_size")
 """The settings that help shows first; the others are for tuning."""
+
+LOG = 2
+"""Value of ``args.verbose`` that asks for the log, too."""
 
 Parser = argparse.ArgumentParser
 Flag = tuple[tuple[str, ...], dict[str, Any]]
@@ -80,7 +84,7 @@ def make_parser(chosen: str | None = None) -> tuple[Parser, Parser | None]:
     """Return the parser of the command line, and the parser of the chosen command, the only one that gets flags."""
     parser = Parser(prog="mlx-flash", description="Run mlx-lm models larger than memory, bit for bit.")
     parser.add_argument("-V", "--version", action="version", version=f"mlx-flash {__version__}")
-    parser.set_defaults(command=None, traceback=False, verbose=True, rest=[])
+    parser.set_defaults(command=None, traceback=False, verbose=True, quiet=False, rest=[])
     if chosen is not None and chosen not in COMMANDS:
         parser.error(f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)}")
     adding = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
@@ -112,11 +116,20 @@ def _add_flags(parser: Parser, command: Command) -> None:
             parser.add_argument(*names, **options)
     for names, options in command.more:
         parser.add_argument(*names, **options)
+    _add_loudness(parser, has_log=not isinstance(command.flags, str))
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     tuning = parser.add_argument_group("tuning")
     for setting in SETTINGS if command.streams else ():
         if setting not in BASICS:
             _add_setting(tuning, setting, help_texts.get(setting, ""))
+
+
+def _add_loudness(parser: Parser, *, has_log: bool) -> None:
+    """Add ``--quiet``, and ``--verbose`` where mlx-lm's program has no log of its own."""
+    parser.add_argument("--quiet", action="store_true", help="results and errors alone: no progress, notes or warnings")
+    with contextlib.suppress(argparse.ArgumentError):  # the command has a flag of that name
+        if has_log:
+            parser.add_argument("--verbose", action="store_const", const=LOG, default=True, help="print the log, too")
 
 
 def setting_help() -> dict[str, str]:
@@ -153,7 +166,8 @@ def _add_generate_flags(parser: Parser) -> None:
     add = parser.add_argument
     add("--prompt", "-p", default="hello", metavar="TEXT", help="the prompt ('-' reads it from stdin)")
     add("--max-tokens", "-m", type=_max_tokens, default=100, metavar="N", help=words)
-    add("--verbose", type=_boolean, default=True, metavar="BOOL", help="False: text alone on stdout")
+    words = "False: text alone on stdout; without a value: print the log, too"
+    add("--verbose", type=_boolean, nargs="?", const=LOG, default=True, metavar="BOOL", help=words)
     add("--chat-template-config", type=_json_object, default=None, metavar="JSON", help="for the chat template")
     borrow_flags(parser, "generate", parse=True, without=("--image", "--quantize-activations"))
     add("--json", action="store_true", help="write one JSON object to stdout")
@@ -205,7 +219,13 @@ _RUN = (
     _flag("words", nargs="*", metavar="MODEL | PROMPT", help="a model to run without a Modelfile; a prompt to answer"),
     _flag("-f", "--file", metavar="MODELFILE", help="default: ./Modelfile"),
     _flag("--max-tokens", "-m", type=_max_tokens, metavar="N", help="overrides num_predict of the Modelfile"),
-    _flag("--verbose", action="store_true", help="print budget, speed and peak memory after each answer"),
+    _flag(
+        "--verbose",
+        action="store_const",
+        const=LOG,
+        default=False,
+        help="print the log, and budget, speed and peak memory after each answer",
+    ),
     _flag("--serve", action="store_true", help="serve it, as mlx-flash serve does"),
     _flag("--host", default="127.0.0.1", help="for --serve"),
     _flag("--port", type=int, default=8080, help="for --serve"),
@@ -247,6 +267,15 @@ _PACK = (
     _flag("--verify", action="store_true", help="read everything back and compare"),
     _JSON,
 )
+_LIST = (
+    _flag("folders", nargs="*", type=Path, metavar="FOLDER", help="folders to look in, beside Hugging Face's cache"),
+    _JSON,
+)
+_STOP = (
+    _flag("engine", metavar="PID | MODEL", help="process or model, as ps shows it"),
+    _flag("--timeout", type=float, default=30.0, metavar="S", help="seconds to wait for its end (default: 30)"),
+)
+_COMPLETION = (_flag("shell", choices=("bash", "zsh", "fish"), help="the shell that runs the printed code"),)
 _CACHE = (_flag("action", choices=("list", "clear"), help="clear removes everything that is not in use"), _JSON)
 
 COMMANDS = {
@@ -267,6 +296,9 @@ COMMANDS = {
     "doctor": Command(
         "[--model MODEL] [flags]", "look at machine, disk and MLX, and compare budgets of a model", _DOCTOR, model=False
     ),
+    "list": Command("[FOLDER ...]", "list models here: size, fit, and expected speed", _LIST, model=False),
+    "ps": Command("[--json]", "list running engines", (_JSON,), streams=False, model=False),
+    "stop": Command("PID | MODEL", "end a running engine", _STOP, streams=False, model=False),
     "exec": Command(
         "[flags] -- PROGRAM [its flags]", "run any program that uses mlx-lm, streaming", _EXEC, model=False
     ),
@@ -283,6 +315,9 @@ COMMANDS = {
         _CACHE,
         streams=False,
         model=False,
+    ),
+    "completion": Command(
+        "bash|zsh|fish", "print code that completes commands, flags and models", _COMPLETION, streams=False, model=False
     ),
 }
 """The commands by name, in the order of help."""

@@ -62,7 +62,11 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
         for token, _ in generate_step(prompt, model, max_tokens=args.max_tokens, prefill_step_size=step):
             run.add(SimpleNamespace(token=token, text="", finish_reason=None))
         cold = "the cached pages of the checkpoint were dropped before loading"
-        cold += ", and reads bypass the page cache" if engine.reader.is_direct else " (a hint to the system)"
+        share = engine.reader.cached.share
+        if share:
+            cold += f"; free memory outside the budget caches {share:.0%} of it during the run"
+        else:
+            cold += ", and reads bypass the page cache" if engine.reader.is_direct else " (a hint to the system)"
     run.finish_reason = "length"
     return make_report(run, args.model, step), model.plan, cold
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.engine.engine import Engine
+from mlx_flash.errors import ReadError
 from mlx_flash.layout.load import ModelLayout, Parameter
 from mlx_flash.memory.pagecache import drop_cached, open_buffered
 from mlx_flash.storage.placement import Segment
@@ -56,11 +57,10 @@ class ByteCheck:
             if parameter.records and not engine.is_streamed(parameter.container, parameter.key):
                 self._array(parameter)
         pool = engine.experts.pool if engine.experts is not None else None
-        for number, layer in enumerate(pool.layers if pool is not None else ()):
+        for number in range(len(pool.layers) if pool is not None else 0):
             assert pool is not None
             for expert in np.flatnonzero(pool.ready(number)):
-                memory = pool.slots.memory(int(pool.slot_of[number][expert]))
-                self._segments(layer.placement.segments[expert], memory)
+                self._segments(*pool.reads((number, int(expert))))
 
     def close(self) -> None:
         """Close the files."""
@@ -89,7 +89,13 @@ class ByteCheck:
             fd = self._fds[path] = open_buffered(path)
         for start in range(0, len(memory), _CHUNK_BYTES):
             part = np.frombuffer(memory[start : start + _CHUNK_BYTES], np.uint8)
-            expected = np.frombuffer(os.pread(fd, len(part), offset + start), np.uint8)
+            try:
+                expected = np.frombuffer(os.pread(fd, len(part), offset + start), np.uint8)
+            except OSError as error:
+                raise ReadError(
+                    f"cannot read '{name}' again at offset {offset + start} of {path}: {error.strerror}. "
+                    "Hint: check the disk."
+                ) from error
             if not np.array_equal(part, expected):
                 at = int(np.flatnonzero(part != expected)[0]) if len(part) == len(expected) else len(expected)
                 self.wrong.setdefault(name, f"byte {start + at} of '{name}' in {path.name}")

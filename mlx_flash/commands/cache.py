@@ -14,7 +14,7 @@ from rich.table import Table
 from mlx_flash.commands.common import print_json, print_rich
 from mlx_flash.commands.report import Json
 from mlx_flash.convert.copies import Copy, derived_directory, list_copies, remove
-from mlx_flash.files import PARTIAL_SUFFIX, remove_orphans, remove_unheld
+from mlx_flash.files import PARTIAL_SUFFIX, cache_directory, remove_orphans, remove_unheld
 from mlx_flash.kv.files import sessions_directory
 from mlx_flash.monitor.words import counted, size
 from mlx_flash.prefixes.cache import prefix_directory
@@ -91,7 +91,8 @@ def _remove_small_files() -> None:
     for file in (profiles_file(), speeds_file(), results_file()):
         for path in (file, file.with_name(f"{file.name}{PARTIAL_SUFFIX}")):
             path.unlink(missing_ok=True)
-    remove_orphans(sessions_directory())
+    for folder in (cache_directory(), sessions_directory()):
+        remove_orphans(folder)
     remove_unheld(derived_directory().glob("*.lock"))
 
 

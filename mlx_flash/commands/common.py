@@ -1,9 +1,10 @@
-"""Helpers of several commands."""
+"""Helpers of several commands. Importing them does not import MLX, which takes seconds."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +15,8 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
 from mlx_flash.commands.arguments import SETTINGS
-from mlx_flash.commands.report import Json
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine import prepare
+from mlx_flash.telemetry import Json
 
 
 def dial(args: argparse.Namespace) -> dict[str, Any]:
@@ -31,7 +31,15 @@ def make_config(args: argparse.Namespace) -> FlashConfig:
 
 def load_tokenizer(path: Path, args: argparse.Namespace, settings: Mapping[str, Any] | None = None) -> Any:
     """Return mlx-lm's tokenizer, as ``mlx_lm.generate`` loads it."""
+    from mlx_flash.engine import prepare
+
     return prepare.load_tokenizer(path, {**(settings or {}), "trust_remote_code": args.trust_remote_code})
+
+
+def note(words: str) -> None:
+    """Print a note on stderr, unless ``--quiet`` silences it."""
+    if logging.getLogger("mlx_flash").isEnabledFor(logging.WARNING):
+        print(words, file=sys.stderr)
 
 
 def print_json(value: Json, out: TextIO) -> None:

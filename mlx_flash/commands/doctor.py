@@ -37,7 +37,7 @@ SLOW_DISK = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was found out about the machine.
+    """Facts found out about the machine.
 
     Attributes:
         device: of MLX, for people.

@@ -70,8 +70,8 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
         interrupted = follow(responses, run, None if args.json else out)
     if run.tokens:
         print_report(args, make_report(run, args.model, step), out)
-    if interrupted:
-        raise KeyboardInterrupt
+    if interrupted is not None:
+        raise interrupted
     return 0
 
 
@@ -238,20 +238,20 @@ def generation_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, An
     }
 
 
-def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | None) -> bool:
-    """Record responses as they come, and write their text. Return True when the user interrupts."""
+def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | None) -> KeyboardInterrupt | None:
+    """Record responses as they come, and write their text. Return the interrupt that ends them, if one does."""
     try:
         with contextlib.closing(responses):
             for response in responses:
                 run.add(response)
                 if out is not None:
                     print(response.text, end="", file=out, flush=True)
-    except KeyboardInterrupt:
-        return True
+    except KeyboardInterrupt as interrupt:
+        return interrupt
     finally:
         if out is not None and run.tokens:
             print(file=out, flush=True)
-    return False
+    return None
 
 
 def print_report(args: argparse.Namespace, report: GenerationReport, out: TextIO) -> None:

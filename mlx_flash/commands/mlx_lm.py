@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mlx_flash.commands.chat import HELP, chat_habits
-from mlx_flash.commands.common import dial, make_config
+from mlx_flash.commands.common import dial, make_config, note
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
 from mlx_flash.errors import ConfigError
@@ -65,7 +65,7 @@ def serve_with(
     group = launched_group()
     answers = group is None or group.rank() == 0
     with Listener(given.host, given.port, access) if answers else contextlib.nullcontext() as listener:
-        plan = _plan(given.model, config)
+        plan = None if group is not None else _plan(given.model, config)  # ranks plan when they load
         if plan is not None and given.prompt_cache_bytes is None:
             flags += ["--prompt-cache-bytes", str(plan.kv_bytes // 2)]
         if plan is not None:  # so that no step of mlx-lm takes more than one pass, and a request can end after each
@@ -78,7 +78,7 @@ def chat(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash chat``: mlx-lm's chat."""
     config, flags = make_config(args), _with_prefill_step(args)
     _plan(_model_of(flags), config)
-    print(HELP, file=sys.stderr)
+    note(HELP)
     with apply_flash_patch(config), chat_habits(), contextlib.redirect_stdout(out):
         return run_program(["mlx_lm.chat", *flags])
 
@@ -91,10 +91,9 @@ def _with_prefill_step(args: argparse.Namespace) -> list[str]:
 
 def _step_flags(wanted: int, planned: int) -> list[str]:
     if planned < wanted:
-        print(
+        note(
             f"mlx-flash: the budget has room for {planned} prompt tokens at a time: output is mlx-lm's own for "
-            f"--prefill-step-size {planned}",
-            file=sys.stderr,
+            f"--prefill-step-size {planned}"
         )
     return ["--prefill-step-size", str(min(wanted, planned))]
 
@@ -125,10 +124,9 @@ def _plan(model: str | None, config: FlashConfig) -> ResidencyPlan | None:
     plan = prepare(path, config, writes=False).plan
     del tokenizer
     expected = f", about {speed(1 / plan.seconds)}" if plan.seconds else ""
-    print(
+    note(
         f"mlx-flash: {size(plan.model_bytes)} of weights in a budget of {plan.budget_bytes / GB:.3f} GB: "
-        f"{size(plan.read_bytes)} read for each token{expected}",
-        file=sys.stderr,
+        f"{size(plan.read_bytes)} read for each token{expected}"
     )
     return plan
 

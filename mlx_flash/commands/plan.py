@@ -49,5 +49,5 @@ def _plan(args: argparse.Namespace, path: Path, probe: Path | None, out: TextIO)
         return 0
     print_rich(render_budgets(rows) if args.budgets else render_plan(args.model, prepared.layout, prepared.plan), out)
     if parts:
-        print_rich(render_ranks(parts), out)
+        print_rich(render_ranks(parts, len(prepared.checkpoint.shards)), out)
     return 0

@@ -10,8 +10,10 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from mlx_flash.engine.prepare import Prepared, share_equally
+from mlx_flash.layout.load import iter_parameters
 from mlx_flash.layout.units import layers_of
 from mlx_flash.monitor.words import size
+from mlx_flash.ranks.files import needed_files
 from mlx_flash.ranks.shares import runs
 
 
@@ -23,7 +25,7 @@ class RankPart:
         rank: its number.
         layers: first layer and the one after the last of each of its runs.
         nbytes: of these layers.
-        files: the files that hold them.
+        files: the shards with them, or with what every machine computes.
     """
 
     rank: int
@@ -36,21 +38,27 @@ def rank_parts(prepared: Prepared, num_ranks: int) -> list[RankPart]:
     """Return the parts of all ranks, if machines like this one share a model."""
     owners = share_equally(prepared, num_ranks)
     layers = layers_of(prepared.loaded.model)
-    owner_of = {id(module): rank for layer, rank in zip(layers, owners, strict=True) for module in layer.modules()}
+    needed = needed_files(layers, prepared.layout, prepared.checkpoint)
+    nbytes = [sum(array.nbytes for _, _, _, array in iter_parameters(layer, "")) for layer in layers]
     parts = []
     for rank in range(num_ranks):
-        large = [p for unit in prepared.layout.layers if owner_of[id(unit.module)] == rank for p in unit.large]
-        files = sorted({record.extent.path.name for parameter in large for record in parameter.records})
-        parts.append(RankPart(rank, runs(owners, rank), sum(parameter.nbytes for parameter in large), files))
+        own = [number for number, owner in enumerate(owners) if owner == rank]
+        parts.append(RankPart(rank, runs(owners, rank), sum(nbytes[number] for number in own), needed.of(own)))
     return parts
 
 
-def render_ranks(parts: Sequence[RankPart]) -> RenderableType:
-    """Return a table of the ranks."""
+def render_ranks(parts: Sequence[RankPart], num_files: int) -> RenderableType:
+    """Return a table of the ranks.
+
+    Args:
+        parts: theirs.
+        num_files: shards of the model.
+    """
     table = Table("Rank", "Layers", box=box.SIMPLE_HEAD)
     table.add_column("Weights", justify="right")
-    table.add_column("Files")
+    table.add_column("Shards to copy, with all files that are no shards")
     for part in parts:
         layers = ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in part.layers)
-        table.add_row(str(part.rank), layers, size(part.nbytes), ", ".join(part.files))
+        files = f"all {num_files}" if 1 < num_files == len(part.files) else ", ".join(part.files)
+        table.add_row(str(part.rank), layers, size(part.nbytes), files)
     return table

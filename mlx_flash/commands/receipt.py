@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash.commands.report import Json
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.loading import current_load_model
-from mlx_flash.errors import CheckpointError
+from mlx_flash.errors import CheckpointError, ReadError
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.load import ModelLayout, Unit
 from mlx_flash.layout.swap import own_class
@@ -227,17 +227,24 @@ def first_difference(expected: Sequence[Call], found: Sequence[Call]) -> str | N
 
 
 def file_digests(paths: Sequence[Path], report: Report) -> dict[str, str]:
-    """Return the SHA-256 of whole files by name. Their pages do not stay in the page cache."""
+    """Return the SHA-256 of whole files by name. Their pages do not stay in the page cache.
+
+    Raises:
+        ReadError: a file cannot be read.
+    """
     total, done, found = sum(path.stat().st_size for path in paths), 0, {}
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for path in paths:
         digest = hashlib.sha256()
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
-                done += count
-                report(done, total)
-            drop_cached(file.fileno(), 0, path.stat().st_size)
+        try:
+            with path.open("rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    digest.update(buffer[:count])
+                    done += count
+                    report(done, total)
+                drop_cached(file.fileno(), 0, path.stat().st_size)
+        except OSError as error:
+            raise ReadError(f"cannot read {path}: {error.strerror}. Hint: check the disk.") from error
         found[path.name] = digest.hexdigest()
     return found
 

@@ -17,7 +17,7 @@ import mlx.nn as nn
 import mlx_lm
 
 from mlx_flash.commands.chat import BYE, HELP
-from mlx_flash.commands.common import dial, print_rich
+from mlx_flash.commands.common import dial, note, print_rich
 from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
 from mlx_flash.commands.mlx_lm import serve_with
 from mlx_flash.commands.render import render_generation
@@ -37,8 +37,8 @@ COMMANDS = (*BYE, "/clear", "/?", "/help")
 def run(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash run``."""
     modelfile, prompt = _described(args)
-    for note in modelfile.notes:
-        print(f"{modelfile.path}:{note.line}: {note.text}", file=sys.stderr)
+    for found in modelfile.notes:
+        note(f"{modelfile.path}:{found.line}: {found.text}")
     config = FlashConfig.resolve(modelfile=modelfile.flash, **dial(args))
     if args.serve:
         return serve_with(config, server_flags(modelfile, args), out, args.api_key_file, args.no_auth)
@@ -100,7 +100,7 @@ def _answer(
 
 def _converse(conversation: Conversation, answer: Callable[[str], None]) -> None:
     """Answer line by line, until the user ends the conversation."""
-    print(HELP, file=sys.stderr)
+    note(HELP)
     while True:
         try:
             print(">>> ", end="", file=sys.stderr, flush=True)
@@ -156,7 +156,7 @@ def server_flags(modelfile: Modelfile, args: argparse.Namespace) -> list[str]:
         "num_predict": max_tokens if max_tokens is not None and max_tokens <= 0 else None,
     }
     for name in (name for name, value in unsaid.items() if value is not None):
-        print(f"{modelfile.path}: PARAMETER {name} has no effect here: clients of the server set it", file=sys.stderr)
+        note(f"{modelfile.path}: PARAMETER {name} has no effect here: clients of the server set it")
     return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
 
 

@@ -28,7 +28,7 @@ from mlx_flash.commands.render import labelled_lines
 from mlx_flash.commands.report import Json, surroundings
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import resolve
-from mlx_flash.errors import CheckpointError, FileChangedError
+from mlx_flash.errors import CheckpointError, FileChangedError, WriteError
 from mlx_flash.files import write_atomically
 from mlx_flash.layout.load import ModelLayout, load_config
 from mlx_flash.loading import load_model
@@ -138,12 +138,26 @@ def _plan(plan: ResidencyPlan) -> Json:
 
 
 def _write(args: argparse.Namespace, receipt: Json, against: Sequence[str], out: TextIO) -> None:
-    if args.output is not None:
-        write_atomically(args.output, json.dumps(receipt, indent=1) + "\n", mode=0o644)
     if args.json:
         print_json({**receipt, "against": list(against)}, out)
     else:
         print_rich(labelled_lines(_lines(args, receipt, against)), out)
+    if args.output is not None:  # in the end: if it fails, the result has been printed
+        save_receipt(args.output, receipt)
+
+
+def save_receipt(path: Path, receipt: Json) -> None:
+    """Write a receipt to a file, which it replaces.
+
+    Raises:
+        WriteError: it cannot be written. The old file is unchanged.
+    """
+    try:
+        write_atomically(path, json.dumps(receipt, indent=1) + "\n", mode=0o644)
+    except OSError as error:
+        raise WriteError(
+            f"cannot write the receipt {path}: {error.strerror}. Hint: --json prints it; set another file."
+        ) from error
 
 
 def _weights(receipt: Json) -> str:

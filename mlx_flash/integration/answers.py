@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from queue import Queue
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ import mlx.core as mx
 from mlx_flash.batching import RowGenerator
 from mlx_flash.compat.batches import Response
 from mlx_flash.compat.server import GenerationContext, is_stopped
-from mlx_flash.errors import FlashError
+from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.integration.http import ClientLeftError
 from mlx_flash.kv.cache import DiskKVCache
 from mlx_flash.kv.history import pass_on
@@ -29,6 +30,10 @@ class Server(Protocol):
     def is_stopping(self) -> bool:
         """True once the server was asked to end."""
 
+    @property
+    def is_shared(self) -> bool:
+        """True if other ranks answer the same requests."""
+
     def is_left(self, queue: Queue[Any]) -> bool:
         """Return whether the client of a request is gone."""
 
@@ -41,21 +46,31 @@ class Answer:
         request: the request.
         args: its arguments.
         generator: what answers it.
+        number: of the request.
 
     Attributes:
+        number: of the request.
+        is_shared: other ranks answer it too.
         is_alone: it is answered in no batch.
         is_done: mlx-lm computes nothing for it any more.
         length: tokens of the prompt and the longest answer; 0 while unknown.
         tokenized: the tokens as mlx-lm wants them; None while unknown.
     """
 
-    def __init__(self, queue: Queue[Any], request: Any, args: Any, generator: Server) -> None:
+    def __init__(self, queue: Queue[Any], request: Any, args: Any, generator: Server, number: int) -> None:
+        self.number = number
         self.queue, self.request, self.args = queue, request, args
         self.is_alone = self.is_done = False
         self.length = 0
         self.tokenized: Any = None
         self._generator = generator
+        self.is_shared = generator.is_shared
         self._context: Any = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """True once nobody waits for the answer."""
+        return is_stopped(self._context)
 
     def put(self, item: Any) -> None:
         """Hand on a part of the answer. An answer whose client left is stopped here.
@@ -64,10 +79,14 @@ class Answer:
             ClientLeftError: the client left, or the server stops, while a prompt is computed alone.
         """
         if isinstance(item, GenerationContext):
-            self._context = item
+            if self._generator.is_shared and self.is_alone:  # computed to its end: other ranks do not see it stop
+                item = copy.copy(item)
+            else:
+                self._context = item
         if self._context is not None and (self._generator.is_stopping or self._generator.is_left(self.queue)):
             self._context.stop()
-        self.is_done = item is None or isinstance(item, Exception) or is_stopped(self._context)
+        self.is_done = item is None or isinstance(item, Exception)
+        self.is_done = self.is_done or (self.is_stopped and not self._generator.is_shared)
         self.queue.put(item)
         if self.is_alone and isinstance(item, tuple) and is_stopped(self._context):
             raise ClientLeftError("nobody waits for this answer any more")
@@ -108,7 +127,7 @@ class ServedRows(RowGenerator):
     def _refuse(self, uid: int, error: Exception) -> None:
         """Hand on the error of a request."""
         answer = self._answers.pop(uid, None)
-        if answer is None:
+        if answer is None or (answer.is_shared and not isinstance(error, BudgetError)):  # other ranks did not raise it
             raise error
         answer.put(error if isinstance(error, FlashError) else FlashError(f"{type(error).__name__}: {error}"))
         self._refused.append(uid)

@@ -165,6 +165,11 @@ class Occupancy:
         self._count = 0
         self._changed = threading.Condition()
 
+    @property
+    def count(self) -> int:
+        """The number now."""
+        return self._count
+
     @contextmanager
     def one_more(self) -> Iterator[bool]:
         """Count one as long as the block lasts. Yield False, and count none, at the limit."""

@@ -22,6 +22,7 @@ from mlx_lm.server import get_system_fingerprint
 from mlx_flash.compat.server import APIHandler
 from mlx_flash.errors import ConfigError, FlashError, RefusedError
 from mlx_flash.integration.guard import MAX_CONNECTIONS, MAX_REQUESTS, Access, Deadlines, Occupancy, read_body
+from mlx_flash.integration.metrics import CONTENT_TYPE, metrics
 
 _log = logging.getLogger("mlx_flash")
 _FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
@@ -73,9 +74,20 @@ class Handler(APIHandler):
         try:
             if self.path != "/health":
                 self._check_access()
-            super().do_GET()
+            if self.path == "/metrics":
+                self._send_metrics()
+            else:
+                super().do_GET()
         except RefusedError as error:
             self.send_error_json(error, error.status)
+
+    def _send_metrics(self) -> None:
+        body = metrics(self.server.requests.count).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def _check_access(self) -> None:
         self.server.access.check(self.headers.get("Authorization"), self.headers.get("Origin"))
@@ -194,7 +206,6 @@ class Listener(ThreadingHTTPServer):
         generator.ask_to_stop()
         generator.join()
         self.server_close()
-        _wait_for_end_of_thread(generator.native_id)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer one request, in a thread of its own. Further connections are closed while there are too many."""
@@ -237,7 +248,7 @@ def _ended_by_signals() -> Iterator[None]:
     yield
 
 
-def _wait_for_end_of_thread(native_id: int | None) -> None:
+def wait_for_end_of_thread(native_id: int | None) -> None:
     """Wait for a thread that Python has joined to end, at most 5 seconds.
 
     Before Python 3.13 it is still alive then. MLX's cache of compiled functions, one for each thread, is freed at its

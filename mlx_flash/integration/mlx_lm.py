@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_flash.batching import SharingGenerator
+from mlx_flash.compat.batches import StockBatchGenerator, current_batch_generator, replace_batch_generator
 from mlx_flash.compat.callers import calling_modules
 from mlx_flash.compat.generation import (
     DraftStep,
@@ -74,7 +77,7 @@ class FlashPatch:
 
 
 def apply_flash_patch(config: FlashConfig | None = None) -> FlashPatch:
-    """Makes mlx-lm stream the models that it loads from now on.
+    """Make mlx-lm stream the models that it loads from now on.
 
     ``mlx_lm.load`` and with it ``generate``, ``stream_generate``, ``batch_generate``, mlx-lm's commands and its server
     get a :class:`~mlx_flash.model.FlashLLM`. Its weights are read when it is first called, so adapters can be applied
@@ -97,7 +100,7 @@ def apply_flash_patch(config: FlashConfig | None = None) -> FlashPatch:
 
 
 def remove_flash_patch() -> None:
-    """Puts mlx-lm back exactly as it was. Models that are loaded already go on streaming. Harmless when repeated."""
+    """Put mlx-lm back exactly as it was. Models that are loaded already go on streaming. Harmless when repeated."""
     _put_in_force(None)
 
 
@@ -112,10 +115,12 @@ def _put_in_force(config: FlashConfig | None) -> None:
             replace_load_model(_State.replacement)
             replace_sharded_load(_sharded_load)
             _swap_loops(_STOCK_LOOPS, _LOOPS)
+            _swap_batches(StockBatchGenerator, SharingGenerator)
 
 
 def _restore() -> None:
     _swap_loops(_LOOPS, _STOCK_LOOPS)
+    _swap_batches(SharingGenerator, StockBatchGenerator)
     if _State.replacement is None or _State.original is None:
         return
     replace_sharded_load(stock_sharded_load)
@@ -132,6 +137,12 @@ def _swap_loops(old: Loops, new: Loops) -> None:
     """Replace those loops of mlx-lm that are still the old ones."""
     plain, drafted = current_generate_steps()
     replace_generate_steps(new[0] if plain is old[0] else plain, new[1] if drafted is old[1] else drafted)
+
+
+def _swap_batches(old: Any, new: Any) -> None:
+    """Replace the class that mlx-lm's ``batch_generate`` uses, if it is still the old one."""
+    if current_batch_generator() is old:
+        replace_batch_generator(new)
 
 
 def _found() -> str:
@@ -170,7 +181,11 @@ def _sharded_load(
     tokenizer_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, ...]:
-    """Load a model whose layers the ranks share, like ``mlx_lm.utils.sharded_load``, whichever group is given."""
+    """Load a model that the ranks share, like ``mlx_lm.utils.sharded_load``.
+
+    With a ``tensor_group`` each rank has a part of every layer, and else some layers. mlx-lm's server gives such a
+    group unless told otherwise, so there the settings decide.
+    """
     if trust_remote_code:
         raise ConfigError(
             "trust_remote_code runs code of the model's folder, which a streamed model does not. Hint: leave it."
@@ -178,7 +193,10 @@ def _sharded_load(
     group = pipeline_group or tensor_group or mx.distributed.init()
     path = resolve(repo)
     tokenizer = load_tokenizer(path, tokenizer_config)
-    model, config = load_model(path, _State.config, group=group)
+    settings = _State.config
+    if settings is not None and tensor_group is not None and "mlx_lm.server" not in calling_modules():
+        settings = replace(settings, ranks_mode="tensor")
+    model, config = load_model(path, settings, group=group)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import signal
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from queue import Queue
 from typing import Any
 
@@ -22,10 +24,18 @@ from mlx_flash.compat.server import (
     LRUPromptCache,
     ResponseGenerator,
 )
-from mlx_flash.errors import FlashError
+from mlx_flash.errors import BudgetError, FlashError, RefusedError
 from mlx_flash.integration.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
 from mlx_flash.integration.answers import Answer, ServedRows
-from mlx_flash.integration.http import ClientLeftError, Listener, UnansweredError, is_gone, known_as
+from mlx_flash.integration.followers import ServerRanks
+from mlx_flash.integration.http import (
+    ClientLeftError,
+    Listener,
+    UnansweredError,
+    is_gone,
+    known_as,
+    wait_for_end_of_thread,
+)
 from mlx_flash.kv.kept import KeptCaches
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.model import FlashLLM
@@ -39,10 +49,12 @@ class SharingPromptCache(LRUPromptCache):  # type: ignore[misc]
 
     Attributes:
         model_provider: mlx-lm's; None while there is none.
+        ranks: those that answer together; None for this process alone.
         limit_bytes: what is kept may take so much at most, beside the limits of mlx-lm; None for no such limit.
     """
 
     model_provider: Any = None
+    ranks: ServerRanks | None = None
     limit_bytes: int | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +84,9 @@ class SharingPromptCache(LRUPromptCache):  # type: ignore[misc]
         """Return a copy of the kept cache with the longest prefix of some tokens, and the tokens after it."""
         if self.limit_bytes is not None and self.nbytes > self.limit_bytes // 2:
             self.trim_to(n_bytes=self.limit_bytes // 2)  # the copy is there beside the row of the batch for a moment
-        return super().fetch_nearest_cache(model, tokens)
+        found = super().fetch_nearest_cache(model, tokens)
+        is_same = self.ranks is None or self.ranks.have_same(len(found[1]))
+        return found if is_same else (None, tokens)  # another rank has let go of it
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +94,7 @@ class SharingPromptCache(LRUPromptCache):  # type: ignore[misc]
         return int(super().nbytes) - self._kept.shared_bytes
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Lets go of what was used longest ago, until what is left fits."""
+        """Drop what was used longest ago, until the rest fits."""
         super().trim_to(n_sequences=n_sequences)
         while n_bytes is not None and len(self) and self.nbytes > max(0, n_bytes):
             super().trim_to(n_sequences=len(self) - 1)
@@ -105,8 +119,12 @@ class SurvivingGenerator(ResponseGenerator):
         self._waiting: deque[Answer] = deque()
         self._running: list[Answer] = []
         self._joining: Answer | None = None
+        self._ranks = ServerRanks.of_process()
+        self._is_asked_to_stop = False
+        self._num_requests = 0
         if isinstance(prompt_cache, SharingPromptCache):
             prompt_cache.model_provider = model_provider
+            prompt_cache.ranks = self._ranks
         super().__init__(model_provider, prompt_cache)
 
     def generate(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Any:
@@ -136,23 +154,61 @@ class SurvivingGenerator(ResponseGenerator):
         """Return whether the client of a request is gone."""
         return queue in self._left
 
+    def join(self) -> None:
+        """Wait for the end of the thread. On other ranks than 0 that is all the main thread does."""
+        super().join()
+        wait_for_end_of_thread(self.native_id)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if other ranks answer the same requests."""
+        return self._ranks is not None
+
+    def ask_to_stop(self) -> None:
+        """Have the thread end after its next pass, on all ranks."""
+        self._is_asked_to_stop = True
+        if self._ranks is None:
+            super().ask_to_stop()
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once the thread was asked to end."""
+        return self._is_asked_to_stop or super().is_stopping
+
+    def _share_events(self, ranks: ServerRanks) -> None:
+        """Stop, and end requests whose clients left, at the same point on all ranks."""
+        known = [*self._waiting, *self._running]
+        left = [answer.number for answer in known if self.is_left(answer.queue) or answer.is_stopped]
+        stops, left_numbers = ranks.share_events(self._is_asked_to_stop, left)
+        if stops:
+            super().ask_to_stop()
+        self._waiting = deque(answer for answer in self._waiting if answer.number not in left_numbers)
+        self._running = [answer for answer in self._running if answer.number not in left_numbers]
+
     def next_request(self, timeout: float | None) -> Any:
         """Return the next request, in the order of their arrival, when the budget has room for it."""
-        while (request := super().next_request(None if self._waiting else timeout)) is not None:
+        if self._ranks is not None:
+            self._share_events(self._ranks)
+        while (request := self._arrived(None if self._waiting else timeout)) is not None:
             queue, asked, args = request
             self._under_way.add(queue)
-            answer = Answer(queue, asked, args, self)
+            self._num_requests += 1
+            answer = Answer(queue, asked, args, self, self._num_requests)
             if self._may_ever_run(answer):
                 self._waiting.append(answer)
         self._running = [answer for answer in self._running if not answer.is_done]
         while self._waiting:
             answer = self._waiting[0]
-            if not self.is_left(answer.queue) and not self._admit(answer):
+            if (self.is_shared or not self.is_left(answer.queue)) and not self._admit(answer):
                 return None
             self._waiting.popleft()
             if answer in self._running:
                 return answer, answer.request, answer.args
         return None
+
+    def _arrived(self, timeout: float | None) -> Any:
+        with contextlib.nullcontext() if self._ranks is None else self._ranks.waiting():
+            return super().next_request(timeout)
 
     def _may_ever_run(self, answer: Answer) -> bool:
         """Refuse a request that the budget has no room for, or whose prompt cannot be made. Return False then."""
@@ -196,7 +252,9 @@ class SurvivingGenerator(ResponseGenerator):
         answer.length = len(answer.tokenized[0]) + answer.args.max_tokens
         may_batch = self.would_batch(answer.args) and self._model_may_batch()
         num_prompt, num_new = len(answer.tokenized[0]), answer.args.max_tokens
-        return decide(model.plan, num_prompt, num_new, lengths, may_batch=may_batch, batching=model.batching)
+        batching = model.batching
+        wish = partial(decide, model.plan, num_prompt, num_new, lengths, may_batch=may_batch, batching=batching)
+        return wish() if self._ranks is None else self._ranks.agree(wish)
 
     def _run(self, answer: Answer, model: FlashLLM, lengths: Sequence[int], *, is_alone: bool) -> None:
         """Add a request to those that run, and leave kept prompt caches what is left then."""
@@ -262,6 +320,9 @@ class SurvivingGenerator(ResponseGenerator):
                 if self.model_provider.model is None:
                     raise  # it could not even be loaded
                 logging.exception("a request failed")
+                if self.is_shared and not isinstance(failure, BudgetError | RefusedError):  # those all ranks raise
+                    signal.raise_signal(signal.SIGTERM)
+                    raise
                 error = failure.with_traceback(None)  # whose frames hold the caches of the requests that failed
             waiting = {answer.queue for answer in self._waiting}
             for queue in set(self._under_way) - waiting:

@@ -49,6 +49,7 @@ class Rates:
         mean_prompt_tokens_per_second: prompt tokens over the time of their calls and of the evaluation after them.
         read_bytes_per_second: bytes read in the last seconds over their wall time.
         reading_bytes_per_second: all bytes over the time with at least one read in flight, loading included.
+        cached_share: the part of the bytes read in the last seconds that came through the page cache.
         shares: shares of the last seconds.
         reading_share: share of the last seconds with at least one read in flight.
         experts: rates over the last seconds or, in a slow model, the last calls; None without a pool of experts.
@@ -59,6 +60,7 @@ class Rates:
     mean_prompt_tokens_per_second: float | None = None
     read_bytes_per_second: float | None = None
     reading_bytes_per_second: float | None = None
+    cached_share: float | None = None
     shares: Shares | None = None
     reading_share: float | None = None
     experts: ExpertRates | None = None
@@ -73,6 +75,7 @@ class Sample:
     tokens_out: float
     last_ended: float
     nbytes: float
+    cached_bytes: float
     busy_seconds: float
     wait_seconds: float
     held_seconds: float
@@ -91,6 +94,7 @@ class Sample:
             tokens_out=number(state, "passes", "num_tokens_out"),
             last_ended=number(state, "passes", "last_ended"),
             nbytes=number(state, "read", "nbytes"),
+            cached_bytes=number(state, "read", "cached_bytes"),
             busy_seconds=number(state, "read", "busy_seconds"),
             wait_seconds=number(state, "stream", "wait_seconds"),
             held_seconds=number(state, "stream", "held_seconds"),
@@ -166,13 +170,15 @@ class History:
         decode = in_decoding + number(state, "passes", "decode_gap_seconds")
         evaluated = optional(state, "passes", "num_prompt_tokens")
         prompt = now.tokens_in - now.tokens_out if evaluated is None else evaluated
+        nbytes = max(0.0, now.nbytes - before.nbytes)
         prefill = number(state, "passes", "pass_seconds") - in_decoding + number(state, "passes", "prompt_gap_seconds")
         return Rates(
             tokens_per_second=self._tokens_per_second(),
             mean_tokens_per_second=now.tokens_out / decode if decode > SHORTEST_SECONDS else None,
             mean_prompt_tokens_per_second=prompt / prefill if prompt > 0 and prefill > SHORTEST_SECONDS else None,
-            read_bytes_per_second=max(0.0, now.nbytes - before.nbytes) / seconds if seconds > 0 else None,
+            read_bytes_per_second=nbytes / seconds if seconds > 0 else None,
             reading_bytes_per_second=now.nbytes / busy if busy > SHORTEST_SECONDS else None,
+            cached_share=_cut(now.cached_bytes - before.cached_bytes, nbytes) / nbytes if nbytes > 0 else None,
             shares=_shares(before, now) if seconds > 0 else None,
             reading_share=_cut(now.busy_seconds - before.busy_seconds, seconds) / seconds if seconds > 0 else None,
             experts=self._expert_rates(before) if isinstance(state.get("experts"), dict) else None,

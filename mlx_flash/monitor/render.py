@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from rich.text import Text
 
 from mlx_flash.monitor.budget import budget_bytes, change_words
+from mlx_flash.monitor.cached import cached_words
 from mlx_flash.monitor.experts import ExpertRates
 from mlx_flash.monitor.glyphs import STYLES, WORDS, Glyphs, bar, chart, strip
 from mlx_flash.monitor.history import History, Shares
 from mlx_flash.monitor.limit import limit_words
 from mlx_flash.monitor.passes import pass_words
+from mlx_flash.monitor.ranks import rank_words
 from mlx_flash.monitor.state import STATES, Unit, count, model_name, number, units
 from mlx_flash.monitor.system import SystemMemory
 from mlx_flash.monitor.words import amount, duration, percent, rate, size
@@ -157,6 +159,8 @@ def _model(history: History) -> Iterator[Text]:
     words = f"pid {published.pid}, {size(total)}{share}; tokens: {max(0.0, given - made):.0f} in, {made:.0f} out; "
     is_silent = history.ended is None and silent > SILENT_SECONDS
     yield _line("engine", *((doing, f"; {words[:-2]}") if is_silent else (words, doing)))
+    for i, words in enumerate(rank_words(published.state)):
+        yield _line("" if i else "ranks", words)
     if published.is_newer:
         words = f"A newer mlx-flash runs there (schema {published.schema}, known here: {SCHEMA}): update."
         yield Text(words, "bold red")
@@ -266,6 +270,8 @@ def _memory(history: History, system: SystemMemory, canvas: Canvas) -> Iterator[
         yield from lines(history)
     active, cache, peak = (size(number(state, "memory", key)) for key in ("active", "cache", "peak"))
     yield _line("MLX", f"active {active}, cache {cache}, peak {peak}")
+    if words := cached_words(history):
+        yield _line("cached", words)
     used = system.total - system.available
     words = f"{used / 1e9:.1f} of {system.total / 1e9:.1f} GB used ({used / system.total:.0%})"
     words += f", swap {size(system.swap_used)}" if system.swap_total else ", no swap"

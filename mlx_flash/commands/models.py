@@ -1,0 +1,134 @@
+"""``mlx-flash list``: the models on this machine, and how fast the plan expects them to be."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from huggingface_hub import CacheNotFound, scan_cache_dir
+from rich import box
+from rich.progress import MofNCompleteColumn
+from rich.table import Table
+
+from mlx_flash.commands.common import make_config, print_json, print_rich, progress_bar
+from mlx_flash.config import FlashConfig
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.errors import BudgetError, FlashError
+from mlx_flash.monitor.words import rate, size
+
+_SHARDS = "model*.safetensors"
+_PLACES = ("config.json", "*/config.json", "*/*/config.json")
+"""Where models are looked for in a folder: in itself, in its folders, and in theirs."""
+
+_NOT_PLANNED = (FlashError, OSError, ValueError, KeyError, TypeError)
+"""Errors of models that mlx-lm does not know, or whose settings it does not understand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model on this machine.
+
+    Attributes:
+        name: repository or folder.
+        folder: of its files.
+        bytes: of its weights in files.
+    """
+
+    name: str
+    folder: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A forecast of how a model would run within the budget.
+
+    Attributes:
+        way: "in memory", "streamed", "too large" or "not supported".
+        tokens_per_second: as the plan expects them; None where it does not run.
+        budget_bytes: the budget, or the smallest that works where that is more; None without a plan.
+        read_bytes: read for each token.
+        why: the reason why it does not run; empty where it does.
+    """
+
+    way: str
+    tokens_per_second: float | None = None
+    budget_bytes: int | None = None
+    read_bytes: int | None = None
+    why: str = ""
+
+
+def list_(args: argparse.Namespace, out: TextIO) -> int:
+    """Run ``mlx-flash list``."""
+    config = make_config(args)
+    models = list(dict.fromkeys([*_downloaded(), *_in_folders(args.folders)]))
+    outcomes = []
+    with progress_bar(args, "Planning", MofNCompleteColumn()) as progress:
+        for number, model in enumerate(models):
+            progress(number, len(models))
+            outcomes.append(expect(Path(model.folder), config))
+    if args.json:
+        entries = [{**asdict(model), **asdict(outcome)} for model, outcome in zip(models, outcomes, strict=True)]
+        print_json({"models": entries}, out)
+    elif models:
+        print_rich(_table(models, outcomes), out)
+    else:
+        print("no models found in the cache of Hugging Face or the folders given", file=out)
+    return 0
+
+
+def expect(folder: Path, config: FlashConfig) -> Outcome:
+    """Plan for a model. Reads headers, no weights."""
+    try:
+        plan = prepare(folder, config, writes=False).plan
+    except BudgetError as error:
+        return Outcome("too large", budget_bytes=error.minimum_bytes, why=" ".join(str(error).split()))
+    except _NOT_PLANNED as error:
+        return Outcome("not supported", why=" ".join(f"{type(error).__name__}: {error}".split()))
+    speed = 1 / plan.weights_seconds if plan.weights_seconds else None
+    return Outcome("streamed" if plan.read_bytes else "in memory", speed, plan.budget_bytes, plan.read_bytes)
+
+
+def _downloaded() -> Iterator[Model]:
+    """Yield the models in the cache of Hugging Face: of each, the revision that was downloaded last."""
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    for repository in sorted(repositories, key=lambda repository: str(repository.repo_id)):
+        newest = max(repository.revisions, key=lambda revision: revision.last_modified)
+        if (nbytes := _weight_bytes(newest.snapshot_path)) and repository.repo_type == "model":
+            yield Model(repository.repo_id, str(newest.snapshot_path), nbytes)
+
+
+def _in_folders(folders: Sequence[Path]) -> Iterator[Model]:
+    """Yield the models in folders.
+
+    Raises:
+        NotADirectoryError: one of them is no folder.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is not a folder. Hint: name folders that hold models.")
+        for config in sorted(file for pattern in _PLACES for file in folder.glob(pattern)):
+            if nbytes := _weight_bytes(config.parent):
+                yield Model(str(config.parent), str(config.parent.resolve()), nbytes)
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob(_SHARDS))
+
+
+def _table(models: Sequence[Model], outcomes: Sequence[Outcome]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("model", "size", "runs", "budget", "tokens/s", "read per token"):
+        table.add_column(heading, justify="left" if heading in ("model", "runs") else "right", overflow="fold")
+    for model, outcome in zip(models, outcomes, strict=True):
+        nbytes = outcome.budget_bytes
+        budget = "-" if nbytes is None else f"{'from ' * (outcome.way == 'too large')}{size(nbytes)}"
+        read = "-" if outcome.read_bytes is None else size(outcome.read_bytes) if outcome.read_bytes else "nothing"
+        table.add_row(model.name, size(model.bytes), outcome.way, budget, rate(outcome.tokens_per_second), read)
+    return table

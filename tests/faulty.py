@@ -98,5 +98,7 @@ def unfinished(folder: Path) -> list[Path]:
 
     Telemetry of a running process is left out: who looks after its end removes what it could not remove itself.
     """
-    found = [path for path in folder.rglob("*") if ".partial" in path.name or path.name.startswith("session-")]
+    found = [
+        path for path in folder.rglob("*") if ".partial" in path.name or path.name.startswith("mlx-flash-session-")
+    ]
     return [path for path in found if not path.name.startswith(f"{os.getpid()}-")]

@@ -1,6 +1,8 @@
 """Parsers of files and settings that others may have written, fed with damaged ones.
 
-A target makes damaged input and reads it. It raises an error if anything but the expected refusals comes of it.
+A target is made once in a process, with valid input as seeds, and called for each case: it damages a seed and parses
+it. It raises an error if anything but the expected refusals comes of it. Most targets write to one open file, so that a
+case takes tens of microseconds.
 """
 
 from __future__ import annotations
@@ -10,31 +12,45 @@ import io
 import json
 import os
 import random
+import re
 import time
 import unicodedata
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import jinja2
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, save_prompt_cache
 from rich.console import Console
 
-from mlx_flash import FlashConfig
+from mlx_flash import FlashConfig, telemetry
+from mlx_flash import config as config_module
 from mlx_flash.config import variables_of_fields
 from mlx_flash.errors import CheckpointError, ConfigError, FlashError, ReadError
 from mlx_flash.kv.saved import load_saved
 from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.modelfile.parse import parse_modelfile
+from mlx_flash.monitor import watch
 from mlx_flash.monitor.app import draw, make_parser, print_json
-from mlx_flash.monitor.watch import Watcher
+from mlx_flash.monitor.system import system_memory
+from mlx_flash.prefixes import pages
 from mlx_flash.prefixes.folder import PageFolder
-from mlx_flash.prefixes.pages import Blob, PageFile, PageKey, encode_page
+from mlx_flash.prefixes.pages import _HEAD, _LENGTHS, MAGIC, Blob, PageFile, PageKey, encode_page
+from mlx_flash.storage import safetensors
 from mlx_flash.storage.safetensors import read_checkpoint, read_shard
 from models import LLAMA, save
 
-Target = Callable[[Path, random.Random], None]
+Case = Callable[[random.Random], None]
+Target = Callable[[Path], AbstractContextManager[Case]]
+
+CHUNK = 100
+"""Cases that share a seeded generator of random numbers: seeding takes longer than many a case."""
 
 WORDS = (
     b"0 -1 1e999 NaN Infinity null true 9223372036854775808 1.5 \"\" [] {} [[[[[[ {{ }} {% %} \\u0000 \\ud800 ../ / .. "
@@ -65,22 +81,25 @@ VALUES: list[Any] = [
 ]
 
 
+TIMES = (1, 1, 2, 3, 8)
+
+
 def damaged(data: bytes, dice: random.Random) -> bytes:
     """Return data with some bytes changed, removed, doubled or added."""
-    made = bytearray(data)
-    for _ in range(dice.choice((1, 1, 2, 3, 8))):
-        at, end = sorted(dice.randrange(len(made) + 1) for _ in range(2))
-        end = min(end, at + dice.choice((1, 4, 64)))
-        kind = dice.randrange(5)
+    made, draw = bytearray(data), dice.random
+    for _ in range(TIMES[int(draw() * len(TIMES))]):
+        at = int(draw() * (len(made) + 1))
+        end = at + (1, 4, 64)[int(draw() * 3)]
+        kind = int(draw() * 5)
         if kind == 0 and at < len(made):
-            made[at] = dice.choice((0, 255, dice.randrange(256), made[at] ^ 1 << dice.randrange(8)))
+            made[at] = (0, 255, int(draw() * 256), made[at] ^ 1 << int(draw() * 8))[int(draw() * 4)]
         elif kind == 1:
             del made[at:end]
         elif kind == 2:
-            made[at:at] = made[at:end] * dice.choice((1, 2, 50))
+            made[at:at] = made[at:end] * (1, 2, 50)[int(draw() * 3)]
         elif kind == 3:
-            made[at:end] = dice.choice(WORDS)
-        elif dice.random() < 0.2:
+            made[at:end] = WORDS[int(draw() * len(WORDS))]
+        elif draw() < 0.2:
             del made[at:]
     return bytes(made)
 
@@ -100,37 +119,111 @@ def other_json(value: Any, dice: random.Random) -> Any:
     return dice.choice(VALUES)
 
 
-def damaged_json(value: Any, dice: random.Random) -> bytes:
-    """Return a damaged JSON text, most often one that is JSON still."""
-    for _ in range(dice.choice((1, 1, 2, 5))):
-        value = other_json(value, dice)
-    text = json.dumps(value).encode()
-    return text if dice.random() < 0.7 else damaged(text, dice)
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s\[\]{},:"]+')
+_QUOTE = ord('"')
+_VALUE_TEXTS = [json.dumps(value).encode() for value in VALUES]
 
 
-def header(folder: Path, dice: random.Random) -> None:
+class JsonSeeds:
+    """JSON texts made from a value, which are damaged token by token, so that most of them are JSON still."""
+
+    def __init__(self, value: Any) -> None:
+        dice, values = random.Random(0), [value] * 50
+        for _ in range(200):
+            values.append(other_json(dice.choice(values), dice))
+        texts = [_TOKEN.findall(json.dumps(value).encode()) for value in values]
+        placed = [(text, [i for i, token in enumerate(text) if token not in b"[]{},:"]) for text in texts]
+        self._seeds = [seed for seed in placed if seed[1]]
+
+    def damaged(self, dice: random.Random) -> bytes:
+        """Return a damaged text."""
+        draw = dice.random
+        text, places = self._seeds[int(draw() * len(self._seeds))]
+        made = text.copy()
+        for _ in range(int(draw() * 4)):
+            at, kind = places[int(draw() * len(places))], draw()
+            is_key = text[at + 1 : at + 2] == [b":"]
+            if kind < 0.85:
+                new = _VALUE_TEXTS if kind < 0.7 else text
+                token = new[int(draw() * len(new))]
+                if token[0] == _QUOTE or (not is_key and token not in b"[]{},:"):
+                    made[at] = token
+            elif kind < 0.95:
+                made[at] = damaged(made[at], dice)
+            else:
+                made[at] = b"".join(text[at : at + 12])
+        joined = b"".join(made)
+        return joined if draw() < 0.8 else damaged(joined, dice)
+
+
+class OneFile:
+    """A file that stays open while its content changes: opening one takes longer than many a case."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("w+b")
+
+    def fill(self, data: bytes) -> None:
+        """Replace the content."""
+        os.ftruncate(self._file.fileno(), len(data))
+        os.pwrite(self._file.fileno(), data, 0)
+
+    def opened(self, *_: object) -> int:
+        """Return a new descriptor, as ``os.open`` does."""
+        fd = os.dup(self._file.fileno())
+        os.lseek(fd, 0, os.SEEK_SET)
+        return fd
+
+    def __enter__(self) -> OneFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+@contextmanager
+def header(folder: Path) -> Iterator[Case]:
     """The header of a safetensors file."""
     entries = {"a": {"dtype": "F16", "shape": [2, 3], "data_offsets": [0, 12]}, "__metadata__": {"format": "mlx"}}
     entries["b"] = {"dtype": "U8", "shape": [4], "data_offsets": [12, 16]}
-    text = damaged_json(entries, dice)
-    path = folder / "model.safetensors"
-    data = len(text).to_bytes(8, "little") + text + bytes(16)
-    path.write_bytes(data if dice.random() < 0.7 else damaged(data, dice))
-    with contextlib.suppress(CheckpointError):
-        shard = read_shard(path)
-        assert all(0 <= t.extent.offset <= t.extent.end <= path.stat().st_size for t in shard.tensors)
+    seeds = JsonSeeds(entries)
+
+    def case(dice: random.Random) -> None:
+        text = seeds.damaged(dice)
+        data = len(text).to_bytes(8, "little") + text + bytes(16)
+        data = data if dice.random() < 0.9 else damaged(data, dice)
+        file.fill(data)
+        with suppress(CheckpointError):
+            shard = read_shard(file.path)
+            assert all(0 <= t.extent.offset <= t.extent.end <= len(data) for t in shard.tensors)
+
+    with OneFile(folder / "model.safetensors") as file, patch.object(safetensors, "open_regular", file.opened):
+        yield case
 
 
-def index(folder: Path, dice: random.Random) -> None:
+@contextmanager
+def index(folder: Path) -> Iterator[Case]:
     """The index of a checkpoint."""
     path = folder / "model.safetensors"
-    if not path.exists():
-        text = b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
-        path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
-    table = {"metadata": {"total_size": 4}, "weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_bytes(damaged_json(table, dice))
-    with contextlib.suppress(CheckpointError):
-        assert [shard.path for shard in read_checkpoint(folder).shards] == [path]
+    text = b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    shard = read_shard(path)
+    seeds = JsonSeeds({"metadata": {"total_size": 4}, "weight_map": {"a": path.name, "b": path.name}})
+    damaged_text = b""
+
+    def case(dice: random.Random) -> None:
+        nonlocal damaged_text
+        damaged_text = seeds.damaged(dice)
+        with suppress(CheckpointError):
+            assert read_checkpoint(folder).shards == (shard,)
+
+    with (
+        patch.object(safetensors, "_list_names", lambda _: [path.name, safetensors.INDEX_NAME]),
+        patch.object(safetensors, "_find_shards", lambda *_: [path]),
+        patch.object(safetensors, "read_shard", lambda _: shard),
+        patch.object(safetensors, "read_regular", lambda *_: damaged_text),
+    ):
+        yield case
 
 
 SMALL = {**LLAMA, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 32}
@@ -139,19 +232,26 @@ SMALL = {**LLAMA, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers
 MLX_LM_ERRORS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
 
 
-def config(folder: Path, dice: random.Random) -> None:
+@contextmanager
+def config(folder: Path) -> Iterator[Case]:
     """``config.json``, up to the lazily loaded model. What mlx-lm raises is its own."""
-    if not (folder / "model.safetensors").exists():
-        save(folder, SMALL)
-    extra = {"quantization": {"group_size": 32, "bits": 4}, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    known = {**SMALL, **dice.choice(({}, extra, {"model_file": "model.py"}))}
-    (folder / "config.json").write_bytes(damaged_json(known, dice))
-    try:
-        load_config(folder)
-    except CheckpointError:
-        return
-    with contextlib.suppress(FlashError, *MLX_LM_ERRORS):
-        load_lazily(folder, read_checkpoint(folder))
+    save(folder, SMALL)
+    checkpoint = read_checkpoint(folder)
+    more = ({}, {"model_file": "model.py"}, {"quantization": {"group_size": 32, "bits": 4}})
+    rope = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    seeds = [JsonSeeds({**SMALL, **extra, **rope}) for extra in more]
+
+    def case(dice: random.Random) -> None:
+        file.fill(dice.choice(seeds).damaged(dice))
+        try:
+            load_config(folder)
+        except CheckpointError:
+            return
+        with suppress(FlashError, *MLX_LM_ERRORS):
+            load_lazily(folder, checkpoint)
+
+    with OneFile(folder / "config.json") as file:
+        yield case
 
 
 MODELFILE = '''FROM ./model
@@ -165,52 +265,69 @@ FLASH_RAM_GB 4
 '''
 
 
-def modelfile(folder: Path, dice: random.Random) -> None:
+@contextmanager
+def modelfile(folder: Path) -> Iterator[Case]:
     """A Modelfile, and its template applied to a conversation."""
-    text = damaged(MODELFILE.encode(), dice).decode(errors=dice.choice(("replace", "surrogateescape")))
     (folder / "model").mkdir(exist_ok=True)
-    with contextlib.suppress(ConfigError):
-        found = parse_modelfile(text, folder / "Modelfile")
-        if found.chat_template:
-            with contextlib.suppress(jinja2.TemplateError, TypeError):
-                template = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(found.chat_template)
-                template.render(messages=[{"role": "user", "content": "x"}])
+    path, data = folder / "Modelfile", MODELFILE.encode()
+    first, *lines = data.splitlines(keepends=True)
+    parts = [b"".join(lines[:2]), b"".join(lines[2:4]), lines[4], b"".join(lines[5:])]
+    seeds = [data, *(first + part for part in parts)]
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment()
 
+    @cache
+    def render(template: str) -> None:
+        with suppress(jinja2.TemplateError, TypeError):
+            environment.from_string(template).render(messages=[{"role": "user", "content": "x"}])
 
-def settings(folder: Path, dice: random.Random) -> None:
-    """The TOML file and environment variables."""
-    file = folder / "config.toml"
-    lines = [
-        f"{name} = {json.dumps(dice.choice(VALUES))}" for name in dice.sample(sorted(variables_of_fields().values()), 3)
-    ]
-    file.write_bytes(damaged("\n".join(lines).encode(errors="replace"), dice))
-    names = dice.sample(sorted(variables_of_fields()), 2)
-    values = [dice.choice((*map(str, VALUES), "min", "4", "off")) for _ in names]
-    with contextlib.suppress(ConfigError):
-        FlashConfig.resolve(
-            file=dice.choice((file, Path("/dev/null"))), environment=dict(zip(names, values, strict=True))
+    def case(dice: random.Random) -> None:
+        text = damaged(seeds[int(dice.random() * len(seeds))], dice).decode(
+            errors=("replace", "surrogateescape")[int(dice.random() * 2)]
         )
+        with suppress(ConfigError):
+            found = parse_modelfile(text, path)
+            if found.chat_template:
+                render(found.chat_template)
+
+    with few_suggestions():
+        yield case
 
 
-def state(folder: Path, dice: random.Random) -> None:
-    """A file of telemetry, shown by the monitor."""
-    folder = folder / "mlx-flash"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    file = folder / f"{os.getpid()}-0.json"
-    now = time.time()
-    entry = {"schema": 1, "pid": os.getpid(), "number": 0, "started": now, "written": now, "clock": 1.0, "ended": False}
-    entry["state"] = STATE
-    file.write_bytes(damaged_json(entry, dice))
-    watcher = Watcher()
-    watcher.look()
-    console = Console(file=io.StringIO(), width=dice.choice((20, 80, 200)), legacy_windows=False)
-    lines = draw(watcher, make_parser().parse_args([]), console, dice.choice((None, 8, 60)))
-    text = "\n".join(line.plain for line in lines)
-    assert not [c for c in text if unicodedata.category(c) == "Cc" and c != "\n"], "control characters are shown"
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        print_json(watcher)
-    for line in out.getvalue().splitlines():
-        json.loads(line)
+@contextmanager
+def few_suggestions() -> Iterator[None]:
+    """Search for similar words, which takes most of the time of an error, in one of 50 errors only."""
+    real, count = config_module.difflib.get_close_matches, iter(range(1 << 62))
+    with patch.object(
+        config_module.difflib, "get_close_matches", lambda *a, **k: [] if next(count) % 50 else real(*a, **k)
+    ):
+        yield
+
+
+@contextmanager
+def settings(folder: Path) -> Iterator[Case]:
+    """The TOML file and environment variables."""
+    variables = variables_of_fields()
+    names, fields = sorted(variables), sorted(variables.values())
+    texts = [json.dumps(value) for value in VALUES]
+    short = [text for text in texts if len(text) < 100]
+    words = [*map(str, VALUES), "min", "4", "off"]
+    file: Any = SimpleNamespace()  # a path whose file is in memory
+
+    def case(dice: random.Random) -> None:
+        environment = {}
+        file.read_text = lambda encoding: ""
+        if dice.random() < 0.5:
+            choices = texts if dice.random() < 0.1 else short  # the parser takes milliseconds for long lists
+            lines = [f"{dice.choice(fields)} = {dice.choice(choices)}" for _ in range(dice.choice((1, 3)))]
+            data = damaged("\n".join(lines).encode(errors="replace"), dice)
+            file.read_text = data.decode
+        else:
+            environment = {dice.choice(names): dice.choice(words) for _ in range(2)}
+        with suppress(ConfigError):
+            FlashConfig.resolve(file=file, environment=environment)
+
+    with few_suggestions(), patch.object(config_module, "variables_of_fields", lambda: variables):
+        yield case
 
 
 STATE: dict[str, Any] = {
@@ -223,71 +340,162 @@ STATE: dict[str, Any] = {
 }
 
 
-def page(folder: Path, dice: random.Random) -> None:
+def published(state: Any) -> dict[str, Any]:
+    """Return the content of a file of telemetry of this process."""
+    now = time.time()
+    entry = {"schema": 1, "pid": os.getpid(), "number": 0, "started": now, "written": now, "clock": 1.0, "ended": False}
+    return {**entry, "state": state}
+
+
+@contextmanager
+def telemetry_file(folder: Path) -> Iterator[Case]:
+    """A file of telemetry, up to the values that the monitor computes with."""
+    seeds = JsonSeeds(published({"model": {"name": "m"}}))
+
+    def case(dice: random.Random) -> None:
+        file.fill(seeds.damaged(dice))
+        found = telemetry._read(file.path, os.getpid(), 0)
+        assert found is None or (found.pid == os.getpid() and found.written - found.started < float("inf"))
+
+    def opened(*_: object, **__: object) -> Any:
+        return io.TextIOWrapper(io.FileIO(file.opened()), encoding="utf-8")
+
+    with OneFile(folder / "0-0.json") as file, patch.object(telemetry, "open", opened, create=True):
+        yield case
+
+
+@contextmanager
+def state(folder: Path) -> Iterator[Case]:
+    """A state, shown by the monitor. Control characters count as failure."""
+    seeds, memory = JsonSeeds(STATE), system_memory()
+    args, path = make_parser().parse_args([]), folder / "0-0.json"
+    consoles = [Console(file=io.StringIO(), width=width, legacy_windows=False) for width in (20, 80, 200)]
+    found: list[telemetry.Published] = []
+
+    def case(dice: random.Random) -> None:
+        text = seeds.damaged(dice)
+        try:
+            entry = published(json.loads(text))
+        except (ValueError, RecursionError):
+            return
+        if type(entry["state"]) is not dict:
+            return
+        found[:] = [telemetry.Published(path, **{key: entry[key] for key in telemetry._KINDS}, ended=False)]
+        watcher = watch.Watcher()
+        watcher.look()
+        lines = draw(watcher, args, dice.choice(consoles), dice.choice((None, 8, 60)))
+        shown = "\n".join(line.plain for line in lines)
+        assert not [c for c in set(shown) if unicodedata.category(c) == "Cc" and c != "\n"], "control characters"
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            print_json(watcher)
+        for line in out.getvalue().splitlines():
+            json.loads(line)
+
+    with (
+        patch.object(watch, "find", lambda: found),
+        patch.object(watch, "watch", list),
+        patch.object(watch, "system_memory", lambda: memory),
+    ):
+        yield case
+
+
+@contextmanager
+def page(folder: Path) -> Iterator[Case]:
     """A page or snapshot of the prefix cache."""
     name = "ab" * 32
-    key = PageKey(name, "", dice.choice(("", "state")), 0, 16, "m", "title")
-    encoded = encode_page(key, {"k": Blob(bytes(100), "uint8", (100,)), "v": Blob(b"", "uint8", (0,))})
-    path = folder / "pages" / f"{name}.page"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("wb") as file:
-        file.truncate(encoded.nbytes)
-        encoded.write(file.fileno())
-    path.write_bytes(
-        _with_other_description(path.read_bytes(), dice) if dice.random() < 0.5 else damaged(path.read_bytes(), dice)
-    )
-    with contextlib.suppress(ReadError), PageFile(path.parent, name) as opened:
-        for blob, info in opened.blobs.items():
-            if info.nbytes < 10**6:
-                data = bytearray(info.nbytes)
-                opened.read_into(blob, memoryview(data))
-                assert not any(data), "another content has the right checksum"
-    PageFolder(folder).models()
+    (folder / "pages").mkdir()
+    valid = []
+    for kind in ("", "state"):
+        key = PageKey(name, "", kind, 0, 16, "m", "title")
+        encoded = encode_page(key, {"k": Blob(bytes(100), "uint8", (100,)), "v": Blob(b"", "uint8", (0,))})
+        with OneFile(folder / "valid") as file:
+            file.fill(bytes(encoded.nbytes))
+            encoded.write(file._file.fileno())
+        valid.append((folder / "valid").read_bytes())
+    line, _, table = valid[0][_HEAD.size : 4096].rstrip(b"\0").partition(b"\n")
+    seeds = JsonSeeds(json.loads(line)), JsonSeeds(json.loads(table))
+    pages_folder, shim = PageFolder(folder), SimpleNamespace(**vars(os))
+
+    def case(dice: random.Random) -> None:
+        data = _with_description(*(seed.damaged(dice) for seed in seeds), valid[0][4096:])
+        file.fill(data if dice.random() < 0.8 else damaged(dice.choice(valid), dice))
+        with suppress(ReadError), PageFile(file.path.parent, name) as opened:
+            for blob, info in opened.blobs.items():
+                if info.nbytes < 10**6:
+                    read = bytearray(info.nbytes)
+                    opened.read_into(blob, memoryview(read))
+                    assert not any(read), "another content has the right checksum"
+        if dice.random() < 0.01:
+            pages_folder.models()
+
+    with OneFile(folder / "pages" / f"{name}.page") as file, patch.object(pages, "os", shim):
+        shim.open = file.opened
+        yield case
 
 
-def _with_other_description(data: bytes, dice: random.Random) -> bytes:
-    """Return a page whose description is damaged, with checksums that are right: someone made it."""
-    from mlx_flash.prefixes.pages import _HEAD, _LENGTHS, MAGIC, zlib
-
-    _, nbytes, length, _ = _HEAD.unpack_from(data)
-    line, _, table = data[_HEAD.size : _HEAD.size + length].partition(b"\n")
-    text = damaged_json(json.loads(line), dice) + b"\n" + damaged_json(json.loads(table), dice)
-    rest = data[4096:]
+def _with_description(line: bytes, table: bytes, rest: bytes) -> bytes:
+    """Return a page with checksums that are right: someone made it."""
+    text = line + b"\n" + table
     start = -(-(_HEAD.size + len(text)) // 4096) * 4096
     nbytes = start + len(rest)
     head = _HEAD.pack(MAGIC, nbytes, len(text), zlib.crc32(_LENGTHS.pack(nbytes, len(text)) + text))
     return (head + text).ljust(start, b"\0") + rest
 
 
-def prompt_cache(folder: Path, dice: random.Random) -> None:
+@contextmanager
+def prompt_cache(folder: Path) -> Iterator[Case]:
     """A prompt cache of mlx-lm, which is continued if it can be loaded."""
-    path = folder / "cache.safetensors"
     cache = KVCache()
     cache.update_and_fetch(mx.ones((1, 1, 4, 8)), mx.ones((1, 1, 4, 8)))
-    save_prompt_cache(str(path), [cache], {"model": "m"})
-    data = path.read_bytes()
+    save_prompt_cache(str(folder / "valid.safetensors"), [cache], {"model": "m"})
+    data = (folder / "valid.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
-    if dice.random() < 0.6:
-        text = damaged_json(json.loads(data[8 : 8 + length]), dice)
-        data = len(text).to_bytes(8, "little") + text + data[8 + length :]
-    else:
-        data = damaged(data, dice)
-    path.write_bytes(data)
-    with contextlib.suppress(FlashError):
-        for entry in load_saved(path)[0]:
-            mx.eval(entry.state)
+    seeds = JsonSeeds(json.loads(data[8 : 8 + length]))
+
+    def case(dice: random.Random) -> None:
+        text = seeds.damaged(dice)
+        made = len(text).to_bytes(8, "little") + text + data[8 + length :]
+        file.fill(made if dice.random() < 0.7 else damaged(data, dice))
+        with suppress(FlashError):
+            for entry in load_saved(file.path)[0]:
+                mx.eval(entry.state)
+
+    with OneFile(folder / "cache.safetensors") as file, patch.object(safetensors, "open_regular", file.opened):
+        yield case
 
 
 TARGETS: dict[str, Target] = {
-    function.__name__: function for function in (header, index, config, modelfile, settings, state, page, prompt_cache)
+    "header": header,
+    "index": index,
+    "config": config,
+    "modelfile": modelfile,
+    "settings": settings,
+    "telemetry": telemetry_file,
+    "state": state,
+    "page": page,
+    "prompt_cache": prompt_cache,
 }
 
 
-def run(name: str, folder: Path, seed: int, numbers: Sequence[int]) -> None:
-    """Run some cases of a target, each of which depends on the seed and its number only."""
-    for number in numbers:
-        try:
-            TARGETS[name](folder, random.Random(f"{seed} {number}"))
-        except BaseException as error:
-            error.add_note(f"case {number} of {name} with seed {seed}")
-            raise
+def run(name: str, folder: Path, seed: int, numbers: range, before_chunk: Callable[[], object] = bool) -> None:
+    """Run some cases of a target. A case depends on the seed and on those before it in its chunk of ``CHUNK``.
+
+    Args:
+        name: the target.
+        folder: an empty folder.
+        seed: of all random numbers.
+        numbers: of the cases; the first one begins a chunk.
+        before_chunk: called before each chunk.
+    """
+    assert numbers.start % CHUNK == 0
+    dice = random.Random()
+    with TARGETS[name](folder) as case:
+        for number in numbers:
+            if number % CHUNK == 0:
+                before_chunk()
+                dice.seed(f"{seed} {number}")
+            try:
+                case(dice)
+            except BaseException as error:
+                error.add_note(f"case {number} of {name} with seed {seed}")
+                raise

@@ -24,16 +24,26 @@ VOCAB_SIZE = 1000
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
-    "hidden_size": 256,
+    "hidden_size": 128,
     "num_hidden_layers": 5,
-    "intermediate_size": 704,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "intermediate_size": 352,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "rms_norm_eps": 1e-5,
     "vocab_size": VOCAB_SIZE,
     "rope_theta": 1e4,
     "tie_word_embeddings": False,
 }
+
+WIDE_LLAMA = LLAMA | {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+"""0.08 GB in fp32."""
 
 GEMMA3: dict[str, Any] = {
     "model_type": "gemma3_text",
@@ -111,7 +121,12 @@ MIXTRAL: dict[str, Any] = {
 @functools.cache
 def random_model_script() -> ModuleType:
     """Return ``scripts/make_random_model.py`` as a module."""
-    spec = importlib.util.spec_from_file_location("make_random_model", MAKE_RANDOM_MODEL)
+    return script("make_random_model")
+
+
+def script(name: str) -> ModuleType:
+    """Return a program of ``scripts/`` as a module."""
+    spec = importlib.util.spec_from_file_location(name, MAKE_RANDOM_MODEL.with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there

@@ -63,7 +63,7 @@ def test_growth_of_every_cache_counts(plan: ResidencyPlan, entry: object) -> Non
 
 
 def test_exact_batches_are_not_padded(plan: ResidencyPlan) -> None:
-    lengths = [8000, 100, 100, 100]
+    lengths, plan = [8000, 100, 100, 100], replace(plan, prefill_step_size=16)
     exact, stock = (together_bytes(plan, lengths, batching) for batching in ("exact", "stock"))
     assert exact < stock / 2
     assert together_bytes(plan, lengths, "exact") > together_bytes(plan, lengths[:3], "exact")

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import LLAMA, save
+from models import LLAMA, QWEN3_MOE, save
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -31,8 +31,9 @@ def load_benchmark(name: str) -> Any:
     return importlib.import_module(name)
 
 
-streaming, eviction, policies, plot_budget, harness, llama_cpp = (
-    load_benchmark(name) for name in ("streaming", "eviction", "policies", "plot_budget", "harness", "llama_cpp")
+streaming, eviction, policies, plot_budget, harness, llama_cpp, mixtures = (
+    load_benchmark(name)
+    for name in ("streaming", "eviction", "policies", "plot_budget", "harness", "llama_cpp", "mixtures")
 )
 
 
@@ -263,7 +264,7 @@ def test_the_picture_names_machine_and_date_and_shows_every_program(tmp_path: Pa
     assert lines["mlx-flash"] == [[1.0, 3.0], [1.1, 1.2]]
     assert lines["llama.cpp, mmap"] == [[1.0], [0.2]]
     assert lines["stock mlx-lm"] == [[3.0], [1.3]]
-    assert lines["stock mlx-lm: killed"] == [[1.0], [0]]
+    assert lines["stock mlx-lm: killed"] == [[1.0], [0.03]]  # near the bottom of the axes
     assert all(words in axes.get_title() for words in ("A CPU, 2 threads", "/dev/vda ext4", "2026-11-22", "2.43 GB"))
 
 
@@ -465,3 +466,20 @@ def test_eviction_refusals(
         eviction.main()
     assert refused.value.code
     assert words in f"{refused.value.code}{capsys.readouterr().err}"
+
+
+def test_a_mixture_has_the_tokens_of_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    directory = save(tmp_path / "mixture", QWEN3_MOE)
+
+    def run_here(script: str, arguments: Sequence[object], label: str) -> Any:
+        _, model, _, tokens, _, engine, size = arguments
+        name = "mlx-flash" if engine == "streamlx" else engine  # streamlx is not installed
+        return mixtures.run(name, model, 0.5 if size else 0, tokens)
+
+    monkeypatch.setattr(harness, "run_worker", run_here)
+    monkeypatch.setattr(harness, "may_drop_caches", lambda: False)
+    options = ["--model", directory, "--budgets", 0.5, "--pools", 1, "--tokens", 4, "--rounds", 1]
+    mixtures.main([str(option) for option in [*options, "--json", tmp_path / "out.json"]])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and all(line.endswith("tokens as mlx-lm's in 1 of 1") for line in lines)
+    assert len(json.loads((tmp_path / "out.json").read_text())["results"]) == 3

@@ -526,7 +526,7 @@ def test_a_report_without_lookahead(mixture: Path) -> None:
 
 
 def test_the_summary_tells_about_experts(mixture: Path) -> None:
-    done = run("generate", "--model", mixture, "-m", 24, *POOL)
+    done = run("generate", "--model", mixture, "-m", 64, *POOL)
     summary = done.stderr.decode()
     words = " ".join(summary.split())
     assert "Experts:" in summary and "% in memory when they were needed" in words and "predicted ones right" in words

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -65,6 +67,25 @@ def test_a_request_that_fails_leaves_the_others_alone(
             wrong.result()
         assert ask(mine, TEXTS[0]) == alone[0]
         assert all(cache for cache in mine.kept)
+
+
+def test_a_device_that_is_unplugged_and_comes_back(
+    model: str, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests get the error meanwhile, and right answers afterwards."""
+
+    def unplugged(fd: int, buffers: Any, offset: int) -> int:
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    with serving(model, ram_budget_gb="min", context_length=8192) as mine, ThreadPoolExecutor(3) as pool:
+        for _ in range(2):
+            assert ask(mine, TEXTS[0]) == alone[0]
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "preadv", unplugged)
+                for failed in [pool.submit(ask, mine, text) for text in TEXTS[:3]]:
+                    with pytest.raises(FlashError, match=r"cannot read 'model.*' .* in .*: No such device at offset"):
+                        failed.result()
+            assert together(mine, TEXTS) == alone
 
 
 def test_stock_batches_stay_mlx_lms(model: str, alone: list[Answer]) -> None:

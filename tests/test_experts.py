@@ -30,6 +30,7 @@ from mlx_flash.convert.pack import pack
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.layers import Experts as ModelExperts
 from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.experts.rows import PooledStacks
 from mlx_flash.experts.slots import ABSENT
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.load import ModelLayout
@@ -52,7 +53,6 @@ from zoo.weights import VARIANTS, save
 
 ARCHITECTURES = [
     ("mixtral", "fp32"),
-    ("qwen3_moe", "fp32"),
     ("qwen3_next", "4bit"),
     ("deepseek_v3", "fp32"),
     ("granitemoe", "4bit"),
@@ -62,7 +62,7 @@ ARCHITECTURES = [
     ("nemotron_h", "fp32"),
     ("kimi_linear", "fp32"),
 ]
-"""Mixtures beside those of `test_zoo.KINDS`, which run through pools of every size there."""
+"""Mixtures beside those of `test_zoo`, which run through pools of every size there."""
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,8 @@ def test_any_pool_gives_stock_bits(tiny: Any, name: str, trunk: str, pool_slots:
         if pool_slots:
             assert 0 < pool.stats.num_hits < pool.stats.num_routed
         stack = model.layout.experts[0].unit.module
-    assert not find_difference(expected, trace(model.close(), CALLS))
+    closed = trace(model.close(), CALLS[-1:])
+    assert closed and not find_difference(expected[-len(closed) :], closed)
     assert type(stack) is SwitchGLU
 
 
@@ -576,3 +577,25 @@ def test_reads_during_computation_arrive(tiny: Any, tmp_path: Path) -> None:
                 assert np.array_equal(np.array(rows[slot]), data[start : start + nbytes])
     finally:
         reader.close()
+
+
+@pytest.mark.parametrize("exact_rows", [True, False])
+def test_rows_compute_alone_only_where_that_is_exact(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, exact_rows: bool
+) -> None:
+    computed: list[tuple[int, ...]] = []
+    real = PooledStacks.run
+
+    def run_slots(self: PooledStacks, layer: int, x: mx.array, slots: mx.array) -> mx.array:
+        computed.append(slots.shape)
+        return real(self, layer, x, slots)
+
+    monkeypatch.setattr(PooledStacks, "run", run_slots)
+    directory, expected = tiny("qwen3_moe")
+    routed: list[tuple[int, ...]] = []
+    with with_pool(directory, 9, exact_rows=exact_rows) as model:
+        assert model.engine is not None and model.engine.experts is not None
+        model.engine.experts.listeners.append(lambda layer, routing: routed.append(routing.shape))
+        assert not find_difference(expected, trace(model, CALLS))
+        assert pool_of(model).stats.num_evicted
+    assert (set(computed) <= set(routed)) == (not exact_rows)

@@ -5,11 +5,13 @@ Every writer runs with every one of its writing calls failing once, and with all
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
 import random
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,9 +20,10 @@ from typing import NamedTuple
 import mlx.core as mx
 import pytest
 
+import children
 from faulty import FailingDisk, open_in_the_end, open_things, unfinished
 from mlx_flash import FlashConfig, FlashLLM, load_model
-from mlx_flash.errors import FileChangedError, FlashError, ReadError, TruncatedFileError
+from mlx_flash.errors import CheckpointError, FileChangedError, FlashError, ReadError, TruncatedFileError
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
 from writers import WRITERS, DerivedCopy, Pack, Prefixes, TinyModels, Writer, make_source
 
@@ -185,6 +188,66 @@ def test_reads_that_fail(
     assert open_in_the_end(before) == before
 
 
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_start_that_fails_can_be_repeated(
+    checkpoints: dict[str, Checkpoint], name: str, io: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"io": io, "ram_budget_gb": 0.5, "read_size_mb": 0.1, "queue_depth": 2}
+    streamed(checkpoints[name].directory, **settings).close()
+    gc.collect()
+    before, real = open_things(), os.preadv
+    for first in (3, 5, 8, 13):
+        monkeypatch.setattr(os, "preadv", failing(errno.ENODEV, lambda number, _, first=first: number >= first)(real))
+        words = r"'model.*' .*offset \d+|cannot open .*-of-00002.safetensors .*device\. Hint: check the disk"
+        with pytest.raises((ReadError, CheckpointError), match=words):
+            streamed(checkpoints[name].directory, **settings)
+        gc.collect()
+        assert open_in_the_end(before) == before
+    monkeypatch.setattr(os, "preadv", real)
+    with streamed(checkpoints[name].directory, **settings) as model:
+        assert checkpoints[name].is_right(model)
+
+
+STEPS = """
+import hashlib, sys
+import mlx.core as mx, numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_flash import FlashConfig, load_model
+settings = FlashConfig(ram_budget_gb="min", context_length=64, prefill_step_size=16, telemetry=False, kv_cache="disk")
+model, _ = load_model(sys.argv[1], settings)
+print("loaded", flush=True)
+cache, token, digest = make_prompt_cache(model), mx.array([[1, 2, 3]]), hashlib.sha256()
+for _ in range(40):
+    logits = model(token, cache=cache)[:, -1:]
+    digest.update(np.array(logits, copy=False).tobytes())
+    token = logits.argmax(-1)
+print(digest.hexdigest())
+model.close()
+"""
+
+
+def test_a_process_that_sleeps(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+    """Stopped and continued at random moments, as the machine's sleep does to all processes."""
+    dice, digests = random.Random(4), []
+    for sleeps in (False, True):
+        files = (Path(os.devnull), tmp_path / f"out-{sleeps}", tmp_path / f"errors-{sleeps}")
+        process = children.start("-c", STEPS, checkpoints["mixture"].directory, files=files)
+        num_sleeps = 0
+        while process.is_alive():
+            process.join(dice.uniform(0.005, 0.04))
+            if sleeps and process.is_alive() and files[1].exists() and files[1].stat().st_size:
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.kill(process.pid or 0, signal.SIGSTOP)
+                    time.sleep(0.01)
+                    os.kill(process.pid or 0, signal.SIGCONT)
+                num_sleeps += 1
+        assert process.exitcode == 0, files[2].read_text()
+        digests.append(files[1].read_text().split())
+    assert num_sleeps > 3
+    assert digests[0] == digests[1]
+
+
 # --- files that change while the model runs --------------------------------------------
 
 
@@ -244,6 +307,6 @@ def test_files_that_change(
 def test_a_clock_that_jumps(checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
     dice, real = random.Random(3), time.time
     monkeypatch.setattr(time, "time", lambda: real() + dice.uniform(-1e9, 1e9))
-    for _ in range(2):
-        with streamed(checkpoints["dense"].directory, telemetry=True, kv_prefixes="exact") as model:
+    for kv in ("stock", "disk", "disk"):
+        with streamed(checkpoints["dense"].directory, telemetry=True, kv_prefixes="exact", kv_cache=kv) as model:
             assert checkpoints["dense"].is_right(model)

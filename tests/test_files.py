@@ -9,18 +9,22 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mlx_flash.errors import WriteError
 from mlx_flash.files import (
     PARTIAL_SUFFIX,
     AtomicFile,
+    PrivateFolder,
     check_regular,
     locked,
     open_locked,
     open_regular,
     read_regular,
     rename_durably,
+    temporary_file,
     write_atomically,
 )
 
@@ -186,3 +190,36 @@ def test_file_that_reports_no_size_is_not_read_beyond_the_limit() -> None:
         pytest.skip("no /proc on this system")
     with pytest.raises(OSError, match="it has 11 bytes, at most 10 are allowed"):
         read_regular(path, 10)
+
+
+def test_private_folders_spare_what_others_have_in_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the user's choice may be ``/tmp``."""
+    (tmp_path / "session-of-another-program").mkdir()
+    os.mkfifo(tmp_path / "mlx-flash-session-fifo")
+    (tmp_path / "mlx-flash-session-killed").mkdir()
+    theirs = tmp_path / "mlx-flash-session-theirs"
+    theirs.mkdir()
+    real = os.open
+
+    def refuse(path: str | Path, *rest: Any, **more: Any) -> int:
+        if Path(path) == theirs:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    PrivateFolder(tmp_path).close()
+    assert names(tmp_path) == ["mlx-flash-session-theirs", "session-of-another-program"]
+
+
+def test_temporary_files_end_with_their_block(tmp_path: Path) -> None:
+    with temporary_file(tmp_path, "a test", [b"ab", b"c"]) as path:
+        assert path.read_bytes() == b"abc"
+    assert not names(tmp_path)
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(WriteError, match=r"cannot make a folder for a test in .*file: .*Hint: "),
+        temporary_file(tmp_path / "file", "a test", []),
+    ):
+        pass

@@ -66,7 +66,7 @@ CALLS = ["model(mx.array([[7]]))", "model(mx.array([[7]]), cache=caches[0])", "m
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
     """Exit status and stderr of a process's forked children, by the code that they ran, one after another."""
-    model = save(tmp_path_factory.mktemp("model"), LLAMA)
+    model = save(tmp_path_factory.mktemp("model"), LLAMA | {"num_key_value_heads": 4})
     code = [child for child, _ in ENDS.values()] + [f"with model: {call}" for call in CALLS]
     command = [sys.executable, "-c", PROGRAM, str(model), str(tmp_path_factory.mktemp("kv") / "pages"), *code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100)

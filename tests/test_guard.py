@@ -65,7 +65,7 @@ def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
 def ask(listener: Listener, body: bytes | str = "{}", path: str = "/v1/completions", **headers: str) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", listener.server_address[1], timeout=10)
     names = {name.replace("_", "-"): value for name, value in {"Authorization": f"Bearer {KEY}", **headers}.items()}
-    connection.request("GET" if path.startswith("/v1/models") else "POST", path, body, names)
+    connection.request("GET" if path in ("/v1/models", "/metrics") else "POST", path, body, names)
     answer = connection.getresponse()
     text = answer.read().decode()
     connection.close()
@@ -75,7 +75,7 @@ def ask(listener: Listener, body: bytes | str = "{}", path: str = "/v1/completio
 # --- keys and origins ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models", "/elsewhere"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics", "/elsewhere"])
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer ключ"])
 def test_a_missing_or_wrong_key(listener: Listener, path: str, header: str) -> None:
     status, text = ask(listener, path=path, Authorization=header.encode().decode("latin-1"))

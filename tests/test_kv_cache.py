@@ -259,7 +259,10 @@ TestAgainst.settings = settings(
 @pytest.fixture(scope="module")
 def llama() -> nn.Module:
     return build(
-        LLAMA | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}, mx.float32
+        LLAMA
+        | {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128}
+        | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32},
+        mx.float32,
     )
 
 

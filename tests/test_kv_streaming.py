@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import gc
 import json
 import os
@@ -29,6 +30,7 @@ from mlx_lm.models.cache import (
 
 import children
 import zoo
+from faulty import FailingDisk
 from mlx_flash import BudgetError, ConfigError, DiskKVCache, FlashConfig, FlashLLM, ReadError, WriteError, load_model
 from mlx_flash.commands.generate import needed_context
 from mlx_flash.engine.prepare import prepare
@@ -45,10 +47,10 @@ STEP = 64
 PROMPT = mx.array([i * 7 % 300 for i in range(1, 200)])
 
 SMALL = LLAMA | {
-    "hidden_size": 128,
-    "intermediate_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "num_hidden_layers": 6,
-    "num_attention_heads": 4,
+    "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "vocab_size": 320,
 }
@@ -105,6 +107,12 @@ def generated(model: Any, num_tokens: int = 10, **options: Any) -> list[tuple[in
     return [(int(token), logprobs) for token, logprobs in steps]
 
 
+@pytest.fixture(scope="module")
+def stock_output(directories: Callable[[str], Path]) -> Callable[[str], list[tuple[int, mx.array]]]:
+    """Tokens and logits of stock mlx-lm, by model, each computed once."""
+    return functools.cache(lambda name: generated(stock(directories(name))))
+
+
 def same(left: list[tuple[int, mx.array]], right: list[tuple[int, mx.array]]) -> bool:
     return len(left) == len(right) and all(
         a == b and bool(mx.array_equal(x, y)) for (a, x), (b, y) in zip(left, right, strict=True)
@@ -118,13 +126,13 @@ def went_to_disk(model: FlashLLM) -> bool:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
-def test_output_is_stock(directories: Callable[[str], Path], name: str, form: str) -> None:
+def test_output_is_stock(directories: Callable[[str], Path], stock_output: Any, name: str, form: str) -> None:
     directory = directories(name)
-    resident = stock(directory)
+    resident, expected = stock(directory), stock_output(name)
     with load_model(directory, settings(directory, form))[0] as model:
         for theirs, mine in zip(make_prompt_cache(resident), make_prompt_cache(model), strict=True):
             assert isinstance(mine, DiskKVCache) if type(theirs) is KVCache else type(mine) is type(theirs)
-        assert same(generated(model), generated(resident))
+        assert same(generated(model), expected)
         assert went_to_disk(model) == ("disk" in form)
 
 
@@ -349,11 +357,11 @@ def test_a_call_beyond_kv_ram_gb_names_it_with_its_numbers(tmp_path: Path, monke
 
 def test_more_context_than_planned_goes_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that memory has no room for is admitted when the disk has."""
-    directory = save(tmp_path, SMALL | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 24})
+    directory = save(tmp_path, SMALL | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12})
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 400_000_000)
     config = FlashConfig(ram_budget_gb=4, prefill_step_size=STEP, context_length=256, kv_step=16, kv_cache="stock")
     config = replace(config, ram_budget_gb=(prepare(directory, config).plan.peak_bytes + 200_000) / 1e9)
-    prompt = mx.array([i * 7 % 300 for i in range(1300)])
+    prompt = mx.array([i * 7 % 300 for i in range(1000)])
 
     def tokens(model: Any) -> list[int]:
         return [int(t) for t, _ in generate_step(prompt, model, max_tokens=4, prefill_step_size=STEP)]
@@ -451,6 +459,30 @@ def test_a_disk_that_fails_ends_one_call(spilled: Any, monkeypatch: pytest.Monke
     assert same(generated(model), generated(stock(directories("llama"))))
 
 
+def test_calls_while_every_write_fails(
+    directories: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values, the prefix cache and telemetry are written to one disk, which fails from some call on."""
+    directory = directories("llama")
+    for variable in ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setattr("mlx_flash.kv.files.free_bytes", lambda path: 1 << 40)
+    written = {"kv_directory": tmp_path / "kv", "kv_prefixes": "exact", "telemetry": True}
+    expected, num_failed = generated(stock(directory)), 0
+    for first, code in ((0, errno.EROFS), (5, errno.EDQUOT), (20, errno.EIO), (60, errno.ENOSPC)):
+        with load_model(directory, settings(directory, **written))[0] as model:
+            needs_room = code in (errno.EDQUOT, errno.ENOSPC)
+            with FailingDisk(code, first, always=True, needs_room=needs_room).mounted() as disk:
+                try:
+                    assert same(generated(model), expected)
+                except WriteError as error:
+                    num_failed += 1
+                    assert str(tmp_path) in str(error) and "Hint: " in str(error)
+            assert same(generated(model), expected)
+            assert went_to_disk(model) and disk.count > first
+    assert 0 < num_failed
+
+
 def _is_kv(fd: int) -> bool:
     return Path(f"/proc/self/fd/{fd}").readlink().suffix == ".kv"
 
@@ -499,7 +531,7 @@ print(json.dumps({{
 def test_the_process_keeps_its_budget(tmp_path: Path) -> None:
     """With keys and values that are several times their share."""
     length = 136
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 44}
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 44}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 512}
     directory = save(tmp_path / "model", SMALL | shape | heads)
     code = BUDGET.format(here=str(Path(__file__).parent), length=length, directory=str(directory))

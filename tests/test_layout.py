@@ -6,7 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash.errors import CheckpointError
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.load import ModelLayout, load_config, load_lazily
+from mlx_flash.layout.sources import Sources
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, read_checkpoint
@@ -218,3 +219,30 @@ def test_more_layers_than_tensors_are_refused_before_they_are_made(
     with pytest.raises(CheckpointError, match=rf"config.json: {key} is 1000000, but the checkpoint has \d+ tensors"):
         load_lazily(directory, read_checkpoint(directory))
     assert time.perf_counter() - began < 1 and footprint() - before < 10_000_000
+
+
+def test_some_rows_of_every_expert_are_ranges_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    mx.save_safetensors(str(path), {"experts": mx.arange(48, dtype=mx.float32).reshape(3, 4, 4)})
+    weights = mx.load(str(path))
+    assert isinstance(weights, dict)
+    sources = Sources(read_checkpoint(tmp_path))
+    with sources.watching(weights):
+        upper = mx.contiguous(mx.split(weights["experts"], 2, axis=1)[1])
+    records = sources.of(upper)
+    data = path.read_bytes()
+    assert len(records) == 3
+    assert b"".join(data[r.extent.offset : r.extent.end] for r in records) == bytes(memoryview(cast(Any, upper)))
+
+
+def test_an_array_that_is_changed_in_place_is_computed(tmp_path: Path) -> None:
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {name: mx.ones((4, 4)) for name in "abcd"})
+    weights = mx.load(str(tmp_path / "model.safetensors"))
+    assert isinstance(weights, dict)
+    sources = Sources(read_checkpoint(tmp_path))
+    with sources.watching(weights):
+        weights["a"] /= 2
+        weights["b"] += 1
+        weights["c"][0] = 3
+    assert [bool(sources.of(weights[name])) for name in "abcd"] == [False, False, False, True]
+    assert weights["a"].tolist() == [[0.5] * 4] * 4

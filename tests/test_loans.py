@@ -15,17 +15,16 @@ from mlx_lm.models.llama import TransformerBlock
 
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.residency.plan import MB
-from models import LLAMA, run, same_bits, save, stock
+from models import LLAMA, WIDE_LLAMA, run, same_bits, save, stock
 from test_model import streamed_whole, wait_for_reads
 from test_stream import make_stream
 
-LARGE = LLAMA | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "head_dim": 64}
 EVERYTHING = 1 << 40
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model"), LARGE, mx.float32, header_shift=1)
+    return save(tmp_path_factory.mktemp("model"), WIDE_LLAMA, mx.float32, header_shift=1)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def test_random_loans_change_no_bit(small: Path, cut: int | str) -> None:
 
 
 def test_lent_weights_are_not_read(directory: Path) -> None:
-    row = LARGE["hidden_size"] * 4
+    row = WIDE_LLAMA["hidden_size"] * 4
     with streamed_whole(directory) as model:
         loans, whole = loans_of(model), model.plan.streaming.read_bytes
         assert read_bytes(model, [[1]]) == whole + row
@@ -101,7 +100,7 @@ def test_reserved_memory_is_lent_and_comes_back(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100 * MB)
     monkeypatch.setattr("mlx_flash.engine.headroom.footprint", lambda: 100 * MB)
     shape = {"hidden_size": 256, "num_hidden_layers": 3, "num_key_value_heads": 8, "head_dim": 128}
-    saved = save(tmp_path, LARGE | shape, mx.float32)
+    saved = save(tmp_path, WIDE_LLAMA | shape, mx.float32)
     settings: dict[str, Any] = {"context_length": 512, "kv_cache": "stock", "prefill_step_size": 64}
     with load_model(saved, FlashConfig(ram_budget_gb="min", **settings))[0] as model:
         budget = (model.plan.minimum_bytes + MB) / 1e9

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
+from greenlet import getcurrent, greenlet
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import LlamaModel
@@ -48,6 +53,30 @@ def by_mlx_lm(directory: Path, prompt: list[int], max_tokens: int = 6, **options
 def check_equal(got: list[tuple[int, mx.array]], expected: list[tuple[int, mx.array]]) -> None:
     assert [token for token, _ in got] == [token for token, _ in expected]
     assert same_bits([logprobs for _, logprobs in got], [logprobs for _, logprobs in expected])
+
+
+def test_an_error_that_is_kept_keeps_no_greenlet(directories: Callable[[str], Path]) -> None:
+    """The greenlet of a thread must not outlive it: Python's garbage collector would crash."""
+    kept: list[Exception] = []
+    hubs: list[weakref.ref[greenlet]] = []
+
+    def fail() -> None:
+        hubs.append(weakref.ref(getcurrent()))
+        with streamed_whole(directories("llama")) as model:
+            stream = model.engine.stream  # type: ignore[union-attr]
+            with patch.object(stream, "acquire", side_effect=ReadError("a disk that was unplugged")):
+                try:
+                    next(mlx_flash.generate_step(mx.array(PROMPT), model, prefill_step_size=STEP))
+                except ReadError as error:
+                    kept.append(error)
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    deadline = time.monotonic() + 5
+    while hubs[0]() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)  # the main thread removes it soon
+    assert kept and hubs[0]() is None
 
 
 @pytest.mark.parametrize("length", [1, 2, STEP, STEP + 1, len(PROMPT)])

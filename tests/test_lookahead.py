@@ -166,7 +166,7 @@ def test_bad_predictions_are_not_read(tiny: Path) -> None:
 
 
 def test_full_shape_calls_are_not_predicted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_flash.experts.rows.takes_slots", lambda module, first: False)
+    monkeypatch.setattr("mlx_flash.experts.rows.try_slots", lambda module, first: False)
     with with_pool(tiny, 24) as model:
         assert same_bits(run(model, TOKENS[:20]), run(stock(tiny), TOKENS[:20]))
         stats = pool_of(model).stats

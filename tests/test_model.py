@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -70,6 +72,12 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
+@pytest.fixture(scope="module")
+def stock_logits(directories: Any) -> Callable[..., list[mx.array]]:
+    """Logits of stock mlx-lm for ``PREFILL_AND_DECODE``, by name and number of layers, each computed once."""
+    return functools.cache(lambda name, num_layers=5: run(stock(directories(name, num_layers)), PREFILL_AND_DECODE))
+
+
 def config(**changes: Any) -> FlashConfig:
     """Settings with which every weight that the plan streams is read on every pass."""
     settings: dict[str, Any] = {
@@ -77,6 +85,7 @@ def config(**changes: Any) -> FlashConfig:
         "context_length": 256,
         "poison_released_slots": True,
         "lend_reserves": False,
+        "io": "direct",
     }
     return FlashConfig(**{**settings, **changes})
 
@@ -84,15 +93,14 @@ def config(**changes: Any) -> FlashConfig:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 def test_logits_equal_stock_at_every_budget(
-    directories: Any, name: str, io: Any, monkeypatch: pytest.MonkeyPatch
+    directories: Any, stock_logits: Any, name: str, io: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The models are smaller than what the size of this process varies by.
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100_000_000)
     directory = directories(name)
-    expected = run(stock(directory), PREFILL_AND_DECODE)
-    streamed_bytes = set()
-    for share in (0, 0.3, 0.6, 0.9, 4):
-        plan = prepare(directory, config(io=io)).plan
+    expected, streamed_bytes = stock_logits(name), set()
+    plan = prepare(directory, config(io=io)).plan
+    for share in (0, 0.3, 0.6, 0.9, 9):
         budget = (plan.minimum_bytes + 5 + share * plan.model_bytes) / 1e9
         with load_model(directory, config(ram_budget_gb=budget, io=io))[0] as model:
             assert same_bits(run(model, PREFILL_AND_DECODE), expected)
@@ -105,13 +113,11 @@ def test_logits_equal_stock_at_every_budget(
 @pytest.mark.parametrize("num_layers", [5, 6])
 @pytest.mark.parametrize("name", ["bf16", "4bit-tied"])
 def test_logits_equal_stock_with_any_number_of_slots(
-    directories: Any, name: str, num_layers: int, num_slots: int
+    directories: Any, stock_logits: Any, name: str, num_layers: int, num_slots: int
 ) -> None:
-    directory = directories(name, num_layers)
-    expected = run(stock(directory), PREFILL_AND_DECODE)
-    with streamed_whole(directory, num_slots) as model:
+    with streamed_whole(directories(name, num_layers), num_slots) as model:
         assert model.plan.streaming.num_slots == num_slots
-        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        assert same_bits(run(model, PREFILL_AND_DECODE), stock_logits(name, num_layers))
         assert model.engine.stream.stats.num_unpredicted == 0
 
 
@@ -119,7 +125,7 @@ def streamed_whole(
     directory: Path,
     num_slots: int = 2,
     tile_rows: int = 192,
-    io: Any = "auto",
+    io: Any = "direct",
     cut: int | str = 0,
     pool_slots: int | None = None,
     exact_rows: bool = True,
@@ -148,7 +154,7 @@ def streamed_whole(
     if cut == "tiles":
         heads = [unit for unit in units if unit.num_rows] + heads
         units = [unit for unit in units if not unit.num_rows]
-    slot = max(unit.nbytes for unit in full.units) + 2_000_000
+    slot = max(unit.nbytes for unit in full.units) + 300_000
     streaming = replace(
         plan.streaming,
         layers=tuple((unit.name, tuple(p.name for p in unit.large)) for unit in units),
@@ -169,10 +175,9 @@ def streamed_whole(
 
 @pytest.mark.parametrize("cut", [1, 2, "tiles"])
 @pytest.mark.parametrize("name", MODELS)
-def test_finer_cuts_equal_stock(directories: Any, name: str, cut: int | str) -> None:
-    directory = directories(name)
-    expected = run(stock(directory), PREFILL_AND_DECODE)
-    with streamed_whole(directory, tile_rows=128, cut=cut) as model:
+def test_finer_cuts_equal_stock(directories: Any, stock_logits: Any, name: str, cut: int | str) -> None:
+    expected = stock_logits(name)
+    with streamed_whole(directories(name), tile_rows=128, cut=cut) as model:
         assert same_bits(run(model, PREFILL_AND_DECODE), expected)
         assert model.engine.stream.stats.num_unpredicted == 0
     assert same_bits(run(model.close(), PREFILL_AND_DECODE), expected)
@@ -180,11 +185,10 @@ def test_finer_cuts_equal_stock(directories: Any, name: str, cut: int | str) -> 
 
 @pytest.mark.parametrize("tile_rows", [64, 320, 1000])
 @pytest.mark.skipif(mx.default_device() == mx.gpu, reason="GPU back ends choose kernels by the number of rows")
-def test_tiled_heads_equal_stock(directories: Any, tile_rows: int) -> None:
+def test_tiled_heads_equal_stock(directories: Any, stock_logits: Any, tile_rows: int) -> None:
     for name in ("fp32", "bf16", "4bit", "bf16-tied", "4bit-tied"):
-        expected = run(stock(directories(name)), PREFILL_AND_DECODE)
         with streamed_whole(directories(name), 2, tile_rows) as model:
-            assert same_bits(run(model, PREFILL_AND_DECODE), expected), name
+            assert same_bits(run(model, PREFILL_AND_DECODE), stock_logits(name)), name
 
 
 @pytest.mark.parametrize("architecture", [GEMMA3, MAMBA2], ids=lambda c: c["model_type"])
@@ -508,19 +512,24 @@ from mlx_lm.generate import generate_step
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.memory.footprint import peak_footprint
 budget = sys.argv[2] if sys.argv[2] == "min" else float(sys.argv[2])
-model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=budget, context_length=128))
-prompt = mx.array([i % 1000 for i in range(100)])
+model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=budget, context_length=48))
+prompt = mx.array([i % 1000 for i in range(44)])
 for _ in generate_step(prompt, model, max_tokens=3, prefill_step_size=model.plan.prefill_step_size):
     pass
 print(model.plan.budget_bytes, model.plan.peak_bytes, peak_footprint(), model.plan.streaming.read_bytes)
 """
 
 
-@pytest.mark.parametrize("budget", ["min", "0.22"])
-def test_the_process_stays_within_the_budget(tmp_path: Path, budget: str) -> None:
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is large beside what the size of a process varies by."""
     shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8}
-    directory = save(tmp_path / "model", {**LLAMA, **shape}, mx.float32)
-    done = children.run("-c", PEAK_PROGRAM, directory, budget)
+    return save(tmp_path_factory.mktemp("large"), {**LLAMA, **shape}, mx.float32)
+
+
+@pytest.mark.parametrize("budget", ["min", "0.22"])
+def test_the_process_stays_within_the_budget(large: Path, budget: str) -> None:
+    done = children.run("-c", PEAK_PROGRAM, large, budget)
     assert done.returncode == 0, done.stderr.decode()
     budget_bytes, planned, peak, read = map(int, done.stdout.split())
     assert read > 0, "the budget was meant to be smaller than the model"

@@ -39,6 +39,11 @@ def test_nothing_is_guessed_for_a_model_in_memory(acceptance: float, reading: fl
     assert num_worth_guessing(acceptance, reading, reading + more, limit) == 0
 
 
+@pytest.mark.parametrize(("num_others", "number"), [(0, 9), (4, 5), (8, 1), (9, 0), (20, 0)])
+def test_rows_of_others_take_the_place_of_guesses(num_others: int, number: int) -> None:
+    assert num_worth_guessing(1.0, 1.0, 0.1, 15, num_others=num_others) == number
+
+
 @given(st.floats(0.06, 1), seconds, st.integers(1, 20))
 def test_everything_is_guessed_where_rows_are_free(acceptance: float, reading: float, limit: int) -> None:
     number = num_worth_guessing(acceptance, reading, reading / 100, limit)

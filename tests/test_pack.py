@@ -33,14 +33,17 @@ from mlx_flash.layout.units import make_layout
 from mlx_flash.storage.safetensors import Checkpoint, read_checkpoint
 from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, make_random_model, run, same_bits, save, stock
 
+LARGER = LLAMA | {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
+"""A model of 16 MB, which is cut into several shards."""
+
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARK = ROOT / "benchmarks" / "packing.py"
 TINY = ["--layers=3", "--hidden-size=64", "--intermediate-size=128", "--heads=4", "--kv-heads=2", "--vocab-size=300"]
 EXPERTS = ["--architecture=qwen3_moe", "--experts=12", "--experts-per-token=2", "--dtype=float32"]
 
 MODELS: dict[str, tuple[dict[str, Any], mx.Dtype, int | None]] = {
-    "llama-fp32": (LLAMA, mx.float32, None),
-    "llama-4bit": ({**LLAMA, "intermediate_size": 512}, mx.bfloat16, 4),
+    "llama-fp32": (LARGER, mx.float32, None),
+    "llama-4bit": ({**LARGER, "intermediate_size": 512}, mx.bfloat16, 4),
     "gemma3-bf16": (GEMMA3, mx.bfloat16, None),
     "mamba2-fp16": (MAMBA2, mx.float16, None),
 }
@@ -128,7 +131,7 @@ def test_experts_lie_in_their_layer_and_in_order(tmp_path: Path) -> None:
 
 
 def test_the_same_tensor_in_two_shards_is_the_one_that_mlx_lm_takes(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", LLAMA, num_shards=2)
+    source = save(tmp_path / "source", LARGER, num_shards=2)
     name = "model.layers.1.mlp.up_proj.weight"
     other = mx.random.normal((704, 256))
     mx.save_safetensors(str(source / "model-extra.safetensors"), {name: other}, {"format": "mlx"})
@@ -204,7 +207,7 @@ def test_shards_are_cut_between_units(
 def test_tensors_of_odd_size_move_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of 34 numbers makes biases of 68 bytes, which is no multiple of 16."""
     monkeypatch.setattr("mlx_flash.convert.order.kernel_alignment", lambda: 16)
-    odd = {**LLAMA, "attention_bias": True, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 34}
+    odd = {**LARGER, "attention_bias": True, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 34}
     report = pack(save(tmp_path / "source", odd, mx.float16), tmp_path / "packed")
     assert any(record.nbytes % 16 for record in read_checkpoint(tmp_path / "packed").tensors.values())
     assert report.after.num_copied == 0
@@ -213,7 +216,7 @@ def test_tensors_of_odd_size_move_no_other(tmp_path: Path, monkeypatch: pytest.M
 
 def test_tensors_join_the_unit_that_their_names_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names in a checkpoint may have another beginning than in the model; what is dropped or computed has only them."""
-    source = save(tmp_path / "source", LLAMA)
+    source = save(tmp_path / "source", LARGER)
     loaded = dict(mx.load(str(source / "model.safetensors")))  # type: ignore[arg-type]
     extra = {
         "model.layers.1.self_attn.rotary_emb.inv_freq": mx.zeros((4,)),
@@ -257,7 +260,7 @@ def test_index_names_and_metadata(scattered: Callable[[str], Path], tmp_path: Pa
 
 
 def test_everything_else_is_copied(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", LLAMA, num_shards=2)
+    source = save(tmp_path / "source", LARGER, num_shards=2)
     kept = ["README.md", "chat_template.jinja", "adapters/adapters.safetensors", "code/deep/model.py", ".gitattributes"]
     left = [".git/HEAD", ".cache/huggingface/x.lock", "code/__pycache__/model.pyc"]
     for name in [*kept, *left]:
@@ -272,7 +275,7 @@ def test_everything_else_is_copied(tmp_path: Path) -> None:
 
 def test_links_become_files(tmp_path: Path) -> None:
     """In the cache of Hugging Face, a model folder is full of links to blobs."""
-    real = save(tmp_path / "blobs", LLAMA, num_shards=2)
+    real = save(tmp_path / "blobs", LARGER, num_shards=2)
     source = tmp_path / "snapshot"
     source.mkdir()
     for path in real.iterdir():
@@ -285,7 +288,7 @@ def test_links_become_files(tmp_path: Path) -> None:
 
 
 def test_a_link_to_nothing_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", LLAMA)
+    source = save(tmp_path / "source", LARGER)
     (source / "tokenizer.json").symlink_to("nowhere")
     with pytest.raises(CheckpointNotFoundError, match=r"tokenizer\.json is no file that can be copied"):
         pack(source, tmp_path / "packed")
@@ -296,7 +299,7 @@ def test_a_link_to_nothing_is_refused_before_anything_is_written(tmp_path: Path)
 
 
 def test_targets_in_use_are_refused(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", LLAMA)
+    source = save(tmp_path / "source", LARGER)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     (tmp_path / "file").touch()
@@ -317,7 +320,7 @@ def test_somebody_elses_folder_is_not_emptied(tmp_path: Path) -> None:
     (tmp_path / "packed.partial").mkdir()
     (tmp_path / "packed.partial" / "thesis.txt").touch()
     with pytest.raises(ConfigError, match=r"packed\.partial is in the way: it holds 'thesis\.txt'"):
-        pack(save(tmp_path / "source", LLAMA), tmp_path / "packed")
+        pack(save(tmp_path / "source", LARGER), tmp_path / "packed")
     assert (tmp_path / "packed.partial" / "thesis.txt").exists()
 
 
@@ -325,11 +328,11 @@ def test_a_mount_point_is_refused_before_hours_of_writing(tmp_path: Path, monkey
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk")
     with pytest.raises(ConfigError, match="disk is a disk's own folder"):
-        pack(save(tmp_path / "source", LLAMA), tmp_path / "disk")
+        pack(save(tmp_path / "source", LARGER), tmp_path / "disk")
 
 
 def test_an_empty_folder_and_missing_parents_are_welcome(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", LLAMA)
+    source = save(tmp_path / "source", LARGER)
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
     pack(source, tmp_path / "link")
@@ -339,7 +342,7 @@ def test_an_empty_folder_and_missing_parents_are_welcome(tmp_path: Path) -> None
 
 
 def test_a_broken_source_is_refused(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", LLAMA)
+    source = save(tmp_path / "source", LARGER)
     path = source / "model.safetensors"
     os.truncate(path, path.stat().st_size - 100)
     with pytest.raises(CheckpointError, match="the file is truncated"):
@@ -348,7 +351,7 @@ def test_a_broken_source_is_refused(tmp_path: Path) -> None:
 
 
 def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = save(tmp_path / "source", LLAMA)
+    source = save(tmp_path / "source", LARGER)
     real = shutil.disk_usage
     monkeypatch.setattr(pack_module.shutil, "disk_usage", lambda path: real(path)._replace(free=10_000_000))
     with pytest.raises(WriteError, match=r"needs 0\.0\d GB more, 0\.01 GB are free"):
@@ -429,7 +432,7 @@ def test_another_shard_size_keeps_nothing_stale(scattered: Callable[[str], Path]
 
 def test_a_source_that_changed_starts_over(tmp_path: Path) -> None:
     """Other bytes, same sizes and names: only the files themselves can tell."""
-    source = save(tmp_path / "source", LLAMA, num_shards=2)
+    source = save(tmp_path / "source", LARGER, num_shards=2)
     interrupted(source, tmp_path / "packed", 0.6, shard_bytes=3_000_000)
     for path in source.glob("*.safetensors"):
         data = bytearray(path.read_bytes())
@@ -441,7 +444,7 @@ def test_a_source_that_changed_starts_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [lambda path: os.utime(path, (1, 1)), Path.unlink], ids=["touched", "gone"])
 def test_a_source_that_changes_meanwhile(tmp_path: Path, change: Callable[[Path], None]) -> None:
-    source = save(tmp_path / "source", LLAMA, num_shards=2)
+    source = save(tmp_path / "source", LARGER, num_shards=2)
     changed = False
 
     def progress(done: int, total: int) -> None:
@@ -546,7 +549,7 @@ def save_zeros(directory: Path, config: dict[str, Any]) -> Path:
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """200 MB, of which the largest tensor has 131 MB."""
-    big = {**LLAMA, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 32_000, "num_hidden_layers": 2}
+    big = {**LARGER, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 32_000, "num_hidden_layers": 2}
     source = save_zeros(tmp_path / "source", {**big, "tie_word_embeddings": True})
     assert read_checkpoint(source).nbytes > 200_000_000
     done = children.run("-c", MEASURE, source, tmp_path / "packed")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from mlx_flash import (
     apply_flash_patch,
     remove_flash_patch,
 )
+from mlx_flash.batching import RowGenerator
 from mlx_flash.engine.prepare import prepare
 from models import LLAMA, PREFILL_AND_DECODE, make_random_model, run, same_bits, save, stock
 
@@ -79,16 +82,45 @@ def test_load_streams_and_removing_restores(model_dir: Path) -> None:
     model.close()
 
 
-def test_batch_generate_gives_stock_texts(model_dir: Path) -> None:
-    def texts() -> list[str]:
-        model, tokenizer, *_ = mlx_lm.load(str(model_dir))
-        prompts = [tokenizer.encode(text) for text in (PROMPT, "Hello", "One two three")]
-        found: list[str] = mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=8).texts
-        return found
+def test_batch_generate_gives_solo_runs_in_shared_passes(model_dir: Path) -> None:
+    model, tokenizer, *_ = mlx_lm.load(str(model_dir))
+    prompts = [tokenizer.encode(text) for text in (PROMPT, "Hello", "One two three")]
+    expected = [[r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=8)] for prompt in prompts]
+    with apply_flash_patch(config()):
+        streamed = mlx_lm.load(str(model_dir))[0]
+        assert isinstance(streamed, FlashLLM)
+        streamed.start()
+        streamed.plan = replace(streamed.plan, budget_bytes=2 * streamed.plan.budget_bytes)  # for caches and copies
+        first = mlx_lm.batch_generate(
+            streamed, tokenizer, prompts, max_tokens=5, return_token_ids=True, return_prompt_caches=True
+        )
+        assert streamed.counters.num_passes == 6  # the last one completes the caches
+        offsets = [cache[0].offset for cache in first.caches]
+        assert offsets == [len(prompt) + 5 for prompt in prompts]
+        nexts = [[tokens[5]] for tokens in expected]
+        second = mlx_lm.batch_generate(
+            streamed, tokenizer, nexts, prompt_caches=first.caches, max_tokens=2, return_token_ids=True
+        )
+        assert streamed.counters.num_passes == 8
+        assert [cache[0].offset for cache in first.caches] == offsets
+        streamed.close()
+    for tokens, one, two in zip(expected, first.token_ids, second.token_ids, strict=True):
+        assert one + tokens[5:6] + two == tokens
 
-    expected = texts()
-    with apply_flash_patch(config(ram_budget_gb="min")):
-        assert texts() == expected
+
+def test_other_makers_of_batches_get_mlx_lms_own(model_dir: Path) -> None:
+    generate = importlib.import_module("mlx_lm.generate")
+    original = generate.BatchGenerator
+    with apply_flash_patch(config(batching="stock")):
+        model, tokenizer, *_ = mlx_lm.load(str(model_dir))
+        assert len(mlx_lm.batch_generate(model, tokenizer, [[5, 6], [7]], max_tokens=2).texts) == 2
+        assert isinstance(model, FlashLLM) and model.counters.num_passes > 3  # no passes are shared
+        generator = generate.BatchGenerator(model)
+        assert generate.BatchGenerator is not original
+        assert isinstance(generator, original) and not isinstance(generator, RowGenerator)
+        generator.close()
+        model.close()
+    assert generate.BatchGenerator is original
 
 
 def test_disabled_leaves_everything_as_it_was(model_dir: Path) -> None:

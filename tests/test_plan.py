@@ -277,7 +277,6 @@ def check(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig, machine: 
 def check_reserves(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig) -> None:
     """What is set aside for tokens is what was asked for, or what the shares allow."""
     context = -(-plan.context_length // CACHE_STEP) * CACHE_STEP
-    num_layers = max(1, len(sizes.layers))
     assert plan.kv_bytes >= sizes.cache.token_bytes * context
     prefill = sizes.activations.nbytes(plan.prefill_step_size, context, all_logits=False)
     short = sizes.activations.nbytes(min(16, plan.prefill_step_size), context, all_logits=True)
@@ -287,8 +286,8 @@ def check_reserves(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig) 
     else:
         least = max(CACHE_STEP, config.prefill_step_size or 0)
         assert plan.context_length in {*CONTEXT_LENGTHS, least}
-        share = KV_SHARE * plan.budget_bytes * (num_layers + 1) / num_layers
-        assert plan.kv_bytes <= share or plan.context_length == least
+        a_copy = sizes.cache.largest_row * context + sizes.cache.call_bytes * plan.prefill_step_size
+        assert plan.kv_bytes - a_copy <= KV_SHARE * plan.budget_bytes or plan.context_length == least
     if config.prefill_step_size:
         assert plan.prefill_step_size == min(config.prefill_step_size, plan.context_length)
     else:

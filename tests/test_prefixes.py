@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count as counted
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,10 @@ STEP = 256
 
 SMALL: dict[str, Any] = {
     **LLAMA,
-    "hidden_size": 64,
+    "hidden_size": 32,
     "num_hidden_layers": 2,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 32,
     "vocab_size": 1000,
@@ -56,6 +57,18 @@ Logits = list[tuple[int, mx.array]]
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("llama"), SMALL)
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Logits]]:
+    """Models of each kind, and what stock mlx-lm generates, by name."""
+    configs = {"llama": SMALL, "hybrid": HYBRID, "mamba2": MAMBA2 | {"num_hidden_layers": 2}, "moe": QWEN3_MOE}
+
+    def get(name: str) -> tuple[Path, Logits]:
+        directory = save(tmp_path_factory.mktemp(name), configs[name])
+        return directory, generated(stock(directory))
+
+    return functools.cache(get)
 
 
 @pytest.fixture(autouse=True)
@@ -138,10 +151,8 @@ def test_a_second_process_computes_nothing_of_a_known_prompt(llama: Path, mode: 
 
 @pytest.mark.parametrize("settings", [{}, {"kv_cache": "stock"}, {"kv_cache": "preallocated"}])
 @pytest.mark.parametrize("name", ["llama", "hybrid", "mamba2", "moe"])
-def test_what_is_restored_is_what_mlx_lm_computes(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
-    config = {"llama": SMALL, "hybrid": HYBRID, "mamba2": MAMBA2, "moe": QWEN3_MOE}[name]
-    directory = save(tmp_path / name, config)
-    expected = generated(stock(directory))
+def test_what_is_restored_is_what_mlx_lm_computes(kinds: Any, name: str, settings: dict[str, Any]) -> None:
+    directory, expected = kinds(name)
     assert same(first_run(directory, **settings), expected)
     with loaded(directory, **settings) as model:
         assert same(generated(model), expected) and restored(model) == len(PROMPT) - 1

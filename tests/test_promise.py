@@ -9,10 +9,12 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_flash import FlashConfig
+from mlx_flash import BudgetError, FlashConfig, load_model
+from mlx_flash.engine.headroom import Lane, check_least
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.options import KVOptions
+from mlx_flash.residency.kv import PROMISED_CONTEXT
 from models import LLAMA, MAMBA2, QWEN3_MOE, save
 from test_benchmark import load_benchmark
 from zoo import configuration
@@ -43,6 +45,21 @@ def test_a_prompt_beyond_the_plan_runs_at_the_smallest_budget(
     assert run["status"] == "ok", run
     expected = promise.repeat_calls(directory, LENGTH, run["calls"])
     assert run["tokens"] == expected["tokens"] and run["digest"] == expected["digest"]
+
+
+@pytest.mark.parametrize("name", ["dense", "mixture"])
+def test_smallest_budget_has_room_for_the_tokens_of_a_prompt(tmp_path: Path, name: str) -> None:
+    """20 000 tokens take 80 kB, by which they were refused. A refused prompt is not cut: that would not help."""
+    with load_model(save(tmp_path, MODELS[name]), FlashConfig(ram_budget_gb="min"))[0] as model:
+        model.start()
+        tokens = mx.zeros((1, PROMISED_CONTEXT), mx.int32)
+        mx.eval(tokens)
+        row = model.row(tokens, model.make_cache(), 2048)
+        check_least(model.plan, Lane(row.whole))
+        others = mx.zeros((model.plan.budget_bytes,), mx.uint8)
+        mx.eval(others)
+        model.advance([row])
+        assert isinstance(row.error, BudgetError) and not row.is_cut
 
 
 def test_caches_have_one_slot_where_two_do_not_fit(tmp_path: Path) -> None:

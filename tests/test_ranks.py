@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from local_ranks import run_ranks
 from mlx_flash import cli
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
+from mlx_flash.layout.sources import Sources
 from mlx_flash.ranks.shares import RankSpeed, runs, share_layers
+from mlx_flash.ranks.tensor import divide
+from mlx_flash.storage.safetensors import read_checkpoint
 from models import GEMMA3, LLAMA, QWEN3_MOE, VOCAB_SIZE, make_random_model, save
+from ranks_zoo import compare_all
+from test_model import config
 from zoo import configuration
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "qwen3_moe": QWEN3_MOE}
-MODELS |= {name: configuration(name) | {"vocab_size": VOCAB_SIZE} for name in ("jamba", "rwkv7", "afm7")}
+MODELS |= {name: configuration(name) | {"vocab_size": VOCAB_SIZE} for name in ("jamba", "rwkv7", "afm7", "gpt_oss")}
 
 SPEEDS = st.builds(RankSpeed, st.floats(0, 1e12), st.floats(1e6, 1e11), st.floats(1e6, 1e13))
 
@@ -32,8 +43,8 @@ SPEEDS = st.builds(RankSpeed, st.floats(0, 1e12), st.floats(1e6, 1e11), st.float
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("ranks")
-    for name, config in MODELS.items():
-        save(found / name, config, mx.float32)
+    for name, shape in MODELS.items():
+        save(found / name, shape, mx.float32)
     return found
 
 
@@ -47,25 +58,77 @@ def launch(num_ranks: int, *arguments: object) -> subprocess.CompletedProcess[st
     return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120)
 
 
-def lines_of(done: subprocess.CompletedProcess[str]) -> list[list[Any]]:
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+def lines_of(done: Sequence[subprocess.CompletedProcess[str]]) -> list[list[Any]]:
+    return [json.loads(line) for each in done for line in each.stdout.splitlines() if line.startswith("[")]
 
 
 def test_all_ranks_get_the_logits_and_tokens_of_one_machine(root: Path) -> None:
-    num_ranks, names = 3, [name for name in MODELS if name != "afm7"]
-    done = launch(num_ranks, PROGRAM, root, ",".join(names))
-    found = {(rank, name): (is_equal, units) for rank, name, is_equal, units in lines_of(done)}
+    num_ranks, names = 3, [*(name for name in MODELS if name not in ("afm7", "gpt_oss")), "llama-sums"]
+    done = run_ranks(num_ranks, PROGRAM, root, ",".join(names))
+    found = {(rank, name): (is_equal, units) for rank, name, is_equal, units, *_ in lines_of(done)}
     assert {key: is_equal for key, (is_equal, _) in found.items()} == {
         (rank, name): True for rank in range(num_ranks) for name in names
-    }, done.stderr
-    for rank in range(num_ranks):
-        layers = {unit for unit in found[rank, "llama"][1] if ".layers." in unit}
+    }, done
+    for rank, name in itertools.product(range(num_ranks), ("llama", "llama-sums")):
+        layers = {unit for unit in found[rank, name][1] if ".layers." in unit}
         assert layers == {f"model.layers.{i}" for i in range(rank, 5, num_ranks)}
+    for _, name, *_, told in lines_of(done):
+        if name.startswith("llama"):
+            assert [each["layers"] for each in told["each"]] == [
+                [[layer, layer + 1] for layer in range(rank, 5, num_ranks)] for rank in range(num_ranks)
+            ]
+        for each in told["each"]:
+            assert (
+                each["tokens_per_second"] > 0 and each["read_bytes_per_second"] > 0 and 0 < each["waiting_share"] <= 1
+            )
+
+
+def test_architectures_of_other_kinds_have_the_logits_of_one_machine() -> None:
+    """``scripts/zoo.py --ranks 2`` compares all of them."""
+    outcomes = list(compare_all(["gpt_oss", "qwen3_next"], 2, timeout=200))
+    assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("ok", "")] * 2
+
+
+def test_tensor_mode_has_the_logits_of_mlx_lms_own_division(root: Path, tmp_path: Path) -> None:
+    """Of the last model, experts are read one by one. Columns are read from a copy, rows from the checkpoint."""
+    names = ["llama-tensor", "gpt_oss-tensor", "qwen3_moe-tensor"]  # gpt_oss divides a bias in place
+    done = run_ranks(2, PROGRAM, root, ",".join(names), env={"XDG_CACHE_HOME": str(tmp_path)})
+    found = {(rank, name): is_equal for rank, name, is_equal, *_ in lines_of(done)}
+    assert found == {(rank, name): True for rank in range(2) for name in names}, done
+    hidden, width = LLAMA["hidden_size"], LLAMA["intermediate_size"]
+    for _, name, _, units, _, told in lines_of(done):
+        assert {unit for unit in units if ".layers." in unit} == {
+            f"model.layers.{i}" for i in range(MODELS[name.removesuffix("-tensor")]["num_hidden_layers"])
+        }
+        if name == "llama-tensor":  # half of queries, keys, values and outputs, and of three matrices
+            assert told["layer_bytes"] == 5 * 4 * (3 * hidden * hidden + 3 * hidden * width) // 2
+
+
+def test_tensor_mode_keeps_no_whole_tensors(root: Path) -> None:
+    """The class that watched ``sanitize`` holds them, until the garbage is collected."""
+    gc.collect()
+    gc.disable()
+    try:
+        loaded = prepare(root / "llama", config()).loaded
+        assert _num_watchers()
+        divide(loaded, read_checkpoint(root / "llama"), cast(Any, SimpleNamespace(group=mx.distributed.init(), size=1)))
+        assert not _num_watchers()
+    finally:
+        gc.enable()
+
+
+def _num_watchers() -> int:
+    return sum(isinstance(found, Sources) for found in gc.get_objects())
+
+
+def test_a_model_without_shard_has_no_tensor_mode(root: Path) -> None:
+    with pytest.raises(ConfigError, match="needs shard"):
+        divide(prepare(root / "gemma3", config()).loaded, read_checkpoint(root / "gemma3"), Any)
 
 
 def test_a_model_that_is_no_chain_is_refused(root: Path) -> None:
     """Its later layers use keys and values of an earlier one, which another rank may have."""
-    done = launch(2, PROGRAM, root, "afm7")
+    done = run_ranks(2, PROGRAM, root, "afm7")
     assert any(status == "StreamedWeightsError" and "ranks" in text for _, _, status, text in lines_of(done)), done
 
 
@@ -73,9 +136,16 @@ def test_a_model_that_is_no_chain_is_refused(root: Path) -> None:
     ("fault", "words"), [("dies", "rank 0 exchanges"), ("other tokens", "start the same program with the same")]
 )
 def test_a_rank_that_is_lost_or_computes_something_else_is_an_error(root: Path, fault: str, words: str) -> None:
-    done = launch(2, PROGRAM, root, "llama", fault)
+    done = run_ranks(2, PROGRAM, root, "llama", fault)
     texts = [text for rank, _, status, text in lines_of(done) if rank == 0 and status == "PeerError"]
     assert texts and words in texts[0], done
+
+
+def test_ranks_with_unequal_room_cut_prompts_alike(root: Path) -> None:
+    """One has a shorter prefill step, the other has room for two tokens at a time."""
+    done = run_ranks(2, PROGRAM, root, "llama", "less room")
+    assert {(rank, is_equal) for rank, _, is_equal, *_ in lines_of(done)} == {(0, True), (1, True)}, done
+    assert all("room for 2 tokens at a time" in each.stderr for each in done)
 
 
 def test_generate_prints_the_text_of_one_machine_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

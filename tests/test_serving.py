@@ -93,6 +93,49 @@ def test_a_streamed_completion_is_the_resident_servers(resident: Server, streami
     assert "in a budget of 0.400 GB" in streaming.log.read_text()
 
 
+def scrape(server: Server) -> dict[str, float]:
+    """Return the metrics of the server's one engine by name, as Prometheus reads them."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        lines = answer.read().decode().splitlines()
+    typed = {line.split()[2] for line in lines if line.startswith("# TYPE ")}
+    values = {
+        name.partition("{")[0]: float(value) for name, value in (ln.rsplit(" ", 1) for ln in lines if ln[0] != "#")
+    }
+    assert values.keys() == typed
+    return values
+
+
+def test_metrics_count_tokens(streaming: Server) -> None:
+    chat(streaming, "Hello", max_tokens=1)  # loads the model
+    before = scrape(streaming)
+    chat(streaming, "Tell me about the sea", max_tokens=12)
+    deadline = time.monotonic() + 10  # the state is published four times a second
+    while (after := scrape(streaming))["mlx_flash_generated_tokens_total"] == before[
+        "mlx_flash_generated_tokens_total"
+    ]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert after["mlx_flash_budget_bytes"] == 400_000_000 >= after["mlx_flash_memory_peak_bytes"] > 0
+    assert after["mlx_flash_input_tokens_total"] > before["mlx_flash_input_tokens_total"]
+    assert "mlx_flash_routed_experts_total" not in after and after["mlx_flash_requests"] == 0
+
+
+def test_a_server_that_sleeps(resident: Server, streaming: Server) -> None:
+    """It is stopped and continued while it answers, as the machine's sleep does to all processes."""
+    expected = chat(resident, "A long sleep", max_tokens=60)
+    num_sleeps = 0
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(chat, streaming, "A long sleep", max_tokens=60)
+        while not answer.done():
+            time.sleep(0.02)
+            os.kill(streaming.process.pid or 0, signal.SIGSTOP)
+            time.sleep(0.02)
+            os.kill(streaming.process.pid or 0, signal.SIGCONT)
+            num_sleeps += 1
+        assert answer.result() == expected and num_sleeps > 2
+
+
 def test_two_requests_at_once(resident: Server, streaming: Server) -> None:
     texts = ["The first of two", "And here is the second one, longer"]
     expected = [chat(resident, text, max_tokens=24) for text in texts]

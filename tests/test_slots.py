@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_flash.memory.arena import SlotArena
+from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.memory.lazy import active_memory, commits_lazily
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
@@ -104,3 +104,21 @@ def test_slots_take_memory_when_they_are_used_and_give_it_back() -> None:
     assert active_memory() == active
     again = SlotArena(1, pitch, 1000)
     assert not any(again.memory(0))  # the same addresses, and nothing of what was there
+
+
+def test_memory_that_is_read_once_is_committed_by_reading() -> None:
+    before, nbytes = footprint(), 64 << 20
+    arena = Arena(nbytes, is_read_once=True)
+    numbers = arena.view(DIRECT_ALIGNMENT, (1000,), mx.float32)
+    if commits_lazily():
+        assert footprint() - before < nbytes // 4
+    arena.memory[DIRECT_ALIGNMENT : DIRECT_ALIGNMENT + 4000] = np.arange(1000, dtype=np.float32).tobytes()
+    assert (numbers == mx.arange(1000)).all()
+    arena.fill(3)
+    assert footprint() - before > nbytes * 3 // 4 and arena.memory[-1] == 3
+    del arena
+    gc.collect()
+    assert len(set(numbers.tolist())) == 1 and numbers[0].item() != 0  # a view keeps the memory
+    del numbers
+    gc.collect()
+    assert footprint() - before < nbytes // 4

@@ -95,7 +95,7 @@ def test_a_head_in_tiles_is_one_unit(directory: Path) -> None:
         assert len(tiles) == 6 or mx.default_device() == mx.gpu
         heads = [unit for unit in told.collect()["units"] if unit["kind"] == "head"]
         assert [(unit["name"], unit["state"]) for unit in heads] == [("lm_head", "waiting")]
-        assert heads[0]["bytes"] == heads[0]["streamed_bytes"] == 1000 * 256 * 2
+        assert heads[0]["bytes"] == heads[0]["streamed_bytes"] == 1000 * LLAMA["hidden_size"] * 2
         counters.begin(1, 1)
         for i in tiles:
             stream.acquire(i)

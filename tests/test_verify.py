@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_flash import CheckpointError, FileChangedError
+from mlx_flash import CheckpointError, FileChangedError, ReadError
 from mlx_flash.commands import verify as command
 from mlx_flash.commands.arguments import parse_arguments
-from mlx_flash.commands.receipt import Call, reference_trace, watching
+from mlx_flash.commands.receipt import Call, file_digests, reference_trace, watching
 from mlx_flash.commands.verify import EXIT_DIFFERS, verify
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.pool import ExpertPool
@@ -190,3 +192,24 @@ def test_what_is_no_receipt_is_refused(folder: Callable[[str], Path], tmp_path: 
     (tmp_path / "receipt").write_text(text)
     with pytest.raises(CheckpointError, match="receipt"):
         verified(folder("llama"), "--against", tmp_path / "receipt")
+
+
+def test_files_that_cannot_be_read_again_are_named(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", broken)
+    with pytest.raises(
+        ReadError, match=r"'model\..*' again at offset \d+ of .*safetensors: Input/output error\. Hint: "
+    ):
+        verified(folder("llama"))
+    real = Path.open
+    monkeypatch.setattr(
+        Path,
+        "open",
+        lambda self, *a, **k: real(Path("/proc/self/mem") if self.suffix == ".safetensors" else self, *a, **k),
+    )
+    with pytest.raises(ReadError, match=r"cannot read .*safetensors: Input/output error\. Hint: "):
+        file_digests(sorted(folder("llama").glob("*.safetensors")), lambda done, total: None)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
 from fused import SMALL, STOCK_SANITIZE, sanitize, save_fused
 from mlx_flash import DiskKVCache
+from mlx_flash.commands.receipt import FORMAT
+from mlx_flash.commands.verify import _read_receipt, save_receipt
 from mlx_flash.convert import derived
 from mlx_flash.convert.copies import hold, list_copies, read_manifest
 from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.convert.pack import pack
+from mlx_flash.experts.trace import RoutingTrace
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.layout.load import load_lazily
+from mlx_flash.layout.load import ExpertStack, load_lazily
 from mlx_flash.prefixes.pages import Blob
 from mlx_flash.prefixes.store import PrefixStore
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
@@ -204,6 +212,71 @@ class SelfTests(Writer):
         return bool(selftest.load_results()["device"]["way"] == "in place")
 
 
+class SelfTestFile(Writer):
+    """The file that the self-test reads, as a file in the system's folder if the cache folder fails."""
+
+    raises = True
+
+    def write(self) -> None:
+        tempfile.tempdir = str(self.folder)
+        with selftest._file_of_words() as file:
+            self.is_right = file.read_bytes() == b"".join(
+                selftest._words(start, selftest._CHUNK_BYTES).tobytes()
+                for start in range(0, selftest.NUM_FILE_BYTES, selftest._CHUNK_BYTES)
+            )
+
+    def check(self) -> bool:
+        return self.is_right
+
+
+class ProbeSample(Writer):
+    raises = True
+
+    def write(self) -> None:
+        with probe.sample_in(self.folder / "samples") as file:
+            self.nbytes = file.stat().st_size
+
+    def check(self) -> bool:
+        return self.nbytes == 2 * probe.SAMPLE_BYTES
+
+
+class Receipt(Writer):
+    raises = True
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / "receipt.json"
+
+    def write(self) -> None:
+        save_receipt(self._path, {"format": FORMAT, "files": {"a": "x" * 10_000}, "calls": []})
+
+    def look(self) -> bool:
+        return not self._path.exists() or self.check()
+
+    def check(self) -> bool:
+        return len(_read_receipt(self._path)["files"]["a"]) == 10_000
+
+
+class Routing(Writer):
+    """A routing trace, of which every line that was written stays."""
+
+    raises = True
+
+    def write(self) -> None:
+        stack = SimpleNamespace(unit=SimpleNamespace(name="mlp"), num_experts=4, expert_bytes=8, top_k=2)
+        with RoutingTrace(self.folder / "trace.jsonl", "m", [cast(ExpertStack, stack)]) as trace:
+            for _ in range(20):
+                trace(0, np.array([[1, 0]]))
+
+    def look(self) -> bool:
+        path = self.folder / "trace.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return all(isinstance(json.loads(line), dict | list) for line in lines)
+
+    def check(self) -> bool:
+        return len((self.folder / "trace.jsonl").read_text().splitlines()) == 21 and self.look()
+
+
 class Governor(Writer):
     def write(self) -> None:
         governor = WriteGovernor(self.folder, gb_per_day=1)
@@ -242,15 +315,20 @@ class Telemetry(Writer):
         return {"tokens": 3} in self.seen
 
 
-WRITERS = (Pack, DerivedCopy, Prefixes, KVFiles, Probe, Speeds, SelfTests, Governor, Telemetry)
+WRITERS = (
+    *(Pack, DerivedCopy, Prefixes, KVFiles, Probe, ProbeSample, Speeds, SelfTests, SelfTestFile, Receipt, Routing),
+    *(Governor, Telemetry),
+)
 
 
 class TinyModels:
-    """While it lasts, mlx-lm computes parameters of :func:`make_source`'s model, and copies of few bytes are made."""
+    """While it lasts, mlx-lm computes parameters of :func:`make_source`'s model, and all files are small."""
 
     def __enter__(self) -> None:
-        self._least = derived.LEAST_BYTES
+        self._sizes = derived.LEAST_BYTES, probe.SAMPLE_BYTES, selftest.NUM_FILE_BYTES, tempfile.tempdir
         llama.Model.sanitize, derived.LEAST_BYTES = sanitize, 1  # type: ignore[method-assign]
+        probe.SAMPLE_BYTES, selftest.NUM_FILE_BYTES = 1 << 20, 2 << 20
 
     def __exit__(self, *_: object) -> None:
-        llama.Model.sanitize, derived.LEAST_BYTES = STOCK_SANITIZE, self._least  # type: ignore[method-assign]
+        llama.Model.sanitize = STOCK_SANITIZE  # type: ignore[method-assign]
+        derived.LEAST_BYTES, probe.SAMPLE_BYTES, selftest.NUM_FILE_BYTES, tempfile.tempdir = self._sizes

@@ -162,7 +162,7 @@ def find_difference_of_pools(directory: Path, finest: int, expected: list[Any], 
                 model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
                 assert model.plan.pool is not None and model.engine is not None and model.engine.experts is not None
                 least, num_experts = model.plan.pool.num_slots, model.plan.pool.num_experts
-                difference = find_difference(expected, trace(model))
+                difference = find_difference_or_error(model, expected)
                 num_calls = model.engine.experts.pool.stats.num_calls
             if difference or not num_calls:
                 how = f"pool of {least} of {num_experts}, rows {'' if exact_rows else 'not '}exact, cut {cut}"
@@ -170,6 +170,14 @@ def find_difference_of_pools(directory: Path, finest: int, expected: list[Any], 
             outcome.num_pools += 1
         num_slots = (least + num_experts) // 2 if i == 0 else num_experts
     return ""
+
+
+def find_difference_or_error(model: FlashLLM, expected: list[Any]) -> str:
+    """Return the first difference or the error that ended the run, or an empty text."""
+    try:
+        return find_difference(expected, trace(model))
+    except Exception as error:
+        return one_line(error)
 
 
 def judge(directory: Path, outcome: Outcome, expected: list[Any], got: list[Any], closed: list[Any]) -> str:

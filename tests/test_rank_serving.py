@@ -1,0 +1,136 @@
+"""The server on two ranks: rank 0 answers, the other one follows."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, cast
+
+import mlx_lm
+import pytest
+
+import children
+from local_ranks import ring
+from mlx_flash.errors import RefusedError
+from mlx_flash.integration.admission import Decision
+from mlx_flash.integration.followers import ServerRanks
+from mlx_flash.ranks.peers import Peers
+from models import make_random_model
+
+SHAPE = "--layers 4 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
+PROMPTS = ["Why is the sky blue?", "One two three four five six seven", "Hi"]
+SECONDS = 60.0
+
+
+class Ranks:
+    """A server on two ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.model = str(make_random_model(folder / "model", *SHAPE.split()))
+        self.logs = [folder / "log-0", folder / "log-1"]
+        command = ["-m", "mlx_flash", "serve", "--model", self.model, "--ram-budget-gb", "1", "--port", self.port]
+        self.processes: list[BaseProcess] = [
+            children.start(*command, files=(Path(os.devnull), log, log), env=env, forks=False)
+            for env, log in zip(ring(2, folder), self.logs, strict=True)
+        ]
+
+    def ask(self, prompt: str, max_tokens: int = 8, **options: Any) -> str:
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, **options}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=SECONDS) as response:
+            return str(json.load(response)["choices"][0]["text"])
+
+    def leave(self, **options: Any) -> None:
+        """Ask for a long answer, and close the connection before it is complete."""
+        body = json.dumps({"prompt": "Go on", "max_tokens": 4000, "stream": True, **options}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS) as connection:
+            connection.sendall(head.encode() + body)
+            assert connection.recv(100)
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            assert all(process.is_alive() for process in self.processes), self.texts
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=1):
+                    return
+            except OSError:
+                time.sleep(0.05)
+
+    @property
+    def texts(self) -> list[str]:
+        return [log.read_text() for log in self.logs]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    found = Ranks(tmp_path)
+    try:
+        found.wait_until_ready()
+        yield found
+    finally:
+        for process in found.processes:
+            process.kill()
+            process.join()
+
+
+def test_rank_0_answers_and_all_end_together(ranks: Ranks) -> None:
+    model, tokenizer = mlx_lm.load(ranks.model)[:2]
+    expected = [mlx_lm.generate(model, tokenizer, prompt, max_tokens=8) for prompt in PROMPTS]
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(ranks.ask, PROMPTS)) == expected, ranks.texts
+    ranks.leave()
+    assert ranks.ask(PROMPTS[1]) == expected[1]  # from the kept cache
+    assert ranks.ask(PROMPTS[0], seed=3) == expected[0]  # alone
+    assert ranks.processes[0].pid is not None
+    os.kill(ranks.processes[0].pid, signal.SIGTERM)
+    for process in ranks.processes:
+        process.join(SECONDS)
+    assert [process.exitcode for process in ranks.processes] == [0, 0], ranks.texts
+
+
+class OtherRank:
+    """Peers of rank 0: one that answers with a fixed number."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def gather(self, numbers: list[float]) -> list[list[float]]:
+        return [list(numbers), [self.number]]
+
+
+@pytest.mark.parametrize(("here", "there", "both"), [("batch", 2, "wait"), ("wait", 0, "wait"), ("batch", 1, "alone")])
+def test_a_request_runs_as_the_rank_with_least_room_decides(here: Decision, there: int, both: Decision) -> None:
+    assert ServerRanks(cast(Peers, OtherRank(there))).agree(lambda: here) == both
+
+
+def test_a_request_that_one_rank_has_no_room_for_is_refused() -> None:
+    with pytest.raises(RefusedError, match="rank 1 has no room"):
+        ServerRanks(cast(Peers, OtherRank(3))).agree(lambda: "batch")
+
+    def refuse() -> Decision:
+        raise RefusedError("no room here", 413)
+
+    with pytest.raises(RefusedError, match="no room here"):
+        ServerRanks(cast(Peers, OtherRank(0))).agree(refuse)
+
+
+def test_ranks_that_keep_other_prompts_use_none() -> None:
+    assert ServerRanks(cast(Peers, OtherRank(5))).have_same(5)
+    assert not ServerRanks(cast(Peers, OtherRank(5))).have_same(4)

@@ -1,0 +1,94 @@
+"""Trials of other ways of reading."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_flash import load_model
+from mlx_flash.engine import tuning
+from mlx_flash.engine.tuning import ReadTuner
+from mlx_flash.storage.ranges import RangeReader, Way
+from models import LLAMA, run, same_bits, save, stock
+from test_model import config
+
+WAYS = [Way(4 << 20), Way(4 << 20, direct=False), Way(2 << 20)]
+
+
+class Disk:
+    """Passes whose time depends on the way of reading."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds = dict(zip(WAYS, seconds, strict=True))
+        self.used: list[Way] = []
+        self.tuner = ReadTuner(WAYS, self.used.append)
+
+    def run(self, num_passes: int, factor: float = 1.0) -> None:
+        for _ in range(num_passes):
+            self.tuner.begin()
+            self.tuner.end(self.seconds[self.used[-1]] * factor, 1)
+
+
+@given(st.permutations([1.0, 1.2, 1.5]))
+def test_the_fastest_way_is_found_and_kept(seconds: list[float]) -> None:
+    disk = Disk(seconds)
+    disk.run(60)
+    assert disk.tuner.way == WAYS[seconds.index(1.0)]
+
+
+@given(st.integers(0, 99))
+def test_passes_that_differ_by_chance_or_by_a_trend_change_nothing(seed: int) -> None:
+    rng, disk = np.random.default_rng(seed), Disk([1.0, 1.0, 1.0])
+    for i in range(400):
+        disk.run(1, (1 + i / 400) * rng.uniform(0.98, 1.02))
+    assert disk.tuner.way == WAYS[0]
+
+
+def test_trials_become_rare_until_the_disk_changes() -> None:
+    disk = Disk([1.0, 1.3, 1.3])
+    disk.run(1000)
+    num_trials = sum(way != WAYS[0] for way in disk.used)
+    assert num_trials == 4 * 2 * 4  # after 4 passes, and 64, 128 and 256 after the former ones
+    disk.seconds[WAYS[1]] = 0.5
+    disk.run(600)
+    assert disk.tuner.way == WAYS[1]
+
+
+def test_passes_of_another_kind_begin_a_trial_anew() -> None:
+    disk = Disk([1.0, 0.5, 0.5])
+    disk.run(7)
+    for _ in range(20):  # calls of one and of two sequences in turn
+        disk.run(1)
+        disk.tuner.begin()
+        disk.tuner.end(9.0, 2)
+    assert disk.tuner.way == WAYS[0]
+    disk.run(30)
+    assert disk.tuner.way != WAYS[0]
+
+
+@pytest.mark.parametrize("io", ["auto", "direct"])
+def test_a_model_reads_through_the_page_cache_where_direct_reads_are_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, io: Any
+) -> None:
+    def slow(self: RangeReader, *args: Any) -> None:
+        time.sleep(0.01)
+        real(self, *args)
+
+    real = RangeReader._read_direct
+    monkeypatch.setattr(RangeReader, "_read_direct", slow)
+    monkeypatch.setattr("mlx_flash.engine.session._spare_memory", lambda budget: 0)
+    monkeypatch.setattr(tuning, "_FIRST_PASSES", 1)
+    directory = save(tmp_path / "model", LLAMA, mx.float32)
+    tokens = [[i] for i in range(14)]
+    with load_model(directory, config(io=io, ram_budget_gb="min", num_slots=2))[0] as model:
+        assert same_bits(run(model, tokens), run(stock(directory), tokens))
+        assert model.engine is not None
+        reader = model.engine.reader
+        assert reader.is_direct and reader.way.direct == (io == "direct")

@@ -108,7 +108,8 @@ def run_command(
     if machine.get("kills") or (machine and done.returncode == KILLED):
         raise KilledError(f"{label} was killed: it needs more than the limit of {limit_bytes} bytes")
     if done.returncode:
-        raise SystemExit(f"{label} failed: {said[-1] if said else f'exit status {done.returncode}'}")
+        last = said[-1] if said else "no message"
+        raise SystemExit(f"{label} failed: {last} (exit status {done.returncode})")
     return Finished(done.stdout, machine)
 
 

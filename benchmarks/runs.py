@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import mlx.core as mx
 from harness import Run, last_json, run_command
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.config import FlashConfig, parse_budget
 from mlx_flash.loading import load_model
@@ -27,7 +28,7 @@ PREFILL_STEP = PREFILL_STEPS[-1]
 
 @dataclass(frozen=True)
 class Job:
-    """The work of one process; without a budget it runs the resident model."""
+    """The work of one process; without a budget it runs the resident model, which decodes one sequence."""
 
     model: str
     tokens: int
@@ -36,6 +37,7 @@ class Job:
     read_size_mb: float | None = None
     queue_depth: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    batch: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def _resident_run(job: Job) -> Run:
 def _streamed_run(job: Job) -> Run:
     config = FlashConfig(
         ram_budget_gb=parse_budget(job.budget),
-        context_length=job.prompt_tokens + job.tokens,  # as the command line sets it
+        context_length=job.batch * (job.prompt_tokens + job.tokens),  # as the command line sets it
         read_size_mb=job.read_size_mb,
         queue_depth=job.queue_depth,
         **job.settings,
@@ -78,16 +80,27 @@ def _streamed_run(job: Job) -> Run:
     with model:
         run = _decode(model, job, lambda: _counters(model))
         run |= {"load_seconds": loaded, "peak_bytes": peak_footprint(), "budget": job.budget, "settings": job.settings}
-        return run | {"budget_bytes": model.plan.budget_bytes, "plan": _plan_summary(model.plan)}
+        predicted = model.plan.tokens_per_second(job.batch)
+        run |= {"budget_bytes": model.plan.budget_bytes, "predicted_tokens_per_second": predicted}
+        return run | {"plan": _plan_summary(model.plan)}
 
 
 def _decode(model: Any, job: Job, count: Callable[[], Counters]) -> Run:
-    """Decode a fixed prompt greedily. The clock runs from the first token to the last."""
+    """Decode a fixed prompt greedily. The clock runs from the first token to the last.
+
+    A token of a batch is one of each of its sequences.
+    """
     prompt = mx.array([7 + 13 * i % 89 for i in range(job.prompt_tokens)])
+    if job.batch == 1:
+        steps = (
+            token for token, _ in generate_step(prompt, model, max_tokens=job.tokens, prefill_step_size=PREFILL_STEP)
+        )
+    else:
+        steps = _batch(model, prompt, job)
     ids: list[int] = []
     start = first = last = time.perf_counter()
     before = after = Counters()
-    for token, _ in generate_step(prompt, model, max_tokens=job.tokens, prefill_step_size=PREFILL_STEP):
+    for token in steps:
         last, after = time.perf_counter(), count()
         if not ids:
             first, before = last, after
@@ -98,12 +111,27 @@ def _decode(model: Any, job: Job, count: Callable[[], Counters]) -> Run:
         "token_ids": ids,
         "first_token_seconds": first - start,
         "seconds_per_token": seconds / passes,
-        "tokens_per_second": passes / seconds,
+        "tokens_per_second": job.batch * passes / seconds,
         "bytes_per_token": (after.nbytes - before.nbytes) / passes,
         "read_bytes_per_second": (after.nbytes - before.nbytes) / busy if busy > 0 else None,
         "wait_share": (after.wait_seconds - before.wait_seconds) / seconds,
         **_experts(before, after, passes),
     }
+
+
+def _batch(model: FlashLLM, prompt: mx.array, job: Job) -> Iterator[int]:
+    """Yield the tokens of the first of several sequences with the same prompt, which share passes."""
+    caches = [make_prompt_cache(model) for _ in range(job.batch)]
+    new = [prompt[None]] * job.batch
+    for _ in range(job.tokens):
+        rows = [model.row(tokens, cache, PREFILL_STEP) for tokens, cache in zip(new, caches, strict=True)]
+        while not all(row.is_done for row in rows):
+            model.advance(rows)
+        if (error := next((row.error for row in rows if row.error), None)) is not None:
+            raise error
+        new = [mx.argmax(row.outputs[-1][:, -1, :], axis=-1)[None] for row in rows]
+        mx.eval(new)
+        yield int(new[0].item())
 
 
 def _experts(before: Counters, after: Counters, passes: int) -> Run:

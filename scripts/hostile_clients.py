@@ -123,7 +123,7 @@ ACTS: dict[str, list[bytes]] = {
     "slow": [head(200), *[b"{"] * 5],
     "negative": [head(-1)],
 }
-"""What clients send, piece by piece."""
+"""The bytes that clients send, piece by piece."""
 
 
 def send(port: int, pieces: list[bytes], dice: random.Random) -> None:

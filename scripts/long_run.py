@@ -38,7 +38,7 @@ SAMPLES = 20
 
 
 class Sample(NamedTuple):
-    """What the process takes after so many steps."""
+    """Memory of the process after so many steps."""
 
     steps: int
     resident: int

@@ -522,7 +522,7 @@ class Describer:
         self._routing = routing
 
     def _has_head(self) -> bool:
-        """Whether a module other than the embedding has a row for each token."""
+        """Return whether a module other than the embedding has a row for each token."""
         tokens = max((self._modules[path].weight.shape[0] for path in self._embeddings), default=0)
         others = (module for path, module in self._modules.items() if path not in self._embeddings)
         return any("weight" in module and module.weight.shape[0] == tokens for module in others)

@@ -1,8 +1,11 @@
 """Comparison of every architecture of mlx-lm, stock and streamed, bit for bit, with tiny random models.
 
+With ``--ranks 2`` the layers of each model take turns between two processes, and only logits are compared.
+
 Example:
     python scripts/zoo.py
     python scripts/zoo.py llama gemma3n --variants 4bit,mxfp4
+    python scripts/zoo.py --ranks 2
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import ranks_zoo
 from zoo import architecture, names, unconfigured
 from zoo.compare import Outcome
 from zoo.pool import Case, run
@@ -30,6 +35,8 @@ def main() -> int:
     """Return 1 when any architecture failed."""
     arguments = parse_arguments()
     chosen, missing = select(arguments.names)
+    if arguments.ranks > 1:
+        return run_ranks(chosen, arguments)
     variants = (arguments.variants or DEFAULT_VARIANTS).split(",")
     instead = {} if arguments.variants else {"bf16": "fp32"}
     cases = [Case(name, variant, instead.get(variant)) for variant in variants for name in chosen]
@@ -51,6 +58,22 @@ def main() -> int:
     return int(counts["failed"] > 0)
 
 
+def run_ranks(chosen: list[str], arguments: argparse.Namespace) -> int:
+    """Compare architectures whose layers are shared. Return 1 when any failed."""
+    outcomes = []
+    for outcome in ranks_zoo.compare_all(chosen, arguments.ranks, arguments.timeout):
+        outcomes.append(outcome)
+        print(f"{outcome.status:<9} {outcome.name:<24} {outcome.seconds:5.1f} s  {outcome.reason}".rstrip(), flush=True)
+    counts = Counter(outcome.status for outcome in outcomes)
+    print(
+        f"{arguments.ranks} ranks: {counts['ok']} ok, {counts['failed']} failed, {counts['refused']} refused, "
+        f"{counts['cannot']} cannot run stock, of {len(outcomes)} (mlx {version('mlx')}, mlx-lm {version('mlx-lm')})"
+    )
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    return int(counts["failed"] > 0)
+
+
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Compare streamed models with stock mlx-lm, bit for bit.")
@@ -60,6 +83,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="LIST",
         help=f"of {', '.join(VARIANTS)}; the default is {DEFAULT_VARIANTS}, with fp32 where stock cannot run bf16",
     )
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="share each model among local processes")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="for each architecture")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the details to a file")

@@ -1,0 +1,163 @@
+"""Time to load a model that fits into memory, to its first token, and its speed after that: mlx-flash and mlx-lm.
+
+    python benchmarks/loading.py models/a models/b --rounds 3 --json out.json
+
+Every run is a process of its own. A run loads the model until all weights are in memory, then decodes a short prompt.
+mlx-flash has a budget that holds everything. Before a cold run the disk is probed with the same files, and their cached
+pages are dropped; before a warm run all files are read through the page cache. mlx-flash and mlx-lm alternate, and so
+does the one that comes first. The table shows medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+import mlx.core as mx
+from disk import DiskProbe
+from harness import (
+    Run,
+    describe,
+    describe_cold,
+    describe_model,
+    make_cold,
+    may_drop_caches,
+    run_worker,
+    write_json,
+)
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.generate import generate_step
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from mlx_flash.config import GB, FlashConfig
+from mlx_flash.loading import load_model
+from mlx_flash.memory.footprint import peak_footprint
+from mlx_flash.storage.probe import disk_profile
+from mlx_flash.storage.safetensors import read_checkpoint
+
+PROGRAMS = ("mlx-flash", "mlx-lm")
+PROMPT_TOKENS = 16
+ROOM_GB = 1.5
+"""Budget beside the weights: the process, the KV cache and intermediate results."""
+
+BLOCK = 16 << 20
+
+
+def load_and_decode(program: str, path: Path, num_tokens: int) -> Run:
+    """Load a model in this process and decode a few tokens."""
+    began = time.perf_counter()
+    if program == "mlx-lm":
+        model, _ = mlx_lm_utils.load_model(path)
+    else:
+        nbytes = sum(shard.nbytes for shard in read_checkpoint(path).shards)
+        model, _ = load_model(path, FlashConfig(ram_budget_gb=nbytes * 1.05 / GB + ROOM_GB))
+        model.start()
+        assert not model.plan.read_bytes, "the budget does not hold the model"
+    loaded = time.perf_counter()
+    prompt = mx.array([7 + 13 * i % 89 for i in range(PROMPT_TOKENS)])
+    times, tokens = [], []
+    for token, _ in generate_step(prompt, model, max_tokens=num_tokens):
+        times.append(time.perf_counter())
+        tokens.append(int(token))
+    return {
+        "load_seconds": loaded - began,
+        "first_token_seconds": times[0] - began,
+        "tokens_per_second": (len(times) - 1) / (times[-1] - times[0]),
+        "peak_bytes": peak_footprint(),
+        "tokens": tokens,
+    }
+
+
+def rounds_of(path: Path, options: argparse.Namespace) -> Iterator[Run]:
+    """Yield the runs of a model."""
+    files = [shard.path for shard in read_checkpoint(path).shards]
+    profile = disk_profile(max(files, key=lambda file: file.stat().st_size), direct=True)
+    nbytes = sum(file.stat().st_size for file in files)
+    probe = DiskProbe(files, [(profile.read_size, profile.queue_depth)], nbytes)
+    drop_caches = options.drop_caches and may_drop_caches()
+    for number in range(options.rounds):
+        for program in PROGRAMS[:: 1 - 2 * (number % 2)]:
+            for state in ("cold", "warm"):
+                raw = None
+                if state == "cold":
+                    make_cold(files, drop_caches)
+                    raw = probe.measure()[0]["bytes_per_second"]
+                    make_cold(files, drop_caches)
+                else:
+                    read_through_cache(files)
+                run = run_worker(__file__, [path, "--work", program, "--tokens", options.tokens], label=program)
+                yield {"model": path.name, "nbytes": nbytes, "program": program, "state": state, "raw": raw, **run}
+
+
+def read_through_cache(files: Sequence[Path]) -> None:
+    """Bring files into the page cache."""
+    buffer = bytearray(BLOCK)
+    for file in files:
+        with file.open("rb", buffering=0) as opened:
+            while opened.readinto(buffer):
+                pass
+
+
+def summarize(runs: Sequence[Run]) -> list[Run]:
+    """Return medians for each model, state and program."""
+    groups: dict[tuple[str, str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run["model"], run["state"], run["program"]), []).append(run)
+    rows = []
+    for (model, state, program), group in groups.items():
+        names = ("nbytes", "load_seconds", "first_token_seconds", "tokens_per_second", "peak_bytes")
+        row = {name: median(run[name] for run in group) for name in names}
+        raw = [run["nbytes"] / run["load_seconds"] / run["raw"] for run in group if run["raw"]]
+        same = all(run["tokens"] == run_["tokens"] for run in group for run_ in runs if run_["model"] == model)
+        about = {"model": model, "state": state, "program": program, "of_raw": median(raw) if raw else None}
+        rows.append(about | row | {"same": same})
+    return rows
+
+
+def table_of(rows: Sequence[Run]) -> Table:
+    """Return the table for people."""
+    names = ("model", "state", "program", "load, s", "GB/s", "of raw disk", "first token, s", "tokens/s", "peak, GB")
+    table = Table(*names, box=SIMPLE_HEAD)
+    for row in rows:
+        numbers = [row["load_seconds"], row["nbytes"] / GB / row["load_seconds"]]
+        more = [row["first_token_seconds"], row["tokens_per_second"], row["peak_bytes"] / GB]
+        of_raw = "" if row["of_raw"] is None else f"{row['of_raw']:.2f}"
+        cells = [*(f"{number:.2f}" for number in numbers), of_raw, *(f"{number:.2f}" for number in more)]
+        table.add_row(row["model"], row["state"], row["program"], *cells)
+    return table
+
+
+def main() -> None:
+    """Run all rounds, or one run as a worker."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", type=Path)
+    parser.add_argument("--rounds", type=int, default=3, help="default: 3")
+    parser.add_argument("--tokens", type=int, default=5, help="to decode (default: 5)")
+    parser.add_argument("--drop-caches", action="store_true", help="drop the system's caches before cold runs")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--work", choices=PROGRAMS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        print(json.dumps(load_and_decode(options.work, options.models[0], options.tokens)))
+        return
+    runs: list[Run] = []
+    for path in options.models:
+        for run in rounds_of(path, options):
+            runs.append(run)
+            print(f"{run['model']} {run['state']} {run['program']}: {run['load_seconds']:.2f} s", file=sys.stderr)
+    rows = summarize(runs)
+    Console(width=110).print(table_of(rows))
+    about = describe(options.models[0], describe_cold(drop_caches=options.drop_caches and may_drop_caches()))
+    models = [describe_model(path) for path in options.models]
+    write_json(options.json, about | {"models": models, "summary": rows, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Speed of a mixture beside streamlx and mlx-lm, and whether they choose the same tokens.
+
+    python scripts/make_random_model.py models/mixture --architecture qwen3_moe --layers 24 --hidden-size 2048 \\
+        --intermediate-size 768 --heads 32 --kv-heads 4 --experts 128 --experts-per-token 8 --quantize-bits 4 \\
+        --routing-skew 1.0
+    PYTHONPATH=STREAMLX python benchmarks/mixtures.py --model models/mixture --budgets 4 6 --pools 2 4
+
+streamlx (https://github.com/srcterm/streamlx) has a size for its experts alone; each budget is paired with one.
+Processes run one after another, in turn, each with cold caches. Tokens are chosen greedily.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import harness
+import mlx.core as mx
+import mlx_lm.utils
+from mlx_lm.generate import generate_step
+
+import mlx_flash
+
+PROMPT = [1, 11, 43, 85]
+
+
+def load(engine: str, model: Path, size: float) -> Any:
+    """Return a model as mlx-lm's loop takes it.
+
+    Args:
+        engine: ``mlx-flash``, ``streamlx`` or ``mlx-lm``.
+        model: its folder.
+        size: the budget in GB, or streamlx's experts in GiB.
+    """
+    if engine == "mlx-flash":
+        return mlx_flash.load_model(model, mlx_flash.FlashConfig(ram_budget_gb=size))[0]
+    if engine == "streamlx":
+        from streamlx.integrate import load_streaming_model  # type: ignore[import-not-found]
+
+        return load_streaming_model(str(model), budget_bytes=int(size * 2**30))[0]
+    return mlx_lm.utils.load_model(model)[0]
+
+
+def run(engine: str, path: Path, size: float, num_tokens: int) -> harness.Run:
+    """Generate, and return tokens, times and MLX's peak memory."""
+    began = time.perf_counter()
+    model = load(engine, path, size)
+    loaded = time.perf_counter()
+    tokens, stamps = [], []
+    for token, _ in generate_step(mx.array(PROMPT), model, max_tokens=num_tokens):
+        tokens.append(int(token))
+        stamps.append(time.perf_counter())
+    half = num_tokens // 2
+    return {
+        "tokens": tokens,
+        "load_seconds": loaded - began,
+        "first_token_seconds": stamps[0] - loaded,
+        "tokens_per_second": (num_tokens - 1) / (stamps[-1] - stamps[0]),
+        "second_half": (num_tokens - half - 1) / (stamps[-1] - stamps[half]),
+        "mlx_peak_bytes": mx.get_peak_memory(),
+    }
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[4, 6], metavar="GB")
+    parser.add_argument("--pools", type=float, nargs="+", default=[2, 4], metavar="GIB", help="streamlx's experts")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", nargs=2, metavar=("ENGINE", "SIZE"), help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run all engines in turn and print medians."""
+    args = parse(arguments)
+    if args.worker:
+        print(json.dumps(run(args.worker[0], args.model, float(args.worker[1]), args.tokens)))
+        return
+    cases: list[tuple[str, float]] = [("mlx-lm", 0)]
+    for budget, pool in zip(args.budgets, args.pools, strict=True):
+        cases += [("mlx-flash", budget), ("streamlx", pool)]
+    runs: dict[tuple[str, float], list[harness.Run]] = {case: [] for case in cases}
+    for _ in range(args.rounds):
+        for engine, size in cases:
+            harness.make_cold(list(args.model.glob("*.safetensors")), harness.may_drop_caches())
+            words = ["--model", args.model, "--tokens", args.tokens, "--worker", engine, size]
+            runs[engine, size].append(harness.run_worker(__file__, words, label=f"{engine} {size:g}"))
+    expected = runs["mlx-lm", 0][0]["tokens"]
+    for (engine, size), found in runs.items():
+        equal = sum(one["tokens"] == expected for one in found)
+        middle = {key: median(one[key] for one in found) for key in found[0] if key != "tokens"}
+        print(
+            f"{engine:9} {size:4g}: {middle['tokens_per_second']:6.2f} tokens/s, second half "
+            f"{middle['second_half']:6.2f}, MLX {middle['mlx_peak_bytes'] / 1e9:5.2f} GB, "
+            f"tokens as mlx-lm's in {equal} of {len(found)}"
+        )
+    cold = harness.describe_cold(drop_caches=harness.may_drop_caches())
+    listed = [{"engine": engine, "size": size, "runs": found} for (engine, size), found in runs.items()]
+    harness.write_json(args.json, {**harness.describe(args.model, cold), "results": listed})
+
+
+if __name__ == "__main__":
+    main()

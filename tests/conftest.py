@@ -109,6 +109,17 @@ def _interruptible() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _own_signal_handlers() -> Iterator[None]:
+    """Let no test leave a signal handler behind: a later test that interrupts itself would end the whole process."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    left = [number.name for number, handler in before.items() if signal.getsignal(number) is not handler]
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert not left, f"this test changed the handler of {', '.join(left)}"
+
+
+@pytest.fixture(autouse=True)
 def _own_directories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep tests away from the user's settings and from files that the user's runs wrote."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))

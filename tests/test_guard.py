@@ -7,6 +7,7 @@ import http.client
 import io
 import json
 import logging
+import signal
 import socket
 import threading
 import time
@@ -39,8 +40,10 @@ class Generator:
         self.cli_args = SimpleNamespace(**options, top_p=1.0, top_k=0, min_p=0.0)
         self.client = threading.local()
         self.seconds = 0.0
+        self.has_begun = threading.Event()
 
     def generate(self, request: Any, args: Any, progress_callback: Any = None) -> Any:
+        self.has_begun.set()
         time.sleep(self.seconds)
         raise http_side.UnansweredError from RefusedError("no room", 413)
 
@@ -230,6 +233,16 @@ def test_connections_beyond_the_limit_are_closed(listener: Listener) -> None:
     assert ask(listener, '{"prompt": "x"}')[0] == 413
 
 
+@pytest.fixture
+def _handlers_put_back() -> Iterator[None]:
+    """A server that stops leaves its handlers in place, so that a second signal still ends the process."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_handlers_put_back")
 @pytest.mark.parametrize(("seconds", "limit"), [(0.3, 5.0), (5.0, 0.2)])
 def test_sigterm_leaves_requests_some_time(seconds: float, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers that take less than the limit are complete."""
@@ -245,10 +258,9 @@ def test_sigterm_leaves_requests_some_time(seconds: float, limit: float, monkeyp
 
         asking = threading.Thread(target=client, daemon=True)
         asking.start()
-        turns = iter(range(10))
 
         def stop() -> None:
-            if next(turns) > 2:
+            if generator.has_begun.wait(0.2):
                 raise TerminatedError
 
         monkeypatch.setattr(listener, "service_actions", stop)

@@ -5,6 +5,7 @@ no more descriptors than before, and end on SIGTERM with status 0.
 
 Example:
     python scripts/hostile_clients.py --requests 10000
+    python scripts/hostile_clients.py --seconds 7200 --pause 1 --json clients.json
 """
 
 from __future__ import annotations
@@ -16,60 +17,192 @@ import json
 import os
 import random
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = "--layers=2 --hidden-size=64 --intermediate-size=128 --heads=4 --kv-heads=2 --vocab-size=300 --dtype=float32"
 CLIENTS = 8
-PROMPTS = ["The sea", "Why is the sky blue?", "Count to ten, slowly: one", "x"]
+PROMPTS = ["The sea", "Why is the sky blue?", "Count to ten, slowly: one", "x", " ".join(map(str, range(60)))]
+SLOW_PROMPT = {"prompt": "x", "max_tokens": 2}
+ONE_IN = 100
+"""One request of so many has a body of a byte a second."""
+
+BODY_SECONDS = 30
+"""The time that the server gives to a body."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The server at a moment, and the requests until then."""
+
+    seconds: float
+    requests: int
+    right: int
+    failed: int
+    resident_bytes: int
+    descriptors: int
+    threads: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.seconds:.0f} s: {self.requests} requests, {self.right} right, {self.failed} failed, resident "
+            f"{self.resident_bytes / 1e6:.1f} MB, {self.descriptors} descriptors, {self.threads} threads"
+        )
+
+
+class Clients:
+    """Clients of one server, each in a thread, and their record."""
+
+    def __init__(self, port: int, args: argparse.Namespace) -> None:
+        self.counts: Counter[str] = Counter()
+        self.began = time.monotonic()
+        self._port = port
+        self._args = args
+        self._lock = threading.Lock()
+        self._expected = {prompt: ask(port, {"prompt": prompt, "max_tokens": 12}) for prompt in PROMPTS}
+        self._slow = ask(port, SLOW_PROMPT)
+        self._numbers = iter(range(args.requests or sys.maxsize))
+        self._threads = [threading.Thread(target=self._work) for _ in range(CLIENTS)]
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self.began = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all requests are done, at most so long. Return whether they are."""
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def sample(self, process: psutil.Process) -> Sample:
+        """Return the state of the server's process now."""
+        with self._lock, process.oneshot():
+            return Sample(
+                time.monotonic() - self.began,
+                self.counts.total(),
+                sum(count for act, count in self.counts.items() if act.startswith("right")),
+                sum(count for act, count in self.counts.items() if act.startswith("failed")),
+                process.memory_info().rss,
+                process.num_fds(),
+                process.num_threads(),
+            )
+
+    def _work(self) -> None:
+        while not self._args.seconds or time.monotonic() - self.began < self._args.seconds:
+            with self._lock:
+                number = next(self._numbers, None)
+            if number is None:
+                return
+            dice = random.Random(f"{self._args.seed} {number}")
+            try:
+                result = self._act(number, dice)
+            except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
+                result = f"failed: {error!r}"
+                print(f"request {number}: {result}", file=sys.stderr, flush=True)
+            with self._lock:
+                self.counts[result] += 1
+            if self._args.pause:
+                time.sleep(dice.expovariate(1 / self._args.pause))
+
+    def _act(self, number: int, dice: random.Random) -> str:
+        """Do one thing to the server. Return its name, and "right" or "failed" where there is something to check."""
+        if number % ONE_IN == ONE_IN // 2:
+            return self._drip(number % (2 * ONE_IN) < ONE_IN)
+        prompt = dice.choice(PROMPTS)
+        act = dice.choice(("ask", "ask", "stream", "stream", "health", *ACTS))
+        if act == "health":
+            return "right: health" if is_healthy(self._port) else "failed: health"
+        if act in ("ask", "stream"):
+            text = ask(self._port, {"prompt": prompt, "max_tokens": 12, "stream": act == "stream"})
+            return f"right: {act}" if text == self._expected[prompt] else f"failed: {act} {prompt!r}: {text!r}"
+        with contextlib.suppress(OSError):  # the server may close first
+            send(self._port, ACTS[act], dice)
+        return act
+
+    def _drip(self, is_in_time: bool) -> str:
+        """Send a body of a byte a second, either a request that is just in time, or one that the server must end."""
+        if not is_in_time:
+            return "right: ended" if is_ended(self._port) else "failed: a slow body was not ended"
+        body = json.dumps(SLOW_PROMPT).encode()
+        with socket.create_connection(("127.0.0.1", self._port), 60) as connection:
+            connection.sendall(head(len(body)) + body[:15])
+            for byte in body[15:]:
+                time.sleep(1)
+                connection.sendall(bytes([byte]))
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            text = json.loads(answer.read())["choices"][0]["text"]
+        return "right: slow" if text == self._slow else f"failed: slow {text!r}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return 1 when an answer was wrong, or something was left."""
-    parser = argparse.ArgumentParser(description="Attack a server while others use it.")
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(arguments)
+    args = make_parser().parse_args(arguments)
+    if not args.seconds and not args.requests:
+        args.requests = 1000
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder, serving(Path(folder)) as (port, server):
         process = psutil.Process(server.pid)
-        expected = {prompt: ask(port, prompt) for prompt in PROMPTS}
-        before = process.num_fds(), process.memory_info().rss
-
-        def client(number: int) -> str:
-            dice = random.Random(f"{args.seed} {number}")
-            prompt = dice.choice(PROMPTS)
-            act = dice.choice(("ask", "ask", *ACTS))
-            if act == "ask":
-                return "right" if ask(port, prompt) == expected[prompt] else "wrong"
-            with contextlib.suppress(OSError):  # the server may close first
-                send(port, ACTS[act], dice)
-            return act
-
-        began = time.monotonic()
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            counts = Counter(pool.map(client, range(args.requests)))
-        seconds = time.monotonic() - began
+        clients = Clients(port, args)
+        samples = [clients.sample(process)]
+        clients.start()
+        while not clients.wait(args.interval):
+            samples.append(clients.sample(process))
+            print(samples[-1], flush=True)
+        seconds = time.monotonic() - clients.began
         deadline = time.monotonic() + 60
-        while process.num_fds() > before[0] and time.monotonic() < deadline:
+        while process.num_fds() > samples[0].descriptors and time.monotonic() < deadline:
             time.sleep(0.1)
-        after = process.num_fds(), process.memory_info().rss
-        is_right = counts["wrong"] == 0 and ask(port, PROMPTS[0]) == expected[PROMPTS[0]]
+        samples.append(clients.sample(process))
+        is_right = samples[-1].failed == 0 and is_healthy(port)
         server.terminate()
         status = server.wait(60)
-        print(
-            f"{args.requests} requests in {seconds:.0f} s: {dict(sorted(counts.items()))}; descriptors {before[0]} -> "
-            f"{after[0]}, resident {before[1] / 1e6:.1f} -> {after[1] / 1e6:.1f} MB, exit status {status}"
-        )
-        return int(not is_right or after[0] > before[0] or status != 0)
+    before, after = samples[0], samples[-1]
+    print(
+        f"{after.requests} requests in {seconds:.0f} s: {dict(sorted(clients.counts.items()))}; descriptors "
+        f"{before.descriptors} -> {after.descriptors}, resident {before.resident_bytes / 1e6:.1f} -> "
+        f"{after.resident_bytes / 1e6:.1f} MB ({growth(samples):+.3f} kB a request), exit status {status}"
+    )
+    if args.json:
+        numbers = {"settings": {**vars(args), "json": None}, "counts": clients.counts, "exit_status": status}
+        numbers |= {"kb_a_request": growth(samples), "samples": [asdict(sample) for sample in samples]}
+        args.json.write_text(json.dumps(numbers, indent=1) + "\n")
+    return int(not is_right or after.descriptors > before.descriptors or status != 0)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description="Attack a server while others use it.")
+    parser.add_argument("--requests", type=int, help="end after so many (default: 1000, or none with --seconds)")
+    parser.add_argument("--seconds", type=float, help="end after this time")
+    parser.add_argument("--pause", type=float, help="mean seconds between two requests of a client")
+    parser.add_argument("--interval", type=float, default=60, help="seconds between two samples (default: 60)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="file for all numbers")
+    return parser
+
+
+def growth(samples: list[Sample]) -> float:
+    """Return the slope of a line through the last three quarters of the samples, in kB a request."""
+    late = samples[len(samples) // 4 :]
+    if len({sample.requests for sample in late}) < 2:
+        return 0.0
+    requests, resident = [sample.requests for sample in late], [sample.resident_bytes for sample in late]
+    return statistics.linear_regression(requests, resident).slope / 1e3
 
 
 @contextlib.contextmanager
@@ -98,13 +231,45 @@ def serving(folder: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
         server.wait()
 
 
-def ask(port: int, prompt: str) -> str:
+def ask(port: int, request: dict[str, Any]) -> str:
     """Return an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    connection.request("POST", "/v1/completions", json.dumps({"prompt": prompt, "max_tokens": 12}))
-    answer = json.loads(connection.getresponse().read())
-    connection.close()
-    return str(answer["choices"][0]["text"])
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(request))
+        data = connection.getresponse().read()
+    finally:
+        connection.close()
+    if not request.get("stream"):
+        return str(json.loads(data)["choices"][0]["text"])
+    events = [line.removeprefix(b"data: ") for line in data.splitlines() if line.startswith(b"data: ")]
+    if events[-1] != b"[DONE]":
+        raise ValueError(f"the stream ends with {events[-1]!r}")
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+
+
+def is_healthy(port: int) -> bool:
+    """Return whether the server says that it works."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    try:
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        return answer.status == 200 and json.loads(answer.read()) == {"status": "ok"}
+    finally:
+        connection.close()
+
+
+def is_ended(port: int) -> bool:
+    """Send a byte a second. Return whether the server ends the connection when its time is over."""
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), 30) as connection, contextlib.suppress(OSError):
+        connection.sendall(head(200))
+        connection.settimeout(1)
+        while time.monotonic() - began < 2 * BODY_SECONDS:
+            connection.sendall(b"{")
+            with contextlib.suppress(TimeoutError):
+                if not connection.recv(1000):
+                    break
+    return time.monotonic() - began < 2 * BODY_SECONDS
 
 
 def head(length: object) -> bytes:
@@ -134,7 +299,9 @@ def send(port: int, pieces: list[bytes], dice: random.Random) -> None:
             if len(piece) == 1:
                 time.sleep(0.2)
         connection.settimeout(dice.uniform(0.01, 0.5))
-        connection.recv(1000)
+        for _ in range(dice.choice((1, 1, 3, 30))):
+            if not connection.recv(1000):
+                break
 
 
 if __name__ == "__main__":

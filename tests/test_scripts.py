@@ -606,4 +606,17 @@ def test_a_server_survives_hostile_clients() -> None:
     command = [sys.executable, SCRIPTS / "hostile_clients.py", "--requests", "40"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"40 requests .*'right': \d+.*descriptors (\d+) -> \1, .*exit status 0", done.stdout), done.stdout
+    pattern = r"40 requests .*'right: ask': \d+.*'right: stream': \d+.*descriptors (\d+) -> \1, .*exit status 0"
+    assert re.search(pattern, done.stdout), done.stdout
+
+
+def test_hostile_clients_record_the_server_until_their_time_is_over(tmp_path: Path) -> None:
+    limits = ["--seconds", "3", "--pause", "0.05", "--interval", "1", "--json", tmp_path / "numbers.json"]
+    command = [sys.executable, SCRIPTS / "hostile_clients.py", *limits]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    samples = numbers["samples"]
+    assert len(samples) > 2
+    assert samples[-1]["requests"] == sum(numbers["counts"].values()) > samples[-1]["right"] > 0
+    assert samples[-1]["failed"] == 0

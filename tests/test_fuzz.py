@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import fuzzing
-from mlx_flash.errors import CheckpointError, HeaderError
+from mlx_flash.errors import CheckpointError, HeaderError, ReadError
 from mlx_flash.kv.saved import load_saved
+from mlx_flash.prefixes.pages import Blob, PageFile, PageKey, encode_page
 from mlx_flash.storage.safetensors import read_shard
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "fuzz.py"
@@ -63,3 +64,15 @@ def test_saved_caches_of_another_form_are_refused(tmp_path: Path) -> None:
     path.write_bytes((2).to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match=r"is not a saved prompt cache .*Hint"):
         load_saved(path)
+
+
+@pytest.mark.parametrize("nbytes", [4097, 10**6, 2**63, 10**30])
+def test_pages_whose_blobs_end_after_the_file_are_damaged(tmp_path: Path, nbytes: int) -> None:
+    """The system takes no offset of more than 63 bits: a blob behind a huge one raised OverflowError."""
+    name = "ab" * 32
+    page = encode_page(PageKey(name, "", "", 0, 16, "m", "title"), {"k": Blob(bytes(100), "uint8", (100,))})
+    line, _, _ = page.head[fuzzing._HEAD.size :].partition(b"\n")
+    table = f'[["k", "uint8", [1], {nbytes}, 0], ["v", "uint8", [4], 4, 0]]'.encode()
+    (tmp_path / f"{name}.page").write_bytes(fuzzing._with_description(line, table, bytes(4096)))
+    with PageFile(tmp_path, name) as opened, pytest.raises(ReadError, match=f"blob 'k' ends at {4096 + nbytes}, after"):
+        opened.read_into("v", memoryview(bytearray(4)))

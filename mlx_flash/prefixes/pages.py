@@ -167,7 +167,7 @@ class PageFile:
         self._is_read = False
         self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self.key, self._table, self._start = self._parse()
+            self.key, self._table, self._start, self._end = self._parse()
         except BaseException as error:
             os.close(self._fd)
             if isinstance(error, ValueError | TypeError | RecursionError):
@@ -212,13 +212,15 @@ class PageFile:
             for name, dtype, shape, nbytes, checksum in json.loads(self._table):
                 if not (isinstance(name, str) and type(nbytes) is int and 0 <= nbytes):
                     raise ValueError(f"blob {name!r} has {nbytes!r} bytes")
+                if offset + nbytes > self._end:
+                    raise ValueError(f"blob {name!r} ends at {offset + nbytes}, after the end of the file")
                 blobs[name] = BlobInfo(dtype, tuple(shape), offset, nbytes, checksum)
                 offset += round_up(nbytes, ALIGNMENT)
         except (ValueError, TypeError, RecursionError) as error:
             raise self._damaged(f"{error}") from error
         return blobs
 
-    def _parse(self) -> tuple[PageKey, bytes, int]:
+    def _parse(self) -> tuple[PageKey, bytes, int, int]:
         data = os.pread(self._fd, _FIRST_READ, 0)
         if len(data) < _HEAD.size or not data.startswith(MAGIC):
             raise ValueError("it is no page of this version")
@@ -238,7 +240,7 @@ class PageFile:
                 raise ValueError(f"{field.name} is not of the type {field.type}")
         if key.page != self._page:
             raise ValueError(f"it describes page {key.page}")
-        return key, table, round_up(start, ALIGNMENT)
+        return key, table, round_up(start, ALIGNMENT), size
 
     def _damaged(self, reason: str) -> ReadError:
         return ReadError(f"{self._path} is damaged: {reason}")

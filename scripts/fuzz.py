@@ -23,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -32,7 +33,7 @@ import mlx.core as mx
 
 from fuzzing import CHUNK, TARGETS, run
 
-BATCHES = dict.fromkeys(TARGETS, 20_000) | {"config": 2000, "state": 2000, "prompt_cache": 5000}
+BATCHES = dict.fromkeys(TARGETS, 20_000) | {"config": 10_000, "state": 10_000, "prompt_cache": 10_000}
 """Cases of a child."""
 
 SECONDS_A_CHUNK = 20
@@ -68,16 +69,20 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     deadline = began + args.seconds if args.seconds else float("inf")
     targets = [Progress(name, args.first - args.first % CHUNK) for name in names]
-    run_all(targets, args, deadline)
+
+    def save() -> None:
+        if args.json:
+            numbers = {"seed": args.seed, "first": args.first, "jobs": args.jobs, "seconds": time.monotonic() - began}
+            text = json.dumps({**numbers, "targets": [asdict(each) for each in targets]}, indent=1)
+            args.json.write_text(f"{text}\n")
+
+    run_all(targets, args, deadline, save)
     for each in targets:
         rate = each.cases / each.child_seconds if each.child_seconds else 0
         print(
             f"{each.target}: {each.cases} cases, {rate:.0f} a second and core, peak {each.peak_bytes / 1e6:.0f} MB, "
             f"{len(each.failures)} batches failed"
         )
-    if args.json:
-        settings = {"seed": args.seed, "first": args.first, "jobs": args.jobs, "seconds": time.monotonic() - began}
-        args.json.write_text(json.dumps({**settings, "targets": [asdict(each) for each in targets]}, indent=1) + "\n")
     return int(any(each.failures for each in targets))
 
 
@@ -90,12 +95,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="children at once (default: 1)")
     parser.add_argument("--seconds", type=float, help="begin no child after this time")
-    parser.add_argument("--json", type=Path, help="file for all numbers")
+    parser.add_argument("--json", type=Path, help="file for all numbers, written after each child")
     return parser
 
 
-def run_all(targets: list[Progress], args: argparse.Namespace, deadline: float) -> None:
-    """Run children until all cases are done or the time is over."""
+def run_all(targets: list[Progress], args: argparse.Namespace, deadline: float, save: Callable[[], None]) -> None:
+    """Run children until all cases are done or the time is over. Call ``save`` after each."""
     end = args.first + args.cases
     running: dict[int, tuple[Progress, range, tempfile.TemporaryDirectory[str]]] = {}
     gc.freeze()
@@ -111,6 +116,7 @@ def run_all(targets: list[Progress], args: argparse.Namespace, deadline: float) 
         elif running:
             pid, status, usage = os.wait4(-1, 0)
             note(*running.pop(pid), os.waitstatus_to_exitcode(status), usage, args.seed)
+            save()
         else:
             return
 

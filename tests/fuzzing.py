@@ -8,6 +8,7 @@ case takes tens of microseconds.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -18,7 +19,7 @@ import unicodedata
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from unittest.mock import patch
 
 import jinja2
 import mlx.core as mx
+from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import KVCache, save_prompt_cache
 from rich.console import Console
 
@@ -34,9 +36,10 @@ from mlx_flash import config as config_module
 from mlx_flash.config import variables_of_fields
 from mlx_flash.errors import CheckpointError, ConfigError, FlashError, ReadError
 from mlx_flash.kv.saved import load_saved
+from mlx_flash.layout import load
 from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.modelfile.parse import parse_modelfile
-from mlx_flash.monitor import watch
+from mlx_flash.monitor import render, watch
 from mlx_flash.monitor.app import draw, make_parser, print_json
 from mlx_flash.monitor.system import system_memory
 from mlx_flash.prefixes import pages
@@ -226,7 +229,7 @@ def index(folder: Path) -> Iterator[Case]:
         yield case
 
 
-SMALL = {**LLAMA, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 32}
+SMALL = {**LLAMA, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 32}
 
 
 MLX_LM_ERRORS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
@@ -244,13 +247,20 @@ def config(folder: Path) -> Iterator[Case]:
     def case(dice: random.Random) -> None:
         file.fill(dice.choice(seeds).damaged(dice))
         try:
-            load_config(folder)
+            found = load_config(folder)
         except CheckpointError:
             return
-        with suppress(FlashError, *MLX_LM_ERRORS):
+        with patch.object(load, "load_config", lambda _: found), suppress(FlashError, *MLX_LM_ERRORS):
             load_lazily(folder, checkpoint)
 
-    with OneFile(folder / "config.json") as file:
+    weights = [str(path) for path in folder.glob("model*.safetensors")]
+    arrays = mx.load(weights[0])
+    with (
+        OneFile(folder / "config.json") as file,
+        patch.object(inspect, "signature", cache(inspect.signature)),  # mlx-lm wants it for each key
+        patch.object(mlx_lm_utils.glob, "glob", lambda _: weights),
+        patch.object(mx, "load", lambda _: dict(arrays)),
+    ):
         yield case
 
 
@@ -372,6 +382,10 @@ def state(folder: Path) -> Iterator[Case]:
     consoles = [Console(file=io.StringIO(), width=width, legacy_windows=False) for width in (20, 80, 200)]
     found: list[telemetry.Published] = []
 
+    @lru_cache(10_000)
+    def check(line: str) -> None:
+        assert not [c for c in set(line) if unicodedata.category(c) == "Cc"], "control characters"
+
     def case(dice: random.Random) -> None:
         text = seeds.damaged(dice)
         try:
@@ -383,9 +397,8 @@ def state(folder: Path) -> Iterator[Case]:
         found[:] = [telemetry.Published(path, **{key: entry[key] for key in telemetry._KINDS}, ended=False)]
         watcher = watch.Watcher()
         watcher.look()
-        lines = draw(watcher, args, dice.choice(consoles), dice.choice((None, 8, 60)))
-        shown = "\n".join(line.plain for line in lines)
-        assert not [c for c in set(shown) if unicodedata.category(c) == "Cc" and c != "\n"], "control characters"
+        for line in draw(watcher, args, dice.choice(consoles), dice.choice((None, 8, 60))):
+            check(line.plain)
         with contextlib.redirect_stdout(io.StringIO()) as out:
             print_json(watcher)
         for line in out.getvalue().splitlines():
@@ -395,8 +408,42 @@ def state(folder: Path) -> Iterator[Case]:
         patch.object(watch, "find", lambda: found),
         patch.object(watch, "watch", list),
         patch.object(watch, "system_memory", lambda: memory),
+        remembered_lines(),
     ):
         yield case
+
+
+def remembered(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that keeps its last results, by a key made of its arguments."""
+    results: dict[Any, Any] = {}
+
+    def call(*args: Any) -> Any:
+        name = key(*args)
+        if name not in results:
+            if len(results) >= 10_000:
+                results.clear()
+            results[name] = function(*args)
+        return results[name]
+
+    return call
+
+
+@contextmanager
+def remembered_lines() -> Iterator[None]:
+    """Make each line of a frame once: most lines of a case are those of others, and lines take most of its time."""
+    make, fit, legend = render._line, render._fit, render._legend
+    line = remembered(make, lambda *parts: parts)
+    fitted = remembered(  # a text that is kept has an id of its own
+        lambda text, canvas: (text, list(fit(text, canvas))), lambda text, canvas: (id(text), canvas.width)
+    )
+    changes = {
+        "_line": lambda *parts: line(*parts) if len(parts) > 1 else make(*parts),
+        "_fit": lambda *parts: fitted(*parts)[1],
+        "_legend": remembered(lambda *parts: list(legend(*parts)), lambda parts, canvas: (*parts, canvas.width)),
+        "chart": remembered(render.chart, lambda values, top, rows, glyphs: (tuple(values), top, rows, id(glyphs))),
+    }
+    with patch.multiple(render, **changes):
+        yield
 
 
 @contextmanager

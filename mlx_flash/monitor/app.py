@@ -137,9 +137,11 @@ def draw(watcher: Watcher, args: argparse.Namespace, console: Console, height: i
 def print_json(watcher: Watcher) -> None:
     """Print one object on one line for each engine."""
     for state in watcher.to_json():
-        # A file may hold NaN, which JSON lacks.
-        finite = json.loads(json.dumps(state), parse_constant=lambda name: None)
-        print(json.dumps(finite, allow_nan=False))
+        try:
+            print(json.dumps(state, allow_nan=False))
+        except ValueError:  # a file may hold NaN, which JSON lacks
+            finite = json.loads(json.dumps(state), parse_constant=lambda name: None)
+            print(json.dumps(finite, allow_nan=False))
     sys.stdout.flush()
 
 

@@ -124,10 +124,10 @@ class History:
 
     def add(self, published: Published) -> None:
         """Add a published state, unless it was added before."""
-        sample = Sample.of(published)
         self.latest = published
-        if self._samples and sample.clock - self._samples[-1].clock < SHORTEST_SECONDS:
+        if self._samples and published.clock - self._samples[-1].clock < SHORTEST_SECONDS:
             return
+        sample = Sample.of(published)
         self._samples.append(sample)
         while len(self._samples) > 2 and sample.clock - self._samples[0].clock > MINUTE:
             self._samples.popleft()

@@ -39,9 +39,9 @@ def optional(state: Json, section: str, key: str) -> float | None:
     """Return a number of the state; None when it is missing."""
     fields = state.get(section)
     value = fields.get(key) if isinstance(fields, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST < value < _LARGEST:
-        return None
-    return float(value)
+    if type(value) is float or type(value) is int:
+        return float(value) if -_LARGEST < value < _LARGEST else None
+    return None
 
 
 def count(state: Json, section: str, key: str) -> float | None:

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 first = time.perf_counter()
         prefill = progress_marks[-2]
         counts = model.prefixes.telemetry() if model.prefixes is not None else {}
-        writes = model._governor.telemetry() if model.prefixes is not None else {}
+        writes = model._life.governor.telemetry() if model.prefixes is not None else {}
         result = {
             "load_seconds": loaded - began,
             "prefill_seconds": prefill[0] - loaded,

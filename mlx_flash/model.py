@@ -1,13 +1,10 @@
-"""``FlashLLM``: where everything meets."""
+"""``FlashLLM``: a streamed model, called as mlx-lm's."""
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
@@ -17,26 +14,21 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.callers import requested_kv_size
-from mlx_flash.config import GB, FlashConfig
+from mlx_flash.config import FlashConfig
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Progress
-from mlx_flash.engine.facade import ModelFacade, check_not_forked
+from mlx_flash.engine.facade import ModelFacade, OfLifecycle
 from mlx_flash.engine.forecast import Forecast
 from mlx_flash.engine.guesses import GuessedRows, guessed_row
-from mlx_flash.engine.manager import FlashManager
-from mlx_flash.engine.passes import Passes, Row
+from mlx_flash.engine.lifecycle import Lifecycle
+from mlx_flash.engine.passes import Row
 from mlx_flash.engine.prepare import Prepared
-from mlx_flash.engine.session import Session
-from mlx_flash.engine.status import PassCounters
 from mlx_flash.engine.warn import Warnings
-from mlx_flash.errors import BudgetError, ClosedError, WriteError
-from mlx_flash.forks import finalize
+from mlx_flash.errors import BudgetError, WriteError
 from mlx_flash.kv.cache import make_caches
-from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.wear import open_governor
-from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.prefixes.cache import PrefixCache
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.speculation.pace import Times
 
 
@@ -62,34 +54,25 @@ class FlashLLM(ModelFacade):
         kv: what its KV caches share; None where they are mlx-lm's own.
         name: what to call it.
         counters: what its calls did so far.
+        batching: the way several sequences are computed: ``"exact"`` or ``"stock"``.
         times: measured times of its passes. There from :meth:`start` on.
         prefixes: the prefix cache; None before :meth:`start`, and where the settings want none.
         forecast: the gain of a larger budget; None before :meth:`start`.
     """
 
+    plan = OfLifecycle[ResidencyPlan]()
+    prefixes = OfLifecycle[PrefixCache | None]()
+    forecast = OfLifecycle[Forecast | None]()
+    times = OfLifecycle[Times]()
+
     def __init__(self, prepared: Prepared, config: FlashConfig, name: str) -> None:
-        super().__init__(prepared.loaded.model, prepared.layout)
-        self._prepared = prepared
-        self._config = config
-        self.plan = prepared.plan
-        self.prefixes: PrefixCache | None = None
-        self.forecast: Forecast | None = None
-        self._governor = open_governor(config)
-        options = prepared.plan.kv.options
-        self.kv = None if options is None else KVPool(options, self._governor.count)
-        peers = None if prepared.chain is None else prepared.chain.peers
-        self.name = name if peers is None else f"{name} (rank {peers.rank} of {peers.size})"
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
-        self._closed = False
-        self._is_planned = False
+        life = Lifecycle(prepared, config, name)
+        super().__init__(prepared.loaded.model, life)
+        self.kv = life.kv
+        self.name = life.name
+        self.counters = life.counters
+        self.batching = config.batching
         self._warnings = Warnings(name)
-        self.counters = PassCounters()
-        self._session: Session | None = None
-        self._manager = FlashManager.of_process()
-        self._manager.add(self)
-        if config.ram_budget_gb == "auto":
-            self._manager.watch()
 
     def start(self, progress: Progress | None = None) -> None:
         """Read the pinned weights, and begin to stream the rest. Harmless when repeated.
@@ -105,73 +88,7 @@ class FlashLLM(ModelFacade):
             ReadError: weights could not be read.
             ClosedError: the model was closed.
         """
-        check_not_forked(self._pid)
-        if self.engine is None or self._closed:
-            with self._manager.lock:
-                self._check_open()
-                self._manager.start(self, progress)
-
-    def begin(self, promised_bytes: int, progress: Progress | None) -> None:
-        """Carry out a plan of now. The manager calls this once, when the model's turn has come.
-
-        Args:
-            promised_bytes: the part of the budget that other models of the process will take, or may.
-            progress: called while pinned weights are loaded.
-        """
-        if not self._is_planned:
-            self._prepared = self._prepared.renewed(self._config, promised_bytes)
-        self._carry_out(self._prepared, progress)
-
-    def _carry_out(self, prepared: Prepared, progress: Progress | None = None) -> None:
-        session = Session(prepared, self._config, self.name, self.counters, self.kv, self._governor, progress)
-        self.layout, self.plan = prepared.layout, prepared.plan
-        self.engine, self.prefixes, self.forecast = session.engine, session.prefixes, session.forecast
-        self._session = session
-        self._passes = Passes(self._model, session, self.kv, self.counters)
-        expert_seconds = self.plan.pool.seconds if self.plan.pool is not None else 0.0
-        self.times = Times(self.plan.seconds, self.plan.streaming.compute_seconds + expert_seconds)
-        self._release = finalize(self, session.end)
-
-    def end_loans(self) -> None:
-        """Free the memory that weights have from reserves. The manager calls this when another one starts."""
-        with self._lock:
-            self._running.engine.lending.end()
-
-    def set_budget(self, nbytes: int, base_bytes: int, *, is_alone: bool) -> None:
-        """Change the budget. If what can be given back is not enough, plan again and start at the next call."""
-        with self._lock:
-            self._config = replace(self._config, ram_budget_gb=nbytes / GB)
-            if self.engine is not None and is_alone and self._config.lend_reserves:
-                adapted = self.engine.lending.adapt(self.plan, nbytes)
-                if adapted is not None:
-                    self.plan = adapted
-                    self.engine.lending.recall(footprint() - nbytes)
-                    return
-            self._prepared = self._prepared.planned(self._config, base_bytes)
-            self.plan, self._is_planned = self._prepared.plan, is_alone
-            self._stop()
-            self.engine = self._session = None
-            release_freed_memory()
-
-    def _stop(self) -> None:
-        if self._session is not None:
-            self._release()
-            self._session.engine.close()
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Hold the lock of a model that has been started. While it is held, the manager's lock must not be taken."""
-        while True:
-            self.start()
-            with self._lock:
-                self._check_open()
-                if self.engine is not None:
-                    yield
-                    return
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the model was closed. Hint: load it again.")
+        self._life.start(progress)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass, with the arguments and the result of mlx-lm's model.
@@ -187,7 +104,7 @@ class FlashLLM(ModelFacade):
             ClosedError: the model was closed.
         """
         call = parse_call(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
-        with self._turn():
+        with self._life.turn():
             step = call.step_within(self.plan.prefill_step_size)
             if step is not None:
                 self._warnings.step(step * call.batch_size)
@@ -212,7 +129,7 @@ class FlashLLM(ModelFacade):
         """
         row = self.row(tokens, cache, step)
         row.report = progress
-        with self._turn():
+        with self._life.turn():
             return cast(mx.array, self._compute(row)[-1])
 
     def row(
@@ -252,8 +169,8 @@ class FlashLLM(ModelFacade):
         Raises:
             ReadError: weights could not be read, and no row went on. Caches that can be trimmed are put back.
         """
-        with self._turn():
-            self._passes.advance(self.plan, rows, lends=self._config.lend_reserves and self._manager.is_alone)
+        with self._life.turn() as passes:
+            passes.advance(self.plan, rows, lends=self._life.lends)
 
     def rows(self, tokens: Sequence[int], cache: list[Any]) -> GuessedRows:
         """Compute tokens that follow each other, in one pass over the weights and each in a call of its own.
@@ -269,8 +186,9 @@ class FlashLLM(ModelFacade):
             As a call. The cache is put back, if there is more than one token.
         """
         row = guessed_row(tokens, cache)
-        with self._turn():
-            stats = self._running.engine.stream.stats
+        with self._life.turn():
+            assert self.engine is not None
+            stats = self.engine.stream.stats
             began, waited = time.perf_counter(), stats.wait_seconds
             self.advance([row])
             if isinstance(row.error, BudgetError | WriteError) and len(tokens) > 1:
@@ -284,7 +202,7 @@ class FlashLLM(ModelFacade):
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why :meth:`rows` computes one token at a time with a prompt cache; None if it does not."""
         self.start()
-        return self._passes.refusal(cache) if self._config.speculation else "speculation is switched off"
+        return self._life.passes.refusal(cache) if self._life.config.speculation else "speculation is switched off"
 
     def _compute(self, row: Row) -> list[Any]:
         while not row.is_done:
@@ -292,11 +210,6 @@ class FlashLLM(ModelFacade):
         if row.error is not None:
             raise row.error
         return row.outputs
-
-    @property
-    def _running(self) -> Session:
-        assert self._session is not None
-        return self._session
 
     def make_cache(self) -> list[Any]:
         """A prompt cache, for mlx-lm's ``make_prompt_cache``: the model's own, its plain entries as the settings say.
@@ -310,11 +223,6 @@ class FlashLLM(ModelFacade):
         return stock if self.kv is None else make_caches(stock, self.kv.options, self.kv)
 
     @property
-    def batching(self) -> str:
-        """The way several sequences are computed: ``"exact"`` or ``"stock"``."""
-        return self._config.batching
-
-    @property
     def is_batchable(self) -> bool:
         """True if mlx-lm's batches keep to the settings: their caches are mlx-lm's, in memory, and forget nothing."""
         return self.kv is None or (self.kv.options.max_tokens is None and not self.plan.kv.num_on_disk)
@@ -325,18 +233,7 @@ class FlashLLM(ModelFacade):
         Returns:
             mlx-lm's model, lazily loaded, as if it had never been streamed.
         """
-        if os.getpid() != self._pid:
-            return cast(nn.Module, self._model)  # of the parent, which goes on
-        with self._manager.lock, self._lock:
-            if not self._closed:
-                self._closed = True
-                self._manager.remove(self)
-                self._stop()
-                if self.kv is not None:
-                    self.kv.close()
-                if self._prepared.chain is not None:
-                    self._prepared.chain.close()
-            return cast(nn.Module, self._model)
+        return self._life.close()
 
     def __enter__(self) -> FlashLLM:
         return self

@@ -83,7 +83,7 @@ def main(root: str, names: list[str], fault: str = "") -> None:
                 assert fault != "less room" or told_step == 8, told_step
                 got = expected if fault == "less room" else run(streamed, other)  # parts change last bits
                 is_equal = same_bits(got, expected) and tokens == tokens_of(generate_step, streamed)
-                rows, told = streamed.plan.kv.rows, streamed._running._publisher._collect()["ranks"]
+                rows, told = streamed.plan.kv.rows, streamed._life.session._publisher._collect()["ranks"]
                 told["layer_bytes"] = sum(unit.nbytes for unit in streamed.layout.layers)
                 units = [unit.name for unit in streamed.engine.stream.units]
             is_equal = is_equal and same_bits(run(model, PREFILL_AND_DECODE), expected)

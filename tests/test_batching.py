@@ -167,7 +167,7 @@ def test_a_short_prompt_waits_one_pass_while_a_long_one_is_computed(
     directories: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with streamed_whole(directories("llama")) as model:
-        monkeypatch.setattr(model._passes.group, "fits", lambda cache: False)  # the long one needs many passes
+        monkeypatch.setattr(model._life.passes.group, "fits", lambda cache: False)  # the long one needs many passes
         generator = RowGenerator(model, prefill_step_size=STEP)
         generator.insert([[5] * 10 * STEP], max_tokens=[1])
         generator.next()

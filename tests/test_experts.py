@@ -146,7 +146,7 @@ def with_pool(
     prepared = replace(prepared, machine=replace(prepared.machine, exact_tiles=exact_rows))
     model = FlashLLM(prepared, config(**settings), "test")
     plan = pooled(prepared.plan, prepared.layout, pool_slots, trunk)
-    model._carry_out(replace(prepared, plan=plan))
+    model._life.carry_out(replace(prepared, plan=plan))
     return model
 
 

@@ -334,7 +334,7 @@ def test_computed_tensors_are_streamed_from_a_copy(
     assert not find_difference(last, trace(again, GENERATIONS[-1:]))
     assert list_copies()[0].created == copy.created
     assert not find_difference(last, trace(again.close(), GENERATIONS[-1:]))
-    assert not derived_parameters(again._prepared.loaded)
+    assert not derived_parameters(again._life.prepared.loaded)
 
     for path in derived_directory().glob("*/*.safetensors"):
         path.unlink()

@@ -169,7 +169,7 @@ def streamed_whole(
     budget_bytes = plan.budget_bytes + num_slots * slot + plan.model_bytes + 50_000_000
     plan = replace(plan, streaming=streaming, pool=pool, budget_bytes=budget_bytes)
     model = FlashLLM(prepared, config(**settings), "test")
-    model._carry_out(replace(prepared, layout=full, plan=plan))
+    model._life.carry_out(replace(prepared, layout=full, plan=plan))
     return model
 
 

@@ -440,7 +440,7 @@ def test_a_cap_that_is_reached_is_told_once(llama: Path, caplog: pytest.LogCaptu
         assert same(generated(model), expected) and same(generated(model, PROMPT[::-1])[:0], [])
         generated(model, PROMPT[::-1])
         assert caplog.text.count("ssd_write_gb_per_day") == 1
-        told = model._governor.telemetry()
+        told = model._life.governor.telemetry()
         assert 0 < told["day_bytes"] <= told["day_limit_bytes"] == 1_000_000  # type: ignore[operator]
 
 

@@ -121,7 +121,7 @@ def test_experts_that_several_rows_need_are_read_once(directories: Directories) 
         pool = Pool(experts.least_slots, experts.slot_bytes, sum(experts.num_experts), 0.5, 0, 0.0)
         plan = replace(prepared.plan, streaming=Streaming(), pool=pool, budget_bytes=10**9)
         with FlashLLM(prepared, config(expert_lookahead=False), "test") as model:
-            model._carry_out(replace(prepared, plan=plan))
+            model._life.carry_out(replace(prepared, plan=plan))
             check(directories("qwen3_moe"), together(model, prompts), prompts)
             assert model.engine is not None and model.engine.experts is not None and not model.engine.stream.units
             read.append(model.engine.experts.pool.stats.read_bytes)

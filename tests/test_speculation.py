@@ -54,7 +54,7 @@ class FixedTimes(Times):
 
 
 def on_a_machine(monkeypatch: pytest.MonkeyPatch, pass_seconds: float, row_seconds: float) -> None:
-    monkeypatch.setattr("mlx_flash.model.Times", lambda *_: FixedTimes(pass_seconds, row_seconds))
+    monkeypatch.setattr("mlx_flash.engine.lifecycle.Times", lambda *_: FixedTimes(pass_seconds, row_seconds))
 
 
 @pytest.fixture

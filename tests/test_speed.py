@@ -120,7 +120,7 @@ def test_meter_finds_the_speed_of_disk_and_processor(monkeypatch: pytest.MonkeyP
 def test_run_of_a_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter, "MIN_READ_BYTES", 1)
     model, _ = load_model(save(tmp_path / "model", LLAMA), FlashConfig(ram_budget_gb="min"))
-    key = model._prepared.machine.speed_key
+    key = model._life.prepared.machine.speed_key
     with model:
         run(model, [[1, 2, 3], *([token] for token in range(MIN_PASSES + 1))])
         assert model.forecast is not None and load_speed(key) is None

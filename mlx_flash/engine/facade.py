@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import mlx.nn as nn
 
 from mlx_flash.compat.arrays import TRAINING_FLAG
 from mlx_flash.compat.callers import is_load_adapters, is_save_model
 from mlx_flash.engine.engine import Engine
-from mlx_flash.errors import ClosedError, StreamedWeightsError
+from mlx_flash.engine.lifecycle import Lifecycle
+from mlx_flash.errors import StreamedWeightsError
 from mlx_flash.layout.load import ModelLayout
 
+T = TypeVar("T")
 
-def check_not_forked(pid: int) -> None:
-    """Check that this is the process that loaded a model.
 
-    Raises:
-        ClosedError: it is a forked child.
-    """
-    if os.getpid() != pid:
-        raise ClosedError(
-            f"the model was loaded in process {pid}; its fork {os.getpid()} has no threads that read. Hint: load the "
-            "model after the fork, or use the spawn method of multiprocessing."
-        )
+class OfLifecycle(Generic[T]):
+    """An attribute of a model that its lifecycle keeps."""
+
+    def __set_name__(self, owner: type[ModelFacade], name: str) -> None:
+        self._name = name
+
+    def __get__(self, model: ModelFacade, owner: type[ModelFacade]) -> T:
+        return cast(T, getattr(model._life, self._name))
+
+    def __set__(self, model: ModelFacade, value: T) -> None:
+        setattr(model._life, self._name, value)
 
 
 class ModelFacade(nn.Module):
@@ -34,25 +36,25 @@ class ModelFacade(nn.Module):
 
     Args:
         model: mlx-lm's.
-        layout: its units.
+        life: its weights, which are streamed or wait for that.
 
     Attributes:
         layout: the model's units.
         engine: None before streaming begins.
     """
 
-    engine: Engine | None
+    layout = OfLifecycle[ModelLayout]()
+    engine = OfLifecycle[Engine | None]()
 
-    def __init__(self, model: nn.Module, layout: ModelLayout) -> None:
+    def __init__(self, model: nn.Module, life: Lifecycle) -> None:
         nn.Module.__init__(self)
         delattr(self, TRAINING_FLAG)  # the model's own counts
         # nn.Module would put the model into the module tree if it were set as usual.
         object.__setattr__(self, "_model", model)
-        self.layout = layout
-        self.engine = None
+        self._life = life
 
     def __getattr__(self, key: str) -> Any:
-        if key == "_model":  # not there yet: being made by copy or pickle
+        if key in ("_model", "_life"):  # not there yet: being made by copy or pickle
             raise AttributeError(key)
         return getattr(self._model, key)
 

@@ -127,7 +127,7 @@ def run_streamed(directory: Path, outcome: Outcome, expected: list[Any]) -> None
             describe(model, outcome)
             num_cuts = len(model.layout.finer)
             got = trace(model)
-            outcome.in_order = model._passes.group._needs_order
+            outcome.in_order = model._life.passes.group._needs_order
             closed = trace(model.close(), GENERATIONS[-1:])
         outcome.reason = judge(directory, outcome, expected, got, closed)
         for cut in [*range(1, num_cuts + 1), "tiles"]:

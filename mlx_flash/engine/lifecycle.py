@@ -1,0 +1,180 @@
+"""A streamed model from loading to its end: it waits for its first call, runs, and may be planned again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import mlx.nn as nn
+
+from mlx_flash.config import GB, FlashConfig
+from mlx_flash.engine.engine import Engine, Progress
+from mlx_flash.engine.forecast import Forecast
+from mlx_flash.engine.manager import FlashManager
+from mlx_flash.engine.passes import Passes
+from mlx_flash.engine.prepare import Prepared
+from mlx_flash.engine.session import Session
+from mlx_flash.engine.status import PassCounters
+from mlx_flash.errors import ClosedError
+from mlx_flash.forks import finalize
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.wear import open_governor
+from mlx_flash.memory.footprint import footprint, release_freed_memory
+from mlx_flash.prefixes.cache import PrefixCache
+from mlx_flash.speculation.pace import Times
+
+
+class Lifecycle:
+    """A model as the manager of the process knows it. It knows nothing of the object that is called.
+
+    Args:
+        prepared: the model and the plan for it.
+        config: the settings.
+        name: what to call it.
+
+    Attributes:
+        prepared, config, name: as given; the name says which rank this is.
+        plan: what is in memory, and what is not. Made anew by :meth:`start`.
+        layout: the model's units.
+        kv: what its KV caches share; None where they are mlx-lm's own.
+        counters: what its calls did so far.
+        governor: counts writes.
+        session: the plan in force; None before :meth:`start`.
+        engine, prefixes, forecast: those of the session; None before :meth:`start`.
+        passes, times: its passes, and their measured times. There from :meth:`start` on.
+    """
+
+    passes: Passes
+    times: Times
+
+    def __init__(self, prepared: Prepared, config: FlashConfig, name: str) -> None:
+        self.prepared = prepared
+        self.config = config
+        self.plan, self.layout = prepared.plan, prepared.layout
+        self.session: Session | None = None
+        self.engine: Engine | None = None
+        self.prefixes: PrefixCache | None = None
+        self.forecast: Forecast | None = None
+        self.governor = open_governor(config)
+        options = prepared.plan.kv.options
+        self.kv = None if options is None else KVPool(options, self.governor.count)
+        self.counters = PassCounters()
+        peers = None if prepared.chain is None else prepared.chain.peers
+        self.name = name if peers is None else f"{name} (rank {peers.rank} of {peers.size})"
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._closed = False
+        self._is_planned = False
+        self._manager = FlashManager.of_process()
+        self._manager.add(self)
+        if config.ram_budget_gb == "auto":
+            self._manager.watch()
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Start the model, and all others that wait. As :meth:`FlashLLM.start`."""
+        _check_not_forked(self._pid)
+        if self.engine is None or self._closed:
+            with self._manager.lock:
+                self._check_open()
+                self._manager.start(self, progress)
+
+    def begin(self, promised_bytes: int, progress: Progress | None) -> None:
+        """Carry out a plan of now. The manager calls this once, when the model's turn has come.
+
+        Args:
+            promised_bytes: the part of the budget that other models of the process will take, or may.
+            progress: called while pinned weights are loaded.
+        """
+        if not self._is_planned:
+            self.prepared = self.prepared.renewed(self.config, promised_bytes)
+        self.carry_out(self.prepared, progress)
+
+    def carry_out(self, prepared: Prepared, progress: Progress | None = None) -> None:
+        """Read the pinned weights of a plan, and begin to stream the rest."""
+        session = Session(prepared, self.config, self.name, self.counters, self.kv, self.governor, progress)
+        self.layout, self.plan = prepared.layout, prepared.plan
+        self.engine, self.prefixes, self.forecast = session.engine, session.prefixes, session.forecast
+        self.session = session
+        self.passes = Passes(prepared.loaded.model, session, self.kv, self.counters)
+        expert_seconds = self.plan.pool.seconds if self.plan.pool is not None else 0.0
+        self.times = Times(self.plan.seconds, self.plan.streaming.compute_seconds + expert_seconds)
+        self._release = finalize(self, session.end)
+
+    @contextmanager
+    def turn(self) -> Iterator[Passes]:
+        """Start the model, and hold its lock. While it is held, the manager's lock must not be taken."""
+        while True:
+            self.start()
+            with self._lock:
+                self._check_open()
+                if self.engine is not None:
+                    yield self.passes
+                    return
+
+    @property
+    def lends(self) -> bool:
+        """True if weights may have the memory that is reserved for calls until these need it."""
+        return self.config.lend_reserves and self._manager.is_alone
+
+    def end_loans(self) -> None:
+        """Free the memory that weights have from reserves. The manager calls this when another one starts."""
+        with self._lock:
+            assert self.engine is not None
+            self.engine.lending.end()
+
+    def set_budget(self, nbytes: int, base_bytes: int, *, is_alone: bool) -> None:
+        """Change the budget. If what can be given back is not enough, plan again and start at the next call."""
+        with self._lock:
+            self.config = replace(self.config, ram_budget_gb=nbytes / GB)
+            if self.engine is not None and is_alone and self.config.lend_reserves:
+                adapted = self.engine.lending.adapt(self.plan, nbytes)
+                if adapted is not None:
+                    self.plan = adapted
+                    self.engine.lending.recall(footprint() - nbytes)
+                    return
+            self.prepared = self.prepared.planned(self.config, base_bytes)
+            self.plan, self._is_planned = self.prepared.plan, is_alone
+            self._stop()
+            self.engine = self.session = None
+            release_freed_memory()
+
+    def close(self) -> nn.Module:
+        """End streaming. As :meth:`FlashLLM.close`."""
+        model: nn.Module = self.prepared.loaded.model
+        if os.getpid() != self._pid:
+            return model  # of the parent, which goes on
+        with self._manager.lock, self._lock:
+            if not self._closed:
+                self._closed = True
+                self._manager.remove(self)
+                self._stop()
+                if self.kv is not None:
+                    self.kv.close()
+                if self.prepared.chain is not None:
+                    self.prepared.chain.close()
+        return model
+
+    def _stop(self) -> None:
+        if self.session is not None:
+            self._release()
+            self.session.engine.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the model was closed. Hint: load it again.")
+
+
+def _check_not_forked(pid: int) -> None:
+    """Check that this is the process that loaded a model.
+
+    Raises:
+        ClosedError: it is a forked child.
+    """
+    if os.getpid() != pid:
+        raise ClosedError(
+            f"the model was loaded in process {pid}; its fork {os.getpid()} has no threads that read. Hint: load the "
+            "model after the fork, or use the spawn method of multiprocessing."
+        )

@@ -8,13 +8,10 @@ import logging
 import signal
 import threading
 import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from queue import Queue
 from typing import Any
 
-import jinja2
 import mlx.core as mx
 from mlx_lm import server
 
@@ -25,7 +22,6 @@ from mlx_flash.compat.server import (
     ResponseGenerator,
 )
 from mlx_flash.errors import BudgetError, FlashError, RefusedError
-from mlx_flash.integration.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
 from mlx_flash.integration.answers import Answer, ServedRows
 from mlx_flash.integration.followers import ServerRanks
 from mlx_flash.integration.http import (
@@ -36,12 +32,10 @@ from mlx_flash.integration.http import (
     known_as,
     wait_for_end_of_thread,
 )
+from mlx_flash.integration.queueing import RequestQueue
 from mlx_flash.kv.kept import KeptCaches
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.model import FlashLLM
-
-_REQUEST_ERRORS = (FlashError, jinja2.TemplateError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of one request while its prompt is made: a chat template may fail in many ways."""
 
 
 class SharingPromptCache(LRUPromptCache):  # type: ignore[misc]
@@ -116,10 +110,8 @@ class SurvivingGenerator(ResponseGenerator):
         self.native_id: int | None = None
         self._under_way: weakref.WeakSet[Queue[Any]] = weakref.WeakSet()  # each one is held by its client's thread
         self._left: weakref.WeakSet[Queue[Any]] = weakref.WeakSet()
-        self._waiting: deque[Answer] = deque()
-        self._running: list[Answer] = []
-        self._joining: Answer | None = None
         self._ranks = ServerRanks.of_process()
+        self._requests = RequestQueue(model_provider, prompt_cache, self._ranks, super().tokenize, self.would_batch)
         self._is_asked_to_stop = False
         self._num_requests = 0
         if isinstance(prompt_cache, SharingPromptCache):
@@ -175,133 +167,42 @@ class SurvivingGenerator(ResponseGenerator):
         """True once the thread was asked to end."""
         return self._is_asked_to_stop or super().is_stopping
 
-    def _share_events(self, ranks: ServerRanks) -> None:
-        """Stop, and end requests whose clients left, at the same point on all ranks."""
-        known = [*self._waiting, *self._running]
-        left = [answer.number for answer in known if self.is_left(answer.queue) or answer.is_stopped]
-        stops, left_numbers = ranks.share_events(self._is_asked_to_stop, left)
-        if stops:
-            super().ask_to_stop()
-        self._waiting = deque(answer for answer in self._waiting if answer.number not in left_numbers)
-        self._running = [answer for answer in self._running if answer.number not in left_numbers]
-
     def next_request(self, timeout: float | None) -> Any:
         """Return the next request, in the order of their arrival, when the budget has room for it."""
-        if self._ranks is not None:
-            self._share_events(self._ranks)
-        while (request := self._arrived(None if self._waiting else timeout)) is not None:
-            queue, asked, args = request
+        requests, ranks = self._requests, self._ranks
+        if ranks is not None and requests.share_events(ranks, self._is_asked_to_stop, self.is_left):
+            super().ask_to_stop()
+        while True:
+            with contextlib.nullcontext() if ranks is None else ranks.waiting():
+                arrived = super().next_request(None if requests.waiting else timeout)
+            if arrived is None:
+                break
+            queue, asked, args = arrived
             self._under_way.add(queue)
             self._num_requests += 1
-            answer = Answer(queue, asked, args, self, self._num_requests)
-            if self._may_ever_run(answer):
-                self._waiting.append(answer)
-        self._running = [answer for answer in self._running if not answer.is_done]
-        while self._waiting:
-            answer = self._waiting[0]
-            if (self.is_shared or not self.is_left(answer.queue)) and not self._admit(answer):
-                return None
-            self._waiting.popleft()
-            if answer in self._running:
-                return answer, answer.request, answer.args
-        return None
-
-    def _arrived(self, timeout: float | None) -> Any:
-        with contextlib.nullcontext() if self._ranks is None else self._ranks.waiting():
-            return super().next_request(timeout)
-
-    def _may_ever_run(self, answer: Answer) -> bool:
-        """Refuse a request that the budget has no room for, or whose prompt cannot be made. Return False then."""
-        model, tokenizer = self.model_provider.model, self.model_provider.tokenizer
-        if not isinstance(model, FlashLLM) or not self._is_loaded(answer.args):
-            return True  # tokenize() decides
-        try:
-            answer.tokenized = super().tokenize(tokenizer, answer.request, answer.args)
-            self._decide(answer, model, [])
-        except _REQUEST_ERRORS as error:
-            answer.put(error)
-            return False
-        return True
-
-    def _admit(self, answer: Answer) -> bool:
-        """Let a request run if there is room now. Return False if it has to wait for others."""
-        model = self.model_provider.model
-        if answer.tokenized is None or not isinstance(model, FlashLLM) or not self._is_loaded(answer.args):
-            answer.tokenized = None
-            if not self._running:
-                self._running.append(answer)
-            return self._running[-1] is answer  # others run: it may need another model
-        lengths = [each.length for each in self._running]
-        decision = self._decide(answer, model, lengths)
-        if decision != "wait":
-            self._run(answer, model, lengths, is_alone=decision == "alone")
-        return decision != "wait"
-
-    def _is_loaded(self, args: Any) -> bool:
-        """Return whether the model in memory is the one that a request names."""
-        name, served = args.model.model, self.cli_args.model
-        return bool(self.model_provider.model_key[0] == (served if name == "default_model" else name))
-
-    def _decide(self, answer: Answer, model: FlashLLM, lengths: Sequence[int]) -> Decision:
-        """Return where a request is answered, beside others with so many tokens.
-
-        Raises:
-            RefusedError: the budget has no room for it even when nothing else runs.
-        """
-        model.start()
-        answer.length = len(answer.tokenized[0]) + answer.args.max_tokens
-        may_batch = self.would_batch(answer.args) and self._model_may_batch()
-        num_prompt, num_new = len(answer.tokenized[0]), answer.args.max_tokens
-        batching = model.batching
-        wish = partial(decide, model.plan, num_prompt, num_new, lengths, may_batch=may_batch, batching=batching)
-        return wish() if self._ranks is None else self._ranks.agree(wish)
-
-    def _run(self, answer: Answer, model: FlashLLM, lengths: Sequence[int], *, is_alone: bool) -> None:
-        """Add a request to those that run, and leave kept prompt caches what is left then."""
-        answer.is_alone = is_alone
-        self._running.append(answer)
-        plan, every = model.plan, [*lengths, answer.length]
-        needed = alone_bytes(plan, answer.length) if is_alone else together_bytes(plan, every, model.batching)
-        self.prompt_cache.limit_bytes = room_bytes(plan) - needed
-        self.prompt_cache.trim_to(n_bytes=self.prompt_cache.limit_bytes)
+            requests.add(Answer(queue, asked, args, self, self._num_requests))
+        answer = requests.next(self.is_left)
+        return None if answer is None else (answer, answer.request, answer.args)
 
     def tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """Return a tuple that begins with the tokens of a request's prompt."""
-        found = [answer for answer in self._running if answer.request is request]
-        self._joining = found[0] if found else None
-        if found and found[0].tokenized is not None:
-            return found[0].tokenized
-        tokenized = super().tokenize(tokenizer, request, args)
-        if found and isinstance(self.model_provider.model, FlashLLM):  # it was just loaded for this request
-            found[0].tokenized = tokenized
-            self._decide(found[0], self.model_provider.model, [])
-        return tokenized
+        return self._requests.tokenized(tokenizer, request, args)
 
     def may_batch(self, args: Any) -> bool:
         """Return False for a request that the budget has no room for in a batch."""
-        return self._model_may_batch() and not any(answer.is_alone for answer in self._running if answer.args is args)
+        return self._requests.may_batch(args)
 
     def would_batch(self, args: Any) -> bool:
         """Return whether a request may be answered together with others. Exact batches take caches of every kind."""
-        if not self._is_exact:
+        if not self._requests.is_exact:
             return super().would_batch(args)
         return args.seed is None and self.cli_args.kv_bits is None and self.model_provider.draft_model is None
 
-    @property
-    def _is_exact(self) -> bool:
-        model = self.model_provider.model
-        return isinstance(model, FlashLLM) and model.batching == "exact"
-
-    def _model_may_batch(self) -> bool:
-        """Return False where batches, whose caches are in memory, would keep what the settings send to disk."""
-        model = self.model_provider.model
-        return model.is_batchable if isinstance(model, FlashLLM) and not self._is_exact else True
-
     def make_batches(self, model: Any, **options: Any) -> Any:
         """Return what computes several requests together."""
-        if not self._is_exact:
+        if not self._requests.is_exact:
             return BatchGenerator(model, **options)
-        return ServedRows(model, lambda: self._joining, **options)
+        return ServedRows(model, lambda: self._requests.joining, **options)
 
     def answer_alone(self, request: Any, stream: Any) -> None:
         """Answer a request that is in no batch. Stop after the pass under way once its client has left."""
@@ -324,10 +225,10 @@ class SurvivingGenerator(ResponseGenerator):
                     signal.raise_signal(signal.SIGTERM)
                     raise
                 error = failure.with_traceback(None)  # whose frames hold the caches of the requests that failed
-            waiting = {answer.queue for answer in self._waiting}
+            waiting = {answer.queue for answer in self._requests.waiting}
             for queue in set(self._under_way) - waiting:
                 queue.put(error)
-            self._running = []
+            self._requests.running = []
             gc.collect()
 
 

@@ -18,10 +18,11 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_flash.errors import ReadError, WriteError
+from mlx_flash.errors import WriteError
 from mlx_flash.files import PARTIAL_SUFFIX, flush_folder, locked, make_private, open_locked
 from mlx_flash.memory.pagecache import drop_cached
-from mlx_flash.prefixes.pages import SUFFIX, EncodedPage, PageFile, PageKey, path_of
+from mlx_flash.prefixes.listing import Page, PageListing
+from mlx_flash.prefixes.pages import EncodedPage, PageKey, path_of
 
 LOCK_SECONDS = 10.0
 """Longest wait for the lock. Others hold it for milliseconds, so a longer wait is for a stopped process."""
@@ -44,13 +45,6 @@ class StoredModel:
     last_used: float
 
 
-@dataclass(slots=True)
-class _Page:
-    key: PageKey
-    nbytes: int
-    last_used: int = 0
-
-
 class PageFolder:
     """The page files in a directory. Threads and processes may share it.
 
@@ -61,17 +55,17 @@ class PageFolder:
 
     Attributes:
         path: of the folder of pages.
+        listing: the pages in it.
         is_writable: whether pages can be added and removed: from :meth:`open` until :meth:`stop`.
     """
 
     def __init__(self, directory: Path, limit: int | None = None, free_floor: int | None = None) -> None:
         self.path = directory / "pages"
+        self.listing = PageListing(self.path)
         self.is_writable = False
         self._directory = directory
         self._limit = limit
         self._free_floor = free_floor
-        self._known: dict[str, _Page] = {}
-        self._hidden: set[str] = set()
 
     def open(self) -> None:
         """Make the folder writable, and remove what killed processes and damage have left in it."""
@@ -79,7 +73,7 @@ class PageFolder:
         if self._free_floor is None:
             self._free_floor = int(shutil.disk_usage(self.path).total * FREE_SHARE)
         with self._locked():
-            self._repair()
+            self.listing.repair()
         self.is_writable = True
 
     def stop(self, error: OSError) -> None:
@@ -88,30 +82,21 @@ class PageFolder:
         text = "nothing more is stored in %s: %s. Cached pages are still read. Hint: make room, or check who may write."
         _log.warning(text, self._directory, error)
 
-    def has(self, page: str) -> bool:
-        """Return whether a page is cached."""
-        # a Path object would take ten times as long
-        return page not in self._hidden and os.access(f"{self.path}/{page}{SUFFIX}", os.F_OK)
-
-    def num_leading(self, pages: Sequence[str]) -> int:
-        """Return how many of the pages are cached, up to the first that is not."""
-        return next((i for i, page in enumerate(pages) if not self.has(page)), len(pages))
-
     def hold(self, pages: Sequence[str]) -> tuple[int, int | None]:
         """Keep pages that follow one another from being evicted, and note that they were used.
 
         Return how many are cached, up to the first that is not; and a descriptor that holds them until it is closed.
         """
-        while count := self.num_leading(pages):
+        while count := self.listing.num_leading(pages):
             pages = pages[:count]
             try:
                 fd = open_locked(path_of(self.path, pages[-1]), shared=True, wait=False, required=False)
             except OSError:  # it is being evicted, or cannot be read
                 pages = pages[:-1]
                 continue
-            if self.num_leading(pages) == count:
+            if self.listing.num_leading(pages) == count:
                 if self.is_writable:
-                    self._touch(pages[-1], time.time_ns())
+                    self.listing.touch(pages[-1], time.time_ns())
                 return count, fd
             os.close(fd)
         return 0, None
@@ -127,9 +112,9 @@ class PageFolder:
             Why it is not cached now: ``"parent"``, ``"room"`` or ``"wear"``; empty if it is.
         """
         with self._locked():
-            if self.has(page.key.page):
+            if self.listing.has(page.key.page):
                 return ""
-            if not self._has_parent(page.key):
+            if not self.listing.has_parent(page.key):
                 return "parent"
             if not self._make_room(page):
                 return "room"
@@ -144,9 +129,9 @@ class PageFolder:
             os.fsync(fd)
             drop_cached(fd, 0, page.nbytes)  # weights need the memory
             with self._locked():
-                if not self._has_parent(page.key):
+                if not self.listing.has_parent(page.key):
                     return "parent"
-                if not self.has(page.key.page):
+                if not self.listing.has(page.key.page):
                     os.utime(fd, ns=(time.time_ns(),) * 2)
                     partial.replace(path_of(self.path, page.key.page))
             flush_folder(self.path)
@@ -158,30 +143,29 @@ class PageFolder:
 
     def drop(self, page: str) -> int:
         """Remove an unreadable page and all that follow it, whoever uses them. Return how many followed it."""
-        self._hidden.add(page)
+        self.listing.hide([page])
         if self.is_writable:
             try:
                 with self._locked():
-                    _, useless = self._repair()
-                    path_of(self.path, page).unlink(missing_ok=True)
-                    self._hidden.discard(page)
+                    _, useless = self.listing.repair()
+                    self.listing.remove(page)
                     return len(useless)
             except OSError as error:
                 self.stop(error)
-        _, useless = self._look()
-        self._hidden.update(useless)
+        _, useless = self.listing.look()
+        self.listing.hide(useless)
         return len(useless)
 
     def clear(self, model: str | None) -> None:
         """Remove all pages, or those of one model, that nobody holds."""
         with self._locked():
-            pages, _ = self._repair()
+            pages, _ = self.listing.repair()
             self._evict(pages, sum(page.nbytes for page in pages.values()), lambda key: model in (None, key.model))
 
     def models(self) -> list[StoredModel]:
         """Return what is cached, the model used last first. Nothing is changed."""
-        groups: dict[str, list[_Page]] = defaultdict(list)
-        for page in self._look()[0].values():
+        groups: dict[str, list[Page]] = defaultdict(list)
+        for page in self.listing.look()[0].values():
             groups[page.key.model].append(page)
         models = [
             StoredModel(
@@ -196,72 +180,15 @@ class PageFolder:
         ]
         return sorted(models, key=lambda model: model.last_used, reverse=True)
 
-    def _has_parent(self, key: PageKey) -> bool:
-        return not key.parent or self.has(key.parent)
-
-    def _touch(self, page: str, when: int) -> None:
-        with suppress(OSError):  # only the order of eviction depends on it
-            os.utime(path_of(self.path, page), ns=(when, when))
-
     def _locked(self) -> AbstractContextManager[int]:
         return locked(self._directory / "lock", create=0o600, wait=LOCK_SECONDS)
-
-    # --- looking at files ---
-
-    def _look(self) -> tuple[dict[str, _Page], list[str]]:
-        """Return the usable pages, parents first, and the names of useless ones: damaged, or without their parent."""
-        found: dict[str, _Page] = {}
-        useless = []
-        for entry in os.scandir(self.path) if self.path.is_dir() else ():
-            name = entry.name.removesuffix(SUFFIX)
-            if name == entry.name or name in self._hidden:
-                continue
-            try:
-                found[name] = self._describe(name, entry.stat())
-            except FileNotFoundError:
-                pass  # it was removed meanwhile
-            except ReadError as error:
-                _log.warning("%s. It is not used; its tokens are computed again when they are needed.", error)
-                useless.append(name)
-            except OSError as error:
-                _log.warning("%s is not used: %s", entry.path, error.strerror or error)
-        self._known = found
-        usable: dict[str, _Page] = {}
-        for name, page in sorted(found.items(), key=lambda item: item[1].key.depth):
-            if page.key.parent in usable or not page.key.parent:
-                usable[name] = page
-            else:
-                useless.append(name)
-        return usable, useless
-
-    def _describe(self, name: str, status: os.stat_result) -> _Page:
-        """Return a page; opens only files that are new to this process."""
-        page = self._known.get(name)
-        if page is None or page.nbytes != status.st_size:
-            with PageFile(self.path, name) as file:
-                page = _Page(file.key, status.st_size)
-        page.last_used = status.st_mtime_ns
-        return page
-
-    def _repair(self) -> tuple[dict[str, _Page], list[str]]:
-        """Remove useless pages and the unfinished files of killed processes. Return what :meth:`_look` found."""
-        for path in self.path.glob(f"*{PARTIAL_SUFFIX}"):
-            with suppress(FileNotFoundError, BlockingIOError):
-                os.close(open_locked(path, wait=False))
-                path.unlink()
-        pages, useless = self._look()
-        for page in reversed(useless):
-            path_of(self.path, page).unlink(missing_ok=True)
-        return pages, useless
-
-    # --- eviction ---
 
     def _make_room(self, page: EncodedPage) -> bool:
         """Evict pages until another one fits. Return whether it does."""
         excess = page.nbytes - self._spare_bytes()
         if self._limit is None and excess <= 0:
             return True
-        pages, _ = self._repair()
+        pages, _ = self.listing.repair()
         taken = sum(other.nbytes for other in pages.values())
         if self._limit is not None:
             unfinished = sum(path.stat().st_size for path in self.path.glob(f"*{PARTIAL_SUFFIX}"))
@@ -271,7 +198,7 @@ class PageFolder:
         freed = self._evict(pages, excess, lambda key: key.page != page.key.parent)
         return freed >= excess and page.nbytes <= self._spare_bytes()
 
-    def _evict(self, pages: dict[str, _Page], excess: int, may_go: Callable[[PageKey], bool]) -> int:
+    def _evict(self, pages: dict[str, Page], excess: int, may_go: Callable[[PageKey], bool]) -> int:
         """Remove pages, least recently used first, until so many bytes are gone. Return how many are.
 
         A page counts as used whenever a page that follows it was used.
@@ -290,7 +217,7 @@ class PageFolder:
             freed += page.nbytes
             num_children[key.parent] -= 1
             if key.parent:
-                self._touch(key.parent, pages[key.parent].last_used)
+                self.listing.touch(key.parent, pages[key.parent].last_used)
         return freed
 
     def _remove_unheld(self, page: str) -> bool:

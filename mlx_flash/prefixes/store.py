@@ -119,7 +119,7 @@ class PageWriter:
             return {"queued_bytes": sum(self._pending.values()), "stored": self._counts["stored"], **refused}
 
     def _has(self, page: str) -> bool:
-        return page in self._pending or self._folder.has(page)
+        return page in self._pending or self._folder.listing.has(page)
 
     def _fits(self, nbytes: int) -> bool:
         return sum(self._pending.values()) + nbytes <= self._queue_bytes
@@ -221,12 +221,12 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         self._check_open()
         ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
         names = page_names(self._root, tokens, ends)
-        count = self._folder.num_leading(names)
+        count = self._folder.listing.num_leading(names)
         if not snapshot:
             return Prefix(tuple(ends[:count]), tuple(names[:count]))
         for length in range(count, 0, -1):
             name = snapshot_name(names[length - 1], snapshot)
-            if self._folder.has(name):
+            if self._folder.listing.has(name):
                 return Prefix(tuple(ends[:length]), tuple(names[:length]), name)
         return Prefix()
 
@@ -237,7 +237,7 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         cached any more. A damaged page is removed with all that follow it.
         """
         self._check_open()
-        if not self._folder.has(page):
+        if not self._folder.listing.has(page):
             return False
         try:
             with PageFile(self._folder.path, page) as file:

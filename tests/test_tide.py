@@ -76,7 +76,6 @@ def test_pressure_lowers_the_budget_in_steps() -> None:
 class FakeManager:
     """A manager whose models take any budget above 1 GB."""
 
-    has_models = True
     least_budget = GB
 
     def __init__(self, budget: int) -> None:

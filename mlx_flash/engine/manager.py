@@ -77,11 +77,6 @@ class FlashManager:
         return _OF_PROCESS
 
     @property
-    def has_models(self) -> bool:
-        """True if any model is loaded."""
-        return bool(self._models)
-
-    @property
     def budget_bytes(self) -> int:
         """The budget of the process; 0 without models."""
         return max((model.plan.budget_bytes for model in list(self._models.values())), default=0)

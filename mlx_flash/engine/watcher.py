@@ -22,12 +22,8 @@ class Budgeted(Protocol):
     """Models that share a budget, as the watcher knows them: a :class:`~mlx_flash.engine.manager.FlashManager`."""
 
     @property
-    def has_models(self) -> bool:
-        """True if any model is loaded."""
-
-    @property
     def budget_bytes(self) -> int:
-        """The budget."""
+        """The budget; 0 without models."""
 
     @property
     def least_budget(self) -> int:
@@ -86,7 +82,7 @@ class Watcher:
         self._tide = self._tide.at(self._manager.budget_bytes)
 
     def _run(self) -> None:
-        while self._manager.has_models:
+        while self._manager.budget_bytes:
             try:
                 self.look()
             except FlashError as error:  # a model was closed meanwhile, or needs more than a moment ago

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 from mlx_flash.errors import ReadError
 from mlx_flash.experts.eviction import Expert, Mask
@@ -149,7 +148,8 @@ class ExpertPool(ExpertSlots):
         try:
             for key in in_flight:
                 if not came or self._tickets[key].done():
-                    self._finish(key, self._tickets[key])
+                    self._tickets[key].wait()
+                    del self._tickets[key]
                     came.append(key[1])
         except BaseException:
             for key in in_flight:  # all of them, or each would fail one more call
@@ -159,22 +159,6 @@ class ExpertPool(ExpertSlots):
         finally:
             self.stats.wait_seconds += time.perf_counter() - began
         return came
-
-    def wait_for(self, ticket: Ticket) -> None:
-        """Wait for reads of the caller, and count the time."""
-        began = time.perf_counter()
-        try:
-            ticket.wait()
-        finally:
-            self.stats.wait_seconds += time.perf_counter() - began
-
-    def _finish(self, key: Expert, ticket: Ticket) -> None:
-        try:
-            ticket.wait()
-        except BaseException:
-            self.leave(key)
-            raise
-        del self._tickets[key]
 
     def leave(self, key: Expert) -> None:
         """Take an expert's slot away. Cancel its read."""
@@ -200,8 +184,12 @@ class ExpertPool(ExpertSlots):
         for expert in experts:
             ticket = self._tickets.get((layer, expert))
             if ticket is not None and ticket.done():
-                with suppress(ReadError):  # they are read again
-                    self._finish((layer, expert), ticket)
+                try:
+                    ticket.wait()
+                except ReadError:  # it is read again
+                    self.leave((layer, expert))
+                else:
+                    del self._tickets[layer, expert]
 
     def drop_unread(self, layer: int, experts: Sequence[int]) -> None:
         """Take the slots away from those of some experts that are in flight."""

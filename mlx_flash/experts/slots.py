@@ -188,8 +188,12 @@ class ExpertSlots:
             The slot; None when all are spared.
         """
         layer, expert = key
-        if not self._free and not self._evict(spared):
-            return None
+        if not self._free:
+            least = self._uses.least(spared)
+            if least is None:
+                return None
+            self.stats.num_evicted += 1
+            self.leave(least)
         slot = self._free.pop()
         self.slots.touch(slot)
         for offset, rows in self.layers[layer].kept:
@@ -208,14 +212,6 @@ class ExpertSlots:
             return segments, self.slots.memory(slot)
         starts = dict(zip(layer.placement.offsets, layer.offsets, strict=True))
         return [_into_stacks(segment, starts, slot) for segment in segments], self.slots.everything
-
-    def _evict(self, spared: Mask) -> bool:
-        key = self._uses.least(spared)
-        if key is None:
-            return False
-        self.stats.num_evicted += 1
-        self.leave(key)
-        return True
 
     def leave(self, key: Expert) -> None:
         """Take an expert's slot away."""

@@ -48,15 +48,9 @@ class PooledCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, shared ones included. See :attr:`disk_nbytes` for those on disk."""
+        """Bytes in memory, shared ones included. Those on disk do not count."""
         disk, memory = self.rows.disk, self.rows.memory
         return memory.held + sum(sizes([memory.parts]).values()) if disk is None else disk.tail_bytes
-
-    @property
-    def disk_nbytes(self) -> int:
-        """Bytes of pages on disk, shared ones included."""
-        disk = self.rows.disk
-        return 0 if disk is None else disk.paged_tokens * disk.layout.token_bytes
 
     def size(self) -> int:
         """Return the number of tokens that are kept."""

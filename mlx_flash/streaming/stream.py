@@ -149,7 +149,9 @@ class WeightStream:
         Raises:
             ReadError: they could not be read. The unit is not held then, and may be acquired again.
         """
-        self._learn(index)
+        if self._last is not None:
+            self._successor[self._last] = index
+        self._last = index
         slot = self._slots[self.units[index].slot]
         self.stats.num_acquired += 1
         if slot.unit != index:
@@ -232,11 +234,6 @@ class WeightStream:
         """Wait until nothing writes to a slot any more."""
         for slot in self._slots:
             self._empty(slot)
-
-    def _learn(self, index: int) -> None:
-        if self._last is not None:
-            self._successor[self._last] = index
-        self._last = index
 
     def _read_ahead(self, after: int) -> None:
         """Start to fill every empty slot with the first unit expected after this one that lives in it."""

@@ -340,14 +340,61 @@ def settings(folder: Path) -> Iterator[Case]:
         yield case
 
 
-STATE: dict[str, Any] = {
-    "model": {"name": "m", "nbytes": 100},
-    "passes": {"num_passes": 3, "pass_seconds": 0.5, "began": 0.1, "num_tokens": 3},
-    "stream": {"wait_seconds": 0.1, "held_seconds": 0.2},
-    "memory": {"budget_bytes": 10**9, "footprint": 10**8},
-    "units": [{"name": "layer", "nbytes": 5, "state": "waiting"}],
-    "writes": {"session_bytes": 1, "day_bytes": 2},
+COMMON: dict[str, Any] = {
+    "model": {"name": "m", "bytes": 100},
+    "passes": {
+        "num_passes": 3,
+        "num_failed": 1,
+        "num_tokens": 3,
+        "num_tokens_in": 9,
+        "num_tokens_out": 2,
+        "batch_size": 1,
+        "pass_seconds": 0.5,
+        "decode_seconds": 0.3,
+        "began": 0.1,
+        "last_ended": 0.4,
+    },
+    "memory": {"footprint": 10**8, "peak_footprint": 10**8, "active": 10**7, "cache": 10**6},
 }
+STATES: list[dict[str, Any]] = [
+    {
+        **COMMON,
+        "units": [{"kind": "layer", "bytes": 5, "streamed_bytes": 4, "state": "done"}, {"kind": "head", "bytes": 7}],
+        "plan": {"budget_bytes": 10**9, "pinned_bytes": 10**7, "slots_bytes": 10**7, "disk_bytes_per_second": 1e9},
+    },
+    {
+        **COMMON,
+        "stream": {"wait_seconds": 0.1, "held_seconds": 0.2},
+        "read": {"nbytes": 10**9, "busy_seconds": 0.3, "cached_bytes": 10**8, "cached_file_bytes": 10**8},
+        "outlook": {"more_bytes": 10**9, "times": 1.5},
+    },
+    {
+        **COMMON,
+        "budget": {"bytes": 10**9, "changes": [{"at": 1.0, "before": 10**9, "after": 10**8, "reason": "free memory"}]},
+        "writes": {"session_bytes": 1, "day_bytes": 2, "total_bytes": 3, "day_limit_bytes": 4},
+        "kv": {"memory_bytes": 1, "disk_bytes": 2, "read_bytes": 3, "written_bytes": 4},
+        "prefixes": {"num_restored": 256, "num_computed": 3, "restored_bytes": 10**6, "stored": 2},
+    },
+    {
+        **COMMON,
+        "experts": {
+            "num_routed": 16,
+            "num_hits": 9,
+            "num_predicted": 8,
+            "num_predicted_right": 5,
+            "num_resident": 12,
+            "read_bytes": 10**8,
+            "wait_seconds": 0.1,
+            "num_slots": 20,
+            "slot_bytes": 10**6,
+            "num_experts": 64,
+        },
+        "ranks": {
+            "each": [{"layers": [[0, 3], [7, 8]], "tokens_per_second": 2.5, "waiting_share": 0.1}, {"layers": []}]
+        },
+    },
+]
+"""States as engines publish them, each with some of the sections that the monitor shows."""
 
 
 def published(state: Any) -> dict[str, Any]:
@@ -376,8 +423,8 @@ def telemetry_file(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def state(folder: Path) -> Iterator[Case]:
-    """A state, shown by the monitor. Control characters count as failure."""
-    seeds, memory = JsonSeeds(STATE), system_memory()
+    """A state, shown by the monitor, half of the time after another one. Control characters count as failure."""
+    seeds, memory = [JsonSeeds(state) for state in STATES], system_memory()
     args, path = make_parser().parse_args([]), folder / "0-0.json"
     consoles = [Console(file=io.StringIO(), width=width, legacy_windows=False) for width in (20, 80, 200)]
     found: list[telemetry.Published] = []
@@ -386,17 +433,23 @@ def state(folder: Path) -> Iterator[Case]:
     def check(line: str) -> None:
         assert not [c for c in set(line) if unicodedata.category(c) == "Cc"], "control characters"
 
+    def look(watcher: watch.Watcher, state: dict[str, Any], clock: float) -> None:
+        entry = published(state) | {"clock": clock, "started": 1.0}
+        found[:] = [telemetry.Published(path, **{key: entry[key] for key in telemetry._KINDS}, ended=False)]
+        watcher.look()
+
     def case(dice: random.Random) -> None:
-        text = seeds.damaged(dice)
+        number = int(dice.random() * len(seeds))
         try:
-            entry = published(json.loads(text))
+            damaged = json.loads(seeds[number].damaged(dice))
         except (ValueError, RecursionError):
             return
-        if type(entry["state"]) is not dict:
+        if type(damaged) is not dict:
             return
-        found[:] = [telemetry.Published(path, **{key: entry[key] for key in telemetry._KINDS}, ended=False)]
         watcher = watch.Watcher()
-        watcher.look()
+        if dice.random() < 0.5:
+            look(watcher, STATES[number], 0.6)
+        look(watcher, damaged, 1.0)
         for line in draw(watcher, args, dice.choice(consoles), dice.choice((None, 8, 60))):
             check(line.plain)
         with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -237,7 +237,7 @@ MLX_LM_ERRORS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticE
 
 @contextmanager
 def config(folder: Path) -> Iterator[Case]:
-    """``config.json``, up to the lazily loaded model. What mlx-lm raises is its own."""
+    """``config.json``, up to the lazily loaded model. mlx-lm's errors are its own; it opens the folder's files only."""
     save(folder, SMALL)
     checkpoint = read_checkpoint(folder)
     more = ({}, {"model_file": "model.py"}, {"quantization": {"group_size": 32, "bits": 4}})
@@ -253,11 +253,16 @@ def config(folder: Path) -> Iterator[Case]:
         with patch.object(load, "load_config", lambda _: found), suppress(FlashError, *MLX_LM_ERRORS):
             load_lazily(folder, checkpoint)
 
+    def opened(path: Path, *args: Any) -> Any:
+        assert path.parent == folder, f"{path} is opened"
+        return open(path, *args)
+
     weights = [str(path) for path in folder.glob("model*.safetensors")]
     arrays = mx.load(weights[0])
     with (
         OneFile(folder / "config.json") as file,
         patch.object(inspect, "signature", cache(inspect.signature)),  # mlx-lm wants it for each key
+        patch.object(mlx_lm_utils, "open", opened, create=True),
         patch.object(mlx_lm_utils.glob, "glob", lambda _: weights),
         patch.object(mx, "load", lambda _: dict(arrays)),
     ):

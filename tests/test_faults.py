@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -188,6 +189,20 @@ def test_reads_that_fail(
     assert open_in_the_end(before) == before
 
 
+def test_a_read_that_takes_seconds(checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    real, numbers = os.preadv, iter(range(1 << 30))
+
+    def stalls(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        time.sleep(2.0 * (next(numbers) == 7))
+        return real(fd, buffers, offset)
+
+    with streamed(checkpoints["dense"].directory) as model:
+        model.start()
+        monkeypatch.setattr(os, "preadv", stalls)
+        assert checkpoints["dense"].is_right(model)
+    assert next(numbers) > 7
+
+
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_start_that_fails_can_be_repeated(
@@ -266,6 +281,13 @@ def rewritten(path: Path) -> None:
         file.write(b"?")
 
 
+def moved_to_another_device(path: Path) -> None:
+    """Move a file, and leave a link to its new place."""
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(prefix="mlx-flash-", dir=memory if memory.is_dir() else path.parent)
+    path.symlink_to(shutil.move(path, folder))
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
     "truncated": truncated,
     "replaced by a copy": replaced,
@@ -274,6 +296,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "unreadable": lambda path: path.chmod(0),
     "touched": lambda path: os.utime(path, (0, 0)),
     "moved": lambda path: path.rename(path.with_name("elsewhere")),
+    "moved to another device": moved_to_another_device,
 }
 
 
@@ -299,6 +322,9 @@ def test_files_that_change(
         with pytest.raises(kind, match=rf"'model.*' .*{directory}/model-0000\d-of-00002.safetensors.*Hint: "):
             for _ in range(3):
                 run(model, PREFILL_AND_DECODE)
+    for link in filter(Path.is_symlink, shards):
+        shutil.rmtree(link.readlink().parent)
+        link.unlink()
     shutil.copytree(checkpoints["dense"].directory, directory, dirs_exist_ok=True)
     with streamed(directory) as again:
         assert checkpoints["dense"].is_right(again)

@@ -76,3 +76,14 @@ def test_pages_whose_blobs_end_after_the_file_are_damaged(tmp_path: Path, nbytes
     (tmp_path / f"{name}.page").write_bytes(fuzzing._with_description(line, table, bytes(4096)))
     with PageFile(tmp_path, name) as opened, pytest.raises(ReadError, match=f"blob 'k' ends at {4096 + nbytes}, after"):
         opened.read_into("v", memoryview(bytearray(4)))
+
+
+@pytest.mark.parametrize("part", ["line", "table"])
+def test_pages_with_nested_descriptions_are_damaged(tmp_path: Path, part: str) -> None:
+    name = "ab" * 32
+    page = encode_page(PageKey(name, "", "", 0, 16, "m", "title"), {})
+    line, _, table = page.head[fuzzing._HEAD.size :].partition(b"\n")
+    parts = {"line": line, "table": table, part: b"[" * 100_000}
+    (tmp_path / f"{name}.page").write_bytes(fuzzing._with_description(parts["line"], parts["table"], b""))
+    with pytest.raises(ReadError, match="recursion"), PageFile(tmp_path, name) as opened:
+        assert opened.blobs

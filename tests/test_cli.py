@@ -10,12 +10,12 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from huggingface_hub import scan_cache_dir
 from mlx_lm.generate import setup_arg_parser
@@ -443,10 +443,12 @@ def generating(model: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_ctrl_c_ends_generation(model: Path) -> None:
     with generating(model) as process:
+        until_then, others = psutil.Process(process.pid).cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
         process.send_signal(signal.SIGINT)
-        began = time.monotonic()
-        out, err = process.communicate(timeout=10)
-        assert time.monotonic() - began < 3
+        out, err = process.communicate(timeout=60)
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = ended.ru_utime + ended.ru_stime - others.ru_utime - others.ru_stime
+        assert seconds - until_then.user - until_then.system < 3
     assert process.returncode == 130 and out.endswith(b"\n")
     assert b"ended by: interrupted" in err and b"Traceback" not in err
 
@@ -455,7 +457,7 @@ def test_broken_pipe_is_quiet(model: Path) -> None:
     with generating(model) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
-        assert process.wait(timeout=10) == 141
+        assert process.wait(timeout=60) == 141
         assert process.stderr.read() == b""
 
 

@@ -215,10 +215,10 @@ def test_more_layers_than_tensors_are_refused_before_they_are_made(
     config = json.loads((directory / "config.json").read_text())
     changed = {key: 10**6}
     (directory / "config.json").write_text(json.dumps({**config, **({section: changed} if section else changed)}))
-    began, before = time.perf_counter(), footprint()
+    began, before = time.process_time(), footprint()
     with pytest.raises(CheckpointError, match=rf"config.json: {key} is 1000000, but the checkpoint has \d+ tensors"):
         load_lazily(directory, read_checkpoint(directory))
-    assert time.perf_counter() - began < 1 and footprint() - before < 10_000_000
+    assert time.process_time() - began < 1 and footprint() - before < 10_000_000
 
 
 def test_some_rows_of_every_expert_are_ranges_of_the_file(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import functools
 import gc
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -49,7 +50,7 @@ MODELS = {
     "bf16": (mx.bfloat16, None, {}),
     "bf16-tied": (mx.bfloat16, None, {"tie_word_embeddings": True}),
     "4bit": (mx.bfloat16, 4, {"intermediate_size": 512}),
-    "4bit-tied": (mx.bfloat16, 4, {"intermediate_size": 512, "tie_word_embeddings": True}),
+    "4bit-tied": (mx.float32, 4, {"intermediate_size": 512, "tie_word_embeddings": True}),
 }
 
 
@@ -100,7 +101,7 @@ def test_logits_equal_stock_at_every_budget(
     directory = directories(name)
     expected, streamed_bytes = stock_logits(name), set()
     plan = prepare(directory, config(io=io)).plan
-    for share in (0, 0.3, 0.6, 0.9, 9):
+    for share in (0, 0.3, 0.6, 0.9, 9) if io == "direct" else (0, 0.6, 9):
         budget = (plan.minimum_bytes + 5 + share * plan.model_bytes) / 1e9
         with load_model(directory, config(ram_budget_gb=budget, io=io))[0] as model:
             assert same_bits(run(model, PREFILL_AND_DECODE), expected)
@@ -255,7 +256,10 @@ def test_close_restores_a_plain_model(directories: Any) -> None:
         model(mx.array([[1]]))
     model.close()
     del plain, inner, model
-    assert num_descriptors() <= descriptors + 2  # mlx's own, of the lazily loaded arrays
+    end = time.monotonic() + 10  # MLX's threads let go of some a little later
+    while num_descriptors() > descriptors + 2:  # mlx's own, of the lazily loaded arrays
+        assert time.monotonic() < end, num_descriptors() - descriptors
+        time.sleep(0.01)
 
 
 def num_descriptors() -> int:

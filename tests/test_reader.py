@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -636,7 +637,7 @@ def test_failed_wait_leaves_no_read_in_flight(shard: Path, replace_preadv: Repla
 
 
 def test_cancel_waits_for_writers(shard: Path, replace_preadv: Replace) -> None:
-    load = small_load(shard, count=12)
+    load = small_load(shard, count=90)  # which take three seconds
     reader = open_reader(shard, queue_depth=3)
     replace_preadv(slowly(0.1))
     ticket = load.submit(reader)
@@ -647,7 +648,7 @@ def test_cancel_waits_for_writers(shard: Path, replace_preadv: Replace) -> None:
     load.soil()
     time.sleep(0.25)
     load.check_soiled()
-    assert reader.stats.num_reads < 12
+    assert reader.stats.num_reads < 90
     assert ticket.done()
     ticket.cancel()
 
@@ -660,12 +661,28 @@ def test_cancelled_tensors_are_read_by_the_next_ticket(shard: Path, replace_prea
     load.check(reader)
 
 
-def interrupt_after(seconds: float) -> threading.Timer:
-    target = threading.main_thread().ident
-    assert target is not None
-    timer = threading.Timer(seconds, signal.pthread_kill, (target, signal.SIGINT))
-    timer.start()
-    return timer
+class Interrupt:
+    """A thread that interrupts the main thread. Reads do not return before, so that it finds what waits for them."""
+
+    def __init__(self, replace_preadv: Replace, seconds: float) -> None:
+        self._is_sent = threading.Event()
+        self._thread = threading.Thread(target=self._send)
+        replace_preadv(lambda real: slowly(seconds)(lambda *read: (self._is_sent.wait(20), real(*read))[1]))
+
+    def _send(self) -> None:
+        time.sleep(0.05)
+        target = threading.main_thread().ident
+        assert target is not None
+        signal.pthread_kill(target, signal.SIGINT)
+        self._is_sent.set()
+
+    @contextlib.contextmanager
+    def strikes(self) -> Iterator[None]:
+        """The block is interrupted."""
+        with pytest.raises(KeyboardInterrupt):
+            self._thread.start()
+            yield
+        self._thread.join()
 
 
 @pytest.mark.parametrize("urgent", [False, True])
@@ -673,12 +690,10 @@ def test_interrupt_while_waiting(shard: Path, replace_preadv: Replace, urgent: b
     load = small_load(shard, count=12)
     reader = open_reader(shard, queue_depth=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranges_module.os, "preadv", slowly(0.15)(os.preadv))
+        interrupt = Interrupt(lambda wrap: patch.setattr(ranges_module.os, "preadv", wrap(os.preadv)), 0.15)
         ticket = load.submit(reader, urgent=urgent)
-        timer = interrupt_after(0.05)
-        with pytest.raises(KeyboardInterrupt):
+        with interrupt.strikes():
             ticket.wait()
-        timer.join()
         load.soil()
         time.sleep(0.35)
         load.check_soiled()
@@ -766,12 +781,10 @@ def test_interrupt_while_closing(shard: Path, replace_preadv: Replace, urgent: b
     load = small_load(shard, count=12)
     before = descriptors()
     reader = open_reader(shard, queue_depth=1)
-    replace_preadv(slowly(0.2))
+    interrupt = Interrupt(replace_preadv, 0.2)
     load.submit(reader, urgent=urgent)
-    timer = interrupt_after(0.05)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupt.strikes():
         reader.close()
-    timer.join()
     with pytest.raises(ClosedError):
         load.submit(reader)
     reader.close()

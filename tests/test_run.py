@@ -222,6 +222,14 @@ class Shell:
                 self.text += os.read(self.master, 10_000).decode(errors="replace")
         self.text = self.text[self.text.index(words) + len(words) :]
 
+    def wait_for_more(self, seconds: float = 100) -> None:
+        """Read until some text comes, such as the begin of an answer."""
+        end = time.monotonic() + seconds
+        while not self.text.strip():
+            assert time.monotonic() < end
+            if select.select([self.master], [], [], 0.5)[0]:
+                self.text += os.read(self.master, 10_000).decode(errors="replace")
+
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
@@ -246,7 +254,7 @@ def test_ctrl_c_stops_an_answer_and_slash_commands_work(model_dir: Path, command
     shell.wait_for(prompt)
     shell.type("Hello\n")
     shell.wait_for("Hello")
-    time.sleep(1)
+    shell.wait_for_more()
     shell.process.send_signal(signal.SIGINT)
     shell.wait_for("stopping; Ctrl-C again ends the program")
     shell.wait_for(prompt)

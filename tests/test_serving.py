@@ -53,7 +53,8 @@ def running(log: Path, *command: str, forks: bool = True) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = children.start("-m", *command, "--port", port, files=(Path(os.devnull), log, log), forks=forks)
+    program = command if command[0] == "-c" else ("-m", *command)
+    process = children.start(*program, "--port", port, files=(Path(os.devnull), log, log), forks=forks)
     try:
         for _ in range(600):
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
@@ -126,14 +127,15 @@ def test_a_server_that_sleeps(resident: Server, streaming: Server) -> None:
     expected = chat(resident, "A long sleep", max_tokens=60)
     num_sleeps = 0
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(chat, streaming, "A long sleep", max_tokens=60)
-        while not answer.done():
-            time.sleep(0.02)
-            os.kill(streaming.process.pid or 0, signal.SIGSTOP)
-            time.sleep(0.02)
-            os.kill(streaming.process.pid or 0, signal.SIGCONT)
-            num_sleeps += 1
-        assert answer.result() == expected and num_sleeps > 2
+        while num_sleeps <= 2:  # other programs may keep this one from running while it answers
+            answer = pool.submit(chat, streaming, "A long sleep", max_tokens=60)
+            while not answer.done():
+                time.sleep(0.02)
+                os.kill(streaming.process.pid or 0, signal.SIGSTOP)
+                time.sleep(0.02)
+                os.kill(streaming.process.pid or 0, signal.SIGCONT)
+                num_sleeps += 1
+            assert answer.result() == expected
 
 
 def test_two_requests_at_once(resident: Server, streaming: Server) -> None:
@@ -227,9 +229,18 @@ def test_a_client_that_leaves_before_its_answer(streaming: Server, alone: bool) 
     assert chat(streaming, "Still there?", seed=1) != ""  # waits until no batch is under way
 
 
+ENDS_SOON = """
+import runpy
+from mlx_flash.integration import http
+http.DRAIN_SECONDS = 1.0
+runpy.run_module("mlx_flash", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_server(models: list[str], tmp_path: Path, number: signal.Signals) -> None:
-    command = ["mlx_flash", "serve", "--model", models[0], "--ram-budget-gb", "0.4"]
+    """An answer of hours is under way; after SIGTERM it goes on a little."""
+    command = ["-c", ENDS_SOON, "serve", "--model", models[0], "--ram-budget-gb", "0.4"]
     with running(tmp_path / "log", *command, forks=False) as server:
         request = {"messages": [{"role": "user", "content": "Count"}], "max_tokens": 12_000, "stream": True}
         responses = server.client().chat.completions.create(model="default_model", **request)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -188,15 +189,16 @@ def test_counters_of_a_pass_that_prompts_and_generated_tokens_share() -> None:
     assert counters.num_prompt_tokens == 0  # its speed is not that of prompts
 
 
-def test_lazy_calls_count_the_time_of_their_evaluation() -> None:
+def test_lazy_calls_count_the_time_of_their_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of a model that is in memory returns before MLX computes: its work is done before the next call."""
-    counters = PassCounters()
+    counters, now = PassCounters(), [100.0]
+    monkeypatch.setattr(status, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     for num_tokens, gap in [(1000, 0.05), (1, 0.02), (1, 0.02), (1, 0.04), (1000, 0.0)]:
         counters.begin(num_tokens, 1)
         counters.end()
-        time.sleep(gap)
-    assert 0.05 <= counters.prompt_gap_seconds < 0.5
-    assert 0.04 <= counters.decode_gap_seconds < 0.5
+        now[0] += gap
+    assert counters.prompt_gap_seconds == pytest.approx(0.05)
+    assert counters.decode_gap_seconds == pytest.approx(0.04)
     counters.last_ended = counters.last_began = counters.last_ended - 100
     before = counters.prompt_gap_seconds
     counters.begin(1, 1)

@@ -53,9 +53,9 @@ from zoo.weights import VARIANTS, save
 
 ARCHITECTURES = [
     ("mixtral", "fp32"),
-    ("qwen3_next", "4bit"),
+    ("qwen3_next", "4bit-fp32"),
     ("deepseek_v3", "fp32"),
-    ("granitemoe", "4bit"),
+    ("granitemoe", "4bit-fp32"),
     ("olmoe", "fp32"),
     ("llama4", "fp32"),
     ("glm4_moe", "8bit"),
@@ -80,8 +80,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.mark.parametrize(("pool_slots", "exact_rows"), [(0, True), (0, False), (9, True), (14, False), (999, True)])
-@pytest.mark.parametrize(("name", "variant"), ARCHITECTURES)
+POOLS = ([(0, True), (14, False), (999, True)], [(0, False), (9, True), (999, False)])
+"""Slots of the pool (the fewest, some, all), and whether rows are exact. Architectures take turns at the two lists."""
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "pool_slots", "exact_rows"),
+    [(*each, *pool) for i, each in enumerate(ARCHITECTURES) for pool in POOLS[i % 2]],
+)
 def test_experts_stream_exactly(made: Any, name: str, variant: str, pool_slots: int, exact_rows: bool) -> None:
     directory, expected = made(name, variant)
     with streamed_whole(directory, pool_slots=pool_slots, exact_rows=exact_rows) as model:
@@ -186,11 +192,17 @@ def check_slots(pool: ExpertPool) -> None:
     assert pool.num_usable == pool.slots.num_slots
 
 
-@pytest.mark.parametrize("exact_rows", [True, False])
-@pytest.mark.parametrize("pool_slots", [0, 11, 999])
+ONE_WAY, OTHER_WAY = [(0, True), (11, False), (999, True)], [(0, False), (11, True), (999, False)]
+"""Slots of the pool, and whether rows are exact."""
+
+
 @pytest.mark.parametrize(
-    ("name", "trunk"),
-    [("qwen3_moe", "resident"), ("qwen3_moe-4bit", "streamed"), ("mixtral", "mixed")],
+    ("name", "trunk", "pool_slots", "exact_rows"),
+    [
+        *(("qwen3_moe", "resident", *pool) for pool in ONE_WAY),
+        *(("qwen3_moe-4bit", "streamed", *pool) for pool in OTHER_WAY),
+        *(("mixtral", "mixed", *pool) for pool in ONE_WAY + OTHER_WAY),
+    ],
 )
 def test_any_pool_gives_stock_bits(tiny: Any, name: str, trunk: str, pool_slots: int, exact_rows: bool) -> None:
     directory, expected = tiny(name)

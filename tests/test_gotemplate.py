@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jinja2
@@ -33,12 +34,17 @@ def fail(message: str) -> None:
 
 def render(template: str, *messages: tuple[str, Any], ask: bool = True, **more: Any) -> str:
     """The template rendered in an environment with the options that chat templates are rendered with."""
+    listed = [{"role": role, "content": content} for role, content in messages]
+    return compiled(template).render(messages=listed, add_generation_prompt=ask, **more)
+
+
+@functools.cache
+def compiled(template: str) -> jinja2.Template:
     jinja = to_jinja(template)
     assert isinstance(jinja, str), jinja
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals["raise_exception"] = fail
-    listed = [{"role": role, "content": content} for role, content in messages]
-    return environment.from_string(jinja).render(messages=listed, add_generation_prompt=ask, **more)
+    return environment.from_string(jinja)
 
 
 def obstacle(template: str) -> Obstacle:

@@ -1,11 +1,7 @@
-"""Prefixes on disk: what is found is right, whoever wrote it, whatever happened to the disk meanwhile.
-
-The bytes of a page are made from the tokens that it stands for, so a wrong one is told from the page alone.
-"""
+"""Prefixes on disk: what is found is right, whoever wrote it, whatever happened to the disk meanwhile."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -18,8 +14,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,94 +38,7 @@ from mlx_flash.prefixes import folder as page_folder
 from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
 from mlx_flash.prefixes.pages import _HEAD, _LENGTHS, MAGIC, Blob, BlobInfo, EncodedPage, PageFile, path_of
 from mlx_flash.prefixes.store import Prefix, PrefixStore
-
-STEP = 4
-"""Tokens of a page."""
-
-PAGE_BYTES = 3 * 4096
-"""Of the file of a page of :func:`blobs`: its description and two blobs."""
-
-TOKENS = list(range(100, 100 + 6 * STEP))
-
-
-def content(tokens: Sequence[int], name: str, nbytes: int = 1000) -> bytes:
-    seed = hashlib.sha256(json.dumps([list(map(int, tokens)), name]).encode()).digest()
-    return (seed * (nbytes // 32 + 1))[:nbytes]
-
-
-def blobs(tokens: Sequence[int], nbytes: int = 1000) -> dict[str, Blob]:
-    return {
-        name: Blob(content(tokens, name, nbytes), "bfloat16", (1, STEP, nbytes // 2 // STEP)) for name in ("k0", "v0")
-    }
-
-
-def put(
-    store: PrefixStore, tokens: Sequence[int], pages: Sequence[int] | None = None, nbytes: int = 1000
-) -> list[bool]:
-    """Puts the pages of a sequence and waits until they are written."""
-    numbers = range(len(tokens) // STEP) if pages is None else pages
-    taken = [store.put(tokens, i, blobs(tokens[: (i + 1) * STEP], nbytes)) for i in numbers]
-    assert store.flush(60)
-    return taken
-
-
-def read_all(store: PrefixStore, tokens: Sequence[int], prefix: Prefix, nbytes: int = 1000) -> int:
-    """How many pages of a prefix are there; whatever is there must be right."""
-    assert prefix.num_tokens == STEP * len(prefix.pages) == STEP * len(prefix.ends)
-    for i, page in enumerate(prefix.pages):
-        found = read(store, page)
-        if found is None:
-            return i
-        assert found == {name: blob.data for name, blob in blobs(tokens[: (i + 1) * STEP], nbytes).items()}
-    return len(prefix.pages)
-
-
-def read(store: PrefixStore, page: str) -> dict[str, bytes] | None:
-    """Return all blobs of a page; None if it is not cached any more."""
-    memory: dict[str, bytearray] = {}
-
-    def allocate(blobs: Mapping[str, BlobInfo]) -> dict[str, memoryview]:
-        memory.update({name: bytearray(blob.nbytes) for name, blob in blobs.items()})
-        return {name: memoryview(data) for name, data in memory.items()}
-
-    return {name: bytes(data) for name, data in memory.items()} if store.read(page, allocate) else None
-
-
-def stats(store: PrefixStore) -> dict[str, Any]:
-    """Return the store's telemetry, what it has on disk, and what was written."""
-    models = list_prefixes(store._folder.path.parent)
-    on_disk = {"pages": sum(model.pages for model in models), "bytes": sum(model.nbytes for model in models)}
-    return {**store.telemetry(), **on_disk, "writes": store._writer._governor.telemetry()}
-
-
-def found(store: PrefixStore, tokens: Sequence[int]) -> int:
-    """How many pages of a sequence are found, all of which are read and right."""
-    prefix = store.find(tokens)
-    assert read_all(store, tokens, prefix) == len(prefix.pages)
-    return len(prefix.pages)
-
-
-class Opener:
-    """Opens stores in one directory and closes them in the end."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._stack = ExitStack()
-
-    def __call__(self, **options: Any) -> PrefixStore:
-        directory = options.pop("directory", self.directory)
-        governor = options.pop("governor", None) or WriteGovernor(self.directory / "wear", gb_per_day=None)
-        defaults = {"model": "m", "settings": "fp16", "page_tokens": STEP, "free_space_floor": 0}
-        return self._stack.enter_context(PrefixStore(directory, governor=governor, **(defaults | options)))
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def path(self, page: str) -> Path:
-        return path_of(self.directory / "pages", page)
-
-    def files(self) -> list[Path]:
-        return sorted((self.directory / "pages").iterdir())
+from stored_pages import PAGE_BYTES, STEP, TOKENS, Opener, blobs, content, found, put, read, read_all, stats
 
 
 @pytest.fixture
@@ -699,7 +607,7 @@ READ_ONLY = """
 import logging, os, sys
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 sys.path[:0] = sys.argv[2:]
-import test_kv_store as t
+import stored_pages as t
 from pathlib import Path
 from mlx_flash.errors import WriteError
 os.setuid(65534)
@@ -738,7 +646,7 @@ FULL = """
 import logging, resource, sys
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 sys.path[:0] = sys.argv[2:]
-import test_kv_store as t
+import stored_pages as t
 from pathlib import Path
 opener = t.Opener(Path(sys.argv[1]))
 store = opener()
@@ -792,7 +700,7 @@ def test_lock_held_by_a_stopped_process_ends_storing_only(opened: Opener, monkey
 SERVE = """
 import json, sys
 sys.path[:0] = sys.argv[1:]
-import test_kv_store as t
+import stored_pages as t
 from pathlib import Path
 for line in sys.stdin:
     what, tokens = json.loads(line)
@@ -842,7 +750,7 @@ class Child:
 WRITE = """
 import random, sys
 sys.path[:0] = sys.argv[3:]
-import test_kv_store as t
+import stored_pages as t
 from pathlib import Path
 rng = random.Random(int(sys.argv[2]))
 store = t.Opener(Path(sys.argv[1]))(limit_bytes=200 * t.PAGE_BYTES if int(sys.argv[2]) % 2 else None)
@@ -894,7 +802,7 @@ def test_processes_share_a_store(opened: Opener) -> None:
 SHARE = """
 import random, sys
 sys.path[:0] = sys.argv[2:3]
-import test_kv_store as t
+import stored_pages as t
 from pathlib import Path
 rng = random.Random(int(sys.argv[3]))
 opener = t.Opener(Path(sys.argv[1]))

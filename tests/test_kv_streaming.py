@@ -91,9 +91,14 @@ def settings(directory: Path, form: str = "disk", times: float = 1.0, **changes:
     config = FlashConfig(**{**common, **FORMS[form], **changes})
     if "disk" not in form:
         return config
+    return replace(config, kv_ram_gb=(times * least_share(directory, config) + 1) / 1e9)
+
+
+@functools.cache
+def least_share(directory: Path, config: FlashConfig) -> int:
+    """Return the share that is just enough with every layer on disk."""
     sizes = measure(prepare(directory, config).layout, {}, kernel_alignment())
-    least = least_bytes(sizes, config, config.context_length or 0, config.prefill_step_size or 0)
-    return replace(config, kv_ram_gb=(times * least + 1) / 1e9)
+    return least_bytes(sizes, config, config.context_length or 0, config.prefill_step_size or 0)
 
 
 @pytest.fixture(autouse=True)
@@ -124,8 +129,10 @@ def went_to_disk(model: FlashLLM) -> bool:
     return model.kv.stats.num_spilled > 0 and model.kv.note().read_bytes > 0
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(name, form) for name in MODELS for form in FORMS if form != "disk, wide pages" or name in ("llama", "gpt_oss")],
+)
 def test_output_is_stock(directories: Callable[[str], Path], stock_output: Any, name: str, form: str) -> None:
     directory = directories(name)
     resident, expected = stock(directory), stock_output(name)

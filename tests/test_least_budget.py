@@ -26,17 +26,23 @@ NARROW = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA | NARROW | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 128},
     "gemma3": GEMMA3 | NARROW,
-    "mamba2": MAMBA2,
     "qwen3_moe": QWEN3_MOE,
+    "mamba2": MAMBA2,
     "jamba": configuration("jamba"),
 }
-"""Plain caches, sliding windows, recurrent states, experts, and recurrent states between attention layers."""
+"""Plain caches, sliding windows, experts, recurrent states, and recurrent states between attention layers."""
 
 CONTEXTS = (260, 520, 1040)
+CUTS = {"whole layers": 0, "parts": 1, "linear layers": 2, "row tiles": None}
 CASES = [
-    (name, context) for name in MODELS for context in CONTEXTS if name not in ("mamba2", "jamba") or context > 1000
+    (name, context, cut)
+    for i, name in enumerate(MODELS)
+    for j, cut in enumerate(CUTS)
+    for k, context in enumerate(CONTEXTS)
+    if (context > 1000 if name in ("mamba2", "jamba") else cut == "row tiles" or k == (i + j) % 3)
 ]
-"""States do not grow with the context: one is enough for models with them."""
+"""The finest cut, which users get, with all contexts, and every two of model, context and another cut. States do not
+grow with the context: one is enough for models with them."""
 
 
 @pytest.fixture(scope="module")
@@ -51,24 +57,24 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return get
 
 
-@pytest.fixture(params=[0, 1, 2, None], ids=["whole layers", "parts", "linear layers", "row tiles"])
-def one_cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the planner no finer cut than one; the smallest budget takes the finest there is."""
+def limit_cuts(num_finer: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the planner no finer cuts than some; the smallest budget takes the finest there is."""
 
     def limited(sizes: ModelSizes) -> ModelSizes:
         trunk = None if sizes.trunk is None else limited(sizes.trunk)
-        return replace(sizes, finer=sizes.finer[: request.param], trunk=trunk)
+        return replace(sizes, finer=sizes.finer[:num_finer], trunk=trunk)
 
     def plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
-        return make_plan(limited(sizes), config, replace(machine, exact_tiles=request.param is None))
+        return make_plan(limited(sizes), config, replace(machine, exact_tiles=num_finer is None))
 
     monkeypatch.setattr("mlx_flash.engine.prepare.make_plan", plan)
 
 
-@pytest.mark.parametrize(("name", "context"), CASES)
+@pytest.mark.parametrize(("name", "context", "cut"), CASES)
 def test_smallest_budget_holds_the_planned_context(
-    directories: Callable[[str], Path], one_cut: None, name: str, context: int
+    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, context: int, cut: str
 ) -> None:
+    limit_cuts(CUTS[cut], monkeypatch)
     fill_context(directories(name), FlashConfig(ram_budget_gb="min", context_length=context, prefill_step_size=32))
 
 

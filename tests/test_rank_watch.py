@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import pytest
 
+import children
+from local_ranks import ring
 from mlx_flash.ranks import watch
 from mlx_flash.ranks.watch import Watch, _Link
 from models import LLAMA, save
@@ -87,37 +89,36 @@ def test_a_rank_that_says_farewell_ends_only_those_that_wait_for_it() -> None:
 )
 def test_a_lost_rank_ends_the_others(tmp_path: Path, number: signal.Signals, words: str) -> None:
     save(tmp_path / "llama", LLAMA, mx.float32)
-    ranks = start(3, tmp_path)
-    try:
+    with started(3, tmp_path) as ranks:
         for rank in ranks:
-            assert rank.stdout is not None and json.loads(rank.stdout.readline()) == "ready"
-        ranks[1].send_signal(number)
+            wait_for(lambda rank=rank: rank.out.read_text().startswith('"ready"\n') or not rank.process.is_alive())
+        assert ranks[1].process.pid is not None and ranks[1].process.is_alive(), ranks[1].errors.read_text()
+        os.kill(ranks[1].process.pid, number)
         for rank in (ranks[0], ranks[2]):
-            errors = rank.communicate(timeout=SECONDS)[1]
-            assert rank.returncode and errors.count("error: ") == 1 and words in errors, errors
+            rank.process.join(SECONDS)
+            errors = rank.errors.read_text()
+            assert rank.process.exitcode and errors.count("error: ") == 1 and words in errors, errors
+
+
+class Rank(NamedTuple):
+    process: BaseProcess
+    out: Path
+    errors: Path
+
+
+@contextlib.contextmanager
+def started(num_ranks: int, folder: Path) -> Iterator[list[Rank]]:
+    """Start ranks as ``mlx.launch`` does, which would end all of them when one has ended."""
+    ranks = []
+    try:
+        for i, address in enumerate(ring(num_ranks, folder)):
+            out, errors = (folder / f"{name}-{i}" for name in ("out", "errors"))
+            files = (Path(os.devnull), out, errors)
+            process = children.start(PROGRAM, folder, "llama", "endless", files=files, env=address)
+            ranks.append(Rank(process, out, errors))
+            out.touch()
+        yield ranks
     finally:
         for rank in ranks:
-            rank.kill()
-            rank.communicate()
-
-
-def start(num_ranks: int, folder: Path) -> list[subprocess.Popen[str]]:
-    """Start ranks as ``mlx.launch`` does, which would end all of them when one has ended."""
-    sockets = [socket.socket() for _ in range(num_ranks)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{one.getsockname()[1]}"] for one in sockets]))
-    for one in sockets:
-        one.close()
-    command = [sys.executable, str(PROGRAM), str(folder), "llama", "endless"]
-    return [
-        subprocess.Popen(
-            command,
-            env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
+            rank.process.kill()
+            rank.process.join()

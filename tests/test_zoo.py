@@ -16,7 +16,7 @@ import pytest
 import zoo
 from mlx_flash.experts.layers import SORTED_SIZE
 from mlx_flash.experts.pool import ExpertPool
-from zoo.compare import GENERATIONS, LONGEST_CALL, PROMPT, Outcome, compare, find_difference, same
+from zoo.compare import EVERY, GENERATIONS, LONGEST_CALL, PROMPT, TURNS, Outcome, compare, find_difference, only, same
 from zoo.pool import Case, Worker
 from zoo.weights import VARIANTS, build, quantize
 
@@ -42,7 +42,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("name", "variant"), KINDS, ids=lambda value: str(value))
 def test_an_architecture_streams_exactly(name: str, variant: str) -> None:
-    outcome = compare(name, variant)
+    outcome = compare(name, variant, in_turns=True)
     if outcome.status == "cannot" and MLX_LM < (0, 32):
         pytest.skip(f"this mlx-lm is too old for it: {outcome.reason}")
     assert outcome.status == "ok", outcome.reason
@@ -65,7 +65,7 @@ def test_functions_compiled_while_streamed_are_dropped(monkeypatch: pytest.Monke
     """On Metal, one architecture keeps a compiled function, which holds the arrays it saw first."""
     pytest.importorskip("mlx_lm.models.kimi_k3")  # before the patch: it makes kernels when it is imported
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    outcome = compare("kimi_k3", "fp32")
+    outcome = compare("kimi_k3", "fp32", in_turns=True)
     assert outcome.status == "ok", outcome.reason
 
 
@@ -140,6 +140,14 @@ def test_the_prompt_is_longer_than_the_sliding_windows() -> None:
     assert 0 < max(windows) < len(PROMPT)
 
 
+def test_both_turns_are_all_generations() -> None:
+    assert sorted(TURNS[0] + TURNS[1]) == sorted(EVERY)
+    labels = ["logits of a prompt in parts", "logits of call 0 of generation 2", "cache 0.1 after generation 3"]
+    traced = [(label, 0) for label in labels]
+    assert only(EVERY, traced) == traced
+    assert [only(turn, traced) for turn in TURNS] == [traced[1:2], [traced[0], traced[2]]]
+
+
 def test_an_outcome_converts_to_json() -> None:
     assert Outcome("llama", "fp32").as_dict()["kept"] == {}
 
@@ -164,13 +172,13 @@ def test_an_expert_in_the_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -
 
     reads = ExpertPool.reads
     monkeypatch.setattr(ExpertPool, "reads", another)
-    outcome = compare("qwen3_moe", "fp32")
+    outcome = compare("qwen3_moe", "fp32", in_turns=True)
     assert outcome.status == "failed" and outcome.num_cuts > 1 and outcome.num_pools == 0
     assert outcome.reason.startswith("pool of ")
 
 
 def test_unstacked_experts_are_listed() -> None:
-    outcome = compare("dbrx", "fp32")
+    outcome = compare("dbrx", "fp32", in_turns=True)
     assert outcome.status == "ok", outcome.reason
     assert outcome.num_stacks == outcome.num_pools == 0
     assert len(outcome.unpooled) == 4 and set(outcome.unpooled.values()) == {

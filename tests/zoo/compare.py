@@ -32,6 +32,13 @@ GENERATIONS: Sequence[Sequence[Sequence[Sequence[int]]]] = (
 """Calls of each generation: rows of tokens. They exceed the sliding windows of 8 tokens, and one call is so long that
 mlx-lm sorts its tokens by expert, even with one expert a token."""
 
+IN_PARTS = -1
+"""Stands for a prompt in parts among the numbers of generations."""
+
+EVERY = (IN_PARTS, 0, 1, 2, 3)
+TURNS = ((0, 2), (IN_PARTS, 1, 3))
+"""Numbers of generations: cuts and pools take turns at these halves where time matters."""
+
 PART = 9
 """Tokens of a part of a prompt: the sliding windows are shorter, and the last part has fewer."""
 
@@ -85,13 +92,16 @@ class Outcome:
         return asdict(self)
 
 
-def compare(name: str, variant: str, enter: Callable[[str], None] = lambda phase: None) -> Outcome:
+def compare(
+    name: str, variant: str, enter: Callable[[str], None] = lambda phase: None, *, in_turns: bool = False
+) -> Outcome:
     """Save a random model, run it stock and streamed, and return the outcome.
 
     Args:
         name: of the configuration.
         variant: of ``VARIANTS``.
         enter: called with each phase as it begins, ``stock`` or ``streamed``, so that a crash is attributed.
+        in_turns: whether each cut and each pool runs half of the generations only; whole layers run all of them.
     """
     began = time.perf_counter()
     outcome = Outcome(name, variant)
@@ -100,7 +110,7 @@ def compare(name: str, variant: str, enter: Callable[[str], None] = lambda phase
         expected = run_stock(Path(folder), outcome)
         if expected:
             enter("streamed")
-            run_streamed(Path(folder), outcome, expected)
+            run_streamed(Path(folder), outcome, expected, in_turns)
     outcome.seconds = time.perf_counter() - began
     return outcome
 
@@ -118,8 +128,9 @@ def run_stock(directory: Path, outcome: Outcome) -> list[Any]:
     return [] if outcome.reason else expected
 
 
-def run_streamed(directory: Path, outcome: Outcome, expected: list[Any]) -> None:
+def run_streamed(directory: Path, outcome: Outcome, expected: list[Any], in_turns: bool) -> None:
     """Run a model streamed and note differences and streamed layers."""
+    turns = TURNS if in_turns else (EVERY, EVERY)
     tile_rows = 3 * configuration(outcome.name)["vocab_size"] // 5  # two tiles of different size
     try:
         with streamed_whole(directory, tile_rows=tile_rows) as model:
@@ -130,39 +141,41 @@ def run_streamed(directory: Path, outcome: Outcome, expected: list[Any]) -> None
             outcome.in_order = model._life.passes.group._needs_order
             closed = trace(model.close(), GENERATIONS[-1:])
         outcome.reason = judge(directory, outcome, expected, got, closed)
-        for cut in [*range(1, num_cuts + 1), "tiles"]:
-            outcome.reason = outcome.reason or find_difference_of_cut(directory, cut, expected)
+        for i, cut in enumerate([*range(1, num_cuts + 1), "tiles"]):
+            outcome.reason = outcome.reason or find_difference_of_cut(directory, cut, expected, turns[i % 2])
             outcome.num_cuts += not outcome.reason
         if outcome.num_stacks and not outcome.reason:
-            outcome.reason = find_difference_of_pools(directory, num_cuts, expected, outcome)
+            outcome.reason = find_difference_of_pools(directory, num_cuts, expected, outcome, in_turns)
     except Exception as error:
         outcome.reason = one_line(error)
     outcome.status = "failed" if outcome.reason else "ok"
 
 
-def find_difference_of_cut(directory: Path, cut: int | str, expected: list[Any]) -> str:
+def find_difference_of_cut(directory: Path, cut: int | str, expected: list[Any], numbers: Sequence[int]) -> str:
     """Return the difference that smaller units make, or an empty text."""
     with streamed_whole(directory, num_slots=3, tile_rows=64, cut=cut) as model:
         model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
-        difference = find_difference(expected, trace(model))
+        difference = find_difference(only(numbers, expected), trace(model, numbers=numbers))
     return f"cut {cut}: {difference}" if difference else ""
 
 
-def find_difference_of_pools(directory: Path, finest: int, expected: list[Any], outcome: Outcome) -> str:
+def find_difference_of_pools(
+    directory: Path, finest: int, expected: list[Any], outcome: Outcome, in_turns: bool
+) -> str:
     """Return the difference that an expert pool makes, or an empty text.
 
     Three sizes of the pool, exact rows and inexact ones as on GPUs, whole layers and the smallest units: every pair of
-    these settings is tested.
+    these settings is tested; in turns, each of them is.
     """
     num_slots, num_experts = 0, 0
     for i in range(3):
-        for exact_rows in (True, False):
-            cut = finest if i % 2 == exact_rows else 0
+        for exact_rows in (i % 2 == 0,) if in_turns else (True, False):
+            cut = finest if i % 2 == exact_rows or (in_turns and i == 2) else 0
             with streamed_whole(directory, cut=cut, pool_slots=num_slots, exact_rows=exact_rows) as model:
                 model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
                 assert model.plan.pool is not None and model.engine is not None and model.engine.experts is not None
                 least, num_experts = model.plan.pool.num_slots, model.plan.pool.num_experts
-                difference = find_difference_or_error(model, expected)
+                difference = find_difference_or_error(model, expected, TURNS[i % 2] if in_turns else EVERY)
                 num_calls = model.engine.experts.pool.stats.num_calls
             if difference or not num_calls:
                 how = f"pool of {least} of {num_experts}, rows {'' if exact_rows else 'not '}exact, cut {cut}"
@@ -172,10 +185,10 @@ def find_difference_of_pools(directory: Path, finest: int, expected: list[Any], 
     return ""
 
 
-def find_difference_or_error(model: FlashLLM, expected: list[Any]) -> str:
+def find_difference_or_error(model: FlashLLM, expected: list[Any], numbers: Sequence[int]) -> str:
     """Return the first difference or the error that ended the run, or an empty text."""
     try:
-        return find_difference(expected, trace(model))
+        return find_difference(only(numbers, expected), trace(model, numbers=numbers))
     except Exception as error:
         return one_line(error)
 
@@ -192,10 +205,18 @@ def judge(directory: Path, outcome: Outcome, expected: list[Any], got: list[Any]
     return ""
 
 
-def trace(model: Any, generations: Sequence[Any] = GENERATIONS) -> list[Any]:
-    """Return the logits of every call and the state of every cache after each generation, with labels."""
-    found: list[Any] = prompt_in_parts(model) if generations is GENERATIONS else []
+def trace(model: Any, generations: Sequence[Any] = GENERATIONS, *, numbers: Sequence[int] = EVERY) -> list[Any]:
+    """Return the logits of every call and the state of every cache after each generation, with labels.
+
+    Args:
+        model: stock or streamed.
+        generations: its calls.
+        numbers: of the generations that run, the last one being 3.
+    """
+    found: list[Any] = prompt_in_parts(model) if generations is GENERATIONS and IN_PARTS in numbers else []
     for i, calls in enumerate(generations, len(GENERATIONS) - len(generations)):
+        if i not in numbers:
+            continue
         cache = make_prompt_cache(model)
         for j, rows in enumerate(calls):
             change_loans(model, i + j)
@@ -204,6 +225,12 @@ def trace(model: Any, generations: Sequence[Any] = GENERATIONS) -> list[Any]:
             found.append((f"logits of call {j} of generation {i}", logits))
         found += [(f"cache {path} after generation {i}", leaf) for path, leaf in states(cache)]
     return found
+
+
+def only(numbers: Sequence[int], traced: list[Any]) -> list[Any]:
+    """Return the part of a trace that belongs to some generations."""
+    ends = tuple("prompt in parts" if number == IN_PARTS else f"generation {number}" for number in numbers)
+    return [(label, leaf) for label, leaf in traced if label.endswith(ends)]
 
 
 def prompt_in_parts(model: Any) -> list[Any]:

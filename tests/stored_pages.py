@@ -1,0 +1,107 @@
+"""Prefixes on disk whose bytes are made from their tokens, so that a wrong page is told from the page alone.
+
+Processes of `test_kv_store.py` import it too, each of which would spend a third of a second on pytest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from mlx_flash.kv.wear import WriteGovernor
+from mlx_flash.prefixes.folder import clear_prefixes as clear_prefixes
+from mlx_flash.prefixes.folder import list_prefixes
+from mlx_flash.prefixes.pages import Blob, BlobInfo, path_of
+from mlx_flash.prefixes.store import Prefix, PrefixStore
+
+STEP = 4
+"""Tokens of a page."""
+
+PAGE_BYTES = 3 * 4096
+"""Of the file of a page of :func:`blobs`: its description and two blobs."""
+
+TOKENS = list(range(100, 100 + 6 * STEP))
+
+
+def content(tokens: Sequence[int], name: str, nbytes: int = 1000) -> bytes:
+    seed = hashlib.sha256(json.dumps([list(map(int, tokens)), name]).encode()).digest()
+    return (seed * (nbytes // 32 + 1))[:nbytes]
+
+
+def blobs(tokens: Sequence[int], nbytes: int = 1000) -> dict[str, Blob]:
+    return {
+        name: Blob(content(tokens, name, nbytes), "bfloat16", (1, STEP, nbytes // 2 // STEP)) for name in ("k0", "v0")
+    }
+
+
+def put(
+    store: PrefixStore, tokens: Sequence[int], pages: Sequence[int] | None = None, nbytes: int = 1000
+) -> list[bool]:
+    """Puts the pages of a sequence and waits until they are written."""
+    numbers = range(len(tokens) // STEP) if pages is None else pages
+    taken = [store.put(tokens, i, blobs(tokens[: (i + 1) * STEP], nbytes)) for i in numbers]
+    assert store.flush(60)
+    return taken
+
+
+def read_all(store: PrefixStore, tokens: Sequence[int], prefix: Prefix, nbytes: int = 1000) -> int:
+    """How many pages of a prefix are there; whatever is there must be right."""
+    assert prefix.num_tokens == STEP * len(prefix.pages) == STEP * len(prefix.ends)
+    for i, page in enumerate(prefix.pages):
+        found = read(store, page)
+        if found is None:
+            return i
+        assert found == {name: blob.data for name, blob in blobs(tokens[: (i + 1) * STEP], nbytes).items()}
+    return len(prefix.pages)
+
+
+def read(store: PrefixStore, page: str) -> dict[str, bytes] | None:
+    """Return all blobs of a page; None if it is not cached any more."""
+    memory: dict[str, bytearray] = {}
+
+    def allocate(blobs: Mapping[str, BlobInfo]) -> dict[str, memoryview]:
+        memory.update({name: bytearray(blob.nbytes) for name, blob in blobs.items()})
+        return {name: memoryview(data) for name, data in memory.items()}
+
+    return {name: bytes(data) for name, data in memory.items()} if store.read(page, allocate) else None
+
+
+def stats(store: PrefixStore) -> dict[str, Any]:
+    """Return the store's telemetry, what it has on disk, and what was written."""
+    models = list_prefixes(store._folder.path.parent)
+    on_disk = {"pages": sum(model.pages for model in models), "bytes": sum(model.nbytes for model in models)}
+    return {**store.telemetry(), **on_disk, "writes": store._writer._governor.telemetry()}
+
+
+def found(store: PrefixStore, tokens: Sequence[int]) -> int:
+    """How many pages of a sequence are found, all of which are read and right."""
+    prefix = store.find(tokens)
+    assert read_all(store, tokens, prefix) == len(prefix.pages)
+    return len(prefix.pages)
+
+
+class Opener:
+    """Opens stores in one directory and closes them in the end."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._stack = ExitStack()
+
+    def __call__(self, **options: Any) -> PrefixStore:
+        directory = options.pop("directory", self.directory)
+        governor = options.pop("governor", None) or WriteGovernor(self.directory / "wear", gb_per_day=None)
+        defaults = {"model": "m", "settings": "fp16", "page_tokens": STEP, "free_space_floor": 0}
+        return self._stack.enter_context(PrefixStore(directory, governor=governor, **(defaults | options)))
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def path(self, page: str) -> Path:
+        return path_of(self.directory / "pages", page)
+
+    def files(self) -> list[Path]:
+        return sorted((self.directory / "pages").iterdir())

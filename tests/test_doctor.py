@@ -81,7 +81,7 @@ def test_the_machine_is_described() -> None:
     text = doctor_of()
     for label in ("Machine:", "Memory:", "Disk:", "Disk speed:", "MLX:", "Self-test:   reads are in place"):
         assert label in text
-    assert next(iter(selftest.load_results().values()))["way"] == "in place"
+    assert next(iter(selftest.RESULTS.load().values()))["way"] == "in place"
 
 
 def test_a_model_is_measured_beside_its_plan(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ import children
 from mlx_flash.monitor import app, system
 from mlx_flash.monitor.glyphs import ASCII, UNICODE, Glyphs, bar, chart, choose, sparkline, strip
 from mlx_flash.monitor.history import IDLE_SECONDS, MINUTE, History
-from mlx_flash.monitor.passes import pass_words
+from mlx_flash.monitor.lines import pass_words
 from mlx_flash.monitor.render import Canvas, frame
 from mlx_flash.monitor.state import STATES, Unit, printable
 from mlx_flash.monitor.system import SystemMemory

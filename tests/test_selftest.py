@@ -15,7 +15,7 @@ from mlx_flash import FlashConfig, SelfTestError, load_model
 from mlx_flash.memory.arena import Arena
 from mlx_flash.storage import selftest
 from mlx_flash.storage.ranges import RangeReader
-from mlx_flash.storage.selftest import load_results, reads_directly, reads_in_place, run_selftest, way_of_reading
+from mlx_flash.storage.selftest import RESULTS, reads_directly, reads_in_place, run_selftest, way_of_reading
 from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
 
 CASES = tuple(selftest._Case(64 << 10, 4, is_shared) for is_shared in (True, False))
@@ -110,7 +110,7 @@ def test_result_is_remembered_for_a_version_of_mlx(monkeypatch: pytest.MonkeyPat
     runs = []
     monkeypatch.setattr(selftest, "run_selftest", lambda: runs.append(1) or selftest.SelfTest("bounced", 24, {}, 0.1))
     assert not reads_in_place() and way_of_reading() == "bounced"
-    assert len(runs) == len(load_results()) == 1
+    assert len(runs) == len(RESULTS.load()) == 1
     selftest._remembered_or_run.cache_clear()  # as in another process
     assert way_of_reading() == "bounced" and len(runs) == 1
     real = selftest.version
@@ -120,10 +120,10 @@ def test_result_is_remembered_for_a_version_of_mlx(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("damage", ["no JSON", "[]", '{"way": "in place"}'])
 def test_damaged_results_are_replaced(damage: str, as_on_gpu: None) -> None:
-    selftest.results_file().parent.mkdir(parents=True)
-    selftest.results_file().write_text(damage)
+    selftest.RESULTS.file.parent.mkdir(parents=True)
+    selftest.RESULTS.file.write_text(damage)
     assert way_of_reading() == "in place"
-    assert [result["way"] for result in load_results().values() if isinstance(result, dict)] == ["in place"]
+    assert [result["way"] for result in RESULTS.load().values() if isinstance(result, dict)] == ["in place"]
 
 
 def test_processor_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:

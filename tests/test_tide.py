@@ -18,7 +18,7 @@ from mlx_flash.engine.tide import CALM_SECONDS, DEADBAND, HIGH_PRESSURE, MOST_CA
 from mlx_flash.engine.watcher import Watcher
 from mlx_flash.memory import footprint as footprint_module
 from mlx_flash.memory.pressure import MemoryReading, darwin_reading, linux_pressure, read_memory
-from mlx_flash.monitor.budget import budget_bytes, change_words
+from mlx_flash.monitor.lines import budget_bytes, change_words
 from models import LLAMA, same_bits, save
 
 GB = 10**9

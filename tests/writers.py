@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from abc import ABC, abstractmethod
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -32,7 +33,7 @@ from mlx_flash.prefixes.pages import Blob
 from mlx_flash.prefixes.store import PrefixStore
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
 from mlx_flash.storage import probe, selftest
-from mlx_flash.storage.probe import DiskProfile, load_profiles
+from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.telemetry import Publisher, find
 from models import PREFILL_AND_DECODE, run, same_bits, stock
@@ -179,13 +180,13 @@ class KVFiles(Writer):
 
 class Probe(Writer):
     def write(self) -> None:
-        probe._remember("disk", DiskProfile(1e9, 4096, 2, True))
+        probe.PROFILES.save("disk", asdict(DiskProfile(1e9, 4096, 2, True)))
 
     def look(self) -> bool:
-        return not probe.profiles_file().exists() or self.check()
+        return not probe.PROFILES.file.exists() or self.check()
 
     def check(self) -> bool:
-        return load_profiles()["disk"]["read_size"] == 4096
+        return probe.PROFILES.load()["disk"]["read_size"] == 4096
 
 
 class Speeds(Writer):
@@ -203,13 +204,13 @@ class Speeds(Writer):
 
 class SelfTests(Writer):
     def write(self) -> None:
-        selftest._remember("device", selftest.SelfTest("in place", 1, {}, 0.1))
+        selftest.RESULTS.save("device", asdict(selftest.SelfTest("in place", 1, {}, 0.1)))
 
     def look(self) -> bool:
-        return not selftest.results_file().exists() or self.check()
+        return not selftest.RESULTS.file.exists() or self.check()
 
     def check(self) -> bool:
-        return bool(selftest.load_results()["device"]["way"] == "in place")
+        return bool(selftest.RESULTS.load()["device"]["way"] == "in place")
 
 
 class SelfTestFile(Writer):

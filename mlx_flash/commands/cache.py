@@ -19,9 +19,9 @@ from mlx_flash.kv.files import sessions_directory
 from mlx_flash.monitor.words import counted, size
 from mlx_flash.prefixes.cache import prefix_directory
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
-from mlx_flash.residency.speed import speeds_file
-from mlx_flash.storage.probe import load_profiles, profiles_file
-from mlx_flash.storage.selftest import results_file
+from mlx_flash.residency.speed import SPEEDS
+from mlx_flash.storage.probe import PROFILES
+from mlx_flash.storage.selftest import RESULTS
 
 DAY = 24 * 3600
 
@@ -33,7 +33,7 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
 
 def _list(args: argparse.Namespace, out: TextIO) -> int:
     copies, prefixes, models = list_copies(), list_prefixes(prefix_directory()), list_models()
-    disks = sorted(load_profiles())
+    disks = sorted(PROFILES.load())
     if args.json:
         lists = {"copies": _to_json(copies), "prefixes": [asdict(model) for model in prefixes], "models": models}
         print_json({**_places(), "bytes": _total(copies) + _total(prefixes), "disks": disks, **lists}, out)
@@ -64,7 +64,7 @@ def list_models() -> list[Json]:
 
 
 def _clear(args: argparse.Namespace, out: TextIO) -> int:
-    copies, prefixes, disks = list_copies(), list_prefixes(prefix_directory()), sorted(load_profiles())
+    copies, prefixes, disks = list_copies(), list_prefixes(prefix_directory()), sorted(PROFILES.load())
     removed = [copy for copy in copies if remove(copy)]
     kept = [copy for copy in copies if copy not in removed]
     in_use = clear_prefixes(prefix_directory())
@@ -88,7 +88,8 @@ def _clear(args: argparse.Namespace, out: TextIO) -> int:
 
 def _remove_small_files() -> None:
     """Remove what was measured, and what killed processes have left. The count of disk writes stays."""
-    for file in (profiles_file(), speeds_file(), results_file()):
+    for measurements in (PROFILES, SPEEDS, RESULTS):
+        file = measurements.file
         for path in (file, file.with_name(f"{file.name}{PARTIAL_SUFFIX}")):
             path.unlink(missing_ok=True)
     for folder in (cache_directory(), sessions_directory()):
@@ -98,7 +99,7 @@ def _remove_small_files() -> None:
 
 def _places() -> Json:
     places = {"derived_directory": derived_directory(), "prefix_directory": prefix_directory()}
-    return {name: str(path) for name, path in {**places, "disk_profiles": profiles_file()}.items()}
+    return {name: str(path) for name, path in {**places, "disk_profiles": PROFILES.file}.items()}
 
 
 def _to_json(copies: Sequence[Copy]) -> list[Json]:

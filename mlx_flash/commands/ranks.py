@@ -12,7 +12,7 @@ from rich.table import Table
 from mlx_flash.engine.prepare import Prepared, share_equally
 from mlx_flash.layout.load import iter_parameters
 from mlx_flash.layout.units import layers_of
-from mlx_flash.monitor.words import size
+from mlx_flash.monitor.words import layer_runs, size
 from mlx_flash.ranks.files import needed_files
 from mlx_flash.ranks.shares import runs
 
@@ -58,7 +58,6 @@ def render_ranks(parts: Sequence[RankPart], num_files: int) -> RenderableType:
     table.add_column("Weights", justify="right")
     table.add_column("Shards to copy, with all files that are no shards")
     for part in parts:
-        layers = ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in part.layers)
         files = f"all {num_files}" if 1 < num_files == len(part.files) else ", ".join(part.files)
-        table.add_row(str(part.rank), layers, size(part.nbytes), files)
+        table.add_row(str(part.rank), layer_runs(part.layers), size(part.nbytes), files)
     return table

@@ -83,6 +83,11 @@ def memory_of(array: mx.array) -> memoryview:
     return memoryview(cast(Any, array)).cast("B") if array.size else memoryview(bytearray())
 
 
+def address_of(memory: memoryview) -> int:
+    """Return the address of the first byte."""
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
 def array_over(memory: memoryview, shape: tuple[int, int]) -> mx.array:
     """Return an array of bytes over memory that MLX has not allocated. It must stay mapped for good.
 
@@ -94,9 +99,9 @@ def array_over(memory: memoryview, shape: tuple[int, int]) -> mx.array:
     """
     anchor = mx.zeros((1,), mx.uint8)
     mx.eval(anchor)
-    start, of_anchor = (np.frombuffer(m, np.uint8).ctypes.data for m in (memory, memory_of(anchor)))
-    array = mx.as_strided(anchor, shape, (shape[1], 1), (start - of_anchor) % 2**64)
+    start = address_of(memory)
+    array = mx.as_strided(anchor, shape, (shape[1], 1), (start - address_of(memory_of(anchor))) % 2**64)
     mx.eval(array)
-    if np.frombuffer(memory_of(array), np.uint8).ctypes.data != start:
+    if address_of(memory_of(array)) != start:
         raise AssertionError("MLX copied a strided view: it does not share the memory")
     return array

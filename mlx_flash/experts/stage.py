@@ -23,8 +23,8 @@ from mlx_flash.layout.experts import expert_records, matrices_of, place_matrix
 from mlx_flash.layout.load import ExpertStack, Parameter
 from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, state_of, swap_class
 from mlx_flash.memory.arena import Arena
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.storage.placement import Piece, Placement, Segment
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
+from mlx_flash.storage.placement import Piece, Placement, Segment, grouped
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 from mlx_flash.storage.safetensors import TensorRecord
 from mlx_flash.streaming.stream import POISON
@@ -276,7 +276,7 @@ def rows_in_place(
         lies_in_place = any(offset in places for places in in_place)
         placed = [(records[i], offset + i * records[i].nbytes) for i in wanted]
         placed.sort(key=lambda entry: (str(entry[0].extent.path), entry[0].extent.offset))
-        segments += [_segment(run, lies_in_place) for run in _runs(placed)]
+        segments += [_segment(run, lies_in_place) for run in grouped(placed, _follows)]
     return sorted(segments, key=lambda segment: (str(segment.path), segment.offset))
 
 
@@ -284,23 +284,17 @@ _Placed = tuple[TensorRecord, int]
 """A row and its place in the buffer."""
 
 
-def _runs(placed: Sequence[_Placed]) -> Iterator[list[_Placed]]:
-    """Yield runs of rows that follow each other in a file."""
-    run: list[_Placed] = []
-    for record, at in placed:
-        if run and (run[-1][0].extent.path, run[-1][0].extent.end) != (record.extent.path, record.extent.offset):
-            yield run
-            run = []
-        run.append((record, at))
-    if run:
-        yield run
+def _follows(left: _Placed, right: _Placed) -> bool:
+    """Return whether a row follows another one in a file."""
+    before, extent = left[0].extent, right[0].extent
+    return (before.path, before.end) == (extent.path, extent.offset)
 
 
 def _segment(run: Sequence[_Placed], lies_in_place: bool) -> Segment:
     """Return one read. In place, the rest of its first and last page lies in the buffer as in the file."""
     first, at = run[0]
     within = first.extent.offset % DIRECT_ALIGNMENT
-    nbytes = -(-(run[-1][0].extent.end - first.extent.offset + within) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+    nbytes = round_up(run[-1][0].extent.end - first.extent.offset + within, DIRECT_ALIGNMENT)
     pieces = tuple(Piece(record.name, record.extent.offset, record.nbytes, start) for record, start in run)
     return Segment(
         first.extent.path, first.extent.offset - within, nbytes, at - within if lies_in_place else None, pieces

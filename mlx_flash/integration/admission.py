@@ -11,7 +11,7 @@ from typing import Literal
 
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.errors import RefusedError
-from mlx_flash.kv.options import round_up
+from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.plan import ResidencyPlan, in_mb
 
 Decision = Literal["batch", "alone", "wait"]

@@ -11,11 +11,12 @@ import mlx.core as mx
 
 from mlx_flash.errors import BudgetError
 from mlx_flash.kv.layout import RowLayout
-from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, round_up, slot_memory
+from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, slot_memory
 from mlx_flash.kv.pages import DiskRows
 from mlx_flash.kv.parking import Parking, R, Rows
 from mlx_flash.kv.ring import SlotRing
 from mlx_flash.memory.lazy import commits_lazily
+from mlx_flash.memory.pagecache import round_up
 
 
 class Coming(NamedTuple):

@@ -13,8 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_flash.kv.options import round_up
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
 CHUNK_TOKENS = 8192
 """Tokens of a chunk: 2 MiB for each head of 128 numbers of 16 bits."""

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_flash.kv.options import KVOptions, round_up
+from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.shared import Part, Parts, SharedRows, cut, num_tokens, slices
+from mlx_flash.memory.pagecache import round_up
 
 _GROWTH = 4
 """A buffer that was too small grows by this part of its size."""

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from mlx_flash.errors import ConfigError
 from mlx_flash.memory.footprint import HUGE_PAGE
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
 DEFAULT_STEP = 256
 """Tokens by which a cache grows, as in mlx-lm, and tokens of one page on disk."""
@@ -192,8 +192,3 @@ def queued_bytes(num_slots: int) -> int:
 def slot_memory(nbytes: int) -> int:
     """Return the most memory of a slot with so many bytes."""
     return nbytes if nbytes < LARGE_SLOT_BYTES else nbytes + HUGE_PAGE
-
-
-def round_up(number: int, multiple: int) -> int:
-    """Round a number up to the next multiple."""
-    return -(-number // multiple) * multiple

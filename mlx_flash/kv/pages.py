@@ -21,7 +21,7 @@ from mlx_flash.errors import WriteError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.layout import RowBytes, RowLayout, Run
 from mlx_flash.kv.options import WRITE_BEHIND_BYTES
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.source import FileIdentity, SourceFile
@@ -212,7 +212,7 @@ def _segment(path: Path, piece: Piece) -> Segment:
     """Return a read in place, if it covers whole pages of memory, or through a bounce buffer."""
     in_place = not any(number % DIRECT_ALIGNMENT for number in (piece.offset, piece.nbytes, piece.buffer_offset))
     start = piece.offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-    nbytes = -(-(piece.end - start) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+    nbytes = round_up(piece.end - start, DIRECT_ALIGNMENT)
     return Segment(path, start, nbytes, piece.buffer_offset if in_place else None, (piece,))
 
 

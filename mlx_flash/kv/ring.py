@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_flash.kv.options import LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions, round_up
+from mlx_flash.kv.options import LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions
 from mlx_flash.kv.pages import DiskRows
 from mlx_flash.kv.slots import Slot, row_bytes
 from mlx_flash.kv.stats import KVStats
 from mlx_flash.memory.lazy import commits_lazily
+from mlx_flash.memory.pagecache import round_up
 
 
 class SlotRing:

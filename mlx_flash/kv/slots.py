@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from mlx_flash.compat.arrays import memory_of
+from mlx_flash.compat.arrays import address_of, memory_of
 from mlx_flash.kv.layout import RowBytes, RowLayout
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, slot_memory
 from mlx_flash.memory.arena import Arena
@@ -129,13 +129,13 @@ class Slot:
         """Make sure that no pending computation reads the memory. If one does, the slot becomes empty and moves."""
         if not self._is_handed_out or self._pages is None or self._arena is None:
             return
-        nbytes, address = self._arena.nbytes, _address(self._arena.memory)
+        nbytes, address = self._arena.nbytes, address_of(self._arena.memory)
         self._arena = None
         pages = self._pages
         pages[-1:, -1:] = mx.array(0, mx.uint8)  # the last byte is unused: an extra page aligns the others
         mx.eval(pages)
         self._arena, self._is_handed_out = Arena(nbytes, pages), False
-        if _address(self._arena.memory) != address:
+        if address_of(self._arena.memory) != address:
             self.num_moved += 1
             self.tokens = 0  # the copy may have another offset in its page
             self._is_large, self.touched = False, 0
@@ -159,10 +159,6 @@ class Slot:
             arrays.append(self._arena.view(offset, shape, component.dtype)[..., :length, :])
         self._is_handed_out, self.used_at = True, time.perf_counter()
         return arrays
-
-
-def _address(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 def row_bytes(arrays: Sequence[mx.array]) -> RowBytes:

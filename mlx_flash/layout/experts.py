@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_flash.compat.experts import computes_as_expert_stack
 from mlx_flash.layout.load import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.layout.trace import CallTrace
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.placement import COPY_ALIGNMENT, Placement, RowPlacement, place_groups, place_rows
 from mlx_flash.storage.safetensors import TensorRecord
 
@@ -107,8 +107,8 @@ def place_experts(stack: ExpertStack, alignment: int) -> ExpertPlacement:
     kept, cursor = [], read.nbytes + DIRECT_ALIGNMENT
     for parameter in stack.unit.small:
         kept.append(cursor - DIRECT_ALIGNMENT)
-        cursor += -(-parameter.nbytes // stack.num_experts // COPY_ALIGNMENT) * COPY_ALIGNMENT
-    return ExpertPlacement(read, tuple(kept), -(-cursor // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT)
+        cursor += round_up(parameter.nbytes // stack.num_experts, COPY_ALIGNMENT)
+    return ExpertPlacement(read, tuple(kept), round_up(cursor, DIRECT_ALIGNMENT))
 
 
 class _Columns:

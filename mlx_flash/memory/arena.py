@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_flash.compat.arrays import memory_of
+from mlx_flash.compat.arrays import address_of, memory_of
 from mlx_flash.memory.footprint import HUGE_PAGE, use_huge_pages
 from mlx_flash.memory.lazy import LazyRows, commits_lazily, uncommit, untouched
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
 _MARK = 0xA5
 
@@ -63,7 +63,7 @@ class Arena:
         index = within // dtype.size
         array = flat[index : index + size].reshape(*shape)
         mx.eval(array)
-        if size and _address(memory_of(array)) != _address(self.memory) + offset:
+        if size and address_of(memory_of(array)) != address_of(self.memory) + offset:
             raise AssertionError(f"MLX copied a view of {array.nbytes} bytes at {offset}: it does not share the arena")
         return array
 
@@ -126,7 +126,7 @@ class SlotArena:
         nbytes = self.num_touched * self.pitch
         if self.num_touched <= self._num_small:
             return nbytes
-        return min(-(-nbytes // HUGE_PAGE) * HUGE_PAGE, len(self._everything))
+        return min(round_up(nbytes, HUGE_PAGE), len(self._everything))
 
     def num_within(self, nbytes: int) -> int:
         """Return the number of slots that so much memory is enough for."""
@@ -205,8 +205,4 @@ def _zeros(rows: int, columns: int) -> mx.array:
 
 
 def _first_page(memory: memoryview) -> int:
-    return -_address(memory) % DIRECT_ALIGNMENT
-
-
-def _address(buffer: memoryview) -> int:
-    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
+    return -address_of(memory) % DIRECT_ALIGNMENT

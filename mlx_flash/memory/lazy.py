@@ -14,11 +14,10 @@ from itertools import count
 from typing import Any, cast
 
 import mlx.core as mx
-import numpy as np
 
-from mlx_flash.compat.arrays import array_over, memory_of
+from mlx_flash.compat.arrays import address_of, array_over, memory_of
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
 _PROBE_BYTES = 8 << 20
 
@@ -108,9 +107,9 @@ def give_back(array: mx.array) -> None:
 
 def uncommit(memory: memoryview) -> None:
     """Replace whole pages by zeros that take no memory until they are written to."""
-    pages = np.frombuffer(memory, np.uint8)
-    start = -(-pages.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
-    nbytes = (pages.ctypes.data + pages.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    address = address_of(memory)
+    start = round_up(address, mmap.PAGESIZE)
+    nbytes = (address + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
     if nbytes > 0:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED) != 0:

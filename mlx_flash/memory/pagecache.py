@@ -87,3 +87,8 @@ def drop_cached(fd: int, offset: int, nbytes: int) -> None:
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
         with mmap.mmap(fd, offset + nbytes - start, prot=mmap.PROT_READ, offset=start) as pages:
             pages.madvise(mmap.MADV_DONTNEED)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Round a number up to the next multiple."""
+    return -(-number // multiple) * multiple

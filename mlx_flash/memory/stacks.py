@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.pagecache import round_up
 
 _ALIGNMENT = 256
 """Stacks start at a multiple of this, as MLX's own GPU allocations do."""
@@ -40,7 +41,7 @@ class StackArena:
         ends, end = {}, 0
         for part in sorted(range(len(widths)), key=lambda i: -widths[i]):  # the widest first: head() takes fewer slots
             ends[part] = end
-            end = -(-(end + num_slots * widths[part]) // _ALIGNMENT) * _ALIGNMENT
+            end = round_up(end + num_slots * widths[part], _ALIGNMENT)
         self.starts = tuple(ends[part] for part in range(len(widths)))
         self._widths = tuple(widths)
         self._arena = Arena(max(num_slots * pitch, end))

@@ -8,17 +8,13 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
-from mlx_flash.monitor.budget import budget_bytes, change_words
-from mlx_flash.monitor.cached import cached_words
 from mlx_flash.monitor.experts import ExpertRates
 from mlx_flash.monitor.glyphs import STYLES, WORDS, Glyphs, bar, chart, strip
 from mlx_flash.monitor.history import History, Shares
-from mlx_flash.monitor.limit import limit_words
-from mlx_flash.monitor.passes import pass_words
-from mlx_flash.monitor.ranks import rank_words
+from mlx_flash.monitor.lines import budget_bytes, cached_words, change_words, limit_words, pass_words, rank_words
 from mlx_flash.monitor.state import STATES, Unit, count, model_name, number, units
 from mlx_flash.monitor.system import SystemMemory
-from mlx_flash.monitor.words import amount, duration, percent, rate, size
+from mlx_flash.monitor.words import amount, duration, percent, rate, size, tokens_rate
 from mlx_flash.telemetry import SCHEMA, SILENT_SECONDS, Json
 
 LABEL = 11
@@ -132,8 +128,7 @@ def _engines(histories: Sequence[History], chosen: int, canvas: Canvas) -> Itera
     for i in range(first, min(first + MAX_ENGINES, len(histories))):
         history = histories[i]
         marker = canvas.glyphs.marker if i == chosen else " "
-        speed = rate(history.rates.tokens_per_second)
-        speed = speed if speed.endswith("token") else f"{speed} tokens/s"
+        speed = tokens_rate(history.rates.tokens_per_second)
         memory = size(number(history.latest.state, "memory", "footprint"))
         ended = "" if history.ended is None else " (ended)"
         name = f"{model_name(history.latest.state)}{ended}"

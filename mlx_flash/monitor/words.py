@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 
 def size(nbytes: float) -> str:
     """Return a number of bytes in decimal units, with about three digits."""
@@ -47,6 +49,12 @@ def rate(per_second: float | None) -> str:
     return f"{per_second:.1f}" if per_second >= 9.995 else f"{per_second:.2f}"
 
 
+def tokens_rate(per_second: float | None) -> str:
+    """Return a rate of tokens with its unit."""
+    words = rate(per_second)
+    return words if words.endswith("token") else f"{words} tokens/s"
+
+
 def speed(tokens_per_second: float) -> str:
     """Return a speed with its unit; below one token in ten seconds, the seconds for a token."""
     if 0 < tokens_per_second < SLOW:
@@ -57,3 +65,8 @@ def speed(tokens_per_second: float) -> str:
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Return a number of things."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def layer_runs(runs: Iterable[Sequence[int]]) -> str:
+    """Return runs of layers, each from its first layer to the one after its last, in words: ``0-3, 8``."""
+    return ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in runs)

@@ -24,7 +24,7 @@ from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.caches import count_tokens, is_right_padded, num_tokens
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
-from mlx_flash.kv.options import round_up
+from mlx_flash.memory.pagecache import round_up
 from mlx_flash.prefixes.pages import Blob
 
 _OTHERS = "others"

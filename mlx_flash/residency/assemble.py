@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from mlx_flash.config import FlashConfig
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.residency.kv import KVShare, in_memory, on_disk, prefix_bytes, promised_bytes
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, TensorSize, UnitSize
@@ -317,8 +317,3 @@ def simulate(
             turn += 1
         ends.append(now)
     return (ends[-1] - ends[-3]) / 2
-
-
-def round_up(number: int, multiple: int) -> int:
-    """Return the next multiple."""
-    return -(-number // multiple) * multiple

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from mlx_flash.config import GB, FlashConfig, KVMode
 from mlx_flash.errors import ConfigError
-from mlx_flash.kv.options import NUM_SLOTS, PAGE_TOKENS, PAGES_ON_THEIR_WAY, Form, KVOptions, round_up
+from mlx_flash.kv.options import NUM_SLOTS, PAGE_TOKENS, PAGES_ON_THEIR_WAY, Form, KVOptions
+from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes
 
 KV_SHARE = 0.25

@@ -19,6 +19,7 @@ from mlx_flash.layout.swap import clone_with
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import available_memory, footprint, release_freed_memory, total_memory
 from mlx_flash.memory.lazy import active_memory
+from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.plan import Machine
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
 from mlx_flash.storage.placement import padded_bytes
@@ -56,7 +57,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
     return Machine(
         total_memory=total_memory(),
         available_memory=available_memory(),
-        base_bytes=-(-_base_bytes() // BASE_STEP) * BASE_STEP,
+        base_bytes=round_up(_base_bytes(), BASE_STEP),
         active_bytes=active_memory(),
         runtime_bytes=RUNTIME_BYTES[_back_end()],
         disk=DiskProfile(
@@ -110,7 +111,7 @@ def look_at_memory(machine: Machine, promised_bytes: int) -> Machine:
         promised_bytes: what others in this process have not taken yet, but may.
     """
     grown = _base_bytes() - machine.base_bytes
-    base = machine.base_bytes if grown <= BASE_STEP else machine.base_bytes + -(-grown // BASE_STEP) * BASE_STEP
+    base = machine.base_bytes if grown <= BASE_STEP else machine.base_bytes + round_up(grown, BASE_STEP)
     return replace(
         machine,
         available_memory=available_memory(),

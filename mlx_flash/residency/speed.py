@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
-from mlx_flash.files import cache_directory, make_private, write_atomically
+from mlx_flash.storage.measured import Measurements
 
 MAX_AGE_SECONDS = 30 * 24 * 3600
 MAX_PROBE_AGE_SECONDS = 24 * 3600
+
+SPEEDS = Measurements("speeds.json", MAX_AGE_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Speed:
 
 def load_speed(key: str) -> Speed | None:
     """Return what is known of a model on a disk; None when nothing is, or it is too old or damaged."""
-    match _load().get(key):
+    match SPEEDS.load().get(key):
         case {
             "time": float(written),
             "disk_bytes_per_second": float(disk),
@@ -58,31 +57,5 @@ def load_speed(key: str) -> Speed | None:
 
 
 def save_speed(key: str, speed: Speed) -> None:
-    """Keep the speed of a model on a disk for later plans. Entries that are too old are removed."""
-    now = time.time()
-    entries = {name: entry for name, entry in _load().items() if _is_fresh(entry, now)}
-    entries[key] = {**asdict(speed), "time": now}
-    file = speeds_file()
-    try:
-        make_private(file.parent)
-        write_atomically(file, json.dumps(entries, indent=1))
-    except OSError:
-        return  # no place to keep it, such as a read-only home: the next plan probes again
-
-
-def speeds_file() -> Path:
-    """Return the path of the stored speeds."""
-    return cache_directory() / "speeds.json"
-
-
-def _load() -> dict[str, Any]:
-    try:
-        entries = json.loads(speeds_file().read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}  # not there, not readable or not JSON: the next run replaces it
-    return entries if isinstance(entries, dict) else {}
-
-
-def _is_fresh(entry: object, now: float) -> bool:
-    written = entry.get("time") if isinstance(entry, dict) else None
-    return isinstance(written, float) and 0 <= now - written <= MAX_AGE_SECONDS
+    """Keep the speed of a model on a disk for later plans."""
+    SPEEDS.save(key, asdict(speed))

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.safetensors import Extent, TensorRecord
 
 T = TypeVar("T")
@@ -169,12 +169,12 @@ def place_groups(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -
     cursor = placed.nbytes
     parts: list[tuple[TensorRecord, int]] = []
     for i in (i for i, record in enumerate(joined) if record is None):
-        cursor = offsets[i] = _round_up(cursor, max(alignment, COPY_ALIGNMENT))
+        cursor = offsets[i] = round_up(cursor, max(alignment, COPY_ALIGNMENT))
         for record in groups[i]:
             parts.append((record, cursor))
             cursor += record.nbytes
     segments = [_scattered([parts[i] for i in run]) for run in _runs([record for record, _ in parts])]
-    nbytes = _round_up(cursor, DIRECT_ALIGNMENT)
+    nbytes = round_up(cursor, DIRECT_ALIGNMENT)
     return Placement(nbytes, (*placed.segments, *segments), tuple(offsets[i] for i in range(len(groups))))
 
 
@@ -191,12 +191,12 @@ def without(placement: Placement, ranges: Sequence[range]) -> Placement:
         if len(kept) == len(segment.pieces):
             segments.append(segment)
         else:
-            runs = _grouped(kept, lambda left, right: right.offset - left.end <= MERGE_GAP)
+            runs = grouped(kept, lambda left, right: right.offset - left.end <= MERGE_GAP)
             segments += (_part(segment, run) for run in runs)
     return replace(placement, segments=tuple(segments))
 
 
-def _grouped(items: Iterable[T], follows: Callable[[T, T], bool]) -> Iterable[list[T]]:
+def grouped(items: Iterable[T], follows: Callable[[T, T], bool]) -> Iterable[list[T]]:
     """Yield runs of items in which each follows the one before it."""
     run: list[T] = []
     for item in items:
@@ -212,7 +212,7 @@ def _part(segment: Segment, pieces: Sequence[Piece]) -> Segment:
     """Return the read of some neighbouring pieces of a segment."""
     start = pieces[0].offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
     at = None if segment.buffer_offset is None else segment.buffer_offset + start - segment.offset
-    return Segment(segment.path, start, _round_up(pieces[-1].end, DIRECT_ALIGNMENT) - start, at, tuple(pieces))
+    return Segment(segment.path, start, round_up(pieces[-1].end, DIRECT_ALIGNMENT) - start, at, tuple(pieces))
 
 
 def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> RowPlacement:
@@ -245,10 +245,10 @@ def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Ro
         else:
             copied += block
     for j in copied:
-        offsets[j] = _round_up(cursor, max(alignment, COPY_ALIGNMENT))
+        offsets[j] = round_up(cursor, max(alignment, COPY_ALIGNMENT))
         cursor = offsets[j] + first[j].nbytes
     segments = tuple(_row_segments(row, in_place, [(j, offsets[j]) for j in copied]) for row in rows)
-    return RowPlacement(_round_up(cursor, DIRECT_ALIGNMENT), tuple(offsets), bool(copied), segments)
+    return RowPlacement(round_up(cursor, DIRECT_ALIGNMENT), tuple(offsets), bool(copied), segments)
 
 
 def _check_alike(rows: Sequence[Sequence[TensorRecord]]) -> None:
@@ -268,7 +268,7 @@ def _common_blocks(rows: Sequence[Sequence[TensorRecord]]) -> Iterable[list[int]
         return all(b.offset - a.offset == gap and b.path == a.path for a, b in pairs)
 
     for run in _runs(rows[0] if rows else ()):
-        yield from _grouped(run, follows)
+        yield from grouped(run, follows)
 
 
 def _fits_in_place(rows: Sequence[Sequence[TensorRecord]], block: Sequence[int], alignment: int) -> bool:
@@ -312,7 +312,7 @@ def _scattered(run: Sequence[tuple[TensorRecord, int]], cursor: int | None = Non
 def _pages(records: Sequence[TensorRecord]) -> tuple[int, int]:
     """Return the range of whole pages of the file that holds some neighbours."""
     start = records[0].extent.offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-    return start, _round_up(records[-1].extent.end, DIRECT_ALIGNMENT)
+    return start, round_up(records[-1].extent.end, DIRECT_ALIGNMENT)
 
 
 def _runs(records: Sequence[TensorRecord]) -> Iterable[list[int]]:
@@ -326,7 +326,7 @@ def _runs(records: Sequence[TensorRecord]) -> Iterable[list[int]]:
         first, second = records[left].extent, records[right].extent
         return first.path == second.path and 0 <= second.offset - first.end <= MERGE_GAP
 
-    return _grouped(order, follows)
+    return grouped(order, follows)
 
 
 def _segment(records: Sequence[TensorRecord], cursor: int, alignment: int) -> tuple[Segment, int]:
@@ -336,15 +336,11 @@ def _segment(records: Sequence[TensorRecord], cursor: int, alignment: int) -> tu
         return segment, cursor + segment.nbytes
     run = []
     for record in records:
-        at = _round_up(cursor, max(alignment, COPY_ALIGNMENT))
+        at = round_up(cursor, max(alignment, COPY_ALIGNMENT))
         run.append((record, at))
         cursor = at + record.nbytes
-    return _scattered(run), _round_up(cursor, DIRECT_ALIGNMENT)
+    return _scattered(run), round_up(cursor, DIRECT_ALIGNMENT)
 
 
 def _is_aligned(record: TensorRecord, alignment: int) -> bool:
     return record.extent.offset % max(alignment, record.itemsize) == 0
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

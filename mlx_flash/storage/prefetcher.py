@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_flash.errors import ClosedError, ReadError
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.cached import CachedShare
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.ranges import RangeReader, Way
@@ -185,7 +185,7 @@ class BackgroundPrefetcher:
         in_place: bool = True,
         room: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.read_size = -(-read_size // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+        self.read_size = round_up(read_size, DIRECT_ALIGNMENT)
         self.queue_depth = queue_depth
         self._ranges = RangeReader(self.read_size, in_place)
         self._stats = ReadStats()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
@@ -13,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from mlx_flash.files import cache_directory, make_private, temporary_file, write_atomically
+from mlx_flash.files import temporary_file
 from mlx_flash.memory.footprint import use_huge_pages
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file, round_up
+from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher, Ticket
 
@@ -32,6 +31,9 @@ ROUNDS = 2
 """Measurements of each candidate. The better one counts, since other programs may use the disk."""
 
 MAX_AGE_SECONDS = 7 * 24 * 3600
+
+PROFILES = Measurements("disks.json")
+
 WORTH_IT = 1.05
 """A later candidate replaces an earlier one, which needs less memory, only when it is this much faster."""
 
@@ -67,7 +69,7 @@ def disk_profile(path: Path, direct: bool) -> DiskProfile:
         return remembered
     profile = probe_disk(path, direct)
     if status.st_size >= 2 * SAMPLE_BYTES:
-        _remember(key, profile)
+        PROFILES.save(key, asdict(profile))
     return profile
 
 
@@ -128,27 +130,11 @@ def _buffer(nbytes: int) -> memoryview:
 
 
 def _segment(path: Path, offset: int, nbytes: int) -> Segment:
-    whole = -(-nbytes // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
-    return Segment(path, offset, whole, 0, (Piece("(disk probe)", offset, nbytes, 0),))
-
-
-def profiles_file() -> Path:
-    """Return the path of the stored profiles."""
-    return cache_directory() / "disks.json"
-
-
-def load_profiles() -> dict[str, Any]:
-    """Return the stored profiles by disk."""
-    try:
-        profiles = json.loads(profiles_file().read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}  # missing, unreadable or not JSON: the next measurement replaces it
-    return profiles if isinstance(profiles, dict) else {}
+    return Segment(path, offset, round_up(nbytes, DIRECT_ALIGNMENT), 0, (Piece("(disk probe)", offset, nbytes, 0),))
 
 
 def _remembered(key: str) -> DiskProfile | None:
-    entry = load_profiles().get(key)
-    match entry:
+    match PROFILES.load().get(key):
         case {
             "time": float(written),
             "bytes_per_second": float(speed),
@@ -160,14 +146,3 @@ def _remembered(key: str) -> DiskProfile | None:
             if is_fresh and 0 < speed < math.inf and read_size > 0 and queue_depth > 0:
                 return DiskProfile(speed, read_size, queue_depth, is_direct)
     return None  # too old, or written by another version
-
-
-def _remember(key: str, profile: DiskProfile) -> None:
-    profiles = load_profiles()
-    profiles[key] = {**asdict(profile), "time": time.time()}
-    file = profiles_file()
-    try:
-        make_private(file.parent)
-        write_atomically(file, json.dumps(profiles, indent=1))
-    except OSError:
-        return  # such as a read-only home: the next run measures again

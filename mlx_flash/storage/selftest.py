@@ -7,7 +7,6 @@ and compares them on both processors. A way of reading that loses bytes is not u
 
 from __future__ import annotations
 
-import json
 import platform
 import tempfile
 import time
@@ -23,10 +22,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.errors import SelfTestError, WriteError
-from mlx_flash.files import cache_directory, make_private, temporary_file, write_atomically
+from mlx_flash.files import cache_directory, temporary_file
 from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 
@@ -36,6 +36,8 @@ copies it; the system reads it through the page cache and copies it."""
 
 ROUNDS = 20
 NUM_FILE_BYTES = 24 << 20
+RESULTS = Measurements("selftest.json")
+
 _CHUNK_BYTES = 1 << 20
 _FACTOR = 2654435761
 """Word ``i`` of the test file is ``i`` times this odd number, so no two words of it are equal."""
@@ -117,13 +119,13 @@ def test_now() -> SelfTest:
         SelfTestError: no way works.
     """
     result = run_selftest()
-    _remember(_key(), result)
+    RESULTS.save(_key(), asdict(result))
     return result
 
 
 @cache
 def _remembered_or_run(key: str) -> SelfTest:
-    match load_results().get(key):
+    match RESULTS.load().get(key):
         case {
             "way": "in place" | "bounced" | "buffered" as way,
             "num_blocks": int(num_blocks),
@@ -132,7 +134,7 @@ def _remembered_or_run(key: str) -> SelfTest:
         }:
             return SelfTest(way, num_blocks, lost, seconds)
     result = run_selftest()
-    _remember(key, result)
+    RESULTS.save(key, asdict(result))
     return result
 
 
@@ -254,25 +256,3 @@ def _file_of_words() -> Iterator[Path]:
         except WriteError:
             file = stack.enter_context(in_folder(Path(tempfile.gettempdir())))
         yield file
-
-
-def results_file() -> Path:
-    """Return the path of the stored results."""
-    return cache_directory() / "selftest.json"
-
-
-def load_results() -> dict[str, Any]:
-    """Return the stored results by device and versions."""
-    try:
-        results = json.loads(results_file().read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}  # missing, unreadable or not JSON: the next test replaces it
-    return results if isinstance(results, dict) else {}
-
-
-def _remember(key: str, result: SelfTest) -> None:
-    try:
-        make_private(results_file().parent)
-        write_atomically(results_file(), json.dumps({**load_results(), key: asdict(result)}, indent=1))
-    except OSError:
-        return  # such as a read-only home: the next run tests again

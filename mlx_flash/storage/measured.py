@@ -1,0 +1,50 @@
+"""Measurements of this machine: small JSON files in the cache folder, with an entry for each thing measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mlx_flash.files import cache_directory, make_private, write_atomically
+
+
+class Measurements:
+    """One of the files. A fault of it costs a new measurement, never a run.
+
+    Args:
+        name: of the file.
+        max_age: entries that are older, in seconds, are dropped when another one is saved.
+    """
+
+    def __init__(self, name: str, max_age: float = math.inf) -> None:
+        self._name = name
+        self._max_age = max_age
+
+    @property
+    def file(self) -> Path:
+        """Path of the file. The environment decides on the folder."""
+        return cache_directory() / self._name
+
+    def load(self) -> dict[str, Any]:
+        """Return all entries; none where the file is missing, unreadable or not JSON."""
+        try:
+            entries = json.loads(self.file.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return entries if isinstance(entries, dict) else {}
+
+    def save(self, key: str, entry: dict[str, Any]) -> None:
+        """Add an entry, and the time."""
+        now = time.time()
+        kept = {name: known for name, known in self.load().items() if self._is_fresh(known, now)}
+        with suppress(OSError):  # such as a read-only home
+            make_private(self.file.parent)
+            write_atomically(self.file, json.dumps({**kept, key: {**entry, "time": now}}, indent=1))
+
+    def _is_fresh(self, entry: object, now: float) -> bool:
+        written = entry.get("time") if isinstance(entry, dict) else None
+        return isinstance(written, float) and 0 <= now - written <= self._max_age

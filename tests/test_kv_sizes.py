@@ -23,8 +23,8 @@ from mlx_lm.models.cache import (
 
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.sizes import cache_nbytes, update_growth
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.kv.sizes import update_growth
+from mlx_flash.layout.arrays import arrays_in, nbytes_in
 
 HEADS, WIDTH = 2, 128
 CACHES: dict[str, tuple[Callable[[], Any], int]] = {
@@ -83,20 +83,20 @@ def test_cache_nbytes_is_what_mlx_allocates(name: str) -> None:
     entry = create()
     for num_tokens in (700, 1, 1):
         update(entry, batch, num_tokens)
-    assert cache_nbytes(entry) == pytest.approx(mx.get_active_memory() - before, abs=MARGIN)
-    assert cache_nbytes(entry) > 0
+    assert nbytes_in(entry) == pytest.approx(mx.get_active_memory() - before, abs=MARGIN)
+    assert nbytes_in(entry) > 0
 
 
 @pytest.mark.parametrize("name", CACHES)
 def test_an_empty_cache_holds_next_to_nothing(name: str) -> None:
-    assert cache_nbytes(CACHES[name][0]()) < 64
+    assert nbytes_in(CACHES[name][0]()) < 64
 
 
 def test_arrays_that_two_entries_hold_count_once() -> None:
     first, second = KVCache(), KVCache()
     update(first, 1, 10)
     second.state = first.state
-    assert cache_nbytes([first, second]) == cache_nbytes(first)
+    assert nbytes_in([first, second]) == nbytes_in(first)
 
 
 @pytest.mark.parametrize("name", WITH_TOKENS)
@@ -106,9 +106,9 @@ def test_update_growth_is_what_an_update_adds(name: str, sizes: tuple[int, ...])
     entry = create()
     for num_tokens in sizes:
         predicted = update_growth([entry], num_tokens, [row_bytes(name, batch)])
-        held = cache_nbytes(entry)
+        held = nbytes_in(entry)
         update(entry, batch, num_tokens)
-        assert predicted.added == pytest.approx(cache_nbytes(entry) - held, abs=64)
+        assert predicted.added == pytest.approx(nbytes_in(entry) - held, abs=64)
 
 
 @pytest.mark.parametrize("name", WITH_TOKENS)
@@ -144,7 +144,7 @@ def test_a_recurrent_state_is_replaced() -> None:
     entry = ArraysCache(2)
     assert update_growth([entry], 5) == (0, 0)
     update(entry, 1, 10)
-    assert update_growth([entry], 5) == (0, cache_nbytes(entry))
+    assert update_growth([entry], 5) == (0, nbytes_in(entry))
 
 
 def test_one_entry_at_a_time_is_copied() -> None:
@@ -159,5 +159,5 @@ def test_entries_of_a_pool_are_left_to_it() -> None:
     for entry in entries:
         update(entry, 1, 10)
     assert update_growth(entries, 300) == (0, 0)
-    assert cache_nbytes(entries) == 2 * rows_nbytes(1, 256)
+    assert nbytes_in(entries) == 2 * rows_nbytes(1, 256)
     assert entries[0].pool.memory_bytes == 2 * rows_nbytes(1, 256)

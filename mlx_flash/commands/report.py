@@ -19,6 +19,7 @@ from mlx_flash.layout.load import ModelLayout
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
+from mlx_flash.storage.prefetcher import ReadStats
 
 Json = dict[str, Any]
 
@@ -35,27 +36,18 @@ class Mark:
 
     Attributes:
         seconds: the clock.
-        nbytes: bytes read since the model's files were opened.
-        busy_seconds: time with at least one read in flight.
+        read, experts, kv, passes: counters of the reader, of experts read one by one, of KV caches and of calls.
         wait_seconds: time that computing waited for weights, keys and values.
-        experts: counters of experts that are read one by one.
-        kv_read_bytes, kv_written_bytes: keys and values read from and written to disk.
         lent_bytes: streamed weights that were in memory, so that a pass did not read them.
-        num_passes: passes over the weights.
-        num_guessed, num_right: tokens that were guessed and computed, and those that were right.
     """
 
     seconds: float
-    nbytes: int
-    busy_seconds: float
-    wait_seconds: float
+    read: ReadStats
     experts: ExpertStats
-    kv_read_bytes: int = 0
-    kv_written_bytes: int = 0
-    lent_bytes: int = 0
-    num_passes: int = 0
-    num_guessed: int = 0
-    num_right: int = 0
+    kv: KVUsage
+    passes: PassCounters
+    wait_seconds: float
+    lent_bytes: int
 
 
 class Recorder:
@@ -100,28 +92,12 @@ class Recorder:
 
     def mark(self) -> Mark:
         """Return the clock and the counters now."""
-        if self._engine is None:
-            return Mark(time.perf_counter(), 0, 0.0, 0.0, ExpertStats())
-        read, stream, experts = self._engine.reader.stats, self._engine.stream.stats, replace(self._experts)
-        waited = stream.wait_seconds + experts.wait_seconds
+        engine, experts, passes = self._engine, replace(self._experts), replace(self._counters)
         kv = KVUsage() if self._kv is None else self._kv.usage
-        waited += kv.wait_seconds
-        now = time.perf_counter()
-        lent = self._engine.loans.saved_bytes
-        passes = self._counters
-        return Mark(
-            seconds=now,
-            nbytes=read.nbytes,
-            busy_seconds=read.busy_seconds,
-            wait_seconds=waited,
-            experts=experts,
-            kv_read_bytes=kv.read_bytes,
-            kv_written_bytes=kv.written_bytes,
-            lent_bytes=lent,
-            num_passes=passes.num_passes,
-            num_guessed=passes.num_guessed,
-            num_right=passes.num_right,
-        )
+        read = ReadStats() if engine is None else engine.reader.stats
+        waited = experts.wait_seconds + kv.wait_seconds + (0.0 if engine is None else engine.stream.stats.wait_seconds)
+        lent = 0 if engine is None else engine.loans.saved_bytes
+        return Mark(time.perf_counter(), read, experts, kv, passes, waited, lent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,32 +217,32 @@ def make_report(run: Recorder, model: str, prefill_step_size: int) -> Generation
 
 def _disk_numbers(run: Recorder, plan: ResidencyPlan) -> Json:
     start, first, last, end = run.start, run.first, run.last, run.mark()
-    speed = ratio(end.nbytes - start.nbytes, end.busy_seconds - start.busy_seconds)
-    generated = last.nbytes - first.nbytes
+    speed = ratio(end.read.nbytes - start.read.nbytes, end.read.busy_seconds - start.read.busy_seconds)
+    generated = last.read.nbytes - first.read.nbytes
     return {
         "budget_bytes": plan.budget_bytes,
         "within_budget": peak_footprint() <= plan.budget_bytes,
-        "load_bytes_read": start.nbytes,
-        "prompt_bytes_read": first.nbytes - start.nbytes,
+        "load_bytes_read": start.read.nbytes,
+        "prompt_bytes_read": first.read.nbytes - start.read.nbytes,
         "generation_bytes_read": generated,
-        "bytes_read": last.nbytes - start.nbytes,
+        "bytes_read": last.read.nbytes - start.read.nbytes,
         "bytes_read_per_token": ratio(generated, len(run.tokens) - 1),
-        "prompt_passes": first.num_passes - start.num_passes,
-        "generation_passes": last.num_passes - first.num_passes,
-        "passes_per_token": ratio(last.num_passes - first.num_passes, len(run.tokens) - 1),
-        "guessed_tokens": end.num_guessed - start.num_guessed,
-        "guessed_tokens_right": end.num_right - start.num_right,
+        "prompt_passes": first.passes.num_passes - start.passes.num_passes,
+        "generation_passes": last.passes.num_passes - first.passes.num_passes,
+        "passes_per_token": ratio(last.passes.num_passes - first.passes.num_passes, len(run.tokens) - 1),
+        "guessed_tokens": end.passes.num_guessed - start.passes.num_guessed,
+        "guessed_tokens_right": end.passes.num_right - start.passes.num_right,
         "lent_bytes": last.lent_bytes,
-        "read_bytes_per_second": ratio(last.nbytes - start.nbytes, last.seconds - start.seconds),
+        "read_bytes_per_second": ratio(last.read.nbytes - start.read.nbytes, last.seconds - start.seconds),
         "reading_bytes_per_second": speed,
         "disk_bytes_per_second": plan.disk_bytes_per_second,
         "disk_speed_share": speed and ratio(speed, plan.disk_bytes_per_second),
         "prompt_wait_share": ratio(first.wait_seconds - start.wait_seconds, first.seconds - start.seconds),
         "generation_wait_share": ratio(last.wait_seconds - first.wait_seconds, last.seconds - first.seconds),
-        "generation_read_share": _share(last.busy_seconds - first.busy_seconds, last.seconds - first.seconds),
+        "generation_read_share": _share(last.read.busy_seconds - first.read.busy_seconds, last.seconds - first.seconds),
         **_more(run),
-        "kv_bytes_read": last.kv_read_bytes - start.kv_read_bytes,
-        "kv_bytes_written": last.kv_written_bytes - start.kv_written_bytes,
+        "kv_bytes_read": last.kv.read_bytes - start.kv.read_bytes,
+        "kv_bytes_written": last.kv.written_bytes - start.kv.written_bytes,
         "plan": plan,
     }
 

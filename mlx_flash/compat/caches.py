@@ -1,10 +1,11 @@
-"""Attributes of mlx-lm's caches that are private to them."""
+"""Parts of mlx-lm's caches: the entries of lists of caches, and attributes that are private to them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, KVCache
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache
 
 from mlx_flash.compat.require import require, require_that
 
@@ -15,6 +16,7 @@ require_that(KVCache.step == CACHE_STEP, f"KVCache.step is not {CACHE_STEP}")
 require(KVCache, "update_and_fetch", "keys", "values")
 for _method in ("state", "from_state", "make_mask", "to_quantized", "merge", "size", "empty", "trim"):
     require(KVCache, _method)  # the contract that DiskKVCache keeps
+require(CacheList, "__init__", "caches")
 for _method in ("filter", "extract", "merge"):
     require(BatchKVCache, _method)  # sequences go into and out of a batch with these
 for _entry, _names in (
@@ -23,6 +25,12 @@ for _entry, _names in (
     (ArraysCache(1), {"cache", "left_padding", "lengths"}),
 ):
     require_that(_names <= vars(_entry).keys(), f"{type(_entry).__name__} lacks one of {', '.join(sorted(_names))}")
+
+
+def entries_of(cache: Iterable[Any]) -> list[Any]:
+    """Return the entries of a prompt cache, and those of its lists of caches in their place."""
+    parts = (entries_of(entry.caches) if isinstance(entry, CacheList) else [entry] for entry in cache)
+    return [entry for part in parts for entry in part]
 
 
 def num_tokens(entry: Any) -> int:

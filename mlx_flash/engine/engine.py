@@ -273,13 +273,7 @@ def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Paramet
 
 
 def _bind(parameters: Sequence[Parameter], placement: Placement, arena: Arena) -> list[mx.array]:
-    """Make modules hold views of an arena. Return the views.
-
-    Args:
-        parameters: what to bind, in the order in which ``placement`` was made.
-        placement: where each one lies.
-        arena: the memory.
-    """
+    """Make modules hold views of an arena, one for each parameter of a placement. Return the views."""
     places = zip(parameters, placement.offsets, strict=True)
     views = [arena.view(offset, parameter.array.shape, parameter.array.dtype) for parameter, offset in places]
     for parameter, view in zip(parameters, views, strict=True):

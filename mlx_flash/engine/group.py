@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -62,12 +62,6 @@ class _Lane:
             if isinstance(found, SharedEntryError):
                 return None if self.put_back is not None else _out_of_order(found)
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    lane: _Lane
-    index: int
 
 
 class CallGroup:
@@ -132,13 +126,13 @@ class CallGroup:
             ReadError: weights could not be read. Caches that can be trimmed are put back.
         """
         made = [_Lane(calls, self._is_proven) for calls in lanes]
-        places = [_Place(lane, index) for lane in made for index in range(len(lane.calls))]
+        places = [(lane, index) for lane in made for index in range(len(lane.calls))]
         num_units = max(1, len(self._engine.stream.units))
         can_undo = all(lane.trim is not None for lane in made)
         lockstep = Lockstep(
             self._engine.stream,
-            before=lambda number: self._before(places[number]),
-            after=lambda number: _after(places[number]),
+            before=lambda number: self._before(*places[number]),
+            after=lambda number: _after(*places[number]),
             progress=lambda done: progress(min(1.0, done / num_units)) if can_undo else None,
         )
         tasks = [[partial(lane.task, index, compute) for index in range(len(lane.calls))] for lane in made]
@@ -155,13 +149,13 @@ class CallGroup:
             self._needs_order |= outcome is None
         return outcomes
 
-    def _before(self, place: _Place) -> None:
-        self._engine.drop_logits(not place.lane.calls[place.index].wants_logits)
+    def _before(self, lane: _Lane, index: int) -> None:
+        self._engine.drop_logits(not lane.calls[index].wants_logits)
 
 
-def _after(place: _Place) -> None:
-    if place.lane.views is not None:
-        place.lane.views.after(place.index)
+def _after(lane: _Lane, index: int) -> None:
+    if lane.views is not None:
+        lane.views.after(index)
 
 
 def _with_cache(call: ForwardCall, cache: list[Any]) -> ForwardCall:

@@ -10,13 +10,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
+from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.lending import Lending
 from mlx_flash.errors import BudgetError
-from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
+from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.sizes import cache_nbytes, update_growth
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.kv.sizes import update_growth
+from mlx_flash.layout.arrays import arrays_in, nbytes_in
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.ranks.chain import is_elsewhere
@@ -233,8 +234,8 @@ def _hint(plan: ResidencyPlan, num_tokens: int, context: int, all_logits: bool) 
     )
 
 
-def _own(cache: Sequence[Any] | None) -> list[DiskKVCache | DiskQuantizedKVCache]:
-    return [entry for entry in cache or () if isinstance(entry, DiskKVCache | DiskQuantizedKVCache)]
+def _own(cache: Sequence[Any] | None) -> list[PooledCache]:
+    return [entry for entry in cache or () if isinstance(entry, PooledCache)]
 
 
 def _in_use(pools: set[KVPool]) -> int:
@@ -254,8 +255,7 @@ def _settle(plan: ResidencyPlan, loans: Lending, short: int, known_bytes: int) -
     """End loans where memory is short, and lend what is left over. Return the bytes that were freed.
 
     Args:
-        plan: the plan of the model.
-        loans: its loans.
+        plan, loans: of the model.
         short: bytes that are missing if positive, left over if negative.
         known_bytes: the footprint, as the plan and the arrays explain it. What the process has beyond that, such as
             holes between arrays, is not lent.
@@ -305,8 +305,8 @@ def _coming(plan: ResidencyPlan, own: _Own) -> tuple[list[Any], list[int], int, 
 
 def _others(cache: Sequence[Any] | None) -> list[Any]:
     """Return mlx-lm's own caches on this machine, without the lists that hold some."""
-    found = [leaf for entry in cache or () for leaf in getattr(entry, "caches", (entry,)) if not is_elsewhere(leaf)]
-    return [entry for entry in found if not isinstance(entry, DiskKVCache | DiskQuantizedKVCache)]
+    found = entries_of(cache or ())
+    return [entry for entry in found if not isinstance(entry, PooledCache) and not is_elsewhere(entry)]
 
 
 def _num_tokens(entry: Any) -> int:
@@ -322,7 +322,7 @@ def _settle_batches(entries: Sequence[Any], loans: Lending | None) -> None:
     paddings = {id(entry): vars(entry).get("left_padding") for entry in entries}
     changed = [entry for entry in entries if paddings[id(entry)] is not vars(entry).get(_SETTLED)]
     if changed and loans is not None:
-        loans.recall(min(cache_nbytes(changed), loans.nbytes))
+        loans.recall(min(nbytes_in(changed), loans.nbytes))
     for entry in changed:
         mx.eval(arrays_in(entry))
         setattr(entry, _SETTLED, paddings[id(entry)])

@@ -233,11 +233,11 @@ class Passes:
         if len(row.left) == 1 or first.cache is None:
             return []
         can_be_undone = first.checkpoints is not None
-        fits = self.refusal(first.cache) is None if can_be_undone else self._fits(first.cache)
+        if can_be_undone:
+            fits = self.refusal(first.cache) is None
+        else:
+            fits = self._session.prefixes is None and self.group.fits(first.cache)
         return list(row.left)[1:] if fits else []
-
-    def _fits(self, cache: Sequence[Any]) -> bool:
-        return self._session.prefixes is None and self.group.fits(cache)
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""

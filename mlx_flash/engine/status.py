@@ -244,10 +244,7 @@ def _joint_state(states: Sequence[UnitState]) -> UnitState:
 def _parts(layout: ModelLayout, plan: ResidencyPlan, units: Sequence[Unit]) -> list[_Part]:
     """Return layers in calling order, then heads, among them embedding tables that serve as one.
 
-    Args:
-        layout: the model's units.
-        plan: the plan.
-        units: of each unit in the stream, the unit of the layout that it is, or is a tile of.
+    ``units`` has for each unit in the stream the unit of the layout that it is, or is a tile of.
     """
     streamed = plan.streaming.parameters(layout)
     tied = [unit for unit in layout.embeddings if unit.name in layout.tied]

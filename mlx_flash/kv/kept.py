@@ -15,7 +15,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
+from mlx_flash.kv.base import PooledCache
+from mlx_flash.kv.cache import DiskKVCache
 from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.pool import KVPool, LayerRows
 from mlx_flash.kv.shared import Part, Parts, SharedRows, cut, sizes
@@ -65,7 +66,7 @@ class KeptCaches:
             if taken:
                 _make_room(pool, taken[0])
         for entry in cache:
-            if isinstance(entry, DiskKVCache | DiskQuantizedKVCache):
+            if isinstance(entry, PooledCache):
                 self._tokens[entry.rows] = tokens
         if any(any(rows.lineage.relatives()) for rows in taken):
             release_freed_memory()
@@ -76,7 +77,7 @@ class KeptCaches:
     def shared_bytes(self) -> int:
         """Bytes of memory that sharing saves: the additional memory if each kept cache held all of its tokens."""
         entries = [entry for kept in list(self._lists.values()) for entry in kept]
-        own = [entry for entry in entries if isinstance(entry, DiskKVCache | DiskQuantizedKVCache)]
+        own = [entry for entry in entries if isinstance(entry, PooledCache)]
         held = [entry.rows.memory.parts for entry in own]
         return sum(part.rows.nbytes for parts in held for part in parts) - sum(sizes(held).values())
 

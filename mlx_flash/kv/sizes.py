@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.kv.base import PooledCache
+from mlx_flash.layout.arrays import arrays_in, nbytes_in
 
 _EXAMPLE_WIDTH = 512
 """Numbers in a head's row that any group size of quantization divides."""
@@ -26,18 +26,6 @@ class Growth(NamedTuple):
 
     added: int
     peak: int
-
-
-def cache_nbytes(cache: Any) -> int:
-    """Return the bytes of all arrays reachable from a cache.
-
-    An array that several entries hold counts once. A slice counts with its own size, though it keeps the memory of the
-    array that it was cut from.
-
-    Args:
-        cache: an entry of a prompt cache, a whole prompt cache, or any object that holds some.
-    """
-    return sum({id(array): array.nbytes for array in arrays_in(cache)}.values())
 
 
 def update_growth(cache: Sequence[Any], num_tokens: int, row_bytes: Sequence[int] = ()) -> Growth:
@@ -67,11 +55,11 @@ def _one_after_another(growths: Iterable[Growth]) -> Growth:
 
 
 def _growth(entry: Any, num_tokens: int, row_bytes: int, known: dict[Any, Growth]) -> Growth:
-    if isinstance(entry, DiskKVCache | DiskQuantizedKVCache):
+    if isinstance(entry, PooledCache):
         return Growth(0, 0)
     parts = list(_growing(entry))
     if not parts:
-        return Growth(0, cache_nbytes(entry))
+        return Growth(0, nbytes_in(entry))
     found = []
     for part in parts:
         key = _key(part, row_bytes)

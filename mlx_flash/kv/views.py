@@ -23,6 +23,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from mlx_flash.compat.caches import entries_of
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.sizes import example_update
@@ -137,20 +138,6 @@ def trimmer(cache: Sequence[Any]) -> Callable[[], None] | None:
             entry.trim(entry.offset - offset)
 
     return trim
-
-
-def entries_of(cache: Sequence[Any]) -> list[Any]:
-    """Return the entries of a prompt cache, and those of its lists of caches in their place."""
-    return [part for entry in cache for part in _parts(entry)]
-
-
-def _parts(entry: Any) -> Iterator[Any]:
-    """Yield the caches in an entry: itself, or those of a list of caches."""
-    if isinstance(entry, CacheList):
-        for child in entry.caches:
-            yield from _parts(child)
-    else:
-        yield entry
 
 
 def _same_structure(cache: Sequence[Any], parts: Iterator[Any]) -> list[Any]:

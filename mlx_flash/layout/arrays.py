@@ -23,6 +23,14 @@ def arrays_in(*roots: Any) -> list[mx.array]:
     return found
 
 
+def nbytes_in(*roots: Any) -> int:
+    """Return the bytes of all arrays reachable from some objects. An array that several hold counts once.
+
+    A slice counts with its own size, though it keeps the memory of the array that it was cut from.
+    """
+    return sum({id(array): int(array.nbytes) for array in arrays_in(*roots)}.values())
+
+
 def _collect(value: Any, found: list[mx.array], seen: set[int], depth: int) -> None:
     if isinstance(value, mx.array):
         found.append(value)

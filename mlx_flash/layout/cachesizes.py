@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from mlx_flash.compat.caches import CACHE_STEP
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.compat.caches import CACHE_STEP, entries_of
+from mlx_flash.layout.arrays import arrays_in, nbytes_in
 
 _RESHAPING = {"Squeeze", "ExpandDims", "Reshape", "Flatten", "Unflatten", "Transpose"}
 """Primitives whose result shares the memory of their input and has the same size."""
@@ -105,14 +105,14 @@ class CacheMeter:
 
     def note_first(self) -> None:
         """Note the sizes with one token."""
-        self._first = {id(entry): (_nbytes(entry), _row_bytes(entry)) for entry in _leaves(self._cache)}
+        self._first = {id(entry): (nbytes_in(entry), _row_bytes(entry)) for entry in entries_of(self._cache)}
 
     def sizes(self) -> list[CacheSizes]:
         """Return the sizes of each entry, after two more tokens."""
         return [self._sizes_of_entry(entry) for entry in self._cache]
 
     def _sizes_of_entry(self, entry: Any) -> CacheSizes:
-        found = [self._sizes_of(leaf) for leaf in _leaves([entry])]
+        found = [self._sizes_of(leaf) for leaf in entries_of([entry])]
         constant, row, kept, scanned = (sum(sizes[i] for sizes in found) for i in range(4))
         return CacheSizes(
             constant_bytes=constant + _DONATED_BYTES * _num_states(entry),
@@ -130,33 +130,20 @@ class CacheMeter:
         before, row = self._first[id(entry)]
         if isinstance(getattr(entry, "step", None), int):  # grows in steps
             return 0, row, 0, 0
-        growth = max(0, _nbytes(entry) - before) // 2
+        growth = max(0, nbytes_in(entry) - before) // 2
         kept, scanned = _kept_of_a_call(arrays_in(entry))
         return max(0, before - growth), growth, kept, scanned
 
 
 def _num_states(entry: Any) -> int:
     """Return the number of arrays of an entry that does not grow in steps."""
-    leaves = [leaf for leaf in _leaves([entry]) if not isinstance(getattr(leaf, "step", None), int)]
+    leaves = [leaf for leaf in entries_of([entry]) if not isinstance(getattr(leaf, "step", None), int)]
     return len({id(array) for leaf in leaves for array in arrays_in(leaf)})
-
-
-def _leaves(entries: Iterable[Any]) -> Iterator[Any]:
-    """Yield all caches, those in lists of caches too."""
-    for entry in entries:
-        if hasattr(entry, "caches"):
-            yield from _leaves(entry.caches)
-        else:
-            yield entry
 
 
 def parts_of(entry: Any) -> list[Any]:
     """Return an entry and the caches in it."""
-    return [entry, *_leaves([entry])]
-
-
-def _nbytes(entry: Any) -> int:
-    return sum({id(array): int(array.nbytes) for array in arrays_in(entry)}.values())
+    return [entry, *entries_of([entry])]
 
 
 def _row_bytes(entry: Any) -> int:

@@ -12,6 +12,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_flash.errors import ConfigError
 from mlx_flash.generation import stream_generate
+from mlx_flash.kv.kept import num_common
 from mlx_flash.modelfile.parse import Modelfile, Parameters
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -100,11 +101,7 @@ class Conversation:
 
     def _trim(self, prompt: list[int]) -> list[int]:
         """Trim the cache to the longest prefix of the prompt that it can hold. Return the tokens left to compute."""
-        common = 0
-        for old, new in zip(self._cached, prompt[:-1], strict=False):
-            if old != new:
-                break
-            common += 1
+        common = num_common(self._cached, prompt[:-1])
         surplus = len(self._cached) - common
         if surplus and can_trim_prompt_cache(self._cache):
             trim_prompt_cache(self._cache, surplus)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,6 @@ from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
     BatchRotatingKVCache,
-    CacheList,
     ChunkedKVCache,
     KVCache,
     QuantizedKVCache,
@@ -21,7 +20,8 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_flash.compat.arrays import memory_of
-from mlx_flash.compat.caches import count_tokens, is_right_padded, num_tokens
+from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, num_tokens
+from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
 from mlx_flash.memory.pagecache import round_up
@@ -35,7 +35,7 @@ _STATES = (RotatingKVCache, ChunkedKVCache, ArraysCache, BatchRotatingKVCache)
 def leaves_of(cache: Sequence[Any]) -> list[Leaf] | None:
     """Return the leaves of a prompt cache of one sequence; None if an entry is unknown, or forgets tokens."""
     leaves: list[Leaf] = []
-    for entry in _entries(cache):
+    for entry in entries_of(cache):
         leaf = RowLeaf(entry) if type(entry) in _ROWS else StateLeaf(entry) if type(entry) in _STATES else None
         if leaf is None or not leaf.is_plain:
             return None
@@ -43,17 +43,9 @@ def leaves_of(cache: Sequence[Any]) -> list[Leaf] | None:
     return leaves or None
 
 
-def _entries(cache: Sequence[Any]) -> Iterator[Any]:
-    for entry in cache:
-        if type(entry) is CacheList:
-            yield from _entries(entry.caches)
-        else:
-            yield entry
-
-
 def forget(cache: Sequence[Any]) -> None:
     """Note that the content of a prompt cache is not known."""
-    for entry in _entries(cache):
+    for entry in entries_of(cache):
         getattr(entry, "__dict__", {}).pop(ATTRIBUTE, None)
 
 
@@ -71,7 +63,7 @@ class Leaf:
             return entry.lengths is None and entry.batch_size == 1 and _is_zero(entry.left_padding)
         if isinstance(entry, BatchKVCache | BatchRotatingKVCache):
             return not is_right_padded(entry) and _is_zero(entry.left_padding)
-        if isinstance(entry, DiskKVCache | DiskQuantizedKVCache):
+        if isinstance(entry, PooledCache):
             return entry.pool.options.max_tokens is None
         return True
 
@@ -122,7 +114,7 @@ class RowLeaf(Leaf):
 
     def read(self, start: int, stop: int) -> dict[str, Blob]:
         """Return the rows of some tokens, ``(1, heads, tokens, width)`` for each array."""
-        if isinstance(self.entry, DiskKVCache | DiskQuantizedKVCache):
+        if isinstance(self.entry, PooledCache):
             arrays = self.entry.rows.read(start, stop)
         else:
             arrays = [array[..., start:stop, :] for array in self._arrays()]
@@ -130,7 +122,7 @@ class RowLeaf(Leaf):
 
     def append(self, arrays: Sequence[mx.array]) -> None:
         """Add rows as :meth:`read` returned them, and evaluate them."""
-        if isinstance(self.entry, DiskKVCache | DiskQuantizedKVCache):
+        if isinstance(self.entry, PooledCache):
             self.entry.append_rows(arrays)
             mx.eval(self.entry.rows.memory.arrays)
             return

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from mlx_flash.compat.caches import entries_of
 from mlx_flash.kv.checkpoints import PutBack, checkpoint
-from mlx_flash.kv.views import entries_of
 from mlx_flash.layout.arrays import arrays_in
 
 _KEEPS = 0.8

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_flash.layout.swap import holdings
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import release_freed_memory
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.placement import Placement, without
 from mlx_flash.streaming.stream import WeightStream
 
@@ -41,7 +41,7 @@ class Lendable:
     @property
     def nbytes(self) -> int:
         """Memory of a loan in bytes: the array, and the pages around it."""
-        return (-(-self.view.nbytes // DIRECT_ALIGNMENT) + 1) * DIRECT_ALIGNMENT
+        return round_up(self.view.nbytes, DIRECT_ALIGNMENT) + DIRECT_ALIGNMENT
 
 
 @dataclass(slots=True)

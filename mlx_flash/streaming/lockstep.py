@@ -28,15 +28,7 @@ of another model. Other exceptions, such as Ctrl-C, end the pass."""
 
 @dataclass(slots=True)
 class _Call:
-    """A task on its way.
-
-    Attributes:
-        number: of the task, over all lanes.
-        lane: of its lane.
-        greenlet: runs it.
-        place: the unit that it waits for.
-        num_turns: how often it went on.
-    """
+    """A task on its way: its number over all lanes, and the place that it waits for."""
 
     number: int
     lane: int

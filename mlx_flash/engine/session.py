@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
@@ -18,7 +17,6 @@ from mlx_flash.engine.status import PassCounters, Status
 from mlx_flash.engine.tuning import ReadTuner
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.layout.load import ModelLayout
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.buffers import end_limit, limit_buffers
 from mlx_flash.memory.footprint import available_memory, footprint, total_memory
@@ -63,25 +61,16 @@ class Session:
         governor: WriteGovernor,
         progress: Progress | None = None,
     ) -> None:
-        plan, layout, machine = prepared.plan, prepared.layout, prepared.machine
+        plan, machine = prepared.plan, prepared.machine
         parts = ", ".join(f"{words}: {nbytes}" for words, nbytes in plan.parts() if nbytes)
         _log.info("%s starts in a budget of %d bytes: %s", name, plan.budget_bytes, parts)
         self.chain = prepared.chain
         fingerprint = _fingerprint(prepared, name)  # while modules have the classes that they were loaded with
-        self._reader = BackgroundPrefetcher(
-            _files(layout),
-            direct=reads_directly(config.io),
-            read_size=plan.read_size,
-            queue_depth=plan.queue_depth,
-            in_place=machine.reads_in_place,
-            room=partial(_spare_memory, plan.budget_bytes) if config.io == "auto" else lambda: 0,
-        )
+        self._reader = reader = _reader(prepared, config)
         experts = ExpertOptions(machine.exact_tiles, config.expert_lookahead, grows=config.expert_pool_gb is None)
         poison = config.poison_released_slots
-        self.engine = Engine(layout, plan, self._reader, kernel_alignment(), poison, progress, experts)
-        reader = self._reader
-        tuner = _tuner(reader, config, plan)
-        self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats, tuner)
+        self.engine = Engine(prepared.layout, plan, reader, kernel_alignment(), poison, progress, experts)
+        self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats, _tuner(reader, config, plan))
         self.forecast = Forecast(prepared.sizes, config, machine, plan, self.meter)
         self._machine = machine
         self.prefixes: PrefixCache | None = None
@@ -90,16 +79,22 @@ class Session:
         limit_buffers(self, plan.cache_limit)
         self._publisher: Publisher | None = None
         if config.telemetry:
-            status = Status(name, plan, layout, self.engine, counters, kv)
+            status = Status(name, plan, prepared.layout, self.engine, counters, kv)
             status.tell("writes", governor.telemetry)
-            status.tell("budget", FlashManager.of_process().telemetry)
-            status.tell("outlook", self.forecast.telemetry)
-            if self.chain is not None:
-                status.tell("ranks", RankMeter(self.chain, counters, lambda: reader.stats).telemetry)
-            if self.prefixes is not None:
-                status.tell("prefixes", self.prefixes.telemetry)
-            self._publisher = Publisher(status.collect)
-            self._publisher.start()
+            self._publisher = self._published(status, counters)
+
+    def _published(self, status: Status, counters: PassCounters) -> Publisher:
+        """Publish the state for flash-monitor."""
+        reader = self._reader
+        status.tell("budget", FlashManager.of_process().telemetry)
+        status.tell("outlook", self.forecast.telemetry)
+        if self.chain is not None:
+            status.tell("ranks", RankMeter(self.chain, counters, lambda: reader.stats).telemetry)
+        if self.prefixes is not None:
+            status.tell("prefixes", self.prefixes.telemetry)
+        publisher = Publisher(status.collect)
+        publisher.start()
+        return publisher
 
     def end(self) -> None:
         """Stop everything that has a thread or a file; modules keep what they hold."""
@@ -123,6 +118,19 @@ def _fingerprint(prepared: Prepared, name: str) -> str | None:
     return prepared.fingerprint + changes
 
 
+def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
+    plan = prepared.plan
+    records = [record for unit in prepared.layout.units for p in unit.large for record in p.records]
+    return BackgroundPrefetcher(
+        sorted({record.extent.path for record in records}),
+        direct=reads_directly(config.io),
+        read_size=plan.read_size,
+        queue_depth=plan.queue_depth,
+        in_place=prepared.machine.reads_in_place,
+        room=partial(_spare_memory, plan.budget_bytes) if config.io == "auto" else lambda: 0,
+    )
+
+
 def _tuner(reader: BackgroundPrefetcher, config: FlashConfig, plan: ResidencyPlan) -> ReadTuner | None:
     """Return trials of buffered and of smaller reads; None where the way is set, or little is read at once."""
     is_set = config.io != "auto" or config.read_size_mb is not None
@@ -136,8 +144,3 @@ def _tuner(reader: BackgroundPrefetcher, config: FlashConfig, plan: ResidencyPla
 def _spare_memory(budget_bytes: int) -> int:
     """Return the bytes of memory that neither this process's budget nor other programs need."""
     return available_memory() - max(0, budget_bytes - footprint()) - int(FREE_SHARE * total_memory())
-
-
-def _files(layout: ModelLayout) -> list[Path]:
-    paths = {record.extent.path for unit in layout.units for p in unit.large for record in p.records}
-    return sorted(paths)

@@ -20,7 +20,7 @@ class SwappedClass:
 def swap_class(module: nn.Module, mixin: type[SwappedClass], state: object) -> None:
     """Give a module a subclass of its own class, whose calls the mixin answers. :func:`restore_class` undoes it."""
     object.__setattr__(module, _STATE, state)
-    object.__setattr__(module, "__class__", _mixed(cast(Hashable, type(module)), cast(Hashable, mixin)))
+    object.__setattr__(module, "__class__", mixed_class(cast(Hashable, type(module)), cast(Hashable, mixin)))
 
 
 def restore_class(module: nn.Module) -> None:
@@ -100,5 +100,6 @@ def clone_tree(module: nn.Module, arrays: Mapping[tuple[int, Any], mx.array]) ->
 
 
 @cache
-def _mixed(cls: Any, mixin: Any) -> Any:
+def mixed_class(cls: Any, mixin: Any) -> Any:
+    """Return a class with the calls of a mixin, and else as another one, whose name it has."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})

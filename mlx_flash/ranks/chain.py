@@ -10,7 +10,7 @@ compute other tokens unnoticed.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,6 +25,7 @@ from mlx.utils import tree_map
 from mlx_flash.errors import StreamedWeightsError
 from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.load import ModelLayout, Unit, iter_parameters
+from mlx_flash.layout.swap import mixed_class
 from mlx_flash.ranks.peers import Peers
 from mlx_flash.ranks.shares import runs
 from mlx_flash.ranks.spread import Spread
@@ -74,7 +75,7 @@ class Chain(Spread):
         for number, layer in enumerate(layers):
             following = owners[number + 1] if number + 1 < len(owners) else None
             object.__setattr__(layer, _STATE, _Link(number, owners[number], following, self))
-            object.__setattr__(layer, "__class__", _ranked(type(layer)))
+            object.__setattr__(layer, "__class__", mixed_class(cast(Hashable, type(layer)), cast(Hashable, RankLayer)))
 
     def close(self) -> None:
         """Give the layers their own classes back."""
@@ -231,11 +232,6 @@ def _file_without_data() -> mx.array:
 def _trap(like: mx.array) -> mx.array:
     """Return an array that raises when it is evaluated."""
     return mx.broadcast_to(_file_without_data().astype(like.dtype), like.shape)
-
-
-@cache
-def _ranked(cls: Any) -> Any:
-    return type(cls.__name__, (RankLayer, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def _part(layout: ModelLayout, own: Sequence[nn.Module], others: Sequence[nn.Module]) -> ModelLayout:

@@ -25,11 +25,11 @@ from mlx_flash.compat.generation import (
     stock_stream_generate,
     with_names,
 )
+from mlx_flash.engine.guesses import GuessedRows
 from mlx_flash.kv.views import can_be_viewed
 from mlx_flash.model import FlashLLM
-from mlx_flash.speculation.decoder import Decoder
 from mlx_flash.speculation.draft import Draft
-from mlx_flash.speculation.guesses import MAX_GUESSES, Source
+from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses, Source
 from mlx_flash.speculation.lookup import Lookup
 
 _log = logging.getLogger("mlx_flash")
@@ -150,6 +150,65 @@ def _generate(
                 decoder.logits(number, 0)
                 source.end()
             decoder.take_back()
+
+
+class Decoder:
+    """The logits of tokens that follow each other: those of plain decoding, bit for bit.
+
+    Args:
+        model: the model.
+        cache: the prompt cache, which holds the prompt.
+        source: guesses tokens.
+        most: the most tokens to guess at a time.
+    """
+
+    def __init__(self, model: FlashLLM, cache: list[Any], source: Source, most: int = MAX_GUESSES) -> None:
+        self._model = model
+        self._cache = cache
+        self._guesses = Guesses(source, most)
+        self._tokens: list[int] = []
+        self._rows: GuessedRows | None = None
+        self._num_used = 0
+        self._reason: str | None = None
+
+    def logits(self, token: int, limit: int) -> mx.array:
+        """Add a token to the cache. Return the logits that follow it, ``(1, 1, vocabulary)``.
+
+        Args:
+            token: the token.
+            limit: the most tokens to guess after it.
+        """
+        self._guesses.add(token)
+        if not self.is_guessed(token):
+            self.take_back()
+            self._tokens = [token, *self._guess(limit)]
+            self._rows = self._model.rows(self._tokens, self._cache)
+            del self._tokens[len(self._rows.outputs) :]
+        assert self._rows is not None
+        self._num_used += 1
+        return self._rows.outputs[self._num_used - 1]
+
+    def is_guessed(self, token: int) -> bool:
+        """Return whether a token, as the next one, was guessed and is computed already."""
+        return self._rows is not None and self._tokens[self._num_used :][:1] == [token]
+
+    def take_back(self) -> None:
+        """Take tokens from the cache that were only guessed."""
+        rows, self._rows = self._rows, None
+        num_used, self._num_used = self._num_used, 0
+        if rows is not None and len(self._tokens) > 1:
+            self._guesses.note(len(self._tokens) - 1, num_used - 1)
+            rows.keep(num_used)
+
+    def _guess(self, limit: int) -> Sequence[int]:
+        if not self._guesses.look(limit):
+            return []
+        before, self._reason = self._reason, self._model.refusal(self._cache)
+        if self._reason is None:
+            return self._guesses.take(self._model.times, limit)
+        if self._reason != before:
+            _log.info("no tokens are guessed: %s", self._reason)
+        return []
 
 
 class Chooser:

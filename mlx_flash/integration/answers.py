@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from queue import Queue
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
@@ -23,21 +23,6 @@ _MOST_LOGPROBS = 64
 """More tokens than a client may ask the probabilities of."""
 
 
-class Server(Protocol):
-    """An object that knows the clients of answers."""
-
-    @property
-    def is_stopping(self) -> bool:
-        """True once the server was asked to end."""
-
-    @property
-    def is_shared(self) -> bool:
-        """True if other ranks answer the same requests."""
-
-    def is_left(self, queue: Queue[Any]) -> bool:
-        """Return whether the client of a request is gone."""
-
-
 class Answer:
     """The queue of a request, as mlx-lm's thread sees it.
 
@@ -45,26 +30,35 @@ class Answer:
         queue: where the thread of the client waits.
         request: the request.
         args: its arguments.
-        generator: what answers it.
-        number: of the request.
-
-    Attributes:
         number: of the request.
         is_shared: other ranks answer it too.
+        is_over: returns whether the client of a queue left, or the server was asked to end.
+
+    Attributes:
+        number, is_shared: as given.
         is_alone: it is answered in no batch.
         is_done: mlx-lm computes nothing for it any more.
         length: tokens of the prompt and the longest answer; 0 while unknown.
         tokenized: the tokens as mlx-lm wants them; None while unknown.
     """
 
-    def __init__(self, queue: Queue[Any], request: Any, args: Any, generator: Server, number: int) -> None:
+    def __init__(
+        self,
+        queue: Queue[Any],
+        request: Any,
+        args: Any,
+        number: int,
+        *,
+        is_shared: bool,
+        is_over: Callable[[Queue[Any]], bool],
+    ) -> None:
         self.number = number
         self.queue, self.request, self.args = queue, request, args
         self.is_alone = self.is_done = False
         self.length = 0
         self.tokenized: Any = None
-        self._generator = generator
-        self.is_shared = generator.is_shared
+        self.is_shared = is_shared
+        self._is_over = is_over
         self._context: Any = None
 
     @property
@@ -79,14 +73,14 @@ class Answer:
             ClientLeftError: the client left, or the server stops, while a prompt is computed alone.
         """
         if isinstance(item, GenerationContext):
-            if self._generator.is_shared and self.is_alone:  # computed to its end: other ranks do not see it stop
+            if self.is_shared and self.is_alone:  # computed to its end: other ranks do not see it stop
                 item = copy.copy(item)
             else:
                 self._context = item
-        if self._context is not None and (self._generator.is_stopping or self._generator.is_left(self.queue)):
+        if self._context is not None and self._is_over(self.queue):
             self._context.stop()
         self.is_done = item is None or isinstance(item, Exception)
-        self.is_done = self.is_done or (self.is_stopped and not self._generator.is_shared)
+        self.is_done = self.is_done or (self.is_stopped and not self.is_shared)
         self.queue.put(item)
         if self.is_alone and isinstance(item, tuple) and is_stopped(self._context):
             raise ClientLeftError("nobody waits for this answer any more")

@@ -146,15 +146,13 @@ class SurvivingGenerator(ResponseGenerator):
         """Return whether the client of a request is gone."""
         return queue in self._left
 
+    def _is_over(self, queue: Queue[Any]) -> bool:
+        return self.is_stopping or self.is_left(queue)
+
     def join(self) -> None:
         """Wait for the end of the thread. On other ranks than 0 that is all the main thread does."""
         super().join()
         wait_for_end_of_thread(self.native_id)
-
-    @property
-    def is_shared(self) -> bool:
-        """True if other ranks answer the same requests."""
-        return self._ranks is not None
 
     def ask_to_stop(self) -> None:
         """Have the thread end after its next pass, on all ranks."""
@@ -180,7 +178,8 @@ class SurvivingGenerator(ResponseGenerator):
             queue, asked, args = arrived
             self._under_way.add(queue)
             self._num_requests += 1
-            requests.add(Answer(queue, asked, args, self, self._num_requests))
+            number, is_shared = self._num_requests, ranks is not None
+            requests.add(Answer(queue, asked, args, number, is_shared=is_shared, is_over=self._is_over))
         answer = requests.next(self.is_left)
         return None if answer is None else (answer, answer.request, answer.args)
 
@@ -221,7 +220,9 @@ class SurvivingGenerator(ResponseGenerator):
                 if self.model_provider.model is None:
                     raise  # it could not even be loaded
                 logging.exception("a request failed")
-                if self.is_shared and not isinstance(failure, BudgetError | RefusedError):  # those all ranks raise
+                if self._ranks is not None and not isinstance(
+                    failure, BudgetError | RefusedError
+                ):  # those all ranks raise
                     signal.raise_signal(signal.SIGTERM)
                     raise
                 error = failure.with_traceback(None)  # whose frames hold the caches of the requests that failed

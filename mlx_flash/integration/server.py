@@ -220,9 +220,8 @@ class SurvivingGenerator(ResponseGenerator):
                 if self.model_provider.model is None:
                     raise  # it could not even be loaded
                 logging.exception("a request failed")
-                if self._ranks is not None and not isinstance(
-                    failure, BudgetError | RefusedError
-                ):  # those all ranks raise
+                is_raised_by_all = isinstance(failure, BudgetError | RefusedError)
+                if self._ranks is not None and not is_raised_by_all:
                     signal.raise_signal(signal.SIGTERM)
                     raise
                 error = failure.with_traceback(None)  # whose frames hold the caches of the requests that failed

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Generic, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_flash.errors import BudgetError
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, slot_memory
-from mlx_flash.kv.pages import DiskRows
-from mlx_flash.kv.parking import Parking, R, Rows
+from mlx_flash.kv.parking import Parking
 from mlx_flash.kv.ring import SlotRing
+from mlx_flash.kv.rows import OnDisk, Rows
 from mlx_flash.memory.lazy import commits_lazily
 from mlx_flash.memory.pagecache import round_up
 
@@ -49,24 +49,19 @@ class Way(NamedTuple):
     disk_bytes: int = 0
 
 
-class KVBudget(Generic[R]):
+class KVBudget:
     """Sums over all caches of a model. Rows that several caches hold count once.
 
     Args:
         options: the settings.
         layers: every layer of every cache.
-        on_disk: the layers whose rows are on disk.
+        on_disk: those whose rows are on disk.
         slots: the slots that these layers are computed from.
         parking: the parts that layers share.
     """
 
     def __init__(
-        self,
-        options: KVOptions,
-        layers: Collection[R],
-        on_disk: Mapping[R, DiskRows],
-        slots: SlotRing,
-        parking: Parking[R],
+        self, options: KVOptions, layers: Collection[Rows], on_disk: OnDisk, slots: SlotRing, parking: Parking
     ) -> None:
         self._options = options
         self._layers = layers
@@ -85,7 +80,7 @@ class KVBudget(Generic[R]):
         arrays = sum(array.nbytes for rows in self._layers for array in rows.memory.arrays)
         return arrays + self._parking.shared_bytes() + self._slots.nbytes
 
-    def victim(self, asking: R | None, used: Mapping[int, int]) -> R | None:
+    def victim(self, asking: Rows | None, used: Mapping[int, int]) -> Rows | None:
         """Return the layer to evict next: of the sequence used longest ago, and far from those that were evicted.
 
         Args:
@@ -95,14 +90,14 @@ class KVBudget(Generic[R]):
         layers = [r for r in self._layers if r not in self._on_disk and (r.memory.length or r is asking)]
         return min(layers, key=lambda r: (used.get(r.group, 0), _spread(r.index), r.index), default=None)
 
-    def _disk_overhead(self, new: Mapping[R, int] = MappingProxyType({})) -> int:
+    def _disk_overhead(self, new: Mapping[Rows, int] = MappingProxyType({})) -> int:
         """Return the memory of layers on disk: slots for the largest, and the last tokens of each."""
         if not self._on_disk:
             return self._slots.held
         tails = sum(disk.tail_bytes for disk in self._on_disk.values())
         return max(self.slots_needed(new), self._slots.held) + tails
 
-    def slots_needed(self, new: Mapping[R, int]) -> int:
+    def slots_needed(self, new: Mapping[Rows, int]) -> int:
         """Return the bytes of all slots, for the largest layer on disk after new tokens came to some."""
         layers = [(disk, new.get(rows, 0)) for rows, disk in self._on_disk.items()]
         slot = max((self._slot_bytes(disk.layout, disk.length + more) for disk, more in layers), default=0)
@@ -114,25 +109,25 @@ class KVBudget(Generic[R]):
             return slot_memory(layout.slot_bytes(round_up(tokens, self._options.step)))
         return layout.slot_bytes(self._options.slot_tokens(tokens))
 
-    def grows(self, rows: R, new: Sequence[mx.array]) -> bool:
+    def grows(self, rows: Rows, new: Sequence[mx.array]) -> bool:
         """Return whether new tokens of a layer take more memory."""
         if rows not in self._on_disk:
             return rows.memory.takes_more(new[0].shape[2])
         step = self._options.step
         return round_up(rows.length, step) != round_up(rows.length + new[0].shape[2], step)
 
-    def needed(self, rows: R, new: Sequence[mx.array]) -> int:
+    def needed(self, rows: Rows, new: Sequence[mx.array]) -> int:
         """Return the peak memory while new tokens come to one layer."""
         is_on_disk = rows in self._on_disk
         others = sum(layer.memory.held for layer in self._layers if layer is not rows)
         num_new = new[0].shape[2] if new else 0
-        nbytes = token_bytes(rows) or sum(array.nbytes for array in new) // max(1, num_new)
+        nbytes = rows.token_bytes or sum(array.nbytes for array in new) // max(1, num_new)
         mine = 0 if is_on_disk else rows.memory.held
         if not is_on_disk and num_new and rows.memory.takes_more(num_new):  # the old buffers, and the new ones
             mine += nbytes * rows.memory.capacity_after(num_new)
         return others + mine + self._parking.shared_bytes() + self._disk_overhead({rows: num_new})
 
-    def needed_for(self, coming: Mapping[R, Coming]) -> int:
+    def needed_for(self, coming: Mapping[Rows, Coming]) -> int:
         """Return the peak memory while new tokens come to some layers, one layer after another."""
         new = {rows: max(0, each.held - rows.length) for rows, each in coming.items()}
         within = [rows for rows in coming if rows not in self._on_disk]
@@ -149,7 +144,7 @@ class KVBudget(Generic[R]):
         others = sum(rows.memory.held for rows in self._layers if rows not in held)
         return others + sum(held.values()) + moved + shared + self._disk_overhead(new)
 
-    def for_call(self, coming: Mapping[R, Coming]) -> int:
+    def for_call(self, coming: Mapping[Rows, Coming]) -> int:
         """Return the peak memory while a call, or several in lockstep, add tokens, with layers where they are."""
         needed = self.needed_for(coming)
         dropping = [rows for rows, each in coming.items() if each.held < rows.length + each.num_new]
@@ -158,15 +153,15 @@ class KVBudget(Generic[R]):
         return needed
 
     def coming(
-        self, layers: Sequence[R], num_new: Sequence[int], step: int, row_bytes: Sequence[int]
-    ) -> dict[R, Coming]:
+        self, layers: Sequence[Rows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]
+    ) -> dict[Rows, Coming]:
         """Return the tokens that a call adds to layers; its arguments are those of :meth:`KVPool.admit`."""
         return {
-            rows: Coming(token_bytes(rows) or nbytes, new, self._options.held_tokens(rows.length + new, step))
+            rows: Coming(rows.token_bytes or nbytes, new, self._options.held_tokens(rows.length + new, step))
             for rows, new, nbytes in zip(layers, num_new, row_bytes, strict=True)
         }
 
-    def way(self, coming: Mapping[R, Coming], step: int, limit: int) -> Way:
+    def way(self, coming: Mapping[Rows, Coming], step: int, limit: int) -> Way:
         """Return how a call stays within a limit.
 
         Args:
@@ -194,9 +189,9 @@ class KVBudget(Generic[R]):
         # nothing can be evicted
         return Way(max(0, min(least, needed + under_way * bool(self._on_disk)) - limit))
 
-    def least(self, coming: Mapping[R, Coming], num_slots: int) -> int:
+    def least(self, coming: Mapping[Rows, Coming], num_slots: int) -> int:
         """Return the memory needed with every layer on disk after new tokens came to some."""
-        every = {rows: coming[rows].nbytes if rows in coming else token_bytes(rows) for rows in self._layers}
+        every = {rows: coming[rows].nbytes if rows in coming else rows.token_bytes for rows in self._layers}
         every = {rows: nbytes for rows, nbytes in every.items() if nbytes}
         lengths = {rows: coming[rows].held if rows in coming else rows.length for rows in every}
         step = self._options.step
@@ -206,12 +201,6 @@ class KVBudget(Generic[R]):
         }
         slot = slot_memory(max((room[rows] * nbytes for rows, nbytes in every.items()), default=0) + SLOT_PADDING)
         return num_slots * slot + step * sum(every.values())
-
-
-def token_bytes(rows: Rows) -> int:
-    """Return the bytes of a token in a layer; 0 before the first one."""
-    layout = rows.layout
-    return 0 if layout is None else layout.token_bytes
 
 
 def no_room(needed: int, tokens: int, budget_bytes: int) -> BudgetError:

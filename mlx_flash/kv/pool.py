@@ -16,59 +16,24 @@ import mlx.core as mx
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.budget import Coming, Way
-from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import DiskRows
 from mlx_flash.kv.residence import Residence
-from mlx_flash.kv.shared import Lineage
+from mlx_flash.kv.rows import Rows
 from mlx_flash.memory.footprint import release_freed_memory
 
 
-class LayerRows:
-    """The rows of one layer's cache, in memory or on disk. Made by :meth:`KVPool.new_rows`.
-
-    Attributes:
-        memory: the rows while they are in memory; empty while they are on disk.
-        group: number of the list of caches that the layer belongs to.
-        index: its place in that list.
-        lineage: the layers with the same first tokens.
-    """
+class LayerRows(Rows):
+    """The rows of one layer's cache, with what changes them. Made by :meth:`KVPool.new_rows`."""
 
     def __init__(self, pool: KVPool, group: int, index: int) -> None:
-        self.memory = MemoryRows(pool.options)
-        self.group = group
-        self.index = index
-        self.lineage = Lineage(self)
+        super().__init__(pool.options, pool.on_disk, group, index)
         self._pool: Callable[[], KVPool] = lambda: pool  # hides other caches from a search for arrays in attributes
 
     @property
     def pool(self) -> KVPool:
         """The pool that the layer belongs to."""
         return self._pool()
-
-    @property
-    def disk(self) -> DiskRows | None:
-        """The rows on disk; None while they are in memory."""
-        return self.pool.on_disk.get(self)
-
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return (self.disk or self.memory).length
-
-    @property
-    def layout(self) -> RowLayout | None:
-        """Layout of the rows; None before the first ones."""
-        if (disk := self.disk) is not None:
-            return disk.layout
-        examples = self.memory.examples
-        return RowLayout.of(examples, self.pool.options.step) if examples else None
-
-    @property
-    def is_parked(self) -> bool:
-        """True when the rows are in memory only as parts that copies may share."""
-        return bool(self.memory.parts)
 
     def append(self, new: Sequence[mx.array]) -> list[mx.array]:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all tokens.
@@ -139,7 +104,7 @@ class LayerRows:
             return other
 
 
-class KVPool(Residence[LayerRows]):
+class KVPool(Residence):
     """The order in which the caches of a model are used, and the room that calls need.
 
     Args:
@@ -170,7 +135,7 @@ class KVPool(Residence[LayerRows]):
         self._layers.add(rows)
         return rows
 
-    def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
+    def make_room(self, rows: Rows, new: Sequence[mx.array]) -> None:
         """Evict layers to disk until the memory, with new tokens of one layer, fits the budget.
 
         Raises:
@@ -183,7 +148,7 @@ class KVPool(Residence[LayerRows]):
         if self.budget_bytes is not None and not (new and not self._sums.grows(rows, new)):
             self._make_fit(lambda: self._sums.needed(rows, new), rows.group, rows, new)
 
-    def make_room_for_copy(self, rows: LayerRows, group: int) -> None:
+    def make_room_for_copy(self, rows: Rows, group: int) -> None:
         """Evict layers to disk until a copy of one layer, in a list of its own, fits the budget.
 
         Raises:
@@ -207,7 +172,7 @@ class KVPool(Residence[LayerRows]):
         if sum(self.park_idle(rows) for rows in self._layers if rows.group in previous):
             release_freed_memory()
 
-    def park_idle(self, rows: LayerRows) -> bool:
+    def park_idle(self, rows: Rows) -> bool:
         """Park a layer if it is idle, that saves memory, and the copy has room. Return whether it was parked."""
         pays = rows.group not in self._current_groups and self.parking.pays(rows)
         if not pays or self.memory_bytes + self.parking.copied_bytes(rows) > self._limit:
@@ -216,7 +181,7 @@ class KVPool(Residence[LayerRows]):
         return True
 
     def admit(
-        self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int], limit: int
+        self, layers: Sequence[Rows], num_new: Sequence[int], step: int, row_bytes: Sequence[int], limit: int
     ) -> int:
         """Prepare a call, or several in lockstep: evict layers before it takes memory, and set what it may take.
 
@@ -248,17 +213,17 @@ class KVPool(Residence[LayerRows]):
         return 0
 
     def missing(
-        self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int], limit: int
+        self, layers: Sequence[Rows], num_new: Sequence[int], step: int, row_bytes: Sequence[int], limit: int
     ) -> int:
         """Return what :meth:`admit` would. Changes nothing."""
         return self._way(self._sums.coming(layers, num_new, step, row_bytes), step, limit).missing
 
-    def _way(self, coming: Mapping[LayerRows, Coming], step: int, limit: int) -> Way:
+    def _way(self, coming: Mapping[Rows, Coming], step: int, limit: int) -> Way:
         way = self._sums.way(coming, step, limit)
         self._files.check_room(way.disk_bytes)
         return way
 
-    def growth(self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]) -> int:
+    def growth(self, layers: Sequence[Rows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]) -> int:
         """Return the bytes that a call adds to the memory of all caches if no layer is evicted."""
         needed = self._sums.for_call(self._sums.coming(layers, num_new, step, row_bytes))
         return max(0, needed + self.under_way_bytes * bool(self.on_disk) - self.memory_bytes)

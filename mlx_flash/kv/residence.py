@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Generic
 
 import mlx.core as mx
 
@@ -13,14 +12,14 @@ from mlx_flash.kv.budget import KVBudget, no_room
 from mlx_flash.kv.files import PageFiles
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import DiskRows
-from mlx_flash.kv.parking import Parking, R
+from mlx_flash.kv.parking import Parking
 from mlx_flash.kv.ring import SlotRing
+from mlx_flash.kv.rows import OnDisk, Rows
 from mlx_flash.kv.stats import KVStats, KVUsage
 from mlx_flash.memory.footprint import release_freed_memory
 
 
-class Residence(Generic[R]):
+class Residence:
     """The budget, files and slots of a model's caches, and the eviction of layers to disk.
 
     Args:
@@ -42,12 +41,12 @@ class Residence(Generic[R]):
         self.options = options
         self.budget_bytes = options.budget_bytes
         self.under_way_bytes = 0
-        self.on_disk: weakref.WeakKeyDictionary[R, DiskRows] = weakref.WeakKeyDictionary()
+        self.on_disk: OnDisk = weakref.WeakKeyDictionary()
         self.stats = KVStats()
         self.usage = KVUsage()
         self.ring = SlotRing(options, self.stats)
-        self._layers: weakref.WeakSet[R] = weakref.WeakSet()
-        self.parking = Parking(self._layers, self.on_disk, options.step)
+        self._layers: weakref.WeakSet[Rows] = weakref.WeakSet()
+        self.parking = Parking(self._layers, options.step)
         self._sums = KVBudget(options, self._layers, self.on_disk, self.ring, self.parking)
         self._files = PageFiles(options, count_written)
         self._used: dict[int, int] = {}
@@ -70,7 +69,7 @@ class Residence(Generic[R]):
         self.usage = KVUsage(*sizes, stats.num_spilled, stats.wait_seconds)
         return self.usage
 
-    def _make_fit(self, needed: Callable[[], int], group: int, rows: R, new: Sequence[mx.array]) -> None:
+    def _make_fit(self, needed: Callable[[], int], group: int, rows: Rows, new: Sequence[mx.array]) -> None:
         """Free memory until a need fits. Raises: BudgetError, WriteError."""
         self._free(needed, group, rows, new)
         num_new = new[0].shape[2] if new else 0
@@ -82,7 +81,7 @@ class Residence(Generic[R]):
             raise no_room(nbytes, rows.length + num_new, self.budget_bytes or 0)
 
     def _free(
-        self, needed: Callable[[], int], group: int, asking: R | None = None, new: Sequence[mx.array] = ()
+        self, needed: Callable[[], int], group: int, asking: Rows | None = None, new: Sequence[mx.array] = ()
     ) -> None:
         """Free memory until a need fits, or nothing is left that can go to disk. ``asking`` has new tokens."""
         while needed() > self._limit:
@@ -100,7 +99,7 @@ class Residence(Generic[R]):
     def _limit(self) -> float:
         return inf if self.budget_bytes is None else self.budget_bytes - self.under_way_bytes
 
-    def _spill(self, rows: R, new: Sequence[mx.array]) -> None:
+    def _spill(self, rows: Rows, new: Sequence[mx.array]) -> None:
         others = [(disk, length) for other, length in rows.lineage.relatives() if (disk := other.disk)]
         disk = self._files.write(rows.memory, new, others)
         rows.memory = MemoryRows(self.options)

@@ -1,0 +1,68 @@
+"""The rows of one layer's cache: where they are, and what else begins with them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from mlx_flash.kv.layout import RowLayout
+from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pages import DiskRows
+from mlx_flash.kv.shared import Lineage
+
+
+class Rows:
+    """The rows of one layer, in memory or on disk.
+
+    Args:
+        options: the settings.
+        on_disk: the layers of all caches whose rows are on disk.
+        group: number of the list of caches that the layer belongs to.
+        index: its place in that list.
+
+    Attributes:
+        memory: the rows while they are in memory; empty while they are on disk.
+        group, index: as given.
+        lineage: the layers with the same first tokens.
+    """
+
+    def __init__(self, options: KVOptions, on_disk: OnDisk, group: int, index: int) -> None:
+        self.memory = MemoryRows(options)
+        self.group = group
+        self.index = index
+        self.lineage = Lineage(self)
+        self._step = options.step
+        self._on_disk: Callable[[], OnDisk] = lambda: on_disk  # hides other caches from a search for arrays
+
+    @property
+    def disk(self) -> DiskRows | None:
+        """The rows on disk; None while they are in memory."""
+        return self._on_disk().get(self)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return (self.disk or self.memory).length
+
+    @property
+    def layout(self) -> RowLayout | None:
+        """Layout of the rows; None before the first ones."""
+        if (disk := self.disk) is not None:
+            return disk.layout
+        examples = self.memory.examples
+        return RowLayout.of(examples, self._step) if examples else None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token; 0 before the first one."""
+        layout = self.layout
+        return 0 if layout is None else layout.token_bytes
+
+    @property
+    def is_parked(self) -> bool:
+        """True when the rows are in memory only as parts that copies may share."""
+        return bool(self.memory.parts)
+
+
+OnDisk = weakref.WeakKeyDictionary[Rows, DiskRows]

@@ -14,7 +14,8 @@ from queue import SimpleQueue
 
 from zoo.compare import Outcome, compare
 
-SPAWN = multiprocessing.get_context("spawn")
+FORKS = multiprocessing.get_context("forkserver")
+"""Of a server process that has computed nothing; in the tests, it has imported mlx-lm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,8 @@ class Worker:
 
     def _ready(self) -> Connection:
         if self._connection is None:
-            self._connection, theirs = SPAWN.Pipe()
-            self._process = SPAWN.Process(target=self._target, args=(theirs,), daemon=True)
+            self._connection, theirs = FORKS.Pipe()
+            self._process = FORKS.Process(target=self._target, args=(theirs,), daemon=True)
             self._process.start()
             theirs.close()
         return self._connection

@@ -8,10 +8,10 @@ import importlib.util
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 MAKE_RANDOM_MODEL = Path(__file__).resolve().parents[1] / "scripts" / "make_random_model.py"
 VOCAB_SIZE = 1000
+Computed = TypeVar("Computed", bound=Callable[..., Any])
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -202,6 +203,23 @@ def run(model: Any, chunks: Sequence[Sequence[int]]) -> list[mx.array]:
         outputs.append(model(mx.array([list(chunk)]), cache=cache))
         mx.eval(outputs[-1], [entry.state for entry in cache])
     return outputs
+
+
+def computed_once(function: Computed) -> Computed:
+    """Keep the results of a function for numbers, paths and lists of numbers. With samplers and the like, call it."""
+    kept: dict[Any, Any] = {}
+
+    @functools.wraps(function)
+    def look_up(*args: Any, **options: Any) -> Any:
+        given = [tuple(value) if isinstance(value, list) else value for value in (*args, *options.values())]
+        if not all(isinstance(value, int | Path | tuple) for value in given):
+            return function(*args, **options)
+        key = (*given, *options)
+        if key not in kept:
+            kept[key] = function(*args, **options)
+        return kept[key]
+
+    return cast(Computed, look_up)
 
 
 PREFILL_AND_DECODE = ([5, 17, 900, 3, 3, 42, 64, 99, 128, 7, 21], [12], [999], [0], [512, 4, 8])

@@ -21,7 +21,7 @@ from mlx_flash import FlashLLM, load_model
 from mlx_flash.batching import RowGenerator
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.layout.arrays import arrays_in
-from models import LLAMA, same_bits, save, stock
+from models import LLAMA, computed_once, same_bits, save, stock
 from test_model import config, streamed_whole
 from test_rows import MODELS, PROMPTS, STEP, Directories, directories
 
@@ -31,6 +31,7 @@ Tokens = list[tuple[int, mx.array]]
 TOKENIZER = SimpleNamespace(eos_token_ids=[], decode=lambda tokens: " ".join(map(str, tokens)))
 
 
+@computed_once
 def alone(directory: Path, prompt: Sequence[int], max_tokens: int = 5, **options: Any) -> Tokens:
     """Return the tokens of stock mlx-lm, and their log probabilities."""
     options = {"prefill_step_size": STEP, **options}

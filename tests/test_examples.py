@@ -107,7 +107,7 @@ def served(command: list[str], port: int, log: Path) -> Iterator[None]:
     """Start a server, and end it afterwards."""
     process = children.start(*command, files=(Path(os.devnull), log, log))
     try:
-        for _ in range(600):
+        while True:
             with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
                 break
             assert process.is_alive(), log.read_text()

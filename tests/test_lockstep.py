@@ -24,7 +24,7 @@ from mlx_flash import FlashLLM, apply_flash_patch, load_model, remove_flash_patc
 from mlx_flash.compat.generation import current_generate_steps, stock_generate_step, stock_speculative_generate_step
 from mlx_flash.errors import ReadError
 from mlx_flash.generation import speculative_generate_step
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed_once, same_bits, save, stock
 from test_model import config, streamed_whole
 
 STEP = 16
@@ -44,6 +44,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return get
 
 
+@computed_once
 def by_mlx_lm(directory: Path, prompt: list[int], max_tokens: int = 6, **options: Any) -> list[tuple[int, mx.array]]:
     model = stock(directory)
     mx.random.seed(3)
@@ -228,7 +229,8 @@ def test_a_model_that_uses_an_entry_again_is_computed_in_order(
         return cast(mx.array, self.norm(h))
 
     monkeypatch.setattr(LlamaModel, "__call__", forward)
-    expected = by_mlx_lm(directories("llama"), PROMPT, prefill_step_size=STEP)
+    options = {"max_tokens": 6, "prefill_step_size": STEP}
+    expected = list(stock_generate_step(mx.array(PROMPT), stock(directories("llama")), **options))
     with streamed_whole(directories("llama")) as model:
         for _ in range(2):
             got = list(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=6, prefill_step_size=STEP))

@@ -34,7 +34,7 @@ from mlx_flash.errors import (
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, open_direct
 from mlx_flash.storage import ranges as ranges_module
 from mlx_flash.storage.placement import Placement, place
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket, _Gate
 from mlx_flash.storage.ranges import RETRIES
 from mlx_flash.storage.safetensors import Extent, TensorRecord
 
@@ -405,23 +405,31 @@ def test_ticket_of_small_segments_uses_all_threads(shard: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("urgent", [False, True])
-def test_cancelled_task_does_not_go_on_with_its_next_segment(
-    shard: Path, replace_preadv: Replace, urgent: bool
-) -> None:
+def test_cancelled_task_does_not_go_on_with_its_next_segment(shard: Path, urgent: bool) -> None:
+    """The first read goes on until the task is cancelled, and a little longer."""
     write_file(shard, 100 * PAGE)
     load = apart(shard, [PAGE] * 9)
     reader = open_reader(shard, read_size=100 * PAGE, queue_depth=1)
     offsets: list[int] = []
-    replace_preadv(slowly(0.1))
-    replace_preadv(failing(errno.EIO, 0, offsets))
-    ticket = load.submit(reader, urgent=urgent)
-    while not offsets:
-        time.sleep(0.001)
-    ticket.cancel()
-    load.soil()
-    time.sleep(0.25)
-    load.check_soiled()
-    assert len(offsets) == reader.stats.num_reads == 1
+    cancelled, real, shut = threading.Event(), os.preadv, _Gate.shut
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        offsets.append(offset)
+        cancelled.wait(20)
+        time.sleep(0.1)
+        return real(fd, buffers, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Gate, "shut", lambda gate: (cancelled.set(), shut(gate)))
+        patch.setattr(ranges_module.os, "preadv", preadv)
+        ticket = load.submit(reader, urgent=urgent)
+        while not offsets:
+            time.sleep(0.001)
+        ticket.cancel()
+        load.soil()
+        time.sleep(0.25)
+        load.check_soiled()
+        assert len(offsets) == reader.stats.num_reads == 1
     load.check(reader)
 
 

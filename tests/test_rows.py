@@ -18,7 +18,7 @@ from mlx_flash.errors import BudgetError, ReadError
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.residency.plan import Pool, Streaming
 from mlx_flash.residency.sizes import measure
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed_once, same_bits, save, stock
 from test_model import config, streamed_whole
 from zoo import configuration
 
@@ -48,6 +48,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
     return get
 
 
+@computed_once
 def solo(directory: Path, prompt: Sequence[int]) -> list[mx.array]:
     """Return the logits of each token that stock mlx-lm computes."""
     model: Any = stock(directory)

@@ -569,7 +569,7 @@ def test_machine_forwards_signals(number: signal.Signals) -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=10)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == (9 if number == signal.SIGINT else 128 + number)
     assert report_of(stderr)["status"] == str(process.returncode)
 

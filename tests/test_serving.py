@@ -56,7 +56,7 @@ def running(log: Path, *command: str, forks: bool = True) -> Iterator[Server]:
     program = command if command[0] == "-c" else ("-m", *command)
     process = children.start(*program, "--port", port, files=(Path(os.devnull), log, log), forks=forks)
     try:
-        for _ in range(600):
+        while True:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
                 break
             assert process.is_alive(), log.read_text()

@@ -17,7 +17,7 @@ from mlx_flash import DiskKVCache, FlashLLM, ReadError, load_model
 from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
 from mlx_flash.generation import speculative_generate_step
 from mlx_flash.speculation.pace import Times
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed_once, same_bits, save, stock
 from test_model import config, streamed_whole
 from zoo import configuration
 
@@ -66,6 +66,7 @@ def free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 Found = list[tuple[int, mx.array]]
 
 
+@computed_once
 def by_mlx_lm(directory: Path, max_tokens: int = NUM_TOKENS, **options: Any) -> Found:
     model = stock(directory)
     mx.random.seed(3)

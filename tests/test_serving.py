@@ -216,10 +216,12 @@ def sent(server: Server, options: dict[str, Any]) -> socket.socket:
 
 
 def test_a_refusal_does_not_wait_for_others(streaming: Server) -> None:
-    with sent(streaming, {}), sent(streaming, {"seed": 1}):  # the second one waits, because it is in no batch
-        time.sleep(1)
-        with pytest.raises(openai.APIStatusError, match=r"need [\d.]+ MB .* --ram-budget-gb"):
-            chat(streaming, "Hi", max_tokens=10_000_000)
+    with sent(streaming, {"stream": True}) as first:
+        assert first.recv(100)  # the batch is under way: a request that is in none has to wait
+        with sent(streaming, {"seed": 1}):
+            time.sleep(1)
+            with pytest.raises(openai.APIStatusError, match=r"need [\d.]+ MB .* --ram-budget-gb"):
+                chat(streaming, "Hi", max_tokens=10_000_000)
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +15,7 @@ from pathlib import Path
 import mlx.nn as nn
 
 from mlx_flash.errors import CheckpointError, IndexFileError
-from mlx_flash.files import read_regular
-from mlx_flash.forks import finalize
+from mlx_flash.files import PrivateFolder, cache_directory, read_regular
 from mlx_flash.layout.load import ModelLayout, iter_parameters
 from mlx_flash.ranks.peers import Peers
 from mlx_flash.storage.safetensors import INDEX_NAME, MAX_METADATA_BYTES, Checkpoint, read_shard
@@ -109,6 +106,7 @@ class RankFolder:
     path: Path
     missing: list[set[str]]
     rank: int
+    private: PrivateFolder | None = None
     _stand_ins: list[Path] = field(default_factory=list)
 
     @property
@@ -176,8 +174,8 @@ def complete_folder(directory: Path, peers: Peers) -> RankFolder:
         headers[name] = peers.data(_header_of(directory / name) if owner == peers.rank else b"", owner)
     found = RankFolder(directory, missing, peers.rank)
     if not found.is_complete:
-        found.path = Path(tempfile.mkdtemp(prefix="mlx-flash-rank-"))
-        finalize(found, shutil.rmtree, found.path, True)
+        found.private = PrivateFolder(cache_directory() / "ranks", "headers of other ranks")
+        found.path = found.private.path
         _fill(found, directory, {name: (headers[name], sizes[name]) for name in missing[peers.rank]})
     return found
 

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
+import children
 from mlx_flash.errors import CheckpointNotFoundError, ReadError
 from mlx_flash.files import cache_directory
 from mlx_flash.storage import probe
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher
 from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, disk_profile, probe_disk
+from models import save
 from test_reader import descriptors, num_cached_pages, reader_threads, write_file
+from zoo import configuration
 
 SAMPLE = 1 << 20
 CANDIDATES = ((64 << 10, 2), (128 << 10, 4), (300_000, 2))
@@ -210,6 +213,22 @@ def test_profile_of_a_small_file_is_not_stored(small: Path, probed: list[bool]) 
     disk_profile(small, True)
     assert probed == [True, True]
     assert not cache_directory().exists()
+
+
+LOAD_AT_LEAST = """
+import sys
+from mlx_flash import FlashConfig, load_model
+from mlx_flash.memory.footprint import peak_footprint
+model = load_model(sys.argv[1], FlashConfig(ram_budget_gb="min"))[0]
+print(peak_footprint(), model.plan.budget_bytes)
+"""
+
+
+def test_probe_of_a_small_file_stays_within_the_least_budget(tmp_path: Path) -> None:
+    done = children.run("-c", LOAD_AT_LEAST, save(tmp_path / "mamba", configuration("mamba") | {"vocab_size": 64_000}))
+    assert done.returncode == 0, done.stderr.decode()
+    peak, budget = map(int, done.stdout.split())
+    assert peak <= budget
 
 
 def test_other_entries_are_kept(big: Path, probed: list[bool]) -> None:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mlx_flash.files import temporary_file
@@ -26,6 +26,9 @@ are enough for the fastest."""
 
 SAMPLE_BYTES = 64 << 20
 """Bytes that are read for each candidate, at another place of the file each time."""
+
+SMALL_READ_SIZE = 1 << 20
+"""Read size for small files. Their models have small budgets, which the probe's buffers must not exceed."""
 
 ROUNDS = 2
 """Measurements of each candidate. The better one counts, since other programs may use the disk."""
@@ -85,10 +88,11 @@ def sample_in(folder: Path) -> Iterator[Path]:
 
 
 def probe_disk(path: Path, direct: bool) -> DiskProfile:
-    """Measure a disk, in about half a second at 1 GB/s. A small file is read once, with the default settings."""
+    """Measure a disk, in about half a second at 1 GB/s. A small file is read once, and gets the default settings."""
     nbytes = path.stat().st_size
     if nbytes < 2 * SAMPLE_BYTES:
-        return _measure(path, direct, DEFAULT_READ_SIZE, DEFAULT_QUEUE_DEPTH, 0, nbytes)
+        found = _measure(path, direct, SMALL_READ_SIZE, DEFAULT_QUEUE_DEPTH, 0, nbytes)
+        return replace(found, read_size=DEFAULT_READ_SIZE)
     trials = [candidate for _ in range(ROUNDS) for candidate in CANDIDATES]
     best: DiskProfile | None = None
     for i, (read_size, queue_depth) in enumerate(trials):

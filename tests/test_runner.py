@@ -76,7 +76,10 @@ def test_list_finds_downloaded_models(
     (tmp_path / "datasets--someone--words" / "snapshots" / "only").mkdir(parents=True)
     monkeypatch.setattr(models, "scan_cache_dir", lambda: scan_cache_dir(tmp_path))
     assert cli.main(["list", "--ram-budget-gb", "2"]) == 0
-    assert "someone/small" in (text := capsys.readouterr().out) and "in memory" in text
+    text = capsys.readouterr().out
+    assert "someone/small" in text and "in memory" in text and "planned with a budget of 2.00 GB" in text
+    assert cli.main(["list", "--ram-budget-gb", "0.01"]) == 0
+    assert "needs " in capsys.readouterr().out
     (found,) = answer(capsys, "list")["models"]
     assert found["folder"].endswith("new")
 

@@ -119,12 +119,19 @@ def _weight_bytes(folder: Path) -> int:
 
 
 def _table(models: Sequence[Model], outcomes: Sequence[Outcome]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("model", "size", "runs", "budget", "tokens/s", "read per token"):
+    """Return a table in which the name of a repository has room on 80 columns."""
+    budgets = {size(outcome.budget_bytes or 0) for outcome in outcomes if outcome.tokens_per_second is not None}
+    caption = f"planned with a budget of {budgets.pop()}" if len(budgets) == 1 else None
+    table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
+    for heading in ("model", "size", "runs", "tokens/s"):
         table.add_column(heading, justify="left" if heading in ("model", "runs") else "right", overflow="fold")
     for model, outcome in zip(models, outcomes, strict=True):
-        nbytes = outcome.budget_bytes
-        budget = "-" if nbytes is None else f"{'from ' * (outcome.way == 'too large')}{size(nbytes)}"
-        read = "-" if outcome.read_bytes is None else size(outcome.read_bytes) if outcome.read_bytes else "nothing"
-        table.add_row(model.name, size(model.bytes), outcome.way, budget, rate(outcome.tokens_per_second), read)
+        runs = f"needs {size(outcome.budget_bytes)}" if outcome.why and outcome.budget_bytes else outcome.way
+        table.add_row(_short(model.name), size(model.bytes), runs, rate(outcome.tokens_per_second))
     return table
+
+
+def _short(name: str) -> str:
+    """Return a folder's name with ``~`` for the home folder."""
+    home = str(Path.home())
+    return f"~{name[len(home) :]}" if name.startswith(f"{home}/") else name

@@ -86,7 +86,11 @@ def make_model(
         resident_bytes=MB,
         cache=CacheSizes(token_bytes=1700 * len(layers)),
         activations=ActivationSizes(
-            per_token=100_000, scores_per_pair=192, logits_per_token=4 * rows, embedding_per_token=8192
+            per_token=100_000,
+            scores_per_pair=192,
+            unfused_per_pair=192,
+            logits_per_token=4 * rows,
+            embedding_per_token=8192,
         ),
     )
 
@@ -167,6 +171,7 @@ def models(draw: Any) -> ModelSizes:
         activations=ActivationSizes(
             per_token=draw(st.integers(0, 500_000)),
             scores_per_pair=draw(st.sampled_from([0, 96, 384])),
+            unfused_per_pair=384,
             logits_per_token=4 * max([unit.num_rows or 0 for unit in [*heads, *tables]], default=0),
             embedding_per_token=draw(st.integers(0, 32_768)),
         ),

@@ -141,6 +141,11 @@ def _num_states(entry: Any) -> int:
     return len({id(array) for leaf in leaves for array in arrays_in(leaf)})
 
 
+def num_growing(entries: Sequence[Any]) -> int:
+    """Return the number of caches that grow in steps, as keys and values do."""
+    return sum(isinstance(getattr(leaf, "step", None), int) for leaf in entries_of(entries))
+
+
 def parts_of(entry: Any) -> list[Any]:
     """Return an entry and the caches in it."""
     return [entry, *entries_of([entry])]

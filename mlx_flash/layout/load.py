@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
+from mlx_flash.compat.attention import AttentionCall
 from mlx_flash.compat.loading import LoadModel, ModelClasses, model_classes
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError
 from mlx_flash.files import check_regular
@@ -160,6 +161,8 @@ class ModelLayout:
         cache: sizes of the model's cache.
         cache_entries: its entries, and the modules that use each of them.
         experts: the stacks of experts in the layers, in calling order.
+        attention: the calls of MLX's attention that the model makes.
+        has_own_attention: whether layers compute attention scores themselves.
     """
 
     layers: list[Unit]
@@ -171,6 +174,8 @@ class ModelLayout:
     cache: CacheSizes = field(default_factory=CacheSizes)
     cache_entries: list[CacheEntry] = field(default_factory=list)
     experts: list[ExpertStack] = field(default_factory=list)
+    attention: tuple[AttentionCall, ...] = ()
+    has_own_attention: bool = False
 
     @property
     def units(self) -> list[Unit]:

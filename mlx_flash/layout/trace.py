@@ -17,8 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_flash.compat.attention import AttentionCall, observed_attention
 from mlx_flash.compat.experts import is_expert_stack
-from mlx_flash.layout.cachesizes import CacheEntry, CacheMeter, parts_of
+from mlx_flash.layout.cachesizes import CacheEntry, CacheMeter, num_growing, parts_of
 from mlx_flash.layout.load import Parameter
 from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, state_of, swap_class
 
@@ -54,12 +55,17 @@ class CallTrace:
         users: of each array that was used, the ``id`` of every module that was being called at all of its uses.
         cache_entries: entries of the model's cache, and the modules that were given each of them.
         routes: of each module that was called with tokens and the experts for them, what came before.
+        attention: the calls of MLX's attention for two tokens.
+        has_own_attention: whether layers compute scores themselves: there are fewer calls than growing caches, or masks
+            that differ by head.
     """
 
     called: dict[int, nn.Module]
     users: dict[Place, frozenset[int]]
     cache_entries: list[CacheEntry] = field(default_factory=list)
     routes: dict[int, Route] = field(default_factory=dict)
+    attention: tuple[AttentionCall, ...] = ()
+    has_own_attention: bool = False
 
     def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
         """Return True if a module is called, and arrays are used during its calls only."""
@@ -188,7 +194,12 @@ def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
         model(mx.zeros((1, 1), mx.int32), cache=cache)
         compiled = once - set(called)
         meter.note_first()
-        model(mx.zeros((1, 2), mx.int32), cache=cache)
+        with observed_attention() as attention:
+            model(mx.zeros((1, 2), mx.int32), cache=cache)
+        watch.trace.attention = tuple(attention)
+        watch.trace.has_own_attention = len(attention) < num_growing(cache) or any(
+            call.has_own_scores for call in attention
+        )
         watch.trace.cache_entries = [
             CacheEntry(sizes, frozenset().union(*(watch.given.get(id(part), ()) for part in parts_of(entry))))
             for entry, sizes in zip(cache, meter.sizes(), strict=True)

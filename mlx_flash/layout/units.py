@@ -60,6 +60,8 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         cache=add_sizes([entry.sizes for entry in tree.trace.cache_entries]),
         cache_entries=tree.trace.cache_entries,
         experts=find_experts(layers, tree.parameters, tree.trace),
+        attention=tree.trace.attention,
+        has_own_attention=tree.trace.has_own_attention,
     )
 
 

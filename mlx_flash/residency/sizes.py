@@ -15,6 +15,7 @@ from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, trunk_of
 from mlx_flash.layout.load import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.residency.attention import bytes_per_pair, unfused_bytes_per_pair
 from mlx_flash.storage.placement import padded_bytes, place_groups
 
 _DEFAULT_EXPERTS = 8
@@ -98,25 +99,29 @@ class ActivationSizes:
         per_token: intermediate results of the widest layer, for each new token.
         scores_per_pair: attention scores for each pair of a new token and a token in context; 0 where the back end
             never stores them.
+        unfused_per_pair: the same where keys are quantized, which no fused kernel takes.
         logits_per_token: one row of the output head.
         embedding_per_token: one row of the embedding tables.
     """
 
     per_token: int
     scores_per_pair: int
+    unfused_per_pair: int
     logits_per_token: int
     embedding_per_token: int
 
-    def nbytes(self, num_tokens: int, context_length: int, *, all_logits: bool) -> int:
+    def nbytes(self, num_tokens: int, context_length: int, *, all_logits: bool, fused: bool = True) -> int:
         """Return the bytes for one call.
 
         Args:
             num_tokens: new tokens, over all sequences.
             context_length: tokens each of them attends to.
             all_logits: whether the head is computed for every new token, or only for the last.
+            fused: whether keys and values are not quantized.
         """
         rows = 4 + (num_tokens if all_logits else 1)  # sampling makes copies of the last one
-        scores = self.scores_per_pair * num_tokens * max(context_length, num_tokens)
+        per_pair = self.scores_per_pair if fused else self.unfused_per_pair
+        scores = per_pair * num_tokens * max(context_length, num_tokens)
         return num_tokens * (self.per_token + self.embedding_per_token) + scores + rows * self.logits_per_token
 
     def waiting_bytes(self, num_tokens: int) -> int:
@@ -296,9 +301,10 @@ def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes
     top_k = {id(p): stack.top_k for stack in layout.experts for p in stack.unit.large}
     default = config.get("num_experts_per_tok") or _DEFAULT_EXPERTS
     widths = [sum(_outputs(p, top_k.get(id(p), default)) for p in unit.large) for unit in layout.layers]
-    # The CPU back end's attention stores scores and their softmax; the GPU ones compute both in fast memory.
-    num_heads = next((config[key] for key in _NUM_HEADS if config.get(key)), 1)
-    scores = 3 * num_heads if mx.default_device() == mx.cpu else 0
+    tried = bytes_per_pair(layout.attention)
+    num_heads = max((call.num_heads for call in layout.attention), default=0)
+    num_heads = num_heads or next((config[key] for key in _NUM_HEADS if config.get(key)), 1)
+    unfused = max(tried, unfused_bytes_per_pair(num_heads, itemsize))
     heads = [int(unit.module["weight"].shape[0]) for unit in [*layout.heads, *layout.embeddings]]
     rows = sum(p.nbytes // p.array.shape[0] for unit in layout.embeddings for p in unit.large)
     states = _SCAN_COPIES * layout.cache.largest_scan
@@ -306,7 +312,8 @@ def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes
         states += 2 * layout.cache.largest_state
     return ActivationSizes(
         per_token=2 * itemsize * max(widths, default=0) + states,
-        scores_per_pair=scores * itemsize,
+        scores_per_pair=unfused if layout.has_own_attention else tried,
+        unfused_per_pair=unfused,
         logits_per_token=max(heads, default=0) * max(itemsize, 4),
         embedding_per_token=2 * rows,
     )

@@ -1,0 +1,55 @@
+"""The memory that attention takes for its scores, found by trying.
+
+A back end's fused kernels store none, but have them for some head sizes, masks and lengths only. Elsewhere scores are
+stored once or several times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cache
+
+import mlx.core as mx
+
+from mlx_flash.compat.attention import AttentionCall
+
+_TOKENS, _CONTEXT = 16, 512
+"""Size of the trial: more new tokens than kernels for decoding take, and a few hundred kilobytes of scores."""
+
+_MARGIN = 1.25
+"""The allocator leaves holes between arrays that grow with the context."""
+
+_UNFUSED_COPIES, _MASK_BYTES = 3, 2
+"""Scores that attention without MLX's kernel holds, before and after the mask and their softmax; and two masks."""
+
+
+def bytes_per_pair(calls: Iterable[AttentionCall]) -> int:
+    """Return the bytes for each pair of a new token and a token in context, for the call that takes most."""
+    return math.ceil(_MARGIN * max((_tried(call) for call in set(calls)), default=0.0))
+
+
+def unfused_bytes_per_pair(num_heads: int, itemsize: int) -> int:
+    """Return the bytes for each pair where a model computes scores itself, or with quantized keys."""
+    return _UNFUSED_COPIES * num_heads * itemsize + _MASK_BYTES
+
+
+@cache
+def _tried(call: AttentionCall) -> float:
+    """Return the bytes for each pair that a call takes with zeros. Resets MLX's peak of active memory."""
+    queries = mx.zeros((1, call.num_heads, _TOKENS, call.key_size), call.dtype)
+    keys = mx.zeros((1, call.num_kv_heads, _CONTEXT, call.key_size), call.dtype)
+    values = mx.zeros((1, call.num_kv_heads, _CONTEXT, call.value_size), call.dtype)
+    sinks = mx.zeros((call.num_heads,), call.dtype) if call.has_sinks else None
+    mx.eval(queries, keys, values, *([] if sinks is None else [sinks]))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mask: str | mx.array | None
+    if isinstance(call.mask, tuple):
+        dtype, leading = call.mask
+        mask = mx.zeros((*leading, _TOKENS, _CONTEXT), dtype)
+    else:
+        mask = call.mask
+    found = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask, sinks=sinks)
+    mx.eval(found)
+    return max(0, mx.get_peak_memory() - before - found.nbytes) / (_TOKENS * _CONTEXT)

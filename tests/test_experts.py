@@ -33,7 +33,7 @@ from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.rows import PooledStacks
 from mlx_flash.experts.slots import ABSENT
 from mlx_flash.layout.experts import trunk_of
-from mlx_flash.layout.load import ModelLayout
+from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import SlotArena, kernel_alignment
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT

@@ -15,7 +15,7 @@ import children
 import zoo
 from mlx_flash import FlashConfig
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.layout.load import ExpertStack, ModelLayout
+from mlx_flash.layout.parts import ExpertStack, ModelLayout
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.sizes import ExpertSizes, measure

@@ -28,7 +28,8 @@ from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.convert.pack import pack
 from mlx_flash.experts.trace import RoutingTrace
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.layout.load import ExpertStack, load_lazily
+from mlx_flash.layout.load import load_lazily
+from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.prefixes.pages import Blob
 from mlx_flash.prefixes.store import PrefixStore
 from mlx_flash.residency.speed import Speed, load_speed, save_speed

@@ -13,7 +13,7 @@ import numpy as np
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import ReadError
-from mlx_flash.layout.load import ModelLayout, Parameter
+from mlx_flash.layout.parts import ModelLayout, Parameter
 from mlx_flash.memory.pagecache import drop_cached, open_buffered
 from mlx_flash.storage.placement import Segment
 

@@ -19,7 +19,7 @@ from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.loading import current_load_model
 from mlx_flash.errors import CheckpointError, ReadError
 from mlx_flash.layout.arrays import arrays_in
-from mlx_flash.layout.load import ModelLayout, Unit
+from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.layout.swap import own_class
 from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.model import FlashLLM

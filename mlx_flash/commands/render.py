@@ -11,7 +11,7 @@ from rich.table import Table
 
 from mlx_flash.commands.report import BATCH_SIZES, PROMPT_LENGTHS, GenerationReport
 from mlx_flash.config import GB
-from mlx_flash.layout.load import ModelLayout, Unit
+from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.monitor.words import DISK_LIMITS, SLOW, counted, duration, rate, size, speed
 from mlx_flash.residency.plan import MB, Pool, ResidencyPlan, in_mb
 

@@ -15,7 +15,7 @@ from mlx_flash import __version__
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.experts.slots import ExpertStats
 from mlx_flash.kv.stats import KVUsage
-from mlx_flash.layout.load import ModelLayout
+from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan

@@ -30,7 +30,8 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import CheckpointError, FileChangedError, WriteError
 from mlx_flash.files import write_atomically
-from mlx_flash.layout.load import ModelLayout, load_config
+from mlx_flash.layout.load import load_config
+from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import available_memory
 from mlx_flash.monitor.words import counted, duration, size

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from statistics import mean, median
 
-from mlx_flash.layout.load import ModelLayout, Parameter, Unit
+from mlx_flash.layout.parts import ModelLayout, Parameter, Unit
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.storage.placement import place
 from mlx_flash.storage.safetensors import Checkpoint, TensorRecord

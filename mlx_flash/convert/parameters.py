@@ -12,7 +12,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_flash.convert.writer import TensorSpec
-from mlx_flash.layout.load import LoadedModel, bind, iter_parameters
+from mlx_flash.layout.load import LoadedModel, iter_parameters
+from mlx_flash.layout.parts import bind
 from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
 
 _DTYPES = {

@@ -17,7 +17,7 @@ from mlx_flash.experts.rows import make_pooled
 from mlx_flash.experts.slots import pool_layer
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.experts import trunk_of
-from mlx_flash.layout.load import ExpertStack, ModelLayout, Parameter, Unit
+from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.layout.swap import SwappedClass, clone_with, remember, restore_class, swap_class
 from mlx_flash.memory.arena import Arena
 from mlx_flash.residency.plan import Pool, ResidencyPlan

@@ -13,7 +13,7 @@ from mlx_flash.compat.callers import is_load_adapters, is_save_model
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.errors import StreamedWeightsError
-from mlx_flash.layout.load import ModelLayout
+from mlx_flash.layout.parts import ModelLayout
 
 T = TypeVar("T")
 

@@ -20,7 +20,8 @@ from mlx_flash.engine.engine import Progress
 from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError, ConfigError
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of
 from mlx_flash.layout.identity import ModelIdentity
-from mlx_flash.layout.load import LoadedModel, ModelLayout, iter_parameters, load_config, load_lazily
+from mlx_flash.layout.load import LoadedModel, iter_parameters, load_config, load_lazily
+from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import layers_of, make_layout
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.ranks.chain import Chain

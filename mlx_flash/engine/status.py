@@ -13,7 +13,7 @@ from mlx_flash.engine.engine import Engine
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.stats import KVUsage
 from mlx_flash.layout.experts import trunk_of
-from mlx_flash.layout.load import ModelLayout, Unit
+from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.memory.footprint import footprint, peak_footprint
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.plan import ResidencyPlan

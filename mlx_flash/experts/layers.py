@@ -19,7 +19,7 @@ from mlx_flash.experts.eviction import Mask, Numbers
 from mlx_flash.experts.lookahead import Guess, GuessedError, Lookahead
 from mlx_flash.experts.rows import PooledStacks, Routing, is_whole, join_rows
 from mlx_flash.experts.stage import Stage
-from mlx_flash.layout.load import ExpertStack
+from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.swap import SwappedClass, state_of, swap_class
 from mlx_flash.streaming.stream import WeightStream
 

@@ -21,7 +21,7 @@ from mlx_flash.compat.experts import SORTED_SIZE
 from mlx_flash.experts.eviction import Numbers
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.slots import ABSENT
-from mlx_flash.layout.load import ExpertStack
+from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.swap import SwappedClass, own_class, state_of, swap_class
 from mlx_flash.layout.trace import scores_of
 from mlx_flash.streaming.stream import GuessEndedError, WeightStream

@@ -13,7 +13,7 @@ import numpy as np
 
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.slots import PoolLayer, stack_layers
-from mlx_flash.layout.load import ExpertStack
+from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.swap import clone_tree, own_class
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.stacks import StackArena

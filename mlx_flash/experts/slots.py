@@ -14,7 +14,7 @@ import numpy as np
 
 from mlx_flash.experts.eviction import Expert, Mask, Numbers, Uses
 from mlx_flash.layout.experts import place_experts
-from mlx_flash.layout.load import ExpertStack
+from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.stacks import StackArena
 from mlx_flash.storage.placement import Piece, RowPlacement, Segment

@@ -13,7 +13,7 @@ import numpy as np
 from mlx_flash.errors import WriteError
 from mlx_flash.experts.rows import Routing
 from mlx_flash.files import write_at
-from mlx_flash.layout.load import ExpertStack
+from mlx_flash.layout.parts import ExpertStack
 
 FORMAT = 1
 

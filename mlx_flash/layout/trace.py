@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash.compat.attention import AttentionCall, observed_attention
 from mlx_flash.compat.experts import is_expert_stack
 from mlx_flash.layout.cachesizes import CacheEntry, CacheMeter, num_growing, parts_of
-from mlx_flash.layout.load import Parameter
+from mlx_flash.layout.parts import Parameter
 from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, state_of, swap_class
 
 Place = tuple[int, Any]

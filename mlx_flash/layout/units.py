@@ -13,15 +13,8 @@ import mlx.nn as nn
 from mlx_flash.errors import CheckpointError
 from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.experts import find_experts
-from mlx_flash.layout.load import (
-    LoadedModel,
-    ModelLayout,
-    Parameter,
-    Unit,
-    is_embedding,
-    is_linear,
-    iter_parameters,
-)
+from mlx_flash.layout.load import LoadedModel, iter_parameters
+from mlx_flash.layout.parts import ModelLayout, Parameter, Unit, is_embedding, is_linear
 from mlx_flash.layout.trace import rehearse
 
 SMALL_BYTES = 64 * 1024

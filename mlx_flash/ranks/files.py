@@ -16,7 +16,8 @@ import mlx.nn as nn
 
 from mlx_flash.errors import CheckpointError, IndexFileError
 from mlx_flash.files import PrivateFolder, cache_directory, read_regular
-from mlx_flash.layout.load import ModelLayout, iter_parameters
+from mlx_flash.layout.load import iter_parameters
+from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.ranks.peers import Peers
 from mlx_flash.storage.safetensors import INDEX_NAME, MAX_METADATA_BYTES, Checkpoint, read_shard
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.errors import BudgetError, FlashError, PeerError
-from mlx_flash.layout.load import ModelLayout
+from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.ranks.peers import Peers
 
 NUM_SPEEDS = 3

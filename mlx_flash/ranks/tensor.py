@@ -16,7 +16,8 @@ import mlx.nn as nn
 
 from mlx_flash.compat.arrays import collectives
 from mlx_flash.errors import ConfigError, StreamedWeightsError
-from mlx_flash.layout.load import LoadedModel, ModelLayout, iter_parameters
+from mlx_flash.layout.load import LoadedModel, iter_parameters
+from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.sources import Sources
 from mlx_flash.ranks.peers import Peers
 from mlx_flash.ranks.spread import Spread

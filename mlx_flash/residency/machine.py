@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.files import cache_directory, free_bytes
-from mlx_flash.layout.load import ModelLayout
+from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.swap import clone_with
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import available_memory, footprint, release_freed_memory, total_memory

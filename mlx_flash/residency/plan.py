@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.layout.load import ModelLayout
+from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.residency.kv import PROMISED_CONTEXT, KVShare
 from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes
 from mlx_flash.residency.speed import Speed

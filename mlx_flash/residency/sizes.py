@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_flash.compat.caches import CACHE_STEP as CACHE_STEP
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, trunk_of
-from mlx_flash.layout.load import ExpertStack, ModelLayout, Parameter, Unit
+from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.attention import bytes_per_pair, unfused_bytes_per_pair
 from mlx_flash.storage.placement import padded_bytes, place_groups

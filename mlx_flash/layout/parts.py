@@ -1,0 +1,172 @@
+"""The parts of a model that are read, kept and computed: parameters, units, stacks of experts, and their layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_flash.compat.attention import AttentionCall
+from mlx_flash.layout.cachesizes import CacheEntry, CacheSizes
+from mlx_flash.storage.safetensors import TensorRecord
+
+
+@dataclass(slots=True, eq=False)
+class Parameter:
+    """One array of the module tree.
+
+    Attributes:
+        name: its path in the model, such as ``model.layers.3.mlp.down_proj.weight``.
+        container: the module, dict or list that holds the array.
+        key: under which key or index.
+        array: the lazily loaded array; never evaluated while its bytes are streamed.
+        records: where its bytes lie, one after another: several for a stack, none when mlx-lm computed it.
+    """
+
+    name: str
+    container: dict[str, Any] | list[Any]
+    key: Any
+    array: mx.array
+    records: tuple[TensorRecord, ...] = ()
+
+    @property
+    def record(self) -> TensorRecord | None:
+        """Place of its bytes, if that is one run of bytes of a file."""
+        return self.records[0] if len(self.records) == 1 else None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the array in bytes."""
+        return int(self.array.nbytes)
+
+    def bind(self, array: mx.array) -> None:
+        """Make the module use another array of the same shape and dtype."""
+        bind(self.container, self.key, array)
+
+
+def bind(container: dict[Any, Any] | list[Any], key: Any, array: mx.array) -> None:
+    """Put an array into a module, dict or list; a module does not look at it."""
+    if isinstance(container, dict):
+        dict.__setitem__(container, key, array)
+    else:
+        container[key] = array
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """A module whose large parameters are made resident together.
+
+    Attributes:
+        name: the module's path in the model.
+        module: the module.
+        large: the parameters worth streaming: direct and not small.
+        small: the rest, always resident.
+    """
+
+    name: str
+    module: nn.Module
+    large: list[Parameter] = field(default_factory=list)
+    small: list[Parameter] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the large parameters."""
+        return sum(parameter.nbytes for parameter in self.large)
+
+    @property
+    def num_rows(self) -> int | None:
+        """Output rows, for a module that can be computed row tile by row tile."""
+        if not (is_linear(self.module) or is_embedding(self.module)) or not all(p.record for p in self.large):
+            return None
+        return int(self.module["weight"].shape[0])
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return True if a module computes what mlx's linear layers do; other classes may compute something else."""
+    return _computes_as(module, nn.Linear, nn.QuantizedLinear)
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Return True if a module looks rows up as mlx's embeddings do."""
+    return _computes_as(module, nn.Embedding, nn.QuantizedEmbedding)
+
+
+def _computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    return isinstance(module, kinds) and any(type(module).__call__ is kind.__call__ for kind in kinds)
+
+
+@dataclass(slots=True, eq=False)
+class ExpertStack:
+    """A module that computes each token with the experts it is told.
+
+    Attributes:
+        unit: the module; every array below it has one row an expert.
+        num_experts: how many experts there are.
+        top_k: how many of them compute each token.
+        block: the module that calls it and whose router chooses, if it is called with nothing but the tokens.
+        norm: the module that makes the input of ``block``.
+        router: what ``block`` uses before it calls the experts.
+        gate: the module in ``block`` that returns the scores of the experts, if one does.
+    """
+
+    unit: Unit
+    num_experts: int
+    top_k: int
+    block: nn.Module | None
+    norm: nn.Module | None
+    router: list[Parameter]
+    gate: nn.Module | None
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert that are not in memory always."""
+        return self.unit.nbytes // self.num_experts
+
+
+@dataclass(slots=True, eq=False)
+class ModelLayout:
+    """A model, split into what can be streamed and how.
+
+    Attributes:
+        layers: one unit a layer, in the order of ``model.layers``; called whole.
+        heads: linear layers outside of them, such as ``lm_head``; can be computed row tile by row tile.
+        embeddings: tables outside of them; a lookup needs a few rows.
+        resident: every other array of the model, constants such as RoPE tables included.
+        tied: names of the embeddings that serve as the head too.
+        finer: ways to cut the layers into smaller units, each finer than the one before: attention and MLP, then their
+            parts. What a cut leaves over stays in memory. In calling order; parameters are those of the layers.
+        cache: sizes of the model's cache.
+        cache_entries: its entries, and the modules that use each of them.
+        experts: the stacks of experts in the layers, in calling order.
+        attention: the calls of MLX's attention that the model makes.
+        has_own_attention: whether layers compute attention scores themselves.
+    """
+
+    layers: list[Unit]
+    heads: list[Unit]
+    embeddings: list[Unit]
+    resident: list[Parameter]
+    tied: set[str]
+    finer: list[list[Unit]] = field(default_factory=list)
+    cache: CacheSizes = field(default_factory=CacheSizes)
+    cache_entries: list[CacheEntry] = field(default_factory=list)
+    experts: list[ExpertStack] = field(default_factory=list)
+    attention: tuple[AttentionCall, ...] = ()
+    has_own_attention: bool = False
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units."""
+        return [*self.layers, *self.heads, *self.embeddings]
+
+    def cut(self, number: int) -> list[Unit]:
+        """Return the units of a cut: 0 for whole layers, ``i`` for ``finer[i - 1]``."""
+        return (self.layers, *self.finer)[number]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        small = [parameter for unit in self.units for parameter in unit.small]
+        return sum(unit.nbytes for unit in self.units) + sum(p.nbytes for p in [*small, *self.resident])

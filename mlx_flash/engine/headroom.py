@@ -65,7 +65,7 @@ class Lane:
     def active_bytes(self, sizes: ActivationSizes) -> int:
         """Return the memory of intermediate results while the lane computes."""
         logits = self.call.num_tokens * sizes.logits_per_token if self.step and self.call.wants_logits else 0
-        fused = not any(isinstance(entry, QuantizedKVCache | DiskQuantizedKVCache) for entry in self._entries)
+        fused = not any(isinstance(entry, QuantizedKVCache) for entry in self._entries)
         wants_logits = self.call.wants_logits
         return logits + sizes.nbytes(self.num_at_once, self.context, all_logits=wants_logits, fused=fused)
 

@@ -259,7 +259,7 @@ def save_adapter(directory: Path, base: Path, kind: str, num_layers: int) -> Pat
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_equal_resident(tmp_path: Path, kind: str, bits: int | None) -> None:
-    base = save(tmp_path / "base", {**LLAMA, "intermediate_size": 512}, mx.bfloat16, bits=bits)
+    base = save(tmp_path / "base", {**LLAMA, "intermediate_size": 512}, mx.float32 if bits else mx.bfloat16, bits=bits)
     adapter = save_adapter(tmp_path / "adapter", base, kind, 3)
     resident = mlx_lm.utils.load_adapters(stock(base), str(adapter))
     resident.eval()

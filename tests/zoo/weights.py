@@ -50,7 +50,7 @@ VARIANTS = {
     "4bit-fp32": Variant(mx.float32, bits=4),
     "4bit-g64": Variant(bits=4, group_size=64),
     "8bit": Variant(bits=8),
-    "mixed": Variant(bits=4, mixed=True),
+    "mixed": Variant(mx.float32, bits=4, mixed=True),
     "mxfp4": Variant(bits=4, mode="mxfp4"),
     "mxfp8": Variant(bits=8, mode="mxfp8"),
     "nvfp4": Variant(bits=4, group_size=16, mode="nvfp4"),

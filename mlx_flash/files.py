@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from mlx_flash.errors import WriteError
 from mlx_flash.forks import finalize
@@ -46,10 +45,13 @@ def make_private(folder: Path) -> None:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes on the disk of a directory, which need not exist yet."""
-    found = path.absolute()
-    while not found.exists():
-        found = found.parent
-    return shutil.disk_usage(found).free
+    return shutil.disk_usage(nearest(path)).free
+
+
+def nearest(path: Path) -> Path:
+    """Return a path, or the innermost folder on the way to it that exists."""
+    path = path.absolute()
+    return next(found for found in (path, *path.parents) if found.exists())
 
 
 def open_regular(path: Path, flags: int = 0) -> int:
@@ -162,9 +164,7 @@ class AtomicFile:
     def __enter__(self) -> AtomicFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self.commit()

@@ -238,5 +238,5 @@ class FlashLLM(ModelFacade):
     def __enter__(self) -> FlashLLM:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

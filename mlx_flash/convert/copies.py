@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_flash.convert.writer import write_errors
-from mlx_flash.files import PARTIAL_SUFFIX, cache_directory, make_private, open_locked, write_atomically
+from mlx_flash.files import PARTIAL_SUFFIX, cache_directory, make_private, nearest, open_locked, write_atomically
 
 MANIFEST_NAME = "copy.json"
 
@@ -200,7 +200,7 @@ class Room:
 
     def __init__(self, needed: int, fingerprint: str, limit: int | None) -> None:
         copies = list_copies()
-        usage = shutil.disk_usage(_nearest(derived_directory()))
+        usage = shutil.disk_usage(nearest(derived_directory()))
         if limit is None:
             room = usage.free - int(usage.total * FREE_SHARE)
         else:
@@ -225,11 +225,6 @@ class Room:
                 _log.info("removed %s, the packed copy of %s, to make room", copy.folder, copy.source)
                 self._excess -= copy.nbytes
         return self._excess <= 0
-
-
-def _nearest(path: Path) -> Path:
-    """The innermost folder on the way to a path that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def remove_older(source: str, fingerprint: str) -> None:

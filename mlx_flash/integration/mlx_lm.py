@@ -11,7 +11,6 @@ import logging
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
@@ -70,9 +69,7 @@ class FlashPatch:
     def __enter__(self) -> FlashPatch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _put_in_force(self._previous)
 
 

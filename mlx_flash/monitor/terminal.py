@@ -10,7 +10,7 @@ import termios
 import time
 import tty
 from collections.abc import Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -42,9 +42,7 @@ class Terminal:
             self._console.show_cursor(False)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._keys is not None and self._saved is not None:
             termios.tcsetattr(self._keys, termios.TCSADRAIN, self._saved)
         if self._in_place:

@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from mlx_flash.files import nearest
+
 NETWORK = {"9p", "afpfs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "lustre", "nfs", "nfs4", "smb3", "smbfs", "webdav"}
 """File systems whose bytes come over a network."""
 
@@ -53,10 +55,7 @@ class Disk:
 
 def disk_of(path: Path) -> Disk:
     """Return the disk that holds a path, which need not exist yet."""
-    found = path.expanduser().absolute()
-    while not found.exists():
-        found = found.parent
-    found = found.resolve()
+    found = nearest(path.expanduser()).resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if found.is_relative_to(part.mountpoint)]
     part = max(mounts, key=lambda part: len(Path(part.mountpoint).parts), default=None)
     device, mount, kind = ("?", "/", "?") if part is None else (part.device, part.mountpoint, part.fstype)

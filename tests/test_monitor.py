@@ -583,13 +583,16 @@ ENGINE = """
 import sys, time
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_flash import FlashConfig, load_model
-from mlx_flash.engine.prepare import prepare
+from mlx_flash import BudgetError, FlashConfig, load_model
 from mlx_flash.streaming.stream import WeightStream
 acquire = WeightStream.acquire
 WeightStream.acquire = lambda *args: (time.sleep(0.005), acquire(*args))[1]  # a slow disk: the processor is free
-least = prepare(sys.argv[1], FlashConfig(ram_budget_gb="min", context_length=256)).plan.minimum_bytes
-model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=least / 1e9 + 0.003, context_length=256))
+model, least = None, 0
+while model is None:  # planning grows the process, and so what it needs at least
+    try:
+        model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=least / 1e9 + 0.003, context_length=256))
+    except BudgetError as error:
+        least = error.minimum_bytes
 print("ready", flush=True)
 while True:
     cache = make_prompt_cache(model)

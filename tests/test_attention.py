@@ -75,4 +75,5 @@ def test_observing_leaves_attention_as_it_was() -> None:
         mx.fast.scaled_dot_product_attention(q, q[:, :2], q[:, :2, :, :4], scale=1.0, mask=mask)
         raise ValueError("stop")
     assert calls == [AttentionCall(4, 2, 8, 4, mx.float32, (mx.float32, (1, 4)))] and calls[0].has_own_scores
+    assert bytes_per_pair(calls) == 0  # not tried
     assert mx.fast.scaled_dot_product_attention is before

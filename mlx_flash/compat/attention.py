@@ -42,7 +42,7 @@ class AttentionCall:
 
     @property
     def has_own_scores(self) -> bool:
-        """True if the mask differs by head: the model computed a part of the scores, and adds them."""
+        """True if the mask differs by head or sequence: the model computed a part of the scores, or cut the tokens."""
         return isinstance(self.mask, tuple) and max(self.mask[1], default=1) > 1
 
 

@@ -25,8 +25,12 @@ _UNFUSED_COPIES, _MASK_BYTES = 3, 2
 
 
 def bytes_per_pair(calls: Iterable[AttentionCall]) -> int:
-    """Return the bytes for each pair of a new token and a token in context, for the call that takes most."""
-    return math.ceil(_MARGIN * max((_tried(call) for call in set(calls)), default=0.0))
+    """Return the bytes for each pair of a new token and a token in context, for the call that takes most.
+
+    Calls with scores of the model's own are not tried: see :func:`unfused_bytes_per_pair`.
+    """
+    tried = (_tried(call) for call in set(calls) if not call.has_own_scores)
+    return math.ceil(_MARGIN * max(tried, default=0.0))
 
 
 def unfused_bytes_per_pair(num_heads: int, itemsize: int) -> int:

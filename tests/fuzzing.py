@@ -29,7 +29,6 @@ import jinja2
 import mlx.core as mx
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import KVCache, save_prompt_cache
-from rich.console import Console
 
 from mlx_flash import FlashConfig, telemetry
 from mlx_flash import config as config_module
@@ -431,7 +430,7 @@ def state(folder: Path) -> Iterator[Case]:
     """A state, shown by the monitor, half of the time after another one. Control characters count as failure."""
     seeds, memory = [JsonSeeds(state) for state in STATES], system_memory()
     args, path = make_parser().parse_args([]), folder / "0-0.json"
-    consoles = [Console(file=io.StringIO(), width=width, legacy_windows=False) for width in (20, 80, 200)]
+    consoles: list[Any] = [SimpleNamespace(width=width, encoding="utf-8") for width in (20, 80, 200)]
     found: list[telemetry.Published] = []
 
     @lru_cache(10_000)
@@ -459,8 +458,8 @@ def state(folder: Path) -> Iterator[Case]:
             check(line.plain)
         with contextlib.redirect_stdout(io.StringIO()) as out:
             print_json(watcher)
-        for line in out.getvalue().splitlines():
-            json.loads(line)
+        (line,) = out.getvalue().splitlines()
+        json.loads(line)
 
     with (
         patch.object(watch, "find", lambda: found),

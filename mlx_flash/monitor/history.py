@@ -156,12 +156,16 @@ class History:
             name: ``"tokens"``, ``"read"`` or ``"footprint"``.
             num_cells: number of parts.
         """
-        cells: list[list[float]] = [[] for _ in range(num_cells)]
+        found: dict[int, list[float]] = {}
         now = self._samples[-1].clock
         for clock, values in self._values:
             if name in values:
-                cells[max(0, num_cells - 1 - int((now - clock) / MINUTE * num_cells))].append(values[name])
-        return [sum(cell) / len(cell) if cell else None for cell in cells]
+                cell = max(0, num_cells - 1 - int((now - clock) / MINUTE * num_cells))
+                found.setdefault(cell, []).append(values[name])
+        cells: list[float | None] = [None] * num_cells
+        for cell, numbers in found.items():
+            cells[cell] = sum(numbers) / len(numbers)
+        return cells
 
     def _rates_now(self) -> Rates:
         state, now, before = self.latest.state, self._samples[-1], self._window_start()

@@ -6,7 +6,8 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import is_dataclass
+from typing import Any
 
 from mlx_flash.monitor.history import History
 from mlx_flash.monitor.system import SystemMemory, system_memory
@@ -104,6 +105,13 @@ def _to_json(history: History, system: SystemMemory) -> Json:
         "clock": published.clock,
         **published.state,
         "idle": history.is_idle(),
-        "rates": asdict(history.rates),
-        "system": asdict(system),
+        "rates": _fields(history.rates),
+        "system": _fields(system),
     }
+
+
+def _fields(value: Any) -> Any:
+    """Return the fields of a dataclass. ``asdict`` would copy each number."""
+    if not is_dataclass(value):
+        return value
+    return {name: _fields(getattr(value, name)) for name in value.__dataclass_fields__}

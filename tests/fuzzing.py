@@ -291,7 +291,7 @@ def modelfile(folder: Path) -> Iterator[Case]:
 
     @cache
     def render(template: str) -> None:
-        with suppress(jinja2.TemplateError, TypeError):
+        with suppress(jinja2.TemplateError, TypeError, RecursionError):
             environment.from_string(template).render(messages=[{"role": "user", "content": "x"}])
 
     def case(dice: random.Random) -> None:

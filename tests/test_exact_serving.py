@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_flash.errors import FlashError
+from mlx_flash.integration.http import UnansweredError
 from mlx_flash.integration.server import SurvivingGenerator
 from test_admission import plan
 from test_kept import LONG, Answer, Served, model, serving, turn
@@ -67,6 +68,25 @@ def test_a_request_that_fails_leaves_the_others_alone(
             wrong.result()
         assert ask(mine, TEXTS[0]) == alone[0]
         assert all(cache for cache in mine.kept)
+
+
+TEMPLATES = {
+    "division": "{{ 1 // 0 }}",
+    "nesting": "{{ " + "[" * 1000 + "]" * 1000 + " }}",
+    "undefined": "{{ no.such.value }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_template_that_fails_leaves_the_server_alive(model: str, alone: list[Answer], name: str) -> None:
+    with serving(model, ram_budget_gb="min", context_length=8192) as mine:
+        assert ask(mine, TEXTS[0]) == alone[0]
+        tokenizer = mine.generator.model_provider.tokenizer._tokenizer
+        right, tokenizer.chat_template = tokenizer.chat_template, TEMPLATES[name]
+        with pytest.raises(UnansweredError):
+            ask(mine, TEXTS[1])
+        tokenizer.chat_template = right
+        assert ask(mine, TEXTS[1]) == alone[1]
 
 
 def test_a_device_that_is_unplugged_and_comes_back(

@@ -16,7 +16,10 @@ from mlx_flash.integration.answers import Answer
 from mlx_flash.integration.followers import ServerRanks
 from mlx_flash.model import FlashLLM
 
-_REQUEST_ERRORS = (FlashError, jinja2.TemplateError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+_REQUEST_ERRORS = (
+    *(FlashError, jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError),
+    *(TypeError, ValueError),
+)
 """Errors of one request while its prompt is made: a chat template may fail in many ways."""
 
 

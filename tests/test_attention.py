@@ -39,6 +39,7 @@ def seen_per_pair(directory: Path, *, quantized: bool = False) -> float:
         mx.eval(model(mx.zeros((1, context), mx.int32), cache=cache))
         tokens = mx.zeros((1, NUM_TOKENS), mx.int32)
         mx.eval(tokens, [entry.state for entry in cache])
+        mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         mx.eval(model(tokens, cache=cache))

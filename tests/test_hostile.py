@@ -17,7 +17,7 @@ from mlx_flash.storage.safetensors import read_checkpoint
 from models import LLAMA, make_random_model, save
 
 
-@pytest.mark.parametrize("content", ["[]", "3", '"x"', "[" * 100_000, '{"a"', "\xff"])
+@pytest.mark.parametrize("content", ["[]", "3", "1" * 5000, '"x"', "[" * 100_000, '{"a"', "\xff"])
 def test_config_that_is_no_object(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
     with pytest.raises(CheckpointError, match=r"config\.json is (not JSON|no JSON object).*Hint"):

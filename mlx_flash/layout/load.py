@@ -8,7 +8,6 @@ parameter: they can be read from the files at any time. Everything else was comp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +63,7 @@ def load_config(directory: Path) -> dict[str, Any]:
         raise CheckpointNotFoundError(f"{path} does not exist. Hint: is {directory} a model directory?") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}. Hint: check who may read it.") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number too long for int(), nested too deep
         raise CheckpointError(f"{path} is not JSON: {error}. Hint: download it again.") from error
     except (TypeError, AttributeError) as error:  # mlx-lm takes what is in the file for an object
         raise CheckpointError(

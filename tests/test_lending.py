@@ -74,7 +74,7 @@ def test_reserved_memory_is_lent_to_experts_and_comes_back(large: Path, monkeypa
     read = {}
     gc.collect()  # arrays of earlier tests
     for lends in (True, False):
-        with load_model(large, FlashConfig(ram_budget_gb=0.212, lend_reserves=lends, **settings))[0] as model:
+        with load_model(large, FlashConfig(ram_budget_gb=0.204, lend_reserves=lends, **settings))[0] as model:
             lending, pool, plan = lending_of_started(model), pool_of(model), model.plan
             cache = make_prompt_cache(model)
             decode(model, cache, 40)

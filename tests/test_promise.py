@@ -39,7 +39,8 @@ def test_a_prompt_beyond_the_plan_runs_at_the_smallest_budget(
     monkeypatch.setattr("mlx_flash.residency.kv.PROMISED_CONTEXT", LENGTH + promise.NUM_TOKENS)
     monkeypatch.setattr(KVOptions, "under_way_bytes", lambda *_: 4096)  # the buffers are larger than tiny caches
     directory = save(tmp_path, MODELS[name])
-    assert prepare(directory, FlashConfig(ram_budget_gb="min")).plan.context_length < LENGTH
+    plan = prepare(directory, FlashConfig(ram_budget_gb="min")).plan
+    assert plan.context_length < LENGTH or not plan.cache.token_bytes + plan.activations.scores_per_pair
     monkeypatch.setattr(promise.Row, "finish", promise.Row.finish)  # the benchmark replaces it
     run = promise.answer(directory, "min", LENGTH)
     assert run["status"] == "ok", run

@@ -6,7 +6,7 @@ import errno
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +127,17 @@ def test_a_stale_slot_is_found(folder: Callable[[str], Path], monkeypatch: pytes
 
 
 def test_a_flipped_byte_of_an_expert_is_found(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    finish, spoiled = ExpertPool._finish, []
+    wait_any, spoiled = ExpertPool.wait_any, []
 
-    def finish_and_flip(self: ExpertPool, key: Any, ticket: Any) -> None:
-        finish(self, key, ticket)
-        if not spoiled:
-            spoiled.append(key)
-            piece = self.layers[key[0]].placement.segments[key[1]][0].pieces[0]
-            flip(self.slots.memory(int(self.slot_of[key[0]][key[1]])), piece.buffer_offset + 3)
+    def wait_and_flip(self: ExpertPool, layer: int, experts: Sequence[int]) -> Sequence[int]:
+        came = wait_any(self, layer, experts)
+        if came and not spoiled:
+            spoiled.append((layer, came[0]))
+            piece = self.layers[layer].placement.segments[came[0]][0].pieces[0]
+            flip(self.slots.memory(int(self.slot_of[layer][came[0]])), piece.buffer_offset + 3)
+        return came
 
-    monkeypatch.setattr(ExpertPool, "_finish", finish_and_flip)
+    monkeypatch.setattr(ExpertPool, "wait_any", wait_and_flip)
     status, receipt = verified(folder("qwen3_moe"), "--expert-pool-gb", 0.003, "-m", 1)
     assert spoiled and status == EXIT_DIFFERS and not receipt["is_exact"]
 

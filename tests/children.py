@@ -41,12 +41,17 @@ def run(
     env: Mapping[str, str] = {},
     cwd: Path = ROOT,
     timeout: float = 120,
+    forks: bool = True,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run ``python PROGRAM``: ``-m MODULE``, ``-c CODE`` or a file, and its arguments. ``env`` is added to ours."""
+    """Run ``python PROGRAM``: ``-m MODULE``, ``-c CODE`` or a file, and its arguments. ``env`` is added to ours.
+
+    The resident set of a fork begins small and grows as it touches libraries that it has already: what depends on a
+    plan for the smallest budget does not fork.
+    """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdin", "stdout", "stderr")]
         files[0].write_text(stdin)
-        process = start(*program, files=files, env=env, cwd=cwd)
+        process = start(*program, files=files, env=env, cwd=cwd, forks=forks)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()

@@ -42,12 +42,14 @@ MIXTURE = (
 PROMPT = "Tell me\\nabout\\tthe sea."
 
 
-def run(*arguments: object, module: str = "mlx_flash", stdin: str = "") -> subprocess.CompletedProcess[bytes]:
-    return children.run("-m", module, *arguments, stdin=stdin)
+def run(
+    *arguments: object, module: str = "mlx_flash", stdin: str = "", forks: bool = True
+) -> subprocess.CompletedProcess[bytes]:
+    return children.run("-m", module, *arguments, stdin=stdin, forks=forks)
 
 
-def run_json(*arguments: object, stdin: str = "") -> dict[str, Any]:
-    done = run(*arguments, "--json", stdin=stdin)
+def run_json(*arguments: object, stdin: str = "", forks: bool = True) -> dict[str, Any]:
+    done = run(*arguments, "--json", stdin=stdin, forks=forks)
     assert done.returncode == 0, done.stderr.decode()
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -71,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(model: Path) -> dict[str, Any]:
-    return run_json("generate", "--model", model, "--prompt", PROMPT, "-m", 24, "--ram-budget-gb", "min")
+    return run_json("generate", "--model", model, "--prompt", PROMPT, "-m", 24, "--ram-budget-gb", "min", forks=False)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +175,7 @@ def test_report_adds_up(report: dict[str, Any]) -> None:
 
 
 def test_summary_goes_to_stderr(model: Path) -> None:
-    done = run("generate", "--model", model, "-m", 4, "--ram-budget-gb", "min", "--prefill-step-size", 4)
+    done = run("generate", "--model", model, "-m", 4, "--ram-budget-gb", "min", "--prefill-step-size", 4, forks=False)
     summary = done.stderr.decode()
     assert done.stdout.endswith(b"\n")
     for words in ("Prompt:", "Generation:", "Peak memory:", "within the budget of", "per token", "Time:"):
@@ -514,7 +516,7 @@ def traced(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
     """The report of a run, and the routing that it recorded."""
     file = tmp_path_factory.mktemp("trace") / "routing.jsonl"
     command = ["generate", "--model", mixture, "--prompt", PROMPT, *SAMPLED, "--prefill-step-size", 16]
-    return run_json(*command, *POOL, "--routing-trace", file), file
+    return run_json(*command, *POOL, "--routing-trace", file, forks=False), file
 
 
 def test_report_of_a_mixture(traced: tuple[dict[str, Any], Path], mixture: Path) -> None:
@@ -543,7 +545,7 @@ def test_a_report_without_lookahead(mixture: Path) -> None:
 
 
 def test_the_summary_tells_about_experts(mixture: Path) -> None:
-    done = run("generate", "--model", mixture, *SAMPLED, *POOL)
+    done = run("generate", "--model", mixture, *SAMPLED, *POOL, forks=False)
     summary = done.stderr.decode()
     words = " ".join(summary.split())
     assert "Experts:" in summary and "% in memory when they were needed" in words and "predicted ones right" in words

@@ -222,7 +222,10 @@ def test_a_start_that_fails_can_be_repeated(
     before, real = open_things(), os.preadv
     for first in (3, 5, 8, 13):
         monkeypatch.setattr(os, "preadv", failing(errno.ENODEV, lambda number, _, first=first: number >= first)(real))
-        words = r"'(model.*|\(disk probe\))' .*offset \d+|cannot open .*-of-00002.safetensors .*device\. Hint: check the disk"
+        words = (
+            r"'(model.*|\(disk probe\))' .*offset \d+|"
+            r"cannot open .*-of-00002.safetensors .*device\. Hint: check the disk"
+        )
         with pytest.raises((ReadError, CheckpointError), match=words):
             streamed(checkpoints[name].directory, **settings)
         gc.collect()

@@ -19,7 +19,8 @@ from mlx_flash.compat.arrays import address_of, array_over, memory_of
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
-_PROBE_BYTES = 8 << 20
+_PROBE_BYTES = 4 << 20
+"""Less than what plans set aside for what running adds to a process."""
 
 _numbers = count()
 _committed: dict[int, int] = {}

@@ -123,7 +123,7 @@ print(json.dumps({
 
 
 def generate(directory: Path, budget: str, **settings: Any) -> dict[str, Any]:
-    done = children.run("-c", PROGRAM, directory, budget, json.dumps(settings))
+    done = children.run("-c", PROGRAM, directory, budget, json.dumps(settings), forks=False)
     assert done.returncode == 0, done.stderr.decode()
     told: dict[str, Any] = json.loads(done.stdout)
     assert told["planned"] <= told["budget"]

@@ -533,7 +533,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("budget", ["min", "0.22"])
 def test_the_process_stays_within_the_budget(large: Path, budget: str) -> None:
-    done = children.run("-c", PEAK_PROGRAM, large, budget)
+    done = children.run("-c", PEAK_PROGRAM, large, budget, forks=False)
     assert done.returncode == 0, done.stderr.decode()
     budget_bytes, planned, peak, read = map(int, done.stdout.split())
     assert read > 0, "the budget was meant to be smaller than the model"

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
 
 from mlx_flash.storage.ranges import Way
 
-_ORDER = "ABBAABBA"
-"""Passes of a trial: the present way and another one, in an order that cancels a trend."""
+_TRIAL_PASSES = 4
+"""Passes that another way has to win."""
 
 _WORTH_IT = 0.95
-"""A way replaces the present one if its passes take at most this share of the time."""
+"""A pass is won in at most this share of the usual time."""
 
-_FIRST_PASSES = 4
-"""Passes before the first trial: kernels and caches warm up."""
+_PASSES_BETWEEN = 32
+"""Passes before the first trial, and between two. A lost trial takes one pass, which may be twice as slow."""
 
-_PASSES_BETWEEN = 64
 _MOST_PASSES = 4096
 
 _log = logging.getLogger("mlx_flash")
@@ -26,8 +26,9 @@ _log = logging.getLogger("mlx_flash")
 class ReadTuner:
     """Finds the way of reading with which decoding passes are fastest.
 
-    It compares times of whole passes, so that a way that takes the processor from the computation does not win. When no
-    other way was faster, the time until the next trials doubles.
+    It compares times of whole passes, so that a way that takes the processor from the computation does not win. A trial
+    takes every other pass and ends with the first that it does not win. When no other way was faster, the time until
+    the next trials doubles.
 
     Args:
         ways: the first is used until another one is faster.
@@ -42,18 +43,21 @@ class ReadTuner:
         self._choose = choose
         self._ways = list(ways)
         self._untried = self._others()
-        self._num_left = _FIRST_PASSES
-        self._num_between = _PASSES_BETWEEN
-        self._seconds: list[float] = []
+        self._num_between = self._num_left = _PASSES_BETWEEN
+        self._usual: deque[float] = deque(maxlen=_TRIAL_PASSES)
+        self._num_won = 0
         self._kind = 0
 
     def _others(self) -> list[Way]:
         return [way for way in self._ways if way != self.way]
 
+    @property
+    def _is_trial(self) -> bool:
+        return not self._num_left and len(self._usual) == _TRIAL_PASSES
+
     def begin(self) -> None:
         """Choose the way for a pass."""
-        is_trial = self._num_left == 0 and _ORDER[len(self._seconds)] == "B"
-        self._choose(self._untried[0] if is_trial else self.way)
+        self._choose(self._untried[0] if self._is_trial else self.way)
 
     def end(self, seconds: float, kind: int) -> None:
         """Note a decoding pass.
@@ -63,22 +67,30 @@ class ReadTuner:
             kind: passes of other kinds are not compared with it, such as its number of sequences.
         """
         if kind != self._kind:
-            self._kind, self._seconds = kind, []
-        elif self._num_left:
-            self._num_left -= 1
+            self._kind, self._num_won = kind, 0
+            self._usual.clear()
+        elif not self._is_trial:
+            self._usual.append(seconds)
+            self._num_left = max(0, self._num_left - 1)
+        elif seconds > _WORTH_IT * median(self._usual):
+            self._lose()
+        elif self._num_won + 1 < _TRIAL_PASSES:
+            self._num_won += 1
+            self._num_left = 1
         else:
-            self._seconds.append(seconds)
-            if len(self._seconds) == len(_ORDER):
-                self._decide()
+            self._win(seconds)
 
-    def _decide(self) -> None:
-        times = {name: median(s for s, of in zip(self._seconds, _ORDER, strict=True) if of == name) for name in "AB"}
-        other = self._untried.pop(0)
-        self._seconds = []
-        if times["B"] <= _WORTH_IT * times["A"]:
-            _log.info("passes take %.3f s, not %.3f, with %s", times["B"], times["A"], other)
-            self.way, self._num_between = other, _PASSES_BETWEEN
+    def _lose(self) -> None:
+        self._untried.pop(0)
+        if not self._untried:
             self._untried = self._others()
-        elif not self._untried:
-            self._untried, self._num_left = self._others(), self._num_between
             self._num_between = min(2 * self._num_between, _MOST_PASSES)
+        self._num_won, self._num_left = 0, self._num_between
+
+    def _win(self, seconds: float) -> None:
+        other = self._untried[0]
+        _log.info("passes take %.3f s, not %.3f, with %s", seconds, median(self._usual), other)
+        self.way, self._num_won = other, 0
+        self._num_between = self._num_left = _PASSES_BETWEEN
+        self._usual.clear()
+        self._untried = self._others()

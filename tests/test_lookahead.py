@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 import zoo
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.experts.lookahead import GOOD_ODDS, Guess, Lookahead, Odds, _Gate
+from mlx_flash.experts.lookahead import CAREFUL_ODDS, EVEN_ODDS, Guess, Lookahead, Odds, _Gate
+from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.rows import PooledStacks
 from mlx_flash.layout.swap import own_class
 from mlx_flash.layout.trace import scores_of
@@ -79,9 +81,11 @@ def test_ranks_follow_the_scores(num_tokens: int, top_k: int, num_experts: int, 
         assert ranks == dict.fromkeys(expected, 0)
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.integers(0, 99))
-def test_only_ranks_that_were_right_are_read(shares: list[float], seed: int) -> None:
-    odds, rng = Odds(), np.random.default_rng(seed)
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=8), st.integers(0, 99), st.sampled_from([CAREFUL_ODDS, EVEN_ODDS])
+)
+def test_only_ranks_that_were_right_are_read(shares: list[float], seed: int, least: float) -> None:
+    odds, rng = Odds(least), np.random.default_rng(seed)
     assert odds.num_good == 0
     right = [0] * len(shares)
     for i in range(400):
@@ -89,13 +93,13 @@ def test_only_ranks_that_were_right_are_read(shares: list[float], seed: int) -> 
             is_right = (i + 1) * share - right[rank] >= 0.5 + rng.uniform(-0.3, 0.3)
             right[rank] += is_right
             odds.note(rank, bool(is_right))
-    good = [rank for rank in range(len(shares)) if right[rank] >= 400 * (GOOD_ODDS + 0.01)]
-    bad = [rank for rank in range(len(shares)) if right[rank] >= 400 * (GOOD_ODDS - 0.01)]
+    good = [rank for rank in range(len(shares)) if right[rank] >= 400 * (least + 0.01)]
+    bad = [rank for rank in range(len(shares)) if right[rank] >= 400 * (least - 0.01)]
     assert max(good, default=-1) < odds.num_good <= max(bad, default=-1) + 1
 
 
 def test_rank_that_becomes_wrong_is_read_no_more() -> None:
-    odds = Odds()
+    odds = Odds(CAREFUL_ODDS)
     for _ in range(2000):
         odds.note(0, True)
     assert odds.num_good == 1
@@ -138,7 +142,7 @@ def test_right_predictions_waste_no_reads_and_no_rows(foreseeable: Path, monkeyp
         ahead = ahead_of(model)
         ahead.early = lambda layer: None  # type: ignore[method-assign]
         run(model, TOKENS[:40])
-        assert min(ahead._late._right) >= GOOD_ODDS
+        assert min(ahead._late._right) >= CAREFUL_ODDS
         stats = replace(pool_of(model).stats)
         rows.clear()
         assert same_bits(run(model, TOKENS[40:]), run(stock(foreseeable), TOKENS[40:]))
@@ -163,6 +167,33 @@ def test_bad_predictions_are_not_read(tiny: Path) -> None:
         assert stats.num_predicted < 20
         run(model, TOKENS)
         assert pool_of(model).stats.num_predicted == stats.num_predicted
+
+
+@pytest.mark.parametrize("exact_rows", [True, False])
+def test_next_experts_are_read_while_a_call_waits(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, exact_rows: bool
+) -> None:
+    events: list[tuple[str, int, bool]] = []
+    read, wait = Lookahead.read, ExpertPool.wait
+
+    def note_read(self: Lookahead, layer: int, guess: Guess, *, is_early: bool) -> None:
+        events.append(("guess", layer, is_early))
+        read(self, layer, guess, is_early=is_early)
+
+    def note_wait(self: ExpertPool, layer: int, experts: Sequence[int]) -> None:
+        events.append(("wait", layer, False))
+        wait(self, layer, experts)
+
+    monkeypatch.setattr(Lookahead, "read", note_read)
+    monkeypatch.setattr(ExpertPool, "wait", note_wait)
+    with with_pool(tiny, 24, exact_rows=exact_rows) as model:
+        assert same_bits(run(model, TOKENS), run(stock(tiny), TOKENS))
+        assert pool_of(model).stats.num_predicted_right > 20
+    early = [index for index, (what, _, is_early) in enumerate(events) if what == "guess" and is_early]
+    assert early and any(what == "guess" and not is_early for what, _, is_early in events) == exact_rows
+    for index in early:  # of the layer after the one that waits
+        beside = events[index - 1 if exact_rows else index + 1]
+        assert beside == ("wait", events[index][1] - 1, False)
 
 
 def test_full_shape_calls_are_not_predicted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,11 @@ def _downloaded() -> Iterator[Model]:
 
 
 def _in_folders(folders: Sequence[Path]) -> Iterator[Model]:
-    """Yield the models in folders. Raises: NotADirectoryError."""
+    """Yield the models in folders.
+
+    Raises:
+        NotADirectoryError: one of them is no folder.
+    """
     for folder in folders:
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is not a folder. Hint: name folders that hold models.")

@@ -1,8 +1,9 @@
 """Layers of experts that compute only with the experts that a token is routed to.
 
 A call evaluates its indices, asks the pool for the experts and computes with the rows of the pool's slots: the module's
-own code, on arrays that have a slot where it expects an expert. Experts in memory compute while the others are read.
-Before that, the next layer's router is asked which experts it would choose now.
+own code, on arrays that have a slot where it expects an expert. The next layer's router is asked which experts it would
+choose now, and they are read early. Where rows may be computed one by one, experts in memory compute while others are
+read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from mlx_flash.compat.experts import SORTED_SIZE
 from mlx_flash.experts.eviction import Mask, Numbers
-from mlx_flash.experts.lookahead import Guess, GuessedError, Lookahead
+from mlx_flash.experts.lookahead import CAREFUL_ODDS, EVEN_ODDS, Guess, GuessedError, Lookahead
 from mlx_flash.experts.rows import PooledStacks, Routing, is_whole, join_rows
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.parts import ExpertStack
@@ -62,7 +63,7 @@ class Experts:
         stage: computes calls at the full number of experts.
         stream: streams the other weights.
         exact_rows: whether a row of a matrix product is the same whatever the other rows are. Then the pool serves
-            calls of any size, and rows compute as their experts come. Otherwise a call is computed as a whole: CUDA's
+            calls of any size, and rows compute as their experts come. Otherwise a call waits for all of them: CUDA's
             kernel for quantized experts is another one below eight rows.
         lookahead: read experts early that the next layer is likely to need.
 
@@ -95,7 +96,13 @@ class Experts:
         for layer, stack in enumerate(stacks):
             swap_class(stack.unit.module, _Routed, (self, layer))
         # At the full shape, experts in flight are not waited for, but read with the rest.
-        self._ahead = Lookahead(stacks, self.pool, stream, enabled=lookahead and all(self._pooled.takes_slots))
+        self._ahead = Lookahead(
+            stacks,
+            self.pool,
+            stream,
+            least_odds=CAREFUL_ODDS if exact_rows else EVEN_ODDS,
+            enabled=lookahead and all(self._pooled.takes_slots),
+        )
         self.changed = [*(stack.unit.module for stack in stacks), *self._ahead.changed]
 
     def call(self, layer: int, x: mx.array, indices: mx.array) -> mx.array:
@@ -118,7 +125,8 @@ class Experts:
         next_guess = begun = None
         known = [indices]  # evaluated before anything is computed with them
         if indices.size < SORTED_SIZE and self._stream.wait_turn is None:  # the last residual may be another call's
-            guess = self._ahead.late(layer)
+            # A processor that computes a layer in less time than a guess takes would wait for the guess.
+            guess = self._ahead.late(layer) if self._exact_rows else None
             if guess is not None:
                 mx.async_eval(guess.arrays)
                 mx.async_eval(indices)  # the layer's attention computes while Python looks at the guess
@@ -133,8 +141,11 @@ class Experts:
         experts = np.flatnonzero(counts)
         self.pool.stats.num_calls += 1
         if self._fits_slots(layer, len(experts), routing.size):
-            result = self._compute(layer, x, routing, begun, experts, counts[experts])
-            if next_guess is not None:  # not before: its reads would delay the experts that this call waits for
+            late = self._request(layer, routing, experts, counts[experts])
+            if next_guess is not None and not self._exact_rows:  # nothing else happens until all experts are there
+                self._ahead.read(layer + 1, next_guess, is_early=True)
+            result = self._compute(layer, x, routing, begun, experts, late)
+            if next_guess is not None and self._exact_rows:  # not before: it would delay the experts that rows wait for
                 self._ahead.read(layer + 1, next_guess, is_early=True)
             return result
         self.pool.stats.num_full += 1
@@ -212,10 +223,33 @@ class Experts:
         """Number of experts of each layer that a prompt leaves in the pool: twice its share, since layers compete."""
         return max(1, 2 * self.pool.slots.num_slots // len(self.stacks))
 
+    def _request(self, layer: int, routing: Routing, experts: Numbers, counts: Numbers) -> list[int]:
+        """Start to read the experts of a call, and return those in flight.
+
+        Args:
+            layer: number of the stack.
+            routing: the experts of each token.
+            experts: those that are needed, each once.
+            counts: number of tokens of each of them.
+        """
+        needed: list[int] = experts.tolist()
+        late = self.pool.request(layer, needed)
+        if routing.size < SORTED_SIZE:
+            self._late_share += (len(late) / max(1, len(needed)) - self._late_share) / _MEMORY
+        self.pool.hold(layer, needed)
+        self._note(layer, routing, experts, counts)
+        return late
+
     def _compute(
-        self, layer: int, x: mx.array, routing: Routing, begun: _Begun | None, experts: Numbers, counts: Numbers
+        self,
+        layer: int,
+        x: mx.array,
+        routing: Routing,
+        begun: _Begun | None,
+        experts: Numbers,
+        late: Sequence[int],
     ) -> mx.array:
-        """Compute a call from the slots. Experts in memory compute while the others are read.
+        """Compute a call from the slots.
 
         Args:
             layer: number of the stack.
@@ -223,15 +257,9 @@ class Experts:
             routing: their experts.
             begun: rows that were started before.
             experts: those that are needed, each once.
-            counts: number of tokens of each of them.
+            late: those of them in flight.
         """
         is_small = routing.size < SORTED_SIZE
-        needed: list[int] = experts.tolist()
-        late: Sequence[int] = self.pool.request(layer, needed)
-        if is_small:
-            self._late_share += (len(late) / max(1, len(needed)) - self._late_share) / _MEMORY
-        self.pool.hold(layer, needed)
-        self._note(layer, routing, experts, counts)
         if not self._exact_rows and begun is not None and begun.ready[experts].all():
             result = begun.rows.reshape(*routing.shape, -1)
         elif self._exact_rows and routing.size and is_whole(x, routing):

@@ -1,6 +1,6 @@
 """Look-ahead: the routers of the next stacks are called with an earlier residual, and their choices are read early.
 
-Each stack is guessed twice: early, from the residual before the experts of the stack before, and late, from the
+A stack can be guessed twice: early, from the residual before the experts of the stack before, and late, from the
 residual after them, while its own layer's attention computes. Guesses only start reads. A router's first choices are
 nearly always right and its last ones often not: a choice is read if those of its rank were right often enough so far.
 """
@@ -29,8 +29,12 @@ from mlx_flash.streaming.stream import GuessEndedError, WeightStream
 POOL_SHARE = 1 / 8
 """Share of the pool that predicted experts may take."""
 
-GOOD_ODDS = 0.86
-"""Share of right choices from which on a rank is read."""
+CAREFUL_ODDS = 0.86
+"""Share of right choices from which on a rank is read, where rows compute while others are read: what comes late then
+costs little, and what is read in vain delays it."""
+
+EVEN_ODDS = 0.5
+"""The same where a call waits for all its experts, while the disk would have nothing else to do."""
 
 _MEMORY = 1024
 """Number of choices of a rank over which that share is averaged."""
@@ -84,16 +88,21 @@ class Guess:
 
 
 class Odds:
-    """The share of right choices by rank. A choice is never worse than one of a later rank."""
+    """The share of right choices by rank. A choice is never worse than one of a later rank.
 
-    def __init__(self) -> None:
+    Args:
+        least: share of right choices from which on a rank is worth reading.
+    """
+
+    def __init__(self, least: float) -> None:
+        self._least = least
         self._right: list[float] = []
         self._seen: list[int] = []
 
     @property
     def num_good(self) -> int:
         """Number of ranks that are worth reading."""
-        good = [rank for rank, right in enumerate(self._right) if right >= GOOD_ODDS]
+        good = [rank for rank, right in enumerate(self._right) if right >= self._least]
         return good[-1] + 1 if good else 0
 
     def note(self, rank: int, is_right: bool) -> None:
@@ -176,19 +185,28 @@ class Lookahead:
         stacks: in the order of calls.
         pool: reads experts.
         stream: is told during speculative calls.
+        least_odds: share of right choices from which on a rank is read.
         enabled: whether to guess at all.
 
     Attributes:
         changed: the modules whose class was changed.
     """
 
-    def __init__(self, stacks: Sequence[ExpertStack], pool: ExpertPool, stream: WeightStream, *, enabled: bool) -> None:
+    def __init__(
+        self,
+        stacks: Sequence[ExpertStack],
+        pool: ExpertPool,
+        stream: WeightStream,
+        *,
+        least_odds: float,
+        enabled: bool,
+    ) -> None:
         self.changed: list[nn.Module] = []
         self._stacks = stacks
         self._pool = pool
         self._stream = stream
         self._states = [_Stack() for _ in stacks]
-        self._early, self._late = Odds(), Odds()
+        self._early, self._late = Odds(least_odds), Odds(least_odds)
         if enabled:
             for layer in range(len(stacks) - 1):
                 self._remember(layer)

@@ -337,7 +337,7 @@ def in_gb(nbytes: int) -> str:
 
 def in_mb(nbytes: int) -> str:
     """Return a size in MB, rounded up as in :func:`in_gb`."""
-    return f"{round_up_to_mb(nbytes) / MB:.1f}"
+    return f"{round_up_to_mb(nbytes) / MB:.0f}"
 
 
 def round_up_to_mb(nbytes: int) -> int:

@@ -567,6 +567,25 @@ def prompt_cache(folder: Path) -> Iterator[Case]:
         yield case
 
 
+class ByteDice(random.Random):
+    """Dice whose numbers are given bytes, and ordinary ones after their end."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(len(data))
+        self._data = data
+        self._at = 0
+
+    def random(self) -> float:
+        """Return a number from 0 up to 1. It takes two bytes."""
+        self._at += 2
+        taken = self._data[self._at - 2 : self._at]
+        return int.from_bytes(taken, "little") / 65536 if len(taken) == 2 else super().random()
+
+    def getrandbits(self, k: int, /) -> int:
+        """Return a number of ``k`` bits."""
+        return int(self.random() * (1 << k))
+
+
 TARGETS: dict[str, Target] = {
     "header": header,
     "index": index,

@@ -29,9 +29,10 @@ QUESTION = "Why is the sky blue?"
 NOT_RUN = {
     "README.md": ["installs"],
     "docs/benchmarks.md": [
-        *["needs root, gigabytes and minutes"] * 2,
+        *["needs root, gigabytes and minutes"] * 3,
         *["minutes"] * 2,
         "needs root and minutes",
+        "needs a GPU",
         "needs root, and hours",
         "minutes",
     ],

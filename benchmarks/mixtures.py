@@ -6,7 +6,7 @@
     PYTHONPATH=STREAMLX python benchmarks/mixtures.py --model models/mixture --budgets 4 6 --pools 2 4
 
 streamlx (https://github.com/srcterm/streamlx) has a size for its experts alone; each budget is paired with one.
-Processes run one after another, in turn, each with cold caches. Tokens are chosen greedily.
+Processes run one after another, in turn, each with a model that is not cached. Tokens are chosen greedily.
 """
 
 from __future__ import annotations
@@ -91,9 +91,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs: dict[tuple[str, float], list[harness.Run]] = {case: [] for case in cases}
     for _ in range(args.rounds):
         for engine, size in cases:
-            harness.make_cold(list(args.model.glob("*.safetensors")), harness.may_drop_caches())
+            harness.make_cold(list(args.model.glob("*.safetensors")), drop_caches=False)
             words = ["--model", args.model, "--tokens", args.tokens, "--worker", engine, size]
-            runs[engine, size].append(harness.run_worker(__file__, words, label=f"{engine} {size:g}"))
+            found = harness.run_worker(__file__, words, label=f"{engine} {size:g}")
+            runs[engine, size].append(found)
+            print(f"{engine:9} {size:4g}: {found['tokens_per_second']:6.2f} tokens/s", flush=True)
+            listed = [{"engine": of, "size": at, "runs": some} for (of, at), some in runs.items()]
+            harness.write_json(args.json, {**harness.describe(args.model, harness.describe_cold()), "results": listed})
+    print_medians(runs)
+
+
+def print_medians(runs: dict[tuple[str, float], list[harness.Run]]) -> None:
+    """Print the medians of each engine, and whether its tokens are those of mlx-lm."""
     expected = runs["mlx-lm", 0][0]["tokens"]
     for (engine, size), found in runs.items():
         equal = sum(one["tokens"] == expected for one in found)
@@ -103,9 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{middle['second_half']:6.2f}, MLX {middle['mlx_peak_bytes'] / 1e9:5.2f} GB, "
             f"tokens as mlx-lm's in {equal} of {len(found)}"
         )
-    cold = harness.describe_cold(drop_caches=harness.may_drop_caches())
-    listed = [{"engine": engine, "size": size, "runs": found} for (engine, size), found in runs.items()]
-    harness.write_json(args.json, {**harness.describe(args.model, cold), "results": listed})
 
 
 if __name__ == "__main__":

@@ -70,9 +70,7 @@ def _streamed_run(job: Job) -> Run:
     config = FlashConfig(
         ram_budget_gb=parse_budget(job.budget),
         context_length=job.batch * (job.prompt_tokens + job.tokens),  # as the command line sets it
-        read_size_mb=job.read_size_mb,
-        queue_depth=job.queue_depth,
-        **job.settings,
+        **{"read_size_mb": job.read_size_mb, "queue_depth": job.queue_depth, **job.settings},
     )
     began = time.perf_counter()
     model, _ = load_model(job.model, config)

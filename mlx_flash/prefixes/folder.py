@@ -121,9 +121,8 @@ class PageFolder:
             if not claim(page.nbytes):
                 return "wear"
             partial = self.path / f"{page.key.page}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
-            fd = open_locked(partial, create=0o600, shared=True)  # as long as its writer lives
+            fd = self._reserve(partial, page.nbytes)
         try:
-            os.ftruncate(fd, page.nbytes)  # other writers count it from now on
             page.write(fd)
             # macOS leaves it to the disk when to write what it was sent; after a loss of power checksums tell
             os.fsync(fd)
@@ -140,6 +139,17 @@ class PageFolder:
             with suppress(OSError):  # the next opening removes it
                 partial.unlink()
             os.close(fd)
+
+    def _reserve(self, partial: Path, nbytes: int) -> int:
+        """Make a file of a page's size, which other writers count as soon as they have the lock. Return it open."""
+        fd = open_locked(partial, create=0o600, shared=True)  # as long as its writer lives
+        try:
+            os.ftruncate(fd, nbytes)
+        except BaseException:
+            partial.unlink()
+            os.close(fd)
+            raise
+        return fd
 
     def drop(self, page: str) -> int:
         """Remove an unreadable page and all that follow it, whoever uses them. Return how many followed it."""
@@ -191,12 +201,18 @@ class PageFolder:
         pages, _ = self.listing.repair()
         taken = sum(other.nbytes for other in pages.values())
         if self._limit is not None:
-            unfinished = sum(path.stat().st_size for path in self.path.glob(f"*{PARTIAL_SUFFIX}"))
-            excess = max(excess, taken + unfinished + page.nbytes - self._limit)
+            excess = max(excess, taken + self._unfinished_bytes() + page.nbytes - self._limit)
         if excess > taken:
             return False  # evicting all would not be enough
         freed = self._evict(pages, excess, lambda key: key.page != page.key.parent)
         return freed >= excess and page.nbytes <= self._spare_bytes()
+
+    def _unfinished_bytes(self) -> int:
+        nbytes = 0
+        for path in self.path.glob(f"*{PARTIAL_SUFFIX}"):
+            with suppress(FileNotFoundError):  # its writer has failed meanwhile
+                nbytes += path.stat().st_size
+        return nbytes
 
     def _evict(self, pages: dict[str, Page], excess: int, may_go: Callable[[PageKey], bool]) -> int:
         """Remove pages, least recently used first, until so many bytes are gone. Return how many are.

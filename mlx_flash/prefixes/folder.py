@@ -136,9 +136,7 @@ class PageFolder:
             flush_folder(self.path)
             return ""
         finally:
-            with suppress(OSError):  # the next opening removes it
-                partial.unlink()
-            os.close(fd)
+            self._give_up(partial, fd)
 
     def _reserve(self, partial: Path, nbytes: int) -> int:
         """Make a file of a page's size, which other writers count as soon as they have the lock. Return it open."""
@@ -146,10 +144,14 @@ class PageFolder:
         try:
             os.ftruncate(fd, nbytes)
         except BaseException:
-            partial.unlink()
-            os.close(fd)
+            self._give_up(partial, fd)
             raise
         return fd
+
+    def _give_up(self, partial: Path, fd: int) -> None:
+        with suppress(OSError):  # the next opening removes it
+            partial.unlink()
+        os.close(fd)
 
     def drop(self, page: str) -> int:
         """Remove an unreadable page and all that follow it, whoever uses them. Return how many followed it."""

@@ -17,7 +17,7 @@ from test_model import config
 from zoo import configuration
 
 NUM_TOKENS = 64
-SHORT, LONG = 528, 2064
+SHORT, LONG = 272, 1040
 """Contexts. The caches have room for the call's tokens in both."""
 
 FUSED = ("llama", "qwen3", "qwen3_next")

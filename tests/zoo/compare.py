@@ -101,7 +101,8 @@ def compare(
         name: of the configuration.
         variant: of ``VARIANTS``.
         enter: called with each phase as it begins, ``stock`` or ``streamed``, so that a crash is attributed.
-        in_turns: whether each cut and each pool runs half of the generations only; whole layers run all of them.
+        in_turns: whether only the finest cut and row tiles are tried beside whole layers, and each of them and each
+            pool runs half of the generations.
     """
     began = time.perf_counter()
     outcome = Outcome(name, variant)
@@ -141,7 +142,8 @@ def run_streamed(directory: Path, outcome: Outcome, expected: list[Any], in_turn
             outcome.in_order = model._life.passes.group._needs_order
             closed = trace(model.close(), GENERATIONS[-1:])
         outcome.reason = judge(directory, outcome, expected, got, closed)
-        for i, cut in enumerate([*range(1, num_cuts + 1), "tiles"]):
+        first_cut = max(1, num_cuts) if in_turns else 1
+        for i, cut in enumerate([*range(first_cut, num_cuts + 1), "tiles"]):
             outcome.reason = outcome.reason or find_difference_of_cut(directory, cut, expected, turns[i % 2])
             outcome.num_cuts += not outcome.reason
         if outcome.num_stacks and not outcome.reason:

@@ -121,7 +121,7 @@ class PageFolder:
             if not claim(page.nbytes):
                 return "wear"
             partial = self.path / f"{page.key.page}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
-            fd = self._reserve(partial, page.nbytes)
+            fd = _reserve(partial, page.nbytes)
         try:
             page.write(fd)
             # macOS leaves it to the disk when to write what it was sent; after a loss of power checksums tell
@@ -136,22 +136,7 @@ class PageFolder:
             flush_folder(self.path)
             return ""
         finally:
-            self._give_up(partial, fd)
-
-    def _reserve(self, partial: Path, nbytes: int) -> int:
-        """Make a file of a page's size, which other writers count as soon as they have the lock. Return it open."""
-        fd = open_locked(partial, create=0o600, shared=True)  # as long as its writer lives
-        try:
-            os.ftruncate(fd, nbytes)
-        except BaseException:
-            self._give_up(partial, fd)
-            raise
-        return fd
-
-    def _give_up(self, partial: Path, fd: int) -> None:
-        with suppress(OSError):  # the next opening removes it
-            partial.unlink()
-        os.close(fd)
+            _give_up(partial, fd)
 
     def drop(self, page: str) -> int:
         """Remove an unreadable page and all that follow it, whoever uses them. Return how many followed it."""
@@ -203,18 +188,11 @@ class PageFolder:
         pages, _ = self.listing.repair()
         taken = sum(other.nbytes for other in pages.values())
         if self._limit is not None:
-            excess = max(excess, taken + self._unfinished_bytes() + page.nbytes - self._limit)
+            excess = max(excess, taken + _unfinished_bytes(self.path) + page.nbytes - self._limit)
         if excess > taken:
             return False  # evicting all would not be enough
         freed = self._evict(pages, excess, lambda key: key.page != page.key.parent)
         return freed >= excess and page.nbytes <= self._spare_bytes()
-
-    def _unfinished_bytes(self) -> int:
-        nbytes = 0
-        for path in self.path.glob(f"*{PARTIAL_SUFFIX}"):
-            with suppress(FileNotFoundError):  # its writer has failed meanwhile
-                nbytes += path.stat().st_size
-        return nbytes
 
     def _evict(self, pages: dict[str, Page], excess: int, may_go: Callable[[PageKey], bool]) -> int:
         """Remove pages, least recently used first, until so many bytes are gone. Return how many are.
@@ -252,6 +230,31 @@ class PageFolder:
 
     def _spare_bytes(self) -> int:
         return shutil.disk_usage(self.path).free - (self._free_floor or 0)
+
+
+def _reserve(partial: Path, nbytes: int) -> int:
+    """Make a file of a page's size, which other writers count as soon as they have the lock. Return it open."""
+    fd = open_locked(partial, create=0o600, shared=True)  # as long as its writer lives
+    try:
+        os.ftruncate(fd, nbytes)
+    except BaseException:
+        _give_up(partial, fd)
+        raise
+    return fd
+
+
+def _give_up(partial: Path, fd: int) -> None:
+    with suppress(OSError):  # the next opening removes it
+        partial.unlink()
+    os.close(fd)
+
+
+def _unfinished_bytes(folder: Path) -> int:
+    nbytes = 0
+    for path in folder.glob(f"*{PARTIAL_SUFFIX}"):
+        with suppress(FileNotFoundError):  # its writer has failed meanwhile
+            nbytes += path.stat().st_size
+    return nbytes
 
 
 def list_prefixes(directory: Path) -> list[StoredModel]:

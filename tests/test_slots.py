@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import math
+import os
+from typing import NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_flash.memory.arena import Arena, SlotArena
-from mlx_flash.memory.footprint import footprint
+from mlx_flash.memory.footprint import footprint, total_memory
 from mlx_flash.memory.lazy import active_memory, commits_lazily
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
@@ -104,6 +107,26 @@ def test_slots_take_memory_when_they_are_used_and_give_it_back() -> None:
     assert active_memory() == active
     again = SlotArena(1, pitch, 1000)
     assert not any(again.memory(0))  # the same addresses, and nothing of what was there
+
+
+@pytest.mark.skipif(not commits_lazily(), reason="needs memory that is committed when it is written to")
+def test_slots_of_more_experts_than_memory_holds() -> None:
+    """Linux refuses a range of addresses that is larger than its memory."""
+    pitch = 64 << 20
+    arena = SlotArena(2, pitch, 10 * total_memory() // pitch)
+    assert arena.can_resize and 2 < arena.capacity <= total_memory() // pitch
+    arena.fill(1, 7)
+    assert arena.memory(1)[-1] == 7
+
+
+def test_slots_where_no_addresses_can_be_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr("mlx_flash.memory.lazy._take_map", refuse)
+    arena = SlotArena(2, 8 * DIRECT_ALIGNMENT, 100)
+    assert arena.capacity == 2 and not arena.can_resize
+    assert arena.view(0, (4,), mx.uint8).shape == (2, 4)
 
 
 def test_memory_that_is_read_once_is_committed_by_reading() -> None:

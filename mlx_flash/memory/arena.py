@@ -6,6 +6,7 @@ model's modules hold typed arrays that are views of it. Nothing is copied betwee
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.compat.arrays import address_of, memory_of
-from mlx_flash.memory.footprint import HUGE_PAGE, use_huge_pages
+from mlx_flash.memory.footprint import HUGE_PAGE, total_memory, use_huge_pages
 from mlx_flash.memory.lazy import LazyRows, commits_lazily, uncommit, untouched
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
@@ -79,8 +80,8 @@ class SlotArena:
         num_slots: slots to have memory for now.
         pitch: bytes from one slot to the next, a multiple of ``DIRECT_ALIGNMENT``. One page of it cannot be used: MLX's
             CPU allocator aligns to 16 bytes only.
-        capacity: rows of the views. Slots beyond ``num_slots`` take no memory until :meth:`resize`, where the system
-            can do that; elsewhere the capacity is ``num_slots``.
+        capacity: the most rows of the views, which memory may bound further. Slots beyond ``num_slots`` take no memory
+            until :meth:`resize`, where the system can do that; elsewhere the capacity is ``num_slots``.
 
     Attributes:
         num_slots: slots that may be used.
@@ -92,7 +93,7 @@ class SlotArena:
     def __init__(self, num_slots: int, pitch: int, capacity: int = 0) -> None:
         self.num_slots = self.num_touched = self._num_small = num_slots
         self.pitch = pitch
-        self._rows = LazyRows(max(num_slots, capacity), pitch) if commits_lazily() else None
+        self._rows = _lazy_rows(num_slots, capacity, pitch) if commits_lazily() else None
         self._array = _zeros(num_slots, pitch) if self._rows is None else self._rows.array
         self.capacity = len(self._array)
         self._everything = memory_of(self._array)
@@ -196,6 +197,20 @@ def kernel_alignment() -> int:
     GPU kernels and the libraries behind them choose by alignment, and so might give other bits; the CPU's do not.
     """
     return 16 if mx.default_device() == mx.gpu else 1
+
+
+def _lazy_rows(num_slots: int, capacity: int, pitch: int) -> LazyRows | None:
+    """Return rows for slots now and later; None if the system reserves no addresses for them.
+
+    Linux refuses a range that is larger than its memory, and in strict mode (``vm.overcommit_memory`` is 2) or under a
+    limit of addresses (``ulimit -v``) one that is larger than what is left.
+    """
+    try:
+        return LazyRows(max(num_slots, min(capacity, total_memory() // pitch)), pitch)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        return None
 
 
 def _zeros(rows: int, columns: int) -> mx.array:

@@ -172,12 +172,15 @@ class SlotArena:
         return array
 
     def _shares(self, array: mx.array, slot: int, offset: int) -> bool:
-        """Return whether bytes written to a slot show in an array's row."""
+        """Return whether bytes written to the ends of a slot's part show in an array's row."""
         row = np.frombuffer(self.memory(slot), np.uint8)[offset:][: array[slot].nbytes]
+        size = array.itemsize
         for byte in (_MARK, 0):
-            row[:] = byte
-            if not bool((array[slot].flatten().view(mx.uint8) == byte).all()):
-                return False
+            row[:size] = row[-size:] = byte
+            for end in (0, -1):  # one element: flatten() may copy a row, which takes as long as reading it
+                element = array[(slot, *[end] * (array.ndim - 1))]
+                if not bool((element.reshape(1).view(mx.uint8) == byte).all()):
+                    return False
         return True
 
     def head(self, num_slots: int) -> Arena:

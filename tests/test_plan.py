@@ -952,6 +952,18 @@ def test_a_pool_takes_what_the_trunk_leaves() -> None:
     assert sizes_of_pools == sorted(set(sizes_of_pools))
 
 
+def test_a_pool_is_no_larger_than_an_array_may_be() -> None:
+    """Metal's buffers have a limit below the memory of the machine."""
+    sizes, machine = make_mixture(), make_machine()
+    (plan,) = plans_between(sizes, FIXED, machine, [0.7])
+    assert plan.pool is not None
+    limit = plan.pool.nbytes // 2
+    small = replace(machine, largest_array=limit)
+    for config in (FIXED, replace(FIXED, expert_pool_gb=2 * limit / GB)):
+        bounded = make_plan(sizes, with_budget(config, plan.budget_bytes), small)
+        assert bounded.pool is not None and limit - bounded.pool.slot_bytes < bounded.pool.nbytes <= limit
+
+
 def test_an_embedding_table_gives_way_to_experts() -> None:
     """A token needs one row of it."""
     sizes, machine = make_mixture(), make_machine()

@@ -228,12 +228,17 @@ def pool_of(task: Task, experts: ExpertSizes, num_slots: int) -> Pool:
     return Pool(num_slots, experts.slot_bytes, sum(experts.num_experts), hit_rate, read_bytes, seconds)
 
 
+def most_slots(task: Task, experts: ExpertSizes) -> int:
+    """Return the most slots that a pool may have: it is one array."""
+    return min(sum(experts.num_experts), task.machine.largest_array // experts.slot_bytes)
+
+
 def finished(task: Task, plan: ResidencyPlan, budget: int) -> ResidencyPlan:
     """Return the plan with its predicted time and, for a mixture, the rest of the budget in the pool."""
     experts = task.sizes.experts
     if experts is not None and plan.pool is not None and not task.pool_slots:
         more = max(0, budget - plan.peak_bytes) // experts.slot_bytes
-        num_slots = min(plan.pool.num_slots + more, sum(experts.num_experts))
+        num_slots = min(plan.pool.num_slots + more, most_slots(task, experts))
         plan = replace(plan, pool=pool_of(task, experts, max(num_slots, plan.pool.num_slots)))
     return timed(task, plan)
 

@@ -71,6 +71,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         has_buffer_cache=mx.default_device() == mx.gpu,
         reads_in_place=reads_in_place(),
         kv_disk_bytes=free_bytes(Path(config.kv_directory or cache_directory()).expanduser()),
+        largest_array=int(mx.device_info().get("max_buffer_length", 1 << 62)),
         exact_tiles=mx.default_device() == mx.cpu,  # tests show it there; CUDA chooses kernels by the number of rows
         prompt_seconds_per_token=speed.prompt_seconds_per_token,
         is_measured=speed.is_measured,

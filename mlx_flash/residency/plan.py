@@ -42,6 +42,7 @@ class Machine:
         reads_in_place: whether the disk may write to MLX's memory, as the self-test found. If not, all reads that are
             direct go through bounce buffers.
         kv_disk_bytes: free where files of the KV cache are put.
+        largest_array: the most bytes of one array: Metal's buffers have a limit below the memory of the machine.
         prompt_seconds_per_token: computing one token of a prompt, as a run measured it; 0 while unknown.
         is_measured: True when the speeds are those of a run, False when a short probe found them.
         speed_key: the name under which the speeds of this model on this disk are kept.
@@ -59,6 +60,7 @@ class Machine:
     exact_tiles: bool
     reads_in_place: bool = True
     kv_disk_bytes: int = 1 << 62
+    largest_array: int = 1 << 62
     prompt_seconds_per_token: float = 0.0
     is_measured: bool = False
     speed_key: str = ""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from mlx_flash.config import GB, FlashConfig, Profile
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.memory.pressure import MemoryReading
-from mlx_flash.residency.assemble import Task, cache_limit_of, everything_pinned, timed
+from mlx_flash.residency.assemble import Task, cache_limit_of, everything_pinned, most_slots, timed
 from mlx_flash.residency.candidates import ENOUGH_CONTEXT, best, least_reserve, smallest
 from mlx_flash.residency.kv import KV_SHARE, check_kv, most_on_disk
 from mlx_flash.residency.plan import MB, Machine, ResidencyPlan, in_gb
@@ -135,7 +135,7 @@ def _with_experts(task: Task, trunk: ModelSizes) -> Task:
     assert experts is not None
     if pool_gb is None:
         return replace(task, sizes=trunk)
-    num_slots = min(round(pool_gb * GB) // experts.slot_bytes, sum(experts.num_experts))
+    num_slots = min(round(pool_gb * GB) // experts.slot_bytes, most_slots(task, experts))
     if num_slots < experts.least_slots:
         raise ConfigError(
             f"expert_pool_gb is {pool_gb:g}, but this model needs at least "

@@ -30,6 +30,7 @@ NOT_RUN = {
     "README.md": ["installs"],
     "docs/benchmarks.md": [
         *["needs root, gigabytes and minutes"] * 3,
+        "needs 72 GB of disk",
         *["minutes"] * 2,
         "needs root and minutes",
         "needs a GPU",

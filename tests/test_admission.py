@@ -11,10 +11,10 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache,
 from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.headroom import Lane, check_headroom
-from mlx_flash.integration.admission import batch_bytes, decide, room_bytes, together_bytes
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import footprint
+from mlx_flash.residency.admission import batch_bytes, decide, room_bytes, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 from models import LLAMA, save
 

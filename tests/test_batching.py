@@ -20,7 +20,9 @@ import mlx_flash
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.batching import RowGenerator
 from mlx_flash.compat.generation import stock_generate_step
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.residency.admission import room_bytes, rows_bytes
 from models import LLAMA, computed_once, same_bits, save, stock
 from test_model import config, streamed_whole
 from test_rows import MODELS, PROMPTS, STEP, Directories, directories
@@ -74,6 +76,20 @@ def test_eight_sequences_of_n_tokens_take_n_passes(directories: Directories) -> 
         assert response.stats.generation_tokens == 48
     for tokens, prompt in zip(response.token_ids, prompts, strict=True):
         assert tokens == [token for token, _ in alone(directories("llama"), prompt, 6)]
+
+
+def test_sequences_that_the_budget_does_not_hold_together_wait(tmp_path: Path) -> None:
+    """Twenty caches take several times the memory that the budget leaves for keys and values."""
+    directory = save(tmp_path, LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 256})
+    prompts = [[7 * i % 300, *range(k % 5), k] for i, k in enumerate(range(20))]
+    least = prepare(directory, config(ram_budget_gb="min")).plan.minimum_bytes
+    with load_model(directory, config(ram_budget_gb=(least + 90_000_000) / 1e9))[0] as model:
+        response = mlx_flash.batch_generate(model, TOKENIZER, prompts, max_tokens=3, return_token_ids=True)
+        step = model.plan.prefill_step_size
+        rows = rows_bytes(model.plan, [9] * 20, may_spill=True)
+        assert rows > 1.5 * room_bytes(model.plan) > rows / 10
+    for tokens, prompt in zip(response.token_ids, prompts, strict=True):
+        assert tokens == [token for token, _ in alone(directory, prompt, 3, prefill_step_size=step)]
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))

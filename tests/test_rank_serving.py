@@ -20,9 +20,9 @@ import pytest
 import children
 from local_ranks import ring
 from mlx_flash.errors import RefusedError
-from mlx_flash.integration.admission import Decision
 from mlx_flash.integration.followers import ServerRanks
 from mlx_flash.ranks.peers import Peers
+from mlx_flash.residency.admission import Decision
 from models import make_random_model
 
 SHAPE = "--layers 4 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"

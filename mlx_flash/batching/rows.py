@@ -26,14 +26,16 @@ from mlx_flash.compat.generation import with_names
 from mlx_flash.engine.passes import Row
 from mlx_flash.errors import BudgetError, WriteError
 from mlx_flash.model import FlashLLM
+from mlx_flash.residency.admission import room_bytes, rows_bytes
 
 
 class RowGenerator(BatchGenerator):
     """mlx-lm's ``BatchGenerator``, whose sequences share passes over the weights and nothing else.
 
     Each call of ``next`` computes a token of each answer and as much of each prompt as memory allows, one part at
-    least. Sequences join and leave in between. A token is handed out as soon as it is known, so a prompt cache that is
-    handed out with the last token does not have that token yet.
+    least. Sequences join and leave in between. One that the budget may not hold beside those that run waits for them.
+    A token is handed out as soon as it is known, so a prompt cache that is handed out with the last token does not have
+    that token yet.
 
     Args:
         model: the streamed model.
@@ -97,8 +99,18 @@ class RowGenerator(BatchGenerator):
         num_prompts = sum(sequence.token is None for sequence in self._sequences)
         room = min(self.prefill_batch_size - num_prompts, self.completion_batch_size - len(self._sequences))
         for _ in range(min(room, self.num_waiting)):
+            if not self._has_room():
+                return
             self._sequences.append(sequence := RowSequence.of(self.take()))
             sequence.begin(self._flash, self.prefill_step_size)
+
+    def _has_room(self) -> bool:
+        """Return whether the next sequence, and those that run, can all be computed to their ends in the budget."""
+        if not self._sequences:  # alone, its keys and values may go to disk, and its prompt may be cut
+            return True
+        lengths = [sequence.most_tokens for sequence in (*self._sequences, *self._ended)]
+        plan = self._flash.plan
+        return rows_bytes(plan, [*lengths, self.first_waiting.most_tokens], may_spill=True) <= room_bytes(plan)
 
     def _take(self, sequence: RowSequence, prompts: list[Any], answers: list[Any]) -> None:
         """Take what a sequence has computed."""
@@ -165,7 +177,18 @@ class RowGenerator(BatchGenerator):
 
 
 class CopyingRows(RowGenerator):
-    """A ``RowGenerator`` that leaves the prompt caches that it is given as they are."""
+    """A ``RowGenerator`` that leaves the prompt caches that it is given as they are.
+
+    Unless caches are completed, nobody wants them: a sequence that has ended makes room for the next one.
+    """
+
+    def advance(self) -> tuple[list[Any], list[Any]]:
+        """Compute a part of each sequence. Return the progress of prompts, and tokens."""
+        prompts, answers = super().advance()
+        if not self._completes_caches:
+            for answer in answers:
+                answer.prompt_cache = None
+        return prompts, answers
 
     def insert_segments(
         self, segments: Any, max_tokens: Any = None, caches: list[list[Any]] | None = None, *args: Any, **options: Any

@@ -26,6 +26,7 @@ class RowSequence:
 
     Attributes:
         uid, cache, max_tokens: as given.
+        most_tokens: the most tokens that its cache will have.
         tokens: those in the cache.
         segments: parts of the prompt that are left.
         num_prompt: tokens of the prompt.
@@ -41,6 +42,7 @@ class RowSequence:
     uid: int
     cache: list[Any]
     max_tokens: int
+    most_tokens: int
     tokens: list[int]
     segments: list[list[int]]
     num_prompt: int
@@ -60,7 +62,17 @@ class RowSequence:
         choose, num_prompt = Chooser(sampler, processors, prompt), len(prompt) - len(tokens)
         guesses = Guesses(Lookup(prompt))
         return cls(
-            uid, cache, max_tokens, tokens, segments, num_prompt, choose, stop.matcher(), new=[], guesses=guesses
+            uid,
+            cache,
+            max_tokens,
+            waiting.most_tokens,
+            tokens,
+            segments,
+            num_prompt,
+            choose,
+            stop.matcher(),
+            new=[],
+            guesses=guesses,
         )
 
     def begin(self, model: FlashLLM, step: int, num_others: int = 0) -> Row:

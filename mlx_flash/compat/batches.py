@@ -70,6 +70,11 @@ class Waiting(NamedTuple):
     processors: Any
     stop_sequences: Any
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that its cache will have."""
+        return len(self.tokens) + sum(map(len, self.segments)) + self.max_tokens
+
 
 class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
     """mlx-lm's, with hooks for a subclass."""
@@ -78,6 +83,11 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
     def num_waiting(self) -> int:
         """Number of sequences that were inserted and not taken."""
         return len(self._unprocessed_sequences)
+
+    @property
+    def first_waiting(self) -> Waiting:
+        """The sequence that waits longest."""
+        return Waiting(*self._unprocessed_sequences[0])
 
     def take(self) -> Waiting:
         """Return the sequence that waits longest, and let go of it."""

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from typing import get_args
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.integration.admission import Decision
 from mlx_flash.ranks.peers import Peers, launched_group
+from mlx_flash.residency.admission import Decision
 
 _DECISIONS: tuple[Decision, ...] = get_args(Decision)
 """From the one that needs most memory to the one that needs least."""

@@ -11,10 +11,10 @@ from typing import Any
 import jinja2
 
 from mlx_flash.errors import FlashError
-from mlx_flash.integration.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
 from mlx_flash.integration.answers import Answer
 from mlx_flash.integration.followers import ServerRanks
 from mlx_flash.model import FlashLLM
+from mlx_flash.residency.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
 
 _REQUEST_ERRORS = (
     *(FlashError, jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError),

@@ -12,12 +12,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.options import GROWTH, KVOptions
 from mlx_flash.kv.shared import Part, Parts, SharedRows, cut, num_tokens, slices
 from mlx_flash.memory.pagecache import round_up
-
-_GROWTH = 4
-"""A buffer that was too small grows by this part of its size."""
 
 
 class MemoryRows:
@@ -57,7 +54,7 @@ class MemoryRows:
             return self.length + round_up(num_new, self._options.step)
         if end <= self._options.reserved_tokens:
             return self._options.reserved_tokens
-        return round_up(max(end, self.capacity + self.capacity // _GROWTH), self._options.step)
+        return round_up(max(end, self.capacity + self.capacity // GROWTH), self._options.step)
 
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens take more memory. Called for each token."""

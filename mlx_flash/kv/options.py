@@ -14,6 +14,9 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 DEFAULT_STEP = 256
 """Tokens by which a cache grows, as in mlx-lm, and tokens of one page on disk."""
 
+GROWTH = 4
+"""A buffer that was too small grows by this part of its size."""
+
 CONTEXT_ALIGNMENT = 256
 
 NUM_SLOTS = 2
@@ -133,6 +136,14 @@ class KVOptions:
         if self.max_tokens is None:
             return length
         return min(length, max(self.max_tokens, self.kept_tokens + self.step + num_new))
+
+    def most_capacity(self, tokens: int) -> int:
+        """Return the most tokens that the buffers of a cache in memory have room for while it holds so many at most."""
+        if tokens <= self.reserved_tokens:
+            return self.reserved_tokens
+        if self.form == "step":
+            return self.step if tokens <= self.step else tokens + self.step - 1
+        return round_up(tokens + tokens // GROWTH, self.step)
 
     def slot_tokens(self, tokens: int) -> int:
         """Return the capacity of a slot for so many tokens."""

@@ -1,4 +1,4 @@
-"""Admission of requests to the server: the memory that each one will need, from the numbers of the plan.
+"""Admission of requests and sequences: the memory that each one will need, from the numbers of the plan.
 
 Exact batches have a cache for each request, of its own length. mlx-lm's caches have a row for each request, as long as
 the longest one; while a part of a batch moves on from prompts to answers, its rows are there twice.
@@ -48,7 +48,8 @@ def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_spill: bool) 
         return 0
     options, cache, step = plan.kv.options, plan.cache, plan.prefill_step_size
     held = [length if options is None else options.held_tokens(length, step) for length in lengths]
-    in_memory = sum(cache.nbytes(_capacity(tokens)) for tokens in held) + cache.largest_row * _capacity(max(held))
+    room = _capacity if options is None else options.most_capacity
+    in_memory = sum(cache.nbytes(room(tokens)) for tokens in held) + cache.largest_row * room(max(held))
     if may_spill and options is not None and options.budget_bytes is not None:
         under_way = options.under_way_bytes(cache.rows, max(held), step)
         last_pages = (len(held) - 1) * options.step * sum(cache.rows)

@@ -6,6 +6,7 @@ its number, the name, the status and, if that is ok, a digest of the logits.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -199,5 +200,8 @@ def say(rank: int, name: str, word: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(StreamedWeightsError, ConfigError):
-        main(Path(sys.argv[1]), sys.argv[2:])
+    try:
+        with contextlib.suppress(StreamedWeightsError, ConfigError):
+            main(Path(sys.argv[1]), sys.argv[2:])
+    finally:
+        atexit._run_exitfuncs()  # a forked child does not, and would seem to have died

@@ -9,14 +9,18 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.engine import Engine
-from mlx_flash.errors import StreamedWeightsError
+from mlx_flash.errors import PeerError, StreamedWeightsError
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.views import CacheViews, SharedEntryError, can_be_viewed, snapshot, trimmer
 from mlx_flash.layout.arrays import arrays_in
-from mlx_flash.streaming.lockstep import Lockstep
+from mlx_flash.ranks.chain import is_elsewhere
+from mlx_flash.ranks.spread import Spread
+from mlx_flash.streaming.lockstep import Lockstep, Results
+from mlx_flash.streaming.stream import HAND_OVER
 
 Compute = Callable[[ForwardCall], Any]
 Outcome = list[Any] | Exception | None
@@ -50,7 +54,7 @@ class _Lane:
         output = compute(self.calls[index])
         if not self.calls[index].wants_logits:
             output = DroppedResult()
-        mx.eval(arrays_in(output, self.cache))
+        mx.eval(arrays_in(output, [entry for entry in entries_of(self.cache) if not is_elsewhere(entry)]))
         return output
 
     def outcome(self, found: list[Any] | Exception) -> Outcome:
@@ -73,12 +77,12 @@ class CallGroup:
 
     Args:
         engine: the weights of the model.
-        in_order: all calls run one after another.
+        chain: what each rank computes; None where there is one rank.
     """
 
-    def __init__(self, engine: Engine, *, in_order: bool = False) -> None:
+    def __init__(self, engine: Engine, chain: Spread | None = None) -> None:
         self._engine = engine
-        self._in_order = in_order
+        self._chain = chain
         self._is_proven = False
         self._needs_order = False
 
@@ -86,9 +90,11 @@ class CallGroup:
     def can_share(self) -> bool:
         """True if calls gain by sharing a pass, and nobody counts passes of single calls."""
         experts = self._engine.experts
-        if self._in_order:
+        if self._chain is not None and not self._chain.can_share:
             return False
-        return bool(self._engine.stream.units) if experts is None else not experts.listeners
+        if experts is None:  # other ranks may read, and all do the same
+            return bool(self._engine.stream.units) or self._chain is not None
+        return not experts.listeners
 
     def fits(self, cache: Sequence[Any]) -> bool:
         """Return whether several calls with one prompt cache can share a pass."""
@@ -97,8 +103,8 @@ class CallGroup:
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why calls with one prompt cache cannot share a pass if they can be taken back; or None."""
         pooled = [entry for entry in cache if isinstance(entry, PooledCache)]
-        if self._in_order:
-            return "ranks share the model, and exchange messages in the order of calls"
+        if self._chain is not None and not self._chain.can_share:
+            return "ranks exchange parts of each layer, in the order of calls"
         if not self.can_share:
             return "all weights are in memory" if self._engine.experts is None else "experts are traced call by call"
         if self._needs_order:
@@ -124,7 +130,17 @@ class CallGroup:
 
         Raises:
             ReadError: weights could not be read. Caches that can be trimmed are put back.
+            PeerError: the ranks were called differently, or one was lost.
         """
+        if self._chain is None:
+            return self._run(lanes, compute, progress)
+        tokens = [call.tokens for calls in lanes for call in calls]
+        with self._chain.calls(tokens, [calls[0].cache for calls in lanes], self._hand_over):
+            return self._run(lanes, compute, progress)
+
+    def _run(
+        self, lanes: Sequence[Sequence[ForwardCall]], compute: Compute, progress: Callable[[float], None]
+    ) -> list[Outcome]:
         made = [_Lane(calls, self._is_proven) for calls in lanes]
         places = [(lane, index) for lane in made for index in range(len(lane.calls))]
         num_units = max(1, len(self._engine.stream.units))
@@ -134,6 +150,7 @@ class CallGroup:
             before=lambda number: self._before(*places[number]),
             after=lambda number: _after(*places[number]),
             progress=lambda done: progress(min(1.0, done / num_units)) if can_undo else None,
+            agree=self._agree,
         )
         tasks = [[partial(lane.task, index, compute) for index in range(len(lane.calls))] for lane in made]
         try:
@@ -149,8 +166,33 @@ class CallGroup:
             self._needs_order |= outcome is None
         return outcomes
 
+    def _hand_over(self, layer: int) -> None:
+        wait_turn = self._engine.stream.wait_turn
+        assert wait_turn is not None
+        wait_turn((HAND_OVER, layer))
+
+    def _agree(self, results: Results) -> Results:
+        """Let a lane that has failed on one rank fail on all, since the others would wait for its messages."""
+        if self._chain is None:
+            return results
+        own = [next(i for i, kind in enumerate(_OUTCOMES) if isinstance(result, kind)) for result in results]
+        return [
+            result if mine == worst else _failed_on(rank, _OUTCOMES[worst])
+            for result, mine, (worst, rank) in zip(results, own, self._chain.worst(own), strict=True)
+        ]
+
     def _before(self, lane: _Lane, index: int) -> None:
         self._engine.drop_logits(not lane.calls[index].wants_logits)
+
+
+_OUTCOMES: tuple[type, ...] = (list, SharedEntryError, Exception)
+"""From good to bad."""
+
+
+def _failed_on(rank: int, kind: type) -> Exception:
+    if kind is SharedEntryError:
+        return SharedEntryError()
+    return PeerError(f"rank {rank} cannot compute a call that shares a pass with others. Hint: see what it prints.")
 
 
 def _after(lane: _Lane, index: int) -> None:

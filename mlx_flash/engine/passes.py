@@ -122,13 +122,15 @@ class Passes:
     """
 
     def __init__(self, model: Any, session: Session, kv: KVPool | None, counters: PassCounters) -> None:
-        self.group = CallGroup(session.engine, in_order=session.chain is not None)
+        self.group = CallGroup(session.engine, session.chain)
         self._model = model
         self._session = session
         self._kv = kv
         self._counters = counters
         self._told_steps: set[int] = set()
-        self._all_have_room = contextlib.nullcontext if session.chain is None else session.chain.all_have_room
+        chain = session.chain
+        self._all_have_room = contextlib.nullcontext if chain is None else chain.all_have_room
+        self._least: Callable[[int], int] = int if chain is None else chain.least
 
     def advance(self, plan: ResidencyPlan, rows: Sequence[Row], *, lends: bool) -> None:
         """Compute at least a part of each row, in as few passes as memory allows.
@@ -142,6 +144,7 @@ class Passes:
 
         Raises:
             ReadError: weights could not be read, and no row went on.
+            PeerError: the ranks were called differently, or one was lost.
         """
         waiting = sorted((row for row in rows if not row.is_done), key=lambda row: len(row.left))
         loans = self._session.engine.lending if lends else None
@@ -187,7 +190,7 @@ class Passes:
         granted: int,
         loans: Lending | None,
     ) -> dict[Row, list[ForwardCall]]:
-        """Return the first part of each row, and as many more as memory allows."""
+        """Return the first part of each row, and as many more as memory allows on every rank."""
         found = [
             (row, part, cost)
             for row, parts in zip(rows, more, strict=True)
@@ -195,14 +198,16 @@ class Passes:
         ]
         totals = accumulate(cost for _, _, cost in found)
         extra = [(row, part) for (row, part, _), total in zip(found, totals, strict=True) if total <= granted]
-        tried = len(extra)
+        tried = self._least(len(extra)) if found else 0
+        extra = extra[:tried]
         while extra:
             chosen = {row: [row.left[0], *(part for owner, part in extra if owner is row)] for row in rows}
-            if self._fit(plan, chosen, loans):
+            if self._least(self._fit(plan, chosen, loans)):
                 return chosen
             extra = extra[: len(extra) // 2]
         if tried:
-            check_headroom(plan, [row.lane() for row in rows], loans)
+            with self._all_have_room():
+                check_headroom(plan, [row.lane() for row in rows], loans)
         return {row: [row.left[0]] for row in rows}
 
     @staticmethod
@@ -241,6 +246,8 @@ class Passes:
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""
+        if self._session.chain is not None:
+            return "how many are guessed depends on measured times, which differ between ranks"
         return "prompts are cached" if self._session.prefixes is not None else self.group.refusal(cache)
 
     def _run(self, rows: list[Row], lanes: list[list[ForwardCall]]) -> None:
@@ -276,7 +283,7 @@ class Passes:
 
     def _compute(self, call: ForwardCall) -> Any:
         self._session.engine.drop_logits(not call.wants_logits)
-        return self._counted([call], [[call]], partial(self._call, call))
+        return self._counted([call], [[call]], partial(self._call_alone, call))
 
     def _with_prefixes(self, call: ForwardCall, compute: Compute) -> Any:
         """Compute the part of a call that the prefix cache does not answer."""
@@ -293,9 +300,14 @@ class Passes:
         prefixes.end(cached)
         return DroppedResult() if cached.num_restored else output
 
+    def _call_alone(self, call: ForwardCall) -> Any:
+        chain = self._session.chain
+        with contextlib.nullcontext() if chain is None else chain.calls([call.tokens], [call.cache]):
+            return self._call(call)
+
     def _call(self, call: ForwardCall) -> Any:
         chain = self._session.chain
-        with contextlib.nullcontext() if chain is None else chain.call(call.tokens, call.cache):
+        with contextlib.nullcontext() if chain is None else chain.computing(call.cache):
             return self._model(*call.arguments, **call.keywords)
 
     def _counted(

@@ -186,7 +186,7 @@ def _agreed(
     """Return a plan with the smallest prefill step of all ranks: they have to cut prompts at the same tokens."""
     step = plan.prefill_step_size
     if chain is not None:
-        step = int(min(numbers[0] for numbers in chain.peers.gather([step])))
+        step = chain.least(step)
     return (
         plan if step == plan.prefill_step_size else make_plan(sizes, replace(config, prefill_step_size=step), machine)
     )

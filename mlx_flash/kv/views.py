@@ -27,7 +27,7 @@ from mlx_flash.compat.caches import entries_of
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.sizes import example_update
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.arrays import Opaque, arrays_in
 
 _KINDS = (KVCache, QuantizedKVCache, RotatingKVCache, ChunkedKVCache, ArraysCache)
 """Classes of mlx-lm whose positions and masks depend on their lengths alone."""
@@ -42,7 +42,7 @@ def _refuse(*_: Any) -> Any:
     raise SharedEntryError
 
 
-class _Passed:
+class _Passed(Opaque):
     """The class of a view that its call is done with."""
 
     __getattribute__ = __getitem__ = __setitem__ = __len__ = __iter__ = __bool__ = _refuse

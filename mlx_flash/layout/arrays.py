@@ -13,6 +13,10 @@ _LEAVES = (int, float, str, bytes, type(None), mx.Dtype, np.ndarray, nn.Module)
 _MAX_DEPTH = 8
 
 
+class Opaque:
+    """Base of classes whose objects hold nothing, and raise when they are asked for it."""
+
+
 def arrays_in(*roots: Any) -> list[mx.array]:
     """Every array reachable from some objects through dicts, sequences, and attributes, modules excepted.
 
@@ -32,6 +36,8 @@ def nbytes_in(*roots: Any) -> int:
 
 
 def _collect(value: Any, found: list[mx.array], seen: set[int], depth: int) -> None:
+    if isinstance(value, Opaque):  # first: it refuses to be asked for another class
+        return
     if isinstance(value, mx.array):
         found.append(value)
         return

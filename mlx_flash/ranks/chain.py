@@ -23,6 +23,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from mlx_flash.errors import StreamedWeightsError
+from mlx_flash.layout.arrays import Opaque, arrays_in
 from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.load import iter_parameters
 from mlx_flash.layout.parts import ModelLayout, Unit
@@ -68,11 +69,14 @@ class Chain(Spread):
         owners: the rank of each layer.
     """
 
+    can_share = True
+
     def __init__(self, layers: Sequence[nn.Module], owners: Sequence[int], peers: Peers) -> None:
         super().__init__(peers)
         self.owners = tuple(owners)
         self._layers = list(layers)
         self._users: dict[int, int] | None = None
+        self._wait_turn: Callable[[int], None] | None = None
         for number, layer in enumerate(layers):
             following = owners[number + 1] if number + 1 < len(owners) else None
             object.__setattr__(layer, _STATE, _Link(number, owners[number], following, self))
@@ -99,17 +103,28 @@ class Chain(Spread):
         return _part(layout, own, others)
 
     @contextmanager
-    def call(self, tokens: mx.array | None, cache: Sequence[Any] | None) -> Iterator[None]:
-        """Compute one call of the model on all ranks.
-
-        Raises:
-            PeerError: the ranks were called differently, or a connection was lost.
-            StreamedWeightsError: the model is no chain of layers.
-        """
+    def calls(
+        self,
+        tokens: Sequence[mx.array | None],
+        caches: Sequence[Sequence[Any] | None],
+        wait_turn: Callable[[int], None] | None = None,
+    ) -> Iterator[None]:
+        """Compute calls of the model on all ranks. As :meth:`Spread.calls`."""
         self._check_equal(tokens)
-        entries = list(_entries(cache or ()))
-        self._users = {id(entry): -1 for entry in entries}
+        entries = list(_entries([cache for cache in caches if cache is not None]))
+        self._users, self._wait_turn = {}, wait_turn
         self._fill_others(entries, _trap)
+        try:
+            yield
+        finally:
+            self._users = self._wait_turn = None
+            self._fill_others(entries, _nothing)
+
+    @contextmanager
+    def computing(self, cache: Sequence[Any] | None) -> Iterator[None]:
+        """Compute one of these calls. As :meth:`Spread.computing`."""
+        assert self._users is not None
+        self._users |= {id(entry): -1 for entry in _entries(cache or ())}
         try:
             yield
         except RuntimeError as error:
@@ -119,9 +134,6 @@ class Chain(Spread):
                 "the model uses the output of a layer in other places than the next layer, or looks at numbers within "
                 "a layer: it cannot be spread over ranks. Hint: run it on one machine."
             ) from error
-        finally:
-            self._users = None
-            self._fill_others(entries, _nothing)
 
     def _fill_others(self, entries: Sequence[Any], make: Callable[[mx.array], mx.array]) -> None:
         """Replace what entries of other ranks' layers hold: by traps in calls, and else by nothing, to be evaluated."""
@@ -136,6 +148,10 @@ class Chain(Spread):
         mine, what = self.peers.rank, f"the output of layer {link.number}"
         self._note_entries(link, given)
         arrays = _arrays_of(result)
+        if self._wait_turn is not None and link.owner != link.next_owner:
+            if link.owner == mine:  # what it is computed from leaves memory while others compute
+                mx.eval(arrays_in(result, given))
+            self._wait_turn(link.number)
         if link.next_owner is None:
             return _replaced(result, self.peers.broadcast(arrays, link.owner, what))
         if link.owner != link.next_owner:
@@ -175,6 +191,8 @@ def is_elsewhere(entry: Any) -> bool:
 def _entries(values: Sequence[Any]) -> Iterator[Any]:
     """Yield the objects in a prompt cache that hold arrays, those inside others included."""
     for value in values:
+        if isinstance(value, Opaque):
+            continue
         if isinstance(value, list | tuple):
             yield from _entries(value)
         elif hasattr(value, "__dict__") and not isinstance(value, mx.array | nn.Module):

@@ -72,7 +72,12 @@ class Shards(Spread):
         return layout
 
     @contextmanager
-    def call(self, tokens: mx.array | None, cache: Sequence[Any] | None) -> Iterator[None]:
+    def calls(
+        self,
+        tokens: Sequence[mx.array | None],
+        caches: Sequence[Sequence[Any] | None],
+        wait_turn: Callable[[int], None] | None = None,
+    ) -> Iterator[None]:
         """Compute one call on all ranks. Sums over ranks are evaluated one by one, in the order of calls.
 
         MLX would evaluate them in an order that depends on how each rank's plan cuts the layers.

@@ -1,0 +1,69 @@
+"""Calls of a model that is spread over ranks share passes, and have the bits of calls one after another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from local_ranks import run_ranks
+from models import save
+from test_ranks import lines_of
+from test_rows import MODELS
+
+PROGRAM = Path(__file__).with_name("ranks_rows.py")
+NUM_RANKS = 2
+BOTH = ("llama", "llama runs", "gemma3", "qwen3_next", "cut")
+"""Cases in which both ranks stream, and memory has room for all calls."""
+
+Found = dict[tuple[int, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    root = tmp_path_factory.mktemp("models")
+    for name in ("llama", "gemma3", "qwen3_next"):
+        save(root / name, MODELS[name], mx.float32)
+    done = run_ranks(NUM_RANKS, PROGRAM, root, *BOTH, "reads", "unlike", "fails", "uses again")
+    lines = {(rank, case): line for rank, case, line in lines_of(done)}
+    assert len(lines) == NUM_RANKS * (len(BOTH) + 4), done
+    return lines
+
+
+def test_all_calls_have_the_logits_of_mlx_lm(found: Found) -> None:
+    """Windows, recurrent states, ranks that take turns or have a run each, units smaller than layers."""
+    assert all(each.get("is_equal", True) for each in found.values()), found
+
+
+def test_prompts_and_tokens_take_one_pass_each(found: Found) -> None:
+    """Four sequences of two tokens, with prompts of one to three parts; then a prompt of five parts, and a token."""
+    for rank in range(NUM_RANKS):
+        for case in BOTH:
+            num_units, counts = found[rank, case]["num_units"], found[rank, case]["counts"]
+            assert [each[:2] for each in counts] == [[0, 0], [2, 2 * num_units], [4, 4 * num_units]], case
+
+
+def test_four_sequences_read_what_one_reads(found: Found) -> None:
+    for rank in range(NUM_RANKS):
+        bytes_read = [each[2] for each in found[rank, "reads"]["counts"]]
+        rows = 4 * 2 * MODELS["llama"]["hidden_size"] * 4  # each sequence reads its rows of the embeddings
+        assert bytes_read[2] - bytes_read[1] - (bytes_read[1] - bytes_read[0]) in range(rows)
+
+
+def test_ranks_with_unequal_room_choose_the_same_calls(found: Found) -> None:
+    """One streams all of its layers, the other none of them; it has room for five of nine calls."""
+    assert [found[rank, "unlike"]["counts"][1][0] for rank in range(NUM_RANKS)] == [3, 3]
+    assert [found[rank, "unlike"]["num_units"] > 0 for rank in range(NUM_RANKS)] == [True, False]
+
+
+def test_an_error_on_one_rank_ends_the_row_on_all(found: Found) -> None:
+    for rank, name in enumerate(("PeerError", "ValueError")):
+        assert found[rank, "fails"]["errors"] == ["IndexError", None, None, None, name]
+        assert set(found[rank, "fails"]["offsets"]) == {0}
+
+
+def test_a_model_that_needs_an_order_is_computed_in_order_on_all_ranks(found: Found) -> None:
+    """Only the rank that streams these layers one by one sees it."""
+    assert all(found[rank, "uses again"]["needs_order"] for rank in range(NUM_RANKS))

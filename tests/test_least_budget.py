@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+import children
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.residency.plan import Machine, ResidencyPlan, round_up_to_mb
@@ -121,3 +122,29 @@ def test_plan_counts_the_states_and_intermediate_arrays_of_recurrent_layers(tmp_
         kept, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
         assert kept <= model.plan.kv_bytes
         assert peak <= model.plan.kv_bytes + model.plan.activation_bytes
+
+
+RECURRENT_PROGRAM = """
+import sys
+import mlx.core as mx
+from mlx_flash import FlashConfig, generate_step, load_model
+from mlx_flash.memory.footprint import peak_footprint
+model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=float(sys.argv[2])))
+tokens = [token for token, _ in generate_step(mx.arange(1100), model, max_tokens=2)]
+print(model.plan.budget_bytes, peak_footprint(), model.plan.prefill_step_size)
+"""
+
+
+def test_what_mlx_records_of_a_loop_over_tokens_is_planned(tmp_path: Path) -> None:
+    """A recurrent layer records some 30 operations a token before the first is computed: 0.5 kB each, in no array."""
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "vocab_size": 4000}
+    directory = save(tmp_path, configuration("mamba") | shape)
+    assert prepare(directory, FlashConfig(ram_budget_gb=1)).layout.nodes_per_token >= 6 * 20
+    done = children.run("-c", RECURRENT_PROGRAM, directory, "0.14", forks=False)
+    assert done.returncode == 0, done.stderr.decode()
+    budget, peak, step = map(int, done.stdout.split())
+    assert peak <= budget and step >= 64
+
+
+def test_attention_records_nothing_more_for_more_tokens(directories: Callable[[str], Path]) -> None:
+    assert prepare(directories("llama"), FlashConfig(ram_budget_gb=1)).layout.nodes_per_token == 0

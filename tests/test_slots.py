@@ -94,7 +94,7 @@ def test_slots_take_memory_when_they_are_used_and_give_it_back() -> None:
     assert footprint() - before < 3 * pitch and (active_memory() - active) // pitch == 2
     arena.resize(6)
     assert (active_memory() - active) // pitch == 2  # nothing was written to the new slots
-    for slot in range(5):
+    for slot in (2, 3, 4):
         arena.touch(slot)
         arena.fill(slot, 1)
     assert footprint() - before > 2.9 * pitch and (active_memory() - active) // pitch == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -16,6 +17,7 @@ TRAINING_FLAG = "_training"
 """Attribute of a module that ``train()`` and ``eval()`` set; no part of a model's identity."""
 
 require_that(issubclass(nn.Module, dict), "mlx.nn.Module is no dict")  # arrays are exchanged without its __setattr__
+require(mx, "export_to_dot")
 require(nn.Module(), TRAINING_FLAG)
 require(nn.Module, "valid_parameter_filter", "module", "key", "value")  # tells parameters from private constants
 
@@ -69,6 +71,13 @@ def _replaced(
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)
+
+
+def num_nodes(*outputs: mx.array) -> int:
+    """Return the number of operations that are recorded for some arrays and not computed yet."""
+    text = io.StringIO()
+    mx.export_to_dot(text, *outputs)
+    return text.getvalue().count("shape=rectangle")
 
 
 def memory_of(array: mx.array) -> memoryview:

@@ -142,6 +142,7 @@ class ModelLayout:
         experts: the stacks of experts in the layers, in calling order.
         attention: the calls of MLX's attention that the model makes.
         has_own_attention: whether layers compute attention scores themselves.
+        nodes_per_token: operations that a call records for each token, in loops of recurrent layers.
     """
 
     layers: list[Unit]
@@ -155,6 +156,7 @@ class ModelLayout:
     experts: list[ExpertStack] = field(default_factory=list)
     attention: tuple[AttentionCall, ...] = ()
     has_own_attention: bool = False
+    nodes_per_token: int = 0
 
     @property
     def units(self) -> list[Unit]:

@@ -15,13 +15,18 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
+from mlx_flash.compat.arrays import num_nodes
 from mlx_flash.compat.attention import AttentionCall, observed_attention
+from mlx_flash.compat.caches import entries_of
 from mlx_flash.compat.experts import is_expert_stack
 from mlx_flash.layout.cachesizes import CacheEntry, CacheMeter, num_growing, parts_of
 from mlx_flash.layout.parts import Parameter
 from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, state_of, swap_class
+
+_MORE_TOKENS = 8
+"""Tokens by which two calls differ whose recorded operations are compared."""
 
 Place = tuple[int, Any]
 """An array in a module tree: ``id`` of the module that holds it, and the key."""
@@ -58,6 +63,8 @@ class CallTrace:
         attention: the calls of MLX's attention for two tokens.
         has_own_attention: whether layers compute scores themselves: there are fewer calls than growing caches, or masks
             that differ by head.
+        nodes_per_token: operations that a call records for each token before any is computed: those of a loop over
+            tokens, in recurrent layers.
     """
 
     called: dict[int, nn.Module]
@@ -66,6 +73,7 @@ class CallTrace:
     routes: dict[int, Route] = field(default_factory=dict)
     attention: tuple[AttentionCall, ...] = ()
     has_own_attention: bool = False
+    nodes_per_token: int = 0
 
     def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
         """Return True if a module is called, and arrays are used during its calls only."""
@@ -204,9 +212,21 @@ def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
             CacheEntry(sizes, frozenset().union(*(watch.given.get(id(part), ()) for part in parts_of(entry))))
             for entry, sizes in zip(cache, meter.sizes(), strict=True)
         ]
+        watch.trace.nodes_per_token = _nodes_per_token(model)
     for key in compiled:
         called.pop(key, None)
     return watch.trace
+
+
+def _nodes_per_token(model: nn.Module) -> int:
+    """Return how many operations a model with recurrent layers records more for each further token."""
+    counts = []
+    for num_tokens in (2, 2 + _MORE_TOKENS):
+        cache = make_prompt_cache(model)
+        if not any(isinstance(entry, ArraysCache) for entry in entries_of(cache)):
+            return 0
+        counts.append(num_nodes(model(mx.zeros((1, num_tokens), mx.int32), cache=cache)))
+    return max(0, -(-(counts[1] - counts[0]) // _MORE_TOKENS))
 
 
 @contextmanager

@@ -55,6 +55,7 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         experts=find_experts(layers, tree.parameters, tree.trace),
         attention=tree.trace.attention,
         has_own_attention=tree.trace.has_own_attention,
+        nodes_per_token=tree.trace.nodes_per_token,
     )
 
 

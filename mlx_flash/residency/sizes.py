@@ -19,6 +19,8 @@ from mlx_flash.residency.attention import bytes_per_pair, unfused_bytes_per_pair
 from mlx_flash.storage.placement import padded_bytes, place_groups
 
 _DEFAULT_EXPERTS = 8
+_NODE_BYTES = 600
+"""Memory of an operation that MLX records. Measured: Mamba on Linux, 490 bytes, and 560 with holes in the heap."""
 _SCAN_COPIES = 12
 """Arrays with the states after every token that MLX holds at once in a layer that computes these. Measured: Jamba."""
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -102,6 +104,8 @@ class ActivationSizes:
         unfused_per_pair: the same where keys are quantized, which no fused kernel takes.
         logits_per_token: one row of the output head.
         embedding_per_token: one row of the embedding tables.
+        graph_per_token: what MLX records before it computes, in loops over tokens. Counted for all layers, though
+            streamed ones are computed one by one.
     """
 
     per_token: int
@@ -109,6 +113,7 @@ class ActivationSizes:
     unfused_per_pair: int
     logits_per_token: int
     embedding_per_token: int
+    graph_per_token: int = 0
 
     def nbytes(self, num_tokens: int, context_length: int, *, all_logits: bool, fused: bool = True) -> int:
         """Return the bytes for one call.
@@ -122,7 +127,8 @@ class ActivationSizes:
         rows = 4 + (num_tokens if all_logits else 1)  # sampling makes copies of the last one
         per_pair = self.scores_per_pair if fused else self.unfused_per_pair
         scores = per_pair * num_tokens * max(context_length, num_tokens)
-        return num_tokens * (self.per_token + self.embedding_per_token) + scores + rows * self.logits_per_token
+        per_token = self.per_token + self.embedding_per_token + self.graph_per_token
+        return num_tokens * per_token + scores + rows * self.logits_per_token
 
     def waiting_bytes(self, num_tokens: int) -> int:
         """Bytes of a call that waits for its turn in lockstep: less than what a layer computes for its tokens."""
@@ -316,6 +322,7 @@ def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes
         unfused_per_pair=unfused,
         logits_per_token=max(heads, default=0) * max(itemsize, 4),
         embedding_per_token=2 * rows,
+        graph_per_token=_NODE_BYTES * layout.nodes_per_token,
     )
 
 

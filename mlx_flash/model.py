@@ -28,6 +28,7 @@ from mlx_flash.engine.warn import Warnings
 from mlx_flash.errors import BudgetError, WriteError
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.prefixes.cache import PrefixCache
+from mlx_flash.residency.admission import room_bytes, rows_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.speculation.pace import Times
 
@@ -198,6 +199,16 @@ class FlashLLM(ModelFacade):
             mx.eval(row.outputs)
             self.times.note(len(row.outputs), time.perf_counter() - began, stats.wait_seconds - waited)
         return GuessedRows(row, self.counters)
+
+    def has_room(self, lengths: Sequence[int]) -> bool:
+        """Return whether the budget holds sequences that share passes, on every rank, until all have ended.
+
+        Args:
+            lengths: the most tokens of each, prompt and answer.
+        """
+        chain = self._life.prepared.chain
+        has_room = rows_bytes(self.plan, lengths, may_spill=True) <= room_bytes(self.plan)
+        return has_room if chain is None else bool(chain.least(has_room))
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why :meth:`rows` computes one token at a time with a prompt cache; None if it does not."""

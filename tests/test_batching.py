@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -86,10 +87,21 @@ def test_sequences_that_the_budget_does_not_hold_together_wait(tmp_path: Path) -
     with load_model(directory, config(ram_budget_gb=(least + 90_000_000) / 1e9))[0] as model:
         response = mlx_flash.batch_generate(model, TOKENIZER, prompts, max_tokens=3, return_token_ids=True)
         step = model.plan.prefill_step_size
+        assert model.has_room([9]) and not model.has_room([9] * 20)
         rows = rows_bytes(model.plan, [9] * 20, may_spill=True)
         assert rows > 1.5 * room_bytes(model.plan) > rows / 10
     for tokens, prompt in zip(response.token_ids, prompts, strict=True):
         assert tokens == [token for token, _ in alone(directory, prompt, 3, prefill_step_size=step)]
+
+
+def test_a_sequence_waits_where_one_rank_has_no_room(directories: Directories) -> None:
+    """Otherwise ranks with unequal budgets would compute other sequences."""
+    with streamed_whole(directories("llama")) as model:
+        assert model.has_room([1])
+        prepared = model._life.prepared
+        model._life.prepared = replace(prepared, chain=cast(Any, SimpleNamespace(least=lambda has_room: 0)))
+        assert not model.has_room([1])
+        model._life.prepared = prepared
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))

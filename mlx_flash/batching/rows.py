@@ -26,7 +26,6 @@ from mlx_flash.compat.generation import with_names
 from mlx_flash.engine.passes import Row
 from mlx_flash.errors import BudgetError, WriteError
 from mlx_flash.model import FlashLLM
-from mlx_flash.residency.admission import room_bytes, rows_bytes
 
 
 class RowGenerator(BatchGenerator):
@@ -109,8 +108,7 @@ class RowGenerator(BatchGenerator):
         if not self._sequences:  # alone, its keys and values may go to disk, and its prompt may be cut
             return True
         lengths = [sequence.most_tokens for sequence in (*self._sequences, *self._ended)]
-        plan = self._flash.plan
-        return rows_bytes(plan, [*lengths, self.first_waiting.most_tokens], may_spill=True) <= room_bytes(plan)
+        return self._flash.has_room([*lengths, self.first_waiting.most_tokens])
 
     def _take(self, sequence: RowSequence, prompts: list[Any], answers: list[Any]) -> None:
         """Take what a sequence has computed."""

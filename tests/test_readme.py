@@ -135,7 +135,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     environment = {key: value for key, value in ENV.items() if not key.startswith("MLX_FLASH_")}
     desk = Desk(folder, names, environment | own | {"PATH": path})
     (modelfile,) = {block.text for block in BLOCKS if block.language == "dockerfile"}
-    (folder / "Modelfile").write_text(desk.own(modelfile))
+    # Samples of a random model may end at once: these are the same in every run.
+    (folder / "Modelfile").write_text(f"{desk.own(modelfile)}PARAMETER seed 1\n")
     return desk
 
 

@@ -36,6 +36,7 @@ NOT_RUN = {
         "needs a GPU",
         "needs root, and hours",
         "minutes",
+        "minutes",
     ],
     "docs/experts.md": ["needs a mixture larger than the budget"],
     "docs/lmstudio_integration.md": ["installs"],

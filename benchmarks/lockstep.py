@@ -33,6 +33,7 @@ from rich.table import Table
 
 from mlx_flash import FlashConfig, FlashLLM, generate_step, load_model
 from mlx_flash.batching import RowGenerator
+from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.config import GB, parse_budget
 from mlx_flash.memory.footprint import peak_footprint
@@ -79,7 +80,7 @@ def work(job: Job) -> Run:
         run = {"first": first_tokens(stock_generate_step, model, job, job.step)}
         rows = [solo(model, row, job) for row in range(max(job.batches, default=0))]
         return {**run, "rows": rows, "peak_bytes": peak_footprint()}
-    context = max([*job.prompts, ROW_TOKENS * max(job.batches, default=1)]) + job.tokens + 256
+    context = max([*job.prompts, CACHE_STEP * max(job.batches, default=1)]) + job.tokens + CACHE_STEP
     config = FlashConfig(
         ram_budget_gb=job.budget, context_length=context, speculation=False, telemetry=False, io=job.io
     )
@@ -136,6 +137,8 @@ def decode(model: FlashLLM, number: int, job: Job, step: int) -> Run:
     rows: dict[int, list[Token]] = {uid: [] for uid in uids}
     while not all(rows.values()):
         take(generator, rows)
+    if any(len(row) == limit for row in rows.values()):
+        raise RuntimeError(f"the budget does not hold {number} sequences at once. Hint: give a larger --budget.")
     num_first, (passes, nbytes), began = sum(map(len, rows.values())), count(model), time.perf_counter()
     for _ in range(job.tokens - 1):
         take(generator, rows)

@@ -93,6 +93,18 @@ def check(total: int, available: int) -> None:
     assert (total_memory(), available_memory()) == (total * MB, available * MB)
 
 
+def test_shared_memory_of_a_group_is_in_use(tree: Tree) -> None:
+    """It is counted as cache, but without swap the kernel would rather kill than take it back."""
+    for line, limit_file, names in (
+        ("0::/a", "memory.max", ("anon", "shmem")),
+        ("5:memory:/a", "memory.limit_in_bytes", ("total_rss", "total_shmem")),
+    ):
+        tree.be_in(line)
+        path = "a" if limit_file == "memory.max" else "memory/a"
+        tree.add(path, limit_file, 1000 * MB, f"{names[0]} {300 * MB}\n{names[1]} {200 * MB}\n")
+        check(1000, 500)
+
+
 def test_no_control_groups(tree: Tree) -> None:
     check(64_000, 40_000)  # no /proc/self/cgroup at all
     tree.be_in()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -66,8 +67,10 @@ def _linux_status(field: str) -> int:
 
 def _cgroup_limits() -> list[tuple[int, int]]:
     """Return (limit, unreclaimable use) in bytes of the memory control groups of this process, v1 and v2."""
-    found = [_cgroup_limit(group, "memory.max", "anon") for group in group_folders()]
-    found += [_cgroup_limit(group, "memory.limit_in_bytes", "total_rss") for group in group_folders("memory")]
+    shared = "shmem"  # counted as cache, but nothing can take it back without swap
+    found = [_cgroup_limit(group, "memory.max", ("anon", shared)) for group in group_folders()]
+    version_1 = ("total_rss", f"total_{shared}")
+    found += [_cgroup_limit(group, "memory.limit_in_bytes", version_1) for group in group_folders("memory")]
     return [entry for entry in found if entry is not None]
 
 
@@ -91,13 +94,13 @@ def _and_parents(root: Path, group: str) -> list[Path]:
     return [at, *(parent for parent in at.parents if parent.is_relative_to(root))]
 
 
-def _cgroup_limit(group: Path, limit_file: str, used_field: str) -> tuple[int, int] | None:
+def _cgroup_limit(group: Path, limit_file: str, used_fields: Sequence[str]) -> tuple[int, int] | None:
     try:
         limit = (group / limit_file).read_text().strip()
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (FileNotFoundError, PermissionError):
         return None  # the controller is not on, or this mount shows another tree
-    return None if limit == "max" else (int(limit), int(stat.get(used_field, 0)))
+    return None if limit == "max" else (int(limit), sum(int(stat.get(field, 0)) for field in used_fields))
 
 
 class _RUsageInfo(ctypes.Structure):

@@ -6,13 +6,15 @@
     PYTHONPATH=STREAMLX python benchmarks/mixtures.py --model models/mixture --budgets 4 6 --pools 2 4
 
 streamlx (https://github.com/srcterm/streamlx) has a size for its experts alone; each budget is paired with one.
-Processes run one after another, in turn, each with a model that is not cached. Tokens are chosen greedily.
+Processes run one after another, in turn, each with a model that is not cached. Tokens are chosen greedily. mlx-lm runs
+in the first round only: it is there for its tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +49,7 @@ def load(engine: str, model: Path, size: float) -> Any:
 
 
 def run(engine: str, path: Path, size: float, num_tokens: int) -> harness.Run:
-    """Generate, and return tokens, times and MLX's peak memory."""
+    """Generate, and return tokens, times, and the peaks of MLX's memory and of the process in the host's."""
     began = time.perf_counter()
     model = load(engine, path, size)
     loaded = time.perf_counter()
@@ -63,6 +65,7 @@ def run(engine: str, path: Path, size: float, num_tokens: int) -> harness.Run:
         "tokens_per_second": (num_tokens - 1) / (stamps[-1] - stamps[0]),
         "second_half": (num_tokens - half - 1) / (stamps[-1] - stamps[half]),
         "mlx_peak_bytes": mx.get_peak_memory(),
+        "resident_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
@@ -89,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for budget, pool in zip(args.budgets, args.pools, strict=True):
         cases += [("mlx-flash", budget), ("streamlx", pool)]
     runs: dict[tuple[str, float], list[harness.Run]] = {case: [] for case in cases}
-    for _ in range(args.rounds):
-        for engine, size in cases:
+    for number in range(args.rounds):
+        for engine, size in cases[bool(number) :]:
             harness.make_cold(list(args.model.glob("*.safetensors")), drop_caches=False)
             words = ["--model", args.model, "--tokens", args.tokens, "--worker", engine, size]
             found = harness.run_worker(__file__, words, label=f"{engine} {size:g}")
@@ -110,6 +113,7 @@ def print_medians(runs: dict[tuple[str, float], list[harness.Run]]) -> None:
         print(
             f"{engine:9} {size:4g}: {middle['tokens_per_second']:6.2f} tokens/s, second half "
             f"{middle['second_half']:6.2f}, MLX {middle['mlx_peak_bytes'] / 1e9:5.2f} GB, "
+            f"process {middle['resident_peak_bytes'] / 1e9:5.2f} GB, "
             f"tokens as mlx-lm's in {equal} of {len(found)}"
         )
 

@@ -31,6 +31,7 @@ NOT_RUN = {
     "docs/benchmarks.md": [
         *["needs root, gigabytes and minutes"] * 3,
         "needs 72 GB of disk",
+        "needs a GPU and streamlx",
         *["minutes"] * 2,
         "needs root and minutes",
         "needs a GPU",

@@ -15,6 +15,7 @@ from mlx_flash.storage.cached import BLOCK_BYTES, REFRESH_SECONDS, CachedShare
 from mlx_flash.storage.ranges import RangeReader
 from models import QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
+from test_experts import with_pool
 from test_model import streamed_whole
 
 FILE = Path("model.safetensors")
@@ -103,3 +104,24 @@ def test_model_reads_the_share_through_the_page_cache(
     expected = share if io == "auto" else 0
     assert abs(stats.cached_bytes / stats.nbytes - expected) < 0.25
     assert all(reads) == (expected == 1)  # rows of embeddings are kept in any case
+
+
+@pytest.mark.parametrize("exact_rows", [True, False])
+def test_experts_go_past_the_page_cache_the_first_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact_rows: bool
+) -> None:
+    directory = save_tiny(tmp_path, QWEN3_MOE, mx.float32)
+    monkeypatch.setattr("mlx_flash.engine.session._spare_memory", lambda budget: 10**9)
+    reads: dict[tuple[Path, int], list[bool]] = {}
+    real = RangeReader.read
+
+    def spy(self: RangeReader, *args: Any) -> None:
+        _, segment, start, _, _, through_cache = args
+        reads.setdefault((segment.path, start), []).append(through_cache)
+        real(self, *args)
+
+    with with_pool(directory, 12, exact_rows=exact_rows, io="auto") as model:
+        monkeypatch.setattr(RangeReader, "read", spy)
+        run(model, [[i] for i in range(40)])
+    assert max(map(len, reads.values())) > 2
+    assert all(all(again) and first is not exact_rows for first, *again in reads.values())

@@ -34,7 +34,7 @@ from mlx_flash.errors import (
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, open_direct
 from mlx_flash.storage import ranges as ranges_module
 from mlx_flash.storage.placement import Placement, place
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket, _Gate
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching, Ticket, _Gate
 from mlx_flash.storage.ranges import RETRIES
 from mlx_flash.storage.safetensors import Extent, TensorRecord
 
@@ -75,7 +75,8 @@ class Load:
         self.nbytes = sum(made.nbytes for made in records)
 
     def submit(self, reader: BackgroundPrefetcher, mode: str = "direct", urgent: bool = False) -> Ticket:
-        return reader.submit(self.placement.segments, self.buffer, keep_cached=mode == "kept", urgent=urgent)
+        caching: Caching = "kept" if mode == "kept" else "shared"
+        return reader.submit(self.placement.segments, self.buffer, caching=caching, urgent=urgent)
 
     def found(self) -> list[bytes]:
         return [

@@ -213,7 +213,8 @@ class Engine:
     def _start_experts(self, stacks: Sequence[ExpertStack], plan: Pool, poison: bool, options: ExpertOptions) -> None:
         layers = [pool_layer(stack, self._alignment) for stack in stacks]
         slots = plan.num_slots, plan.slot_bytes, plan.num_experts
-        make_pool = partial(ExpertPool, reader=self.reader, poison=poison)
+        first_past_cache = options.exact_rows
+        make_pool = partial(ExpertPool, reader=self.reader, poison=poison, first_past_cache=first_past_cache)
         pooled = make_pooled(stacks, layers, slots, make_pool)
         self.experts = Experts(
             stacks,

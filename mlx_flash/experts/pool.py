@@ -10,7 +10,7 @@ from mlx_flash.experts.eviction import Expert, Mask
 from mlx_flash.experts.slots import ABSENT, ExpertSlots, PoolLayer
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.stacks import StackArena
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching, Ticket
 
 
 class ExpertPool(ExpertSlots):
@@ -25,6 +25,8 @@ class ExpertPool(ExpertSlots):
         layers: the layers with experts, in calling order.
         reader: reads the experts.
         poison: fill slots with NaN bytes when an expert leaves.
+        first_past_cache: read an expert past the page cache the first time, since most stay in the pool then. Filling
+            the page cache takes processor time, which is for the computation where the processor does that too.
     """
 
     def __init__(
@@ -33,8 +35,12 @@ class ExpertPool(ExpertSlots):
         layers: Sequence[PoolLayer],
         reader: BackgroundPrefetcher,
         poison: bool,
+        *,
+        first_past_cache: bool,
     ) -> None:
         super().__init__(slots, layers, poison)
+        experts = {(i, expert) for i, layer in enumerate(layers) for expert in range(layer.num_experts)}
+        self._past_cache: set[Expert] = experts if first_past_cache else set()
         self._reader = reader
         self._tickets: dict[Expert, Ticket] = {}
         self._predicted: list[set[int]] = [set() for _ in layers]
@@ -116,7 +122,11 @@ class ExpertPool(ExpertSlots):
             # One thread is enough where there is time: handing work over takes processor time from the computation.
             num_tasks = None if urgent else 1
             segments, memory = self.reads(key)
-            self._tickets[key] = self._reader.submit(segments, memory, urgent=urgent, num_tasks=num_tasks)
+            caching: Caching = "none" if key in self._past_cache else "shared"
+            self._past_cache.discard(key)
+            self._tickets[key] = self._reader.submit(
+                segments, memory, caching=caching, urgent=urgent, num_tasks=num_tasks
+            )
         except BaseException:
             self.leave(key)
             raise

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
@@ -41,6 +42,10 @@ class ReadStats:
     num_retries: int = 0
     cached_bytes: int = 0
 
+
+Caching = Literal["shared", "kept", "none"]
+"""What reads do with the page cache: use it for the part of the files that free memory has room for; use it for all,
+and leave the pages there; go past it."""
 
 _Range = tuple[Segment, int, int]
 """The part ``[start, stop)`` of a segment, in bytes of its file."""
@@ -87,19 +92,19 @@ class Ticket:
         pool: Executor,
         segments: Sequence[Segment],
         buffer: memoryview,
-        keep_cached: bool,
+        caching: Caching,
         num_tasks: int,
     ) -> None:
         self._prefetcher = prefetcher
         self._pool = pool
         self._segments = segments
         self._buffer = buffer
-        self._keep_cached = keep_cached
+        self._caching = caching
         self._gate = _Gate()  # an interrupt may hide a future from us, the gate knows its task all the same
         self._futures: list[Future[None]] = []
         try:
             prefetcher._check_open()
-            self._tasks = list(prefetcher._tasks(segments, keep_cached, num_tasks))
+            self._tasks = list(prefetcher._tasks(segments, caching, num_tasks))
             for task in self._tasks:
                 self._futures.append(self._submit(task))
         except BaseException:
@@ -107,7 +112,7 @@ class Ticket:
             raise
 
     def _submit(self, task: Sequence[_Range]) -> Future[None]:
-        return self._pool.submit(self._prefetcher._read_all, task, self._buffer, self._keep_cached, self._gate)
+        return self._pool.submit(self._prefetcher._read_all, task, self._buffer, self._caching, self._gate)
 
     def hurry(self) -> None:
         """Move reads that have not started to the urgent queue."""
@@ -233,7 +238,7 @@ class BackgroundPrefetcher:
         segments: Sequence[Segment],
         buffer: memoryview,
         *,
-        keep_cached: bool = False,
+        caching: Caching = "shared",
         urgent: bool = False,
         num_tasks: int | None = None,
     ) -> Ticket:
@@ -243,8 +248,8 @@ class BackgroundPrefetcher:
             segments: what to read.
             buffer: writable bytes whose address is a multiple of ``DIRECT_ALIGNMENT``. The caller must not touch them
                 until it has waited for the ticket or cancelled it.
-            keep_cached: read through the page cache and leave the pages there, one task a segment: for small reads
-                that come again, such as embedding rows.
+            caching: what reads do with the page cache. With ``"kept"`` a segment is one task: for small reads that come
+                again, such as embedding rows.
             urgent: do not queue behind reads ahead, since the caller waits.
             num_tasks: number of threads that share the work; None for all. Each gets at most ``read_size`` bytes
                 at a time.
@@ -260,27 +265,27 @@ class BackgroundPrefetcher:
                 )
         pool = self._urgent_pool if urgent else self._pool
         self.cached.refresh()
-        return Ticket(self, pool, segments, buffer, keep_cached, num_tasks or self.queue_depth)
+        return Ticket(self, pool, segments, buffer, caching, num_tasks or self.queue_depth)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the reader was closed. Hint: load the model again.")
 
-    def _tasks(self, segments: Sequence[Segment], keep_cached: bool, num_tasks: int) -> Iterator[list[_Range]]:
-        """Yield the ranges of each task. Small ranges share one, since handing a task over costs time.
+    def _tasks(self, segments: Sequence[Segment], caching: Caching, num_tasks: int) -> Iterator[list[_Range]]:
+        """Yield the ranges of each task. Small ranges share one unless they are kept, since handing over costs time.
 
-        A task has at most ``read_size`` bytes, and few enough that all threads get work. Cached segments do not share.
+        A task has at most ``read_size`` bytes, and few enough that all threads get work.
         """
         read_size = self.way.read_size
         share = min(read_size, -(-sum(segment.nbytes for segment in segments) // num_tasks))
         task: list[_Range] = []
         nbytes = 0
         for segment in segments:
-            step = segment.nbytes if keep_cached else read_size
+            step = segment.nbytes if caching == "kept" else read_size
             end = segment.offset + segment.nbytes
             for start in range(segment.offset, end, step):
                 stop = min(start + step, end)
-                if task and (keep_cached or nbytes >= share or nbytes + stop - start > read_size):
+                if task and (caching == "kept" or nbytes >= share or nbytes + stop - start > read_size):
                     yield task
                     task, nbytes = [], 0
                 task.append((segment, start, stop))
@@ -297,7 +302,7 @@ class BackgroundPrefetcher:
                 self._check_open()
                 raise
 
-    def _read_all(self, task: Sequence[_Range], buffer: memoryview, keep_cached: bool, gate: _Gate) -> None:
+    def _read_all(self, task: Sequence[_Range], buffer: memoryview, caching: Caching, gate: _Gate) -> None:
         with self._gate:
             self._begin()
             num_reads = nbytes = cached_bytes = 0
@@ -305,9 +310,9 @@ class BackgroundPrefetcher:
                 for segment, start, stop in task:
                     with gate:  # for each range: a cancelled task reads no further one
                         num_reads += 1
-                        is_cached = self.cached.holds(segment.path, start)
+                        is_cached = caching != "none" and self.cached.holds(segment.path, start)
                         file = self._files[segment.path]
-                        self._ranges.read(file, segment, start, stop, buffer, keep_cached or is_cached)
+                        self._ranges.read(file, segment, start, stop, buffer, caching == "kept" or is_cached)
                         wanted = segment.wanted_bytes(start, stop)
                         nbytes += wanted
                         cached_bytes += wanted * is_cached

@@ -157,7 +157,7 @@ def _read_rows(state: TableState, wanted: np.ndarray[Any, np.dtype[Any]]) -> lis
         row_bytes = parameter.nbytes // parameter.array.shape[0]
         arena = Arena(len(wanted) * row_bytes)
         segments = row_segments(parameter, [int(i) for i in wanted], state.reader.queue_depth)
-        tickets.append(state.reader.submit(segments, arena.memory, keep_cached=True))
+        tickets.append(state.reader.submit(segments, arena.memory, caching="kept"))
         arenas.append(arena)
     for ticket in tickets:
         ticket.wait()

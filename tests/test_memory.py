@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
+import children
 from mlx_flash.memory import footprint as memory
 from mlx_flash.memory.footprint import available_memory, footprint, peak_footprint, total_memory
 
@@ -241,3 +242,32 @@ def test_size_of_the_macos_struct() -> None:
 def test_known_offsets_of_the_macos_struct() -> None:
     assert V4_FIELDS.index("ri_phys_footprint") == 7
     assert V4_FIELDS.index("ri_lifetime_max_phys_footprint") == 28
+
+
+HOLES = """
+import sys
+import mlx.core as mx
+from mlx_flash.memory.footprint import footprint, map_large_blocks
+
+mx.set_cache_limit(0)
+if sys.argv[1] == "mapped":
+    map_large_blocks()
+large = mx.ones(8 << 20, mx.uint8)
+mx.eval(large)
+del large  # from now on glibc takes blocks of up to 8 MiB from the heap, if it may
+before = footprint()
+blocks = []
+for _ in range(64):
+    blocks.append(mx.ones(1 << 20, mx.uint8))
+    mx.eval(blocks)
+del blocks[:-1]
+print(footprint() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's allocator")
+@pytest.mark.parametrize(("way", "keeps"), [("mapped", False), ("as it was", True)])
+def test_arrays_give_their_memory_back(way: str, keeps: bool) -> None:
+    done = children.run("-c", HOLES, way)
+    assert done.returncode == 0, done.stderr
+    assert (int(done.stdout) > 32 << 20) is keeps

@@ -24,6 +24,7 @@ from mlx_flash.layout.load import LoadedModel, iter_parameters, load_config, loa
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import layers_of, make_layout
 from mlx_flash.memory.arena import kernel_alignment
+from mlx_flash.memory.footprint import map_large_blocks
 from mlx_flash.ranks.chain import Chain
 from mlx_flash.ranks.files import RankFolder, complete_folder, needed_files
 from mlx_flash.ranks.peers import Peers
@@ -129,6 +130,7 @@ def prepare(
         probe: a file to probe the disk with; None takes the largest shard.
         loading: further arguments of ``mlx_lm.utils.load_model``.
     """
+    map_large_blocks()
     peers = Peers(group) if group is not None and group.size() > 1 else None
     config = config if peers is None else _settings_of_ranks(config)
     path = Path(model_path)

@@ -131,6 +131,20 @@ def release_freed_memory() -> None:
         libc.malloc_trim(0)
 
 
+MAPPED_BYTES = 256 << 10
+_M_MMAP_THRESHOLD = -3  # <malloc.h>
+
+
+def map_large_blocks() -> None:
+    """Make Linux's allocator map blocks of 256 KiB and more one by one, so that freeing them returns their memory.
+
+    glibc does so at first, but moves the bound up to the largest block that was freed, up to 32 MiB. Arrays below it
+    come from the heap then, where those that stay keep the holes of others. The bound is set for the whole process.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+
+
 HUGE_PAGE = 2 << 20
 """A large page of Linux, in bytes."""
 

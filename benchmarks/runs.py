@@ -177,7 +177,7 @@ def _plan_summary(plan: ResidencyPlan) -> dict[str, Any]:
     return {
         "minimum_bytes": plan.minimum_bytes,
         "predicted_peak_bytes": plan.peak_bytes,
-        "predicted_seconds_per_token": plan.seconds,
+        "predicted_seconds_per_token": plan.opening_seconds,
         "read_bytes": plan.read_bytes,
         "streamed_layers": len(streaming.layers),
         "tiled_heads": dict(streaming.heads),

@@ -274,7 +274,7 @@ def test_plan_warns_of_prompts_that_take_longer_than_a_minute(model: Path) -> No
     prepared = prepare(model, FlashConfig(ram_budget_gb="min"))
     plan = replace(prepared.plan, prefill_step_size=16, is_measured=False)
     for seconds, warned in ((0.01, False), (0.1, True), (30.0, True)):
-        slow = replace(plan, streaming=replace(plan.streaming, seconds=seconds))
+        slow = replace(plan, streaming=replace(plan.streaming, seconds=seconds), opening_seconds=seconds)
         file = io.StringIO()
         Console(file=file, width=200).print(render_plan("tiny", prepared.layout, slow))
         text = file.getvalue()
@@ -487,7 +487,8 @@ def test_plan_of_a_mixture(mixture: Path) -> None:
     assert pool["num_experts"] == 4 * 16 and 2 <= pool["num_slots"] < 64
     assert 0.8 * 3e6 < pool["num_slots"] * pool["slot_bytes"] <= 3e6
     assert 0 < pool["hit_rate"] < 1 and pool["read_bytes"] > 0 and pool["seconds"] > 0
-    assert plan["tokens_per_second"] == pytest.approx(1 / (plan["streaming"]["seconds"] + pool["seconds"]))
+    assert plan["tokens_per_second"] == pytest.approx(1 / plan["opening_seconds"])
+    assert plan["opening_seconds"] >= plan["streaming"]["compute_seconds"]
     (part,) = [part for part in plan["parts"] if part["name"].startswith("experts")]
     assert part["name"] == f"experts ({pool['num_slots']} of 64)"
     assert part["bytes"] == pool["num_slots"] * pool["slot_bytes"]

@@ -33,7 +33,7 @@ def render_budgets(rows: Sequence[BudgetRow]) -> Table:
             f"{plan.budget_bytes / 1e9:.3f}",
             f"{plan.peak_bytes / 1e9:.3f}",
             size(plan.read_bytes) if plan.read_bytes else "nothing",
-            rate(ratio(1, plan.weights_seconds)),
+            rate(ratio(1, plan.opening_seconds)),
             duration(plan.seconds_to_first_token(PROMPT_TOKENS)),
             str(row.longest_context or "-"),
         )
@@ -47,7 +47,7 @@ def budgets_to_json(rows: Sequence[BudgetRow]) -> list[Json]:
             "budget_bytes": row.plan.budget_bytes,
             "peak_bytes": row.plan.peak_bytes,
             "read_bytes": row.plan.read_bytes,
-            "tokens_per_second": ratio(1, row.plan.weights_seconds),
+            "tokens_per_second": ratio(1, row.plan.opening_seconds),
             "seconds_to_first_token": row.plan.seconds_to_first_token(PROMPT_TOKENS),
             "prompt_tokens": PROMPT_TOKENS,
             "longest_context": row.longest_context,

@@ -123,7 +123,7 @@ def _plan(model: str | None, config: FlashConfig) -> ResidencyPlan | None:
     tokenizer = load_tokenizer(path)  # takes memory too
     plan = prepare(path, config, writes=False).plan
     del tokenizer
-    expected = f", about {speed(1 / plan.seconds)}" if plan.seconds else ""
+    expected = f", about {speed(1 / plan.opening_seconds)}" if plan.opening_seconds else ""
     note(
         f"mlx-flash: {size(plan.model_bytes)} of weights in a budget of {plan.budget_bytes / GB:.3f} GB: "
         f"{size(plan.read_bytes)} read for each token{expected}"

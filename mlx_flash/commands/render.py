@@ -140,7 +140,7 @@ def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str,
 
 def _planned_speed(plan: ResidencyPlan) -> str:
     """Return the predicted speed of generation in a short context."""
-    text, seconds = f"{plan.weights_seconds:.3g} s per token", plan.weights_seconds
+    text, seconds = f"{plan.opening_seconds:.3g} s per token", plan.opening_seconds
     text += _at(1 / seconds) if 0 < seconds < 1 / SLOW else ""
     return text if plan.is_measured else f"{text}, from a short probe; up to {plan.seconds_range[1]:.3g} s are likely"
 

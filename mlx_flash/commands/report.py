@@ -287,8 +287,8 @@ def plan_to_json(plan: ResidencyPlan) -> Json:
             {"prompt_tokens": number, "seconds": plan.seconds_to_first_token(number)} for number in PROMPT_LENGTHS
         ],
         "batches": [{"sequences": n, "tokens_per_second": plan.tokens_per_second(n)} for n in BATCH_SIZES],
-        "seconds_per_token": plan.seconds,
-        "tokens_per_second": ratio(1, plan.seconds),
+        "seconds_per_token": plan.opening_seconds,
+        "tokens_per_second": ratio(1, plan.opening_seconds),
     }
 
 

@@ -21,15 +21,9 @@ from mlx_flash.layout.arrays import arrays_in, nbytes_in
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.ranks.chain import is_elsewhere
-from mlx_flash.residency.machine import BASE_STEP
+from mlx_flash.residency.opening import unlent_bytes
 from mlx_flash.residency.plan import MB, ResidencyPlan
 from mlx_flash.residency.sizes import ActivationSizes
-
-TOKENS_AHEAD = 32
-"""Room for so many more tokens is not lent, so that calls seldom wait for a loan that ends."""
-
-UNLENT_SHARE = 0.01
-"""Share of the budget that is not lent, ``BASE_STEP`` at least: intermediate results are known about so well."""
 
 _SETTLED = "settled_padding"
 """Attribute of an evaluated batch with its array of paddings, which mlx-lm replaces when sequences come or go."""
@@ -267,8 +261,7 @@ def _settle(plan: ResidencyPlan, loans: Lending, short: int, known_bytes: int) -
     short += max(0, footprint() - known_bytes)
     if short > 0:
         return loans.recall(short)
-    unlent = max(BASE_STEP, int(UNLENT_SHARE * plan.budget_bytes))
-    loans.lend(-short - TOKENS_AHEAD * plan.kv_bytes_per_token - unlent)
+    loans.lend(-short - unlent_bytes(plan))
     return 0
 
 

@@ -96,7 +96,9 @@ class SpeedMeter:
         seconds = read.busy_seconds - self._read_before.busy_seconds
         if decode.num_passes < MIN_PASSES or nbytes < MIN_READ_BYTES or seconds <= 0:
             return None
-        found = replace(planned, disk_bytes_per_second=nbytes / seconds, is_measured=True)
+        found = replace(planned, is_measured=True)
+        if plan.pool is None:  # experts come one by one, and as fast as calls need them, not as the disk can
+            found = replace(found, disk_bytes_per_second=nbytes / seconds)
         if plan.pool is None and not plan.kv.num_on_disk and plan.streaming.compute_seconds > 0:
             times = decode.compute_seconds / decode.num_passes / plan.streaming.compute_seconds
             found = replace(

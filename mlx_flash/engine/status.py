@@ -281,6 +281,6 @@ def _plan_to_json(plan: ResidencyPlan) -> Json:
         "context_length": plan.context_length,
         "prefill_step_size": plan.prefill_step_size,
         "read_bytes_per_pass": plan.read_bytes,
-        "predicted_seconds_per_pass": plan.seconds,
+        "predicted_seconds_per_pass": plan.opening_seconds,
         "disk_bytes_per_second": plan.disk_bytes_per_second,
     }

@@ -52,10 +52,10 @@ def outlook(sizes: ModelSizes, config: FlashConfig, machine: Machine, plan: Resi
     slots = plan.streaming.num_slots
     now = plan_with(sizes, _like(plan, config, slots), machine, plan.budget_bytes)
     tried = [plan_with(sizes, _like(plan, config, n), machine, plan.budget_bytes + more) for n in (slots, slots + 1)]
-    seconds = min((larger.weights_seconds for larger in tried if larger is not None), default=0.0)
-    if now is None or not seconds or now.weights_seconds < WORTH_SAYING * seconds:
+    seconds = min((larger.opening_seconds for larger in tried if larger is not None), default=0.0)
+    if now is None or not seconds or now.opening_seconds < WORTH_SAYING * seconds:
         return None
-    return Outlook(more, now.weights_seconds / seconds)
+    return Outlook(more, now.opening_seconds / seconds)
 
 
 def plan_with(sizes: ModelSizes, config: FlashConfig, machine: Machine, budget: int) -> ResidencyPlan | None:

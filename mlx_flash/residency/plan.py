@@ -179,6 +179,8 @@ class ResidencyPlan:
         kv_bytes_per_token: what one more token adds to the KV cache of all layers.
         activations: what a forward call allocates, by its size.
         cache: sizes of the KV cache of one sequence.
+        opening_seconds: predicted time of a pass that decodes one token at the beginning of a conversation, while
+            memory that is set aside for its tokens is lent to weights.
         kv_seconds: what reading the KV cache of that context adds to a pass.
         prompt_seconds_per_token: predicted time to compute one token of a prompt, without reading.
         is_measured: True when predictions use the speeds that an earlier run reached, False for those of a short probe.
@@ -207,6 +209,7 @@ class ResidencyPlan:
     activations: ActivationSizes
     cache: CacheSizes
     spare_bytes: int = 0
+    opening_seconds: float = 0.0
     kv_seconds: float = 0.0
     prompt_seconds_per_token: float = 0.0
     is_measured: bool = False
@@ -238,7 +241,7 @@ class ResidencyPlan:
 
     @property
     def weights_seconds(self) -> float:
-        """Predicted time of that pass while the context is short."""
+        """Predicted time of that pass, keys and values aside, while nothing is lent."""
         return self.streaming.seconds + (self.pool.seconds if self.pool else 0.0)
 
     @property
@@ -248,8 +251,8 @@ class ResidencyPlan:
 
     @property
     def seconds_range(self) -> tuple[float, float]:
-        """Predicted time of that pass, from and to: a short probe sees the disk and the processor at their best."""
-        return self.seconds, self.seconds * (1.0 if self.is_measured else PROBE_OPTIMISM)
+        """Predicted time at the beginning, from and to: a short probe sees the disk and the processor at their best."""
+        return self.opening_seconds, self.opening_seconds * (1.0 if self.is_measured else PROBE_OPTIMISM)
 
     def seconds_to_first_token(self, num_tokens: int) -> float:
         """Return the predicted time from a prompt to its first token.

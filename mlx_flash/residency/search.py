@@ -15,6 +15,7 @@ from mlx_flash.memory.pressure import MemoryReading
 from mlx_flash.residency.assemble import Task, cache_limit_of, everything_pinned, most_slots, timed
 from mlx_flash.residency.candidates import ENOUGH_CONTEXT, best, least_reserve, smallest
 from mlx_flash.residency.kv import KV_SHARE, check_kv, most_on_disk
+from mlx_flash.residency.opening import opening_seconds
 from mlx_flash.residency.plan import MB, Machine, ResidencyPlan, in_gb
 from mlx_flash.residency.sizes import ModelSizes
 
@@ -94,8 +95,10 @@ def _plan_with_kv(task: Task) -> ResidencyPlan:
         raise BudgetError(_too_small(budget, min((p for _, p in options), key=lambda p: p.peak_bytes)), minimum)
     rooms = (int(KV_SHARE * budget), 0) if task.kv_on_disk else (0,)
     tasks = [(replace(task, cache_limit=cache_limit_of(machine, budget)), least) for task, least in usable]
-    plans = [best(replace(task, kv_room=room), budget) or least for task, least in tasks for room in rooms]
-    plan = replace(min(plans, key=lambda plan: plan.seconds), budget_bytes=budget, minimum_bytes=minimum)
+    tasks = [(replace(task, kv_room=room), least) for task, least in tasks for room in rooms]
+    task, plan = min([(task, best(task, budget) or least) for task, least in tasks], key=lambda entry: entry[1].seconds)
+    plan = replace(plan, budget_bytes=budget, minimum_bytes=minimum)
+    plan = replace(plan, opening_seconds=opening_seconds(task, plan))
     if plan.peak_bytes > machine.total_memory:
         raise BudgetError(
             f"the plan needs {plan.peak_bytes / GB:.2f} GB, but this process can have at most "

@@ -1,0 +1,53 @@
+"""The speed at the beginning of a conversation, while memory that is set aside for its tokens holds weights."""
+
+from __future__ import annotations
+
+from mlx_flash.memory.lazy import commits_lazily
+from mlx_flash.residency.assemble import Reserve, Task, most_slots, pool_of
+from mlx_flash.residency.machine import BASE_STEP
+from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.sizes import CACHE_STEP
+
+TOKENS_AHEAD = 32
+"""Tokens whose keys and values are not lent: the next ones must not wait for memory."""
+
+UNLENT_SHARE = 0.01
+"""Share of the budget that is not lent, ``BASE_STEP`` at least: intermediate results are known about so well."""
+
+UNFORESEEN_SHARE = 0.4
+"""Share of the missing experts that look-ahead does not read early (docs/lab-notes.md)."""
+
+
+def unlent_bytes(plan: ResidencyPlan) -> int:
+    """Return the bytes of a budget that are never lent."""
+    return max(BASE_STEP, int(UNLENT_SHARE * plan.budget_bytes)) + TOKENS_AHEAD * plan.kv_bytes_per_token
+
+
+def opening_seconds(task: Task, plan: ResidencyPlan) -> float:
+    """Return the predicted time of a pass that decodes one token, before a conversation has many.
+
+    What is lent saves its reading on every pass, down to the time of computing; what streamed weights leave goes to
+    experts, where the pool's memory can grow. Look-ahead reads most experts while everything else computes. The others
+    are waited for, and what is read computes at the end.
+
+    Args:
+        task: what the plan was made for.
+        plan: a plan with its budget.
+    """
+    machine, streaming, experts = task.machine, plan.streaming, task.sizes.experts
+    kv, activations, _ = task.for_tokens(Reserve(1, CACHE_STEP))
+    needed = kv.nbytes + activations + unlent_bytes(plan)
+    lent = max(0, plan.budget_bytes - plan.peak_bytes + plan.reserved_bytes - needed)
+    of_weights = min(lent, streaming.read_bytes)
+    read_bytes = streaming.read_bytes - of_weights
+    seconds = max(streaming.compute_seconds, streaming.seconds - of_weights / machine.disk.bytes_per_second)
+    if plan.pool is None or experts is None:
+        return seconds
+    more = (lent - of_weights) // experts.slot_bytes if commits_lazily() and not task.pool_slots else 0
+    most = max(plan.pool.num_slots, most_slots(task, experts))
+    pool = pool_of(task, experts, min(plan.pool.num_slots + more, most))
+    seconds += (experts.token_bytes - pool.read_bytes) / machine.compute_bytes_per_second
+    seconds += len(experts.num_experts) * machine.barrier_seconds
+    waiting = UNFORESEEN_SHARE * pool.read_bytes / machine.disk.bytes_per_second
+    reading = (read_bytes + pool.read_bytes) / machine.disk.bytes_per_second
+    return max(seconds + waiting, reading) + pool.read_bytes / machine.compute_bytes_per_second

@@ -80,7 +80,9 @@ class Checkpoint:
 
     def pool(self, num_slots: int, reader: BackgroundPrefetcher) -> ExpertPool:
         pitch = max(layer.placement.nbytes for layer in self.layers) + 2 * DIRECT_ALIGNMENT
-        return ExpertPool(SlotArena(num_slots, pitch, CAPACITY), self.layers, reader, poison=True)
+        return ExpertPool(
+            SlotArena(num_slots, pitch, CAPACITY), self.layers, reader, poison=True, first_past_cache=False
+        )
 
     def expected(self, layer: int, expert: int) -> list[bytes]:
         """The tensors of an expert, and what is in memory always of it."""
@@ -315,7 +317,7 @@ def test_misses_are_read_in_file_order(
     bring(checkpoint.pool(6, reader), STACKED, 4, 0, 5, 2)
     offsets = [offset for offset, _ in started]
     assert offsets == sorted(offsets) and len(offsets) == 4
-    assert all(options == {"urgent": True, "num_tasks": None} for _, options in started)
+    assert all(options == {"caching": "shared", "urgent": True, "num_tasks": None} for _, options in started)
 
 
 def test_limit_of_predicted_experts_holds_over_all_layers(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:

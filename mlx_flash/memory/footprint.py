@@ -132,6 +132,8 @@ def release_freed_memory() -> None:
 
 
 MAPPED_BYTES = 256 << 10
+"""Blocks of this size and more are mapped one by one. Of 256 KiB and 1 MiB this left the smaller peak."""
+
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mlx_flash.memory.lazy import commits_lazily
 from mlx_flash.residency.assemble import Reserve, Task, most_slots, pool_of
 from mlx_flash.residency.machine import BASE_STEP
 from mlx_flash.residency.plan import ResidencyPlan
@@ -43,7 +42,8 @@ def opening_seconds(task: Task, plan: ResidencyPlan) -> float:
     seconds = max(streaming.compute_seconds, streaming.seconds - of_weights / machine.disk.bytes_per_second)
     if plan.pool is None or experts is None:
         return seconds
-    more = (lent - of_weights) // experts.slot_bytes if commits_lazily() and not task.pool_slots else 0
+    grows = not machine.has_buffer_cache and not task.pool_slots  # GPU drivers commit whole buffers
+    more = (lent - of_weights) // experts.slot_bytes if grows else 0
     most = max(plan.pool.num_slots, most_slots(task, experts))
     pool = pool_of(task, experts, min(plan.pool.num_slots + more, most))
     seconds += (experts.token_bytes - pool.read_bytes) / machine.compute_bytes_per_second

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cases += [("mlx-flash", budget), ("streamlx", pool)]
     runs: dict[tuple[str, float], list[harness.Run]] = {case: [] for case in cases}
     for number in range(args.rounds):
-        for engine, size in cases[bool(number) :]:
+        for engine, size in cases[1:] if number else cases:
             harness.make_cold(list(args.model.glob("*.safetensors")), drop_caches=False)
             words = ["--model", args.model, "--tokens", args.tokens, "--worker", engine, size]
             found = harness.run_worker(__file__, words, label=f"{engine} {size:g}")

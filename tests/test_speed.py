@@ -16,7 +16,7 @@ from mlx_flash.engine.meter import MIN_PASSES, MIN_READ_BYTES, SpeedMeter
 from mlx_flash.files import cache_directory
 from mlx_flash.loading import load_model
 from mlx_flash.residency import speed as speeds
-from mlx_flash.residency.plan import Machine, ResidencyPlan
+from mlx_flash.residency.plan import Machine, Pool, ResidencyPlan
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import ModelSizes
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
@@ -116,6 +116,9 @@ def test_meter_finds_the_speed_of_disk_and_processor(monkeypatch: pytest.MonkeyP
     assert speed.compute_bytes_per_second == pytest.approx(PROBED.compute_bytes_per_second / 2)
     assert speed.barrier_seconds == pytest.approx(PROBED.barrier_seconds * 2)
     assert speed.prompt_seconds_per_token == pytest.approx(2 * plan.streaming.compute_seconds)
+    found._plan = replace(plan, pool=Pool(8, MB, 64, 0.5, MB, 0.1))
+    of_mixture = replace(PROBED, prompt_seconds_per_token=speed.prompt_seconds_per_token, is_measured=True)
+    assert found.speed(PROBED) == of_mixture, "experts are read as they are needed, not as fast as the disk can"
 
 
 def test_run_of_a_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +194,18 @@ def test_lent_memory_saves_reading_at_the_beginning() -> None:
     assert plans[1].seconds > 1.1 * plans[0].seconds, "the longer context leaves fewer weights in memory"
     assert plans[1].opening_seconds == pytest.approx(plans[0].opening_seconds, rel=0.1)
     assert plans[0].streaming.compute_seconds < plans[0].opening_seconds <= plans[0].seconds
+
+
+def test_lent_memory_holds_experts_at_the_beginning() -> None:
+    machine = make_machine(is_measured=True, compute_bytes_per_second=50e9)
+    short, long = (replace(FIXED, context_length=length) for length in (256, 16 * 1024))
+    sizes = make_mixture(12, 64, 4)
+    budget = minimum_of(sizes, long, machine) + int(0.3 * sizes.nbytes)
+    plans = [make_plan(sizes, with_budget(config, budget), machine) for config in (short, long)]
+    few, many = (plan.pool.num_slots if plan.pool else 0 for plan in (plans[1], plans[0]))
+    assert 0 < few < 0.9 * many
+    assert plans[1].seconds > 1.1 * plans[0].seconds
+    assert plans[1].opening_seconds == pytest.approx(plans[0].opening_seconds, rel=0.05)
 
 
 def test_sequences_that_share_passes_are_faster_while_the_disk_limits() -> None:

@@ -147,7 +147,7 @@ def _planned_speed(plan: ResidencyPlan) -> str:
 
 def _batches(plan: ResidencyPlan) -> str:
     rates = ", ".join(f"{n}: {rate(plan.tokens_per_second(n))}" for n in BATCH_SIZES)
-    return f"tokens-per-sec of sequences that share passes, {rates}"
+    return f"tokens-per-sec of sequences that share passes, in a context of {plan.context_length} tokens, {rates}"
 
 
 def _first_token(plan: ResidencyPlan) -> str:

@@ -14,7 +14,7 @@ UNLENT_SHARE = 0.01
 """Share of the budget that is not lent, ``BASE_STEP`` at least: intermediate results are known about so well."""
 
 UNFORESEEN_SHARE = 0.4
-"""Share of the missing experts that look-ahead does not read early (docs/lab-notes.md)."""
+"""Share of the missing experts that look-ahead does not read early. Fitted to one model (docs/lab-notes.md)."""
 
 
 def unlent_bytes(plan: ResidencyPlan) -> int:
@@ -22,21 +22,26 @@ def unlent_bytes(plan: ResidencyPlan) -> int:
     return max(BASE_STEP, int(UNLENT_SHARE * plan.budget_bytes)) + TOKENS_AHEAD * plan.kv_bytes_per_token
 
 
-def opening_seconds(task: Task, plan: ResidencyPlan) -> float:
-    """Return the predicted time of a pass that decodes one token, before a conversation has many.
+def lent_bytes(task: Task, plan: ResidencyPlan) -> int:
+    """Return the memory that weights have beyond the plan when a conversation begins, in bytes."""
+    kv, activations, _ = task.for_tokens(Reserve(1, CACHE_STEP))
+    unused = plan.budget_bytes - plan.peak_bytes + plan.reserved_bytes - kv.nbytes - activations
+    return max(0, unused - unlent_bytes(plan))
 
-    What is lent saves its reading on every pass, down to the time of computing; what streamed weights leave goes to
-    experts, where the pool's memory can grow. Look-ahead reads most experts while everything else computes. The others
-    are waited for, and what is read computes at the end.
+
+def opening_seconds(task: Task, plan: ResidencyPlan) -> float:
+    """Return the predicted time of a pass that decodes one token when a conversation begins.
+
+    Streamed weights get the lent memory first, and need not be read then. Experts get the rest, where the memory of the
+    pool can grow. Look-ahead reads most of the missing experts while everything else computes. The others are waited
+    for. Those that were missing compute last.
 
     Args:
         task: what the plan was made for.
         plan: a plan with its budget.
     """
     machine, streaming, experts = task.machine, plan.streaming, task.sizes.experts
-    kv, activations, _ = task.for_tokens(Reserve(1, CACHE_STEP))
-    needed = kv.nbytes + activations + unlent_bytes(plan)
-    lent = max(0, plan.budget_bytes - plan.peak_bytes + plan.reserved_bytes - needed)
+    lent = lent_bytes(task, plan)
     of_weights = min(lent, streaming.read_bytes)
     read_bytes = streaming.read_bytes - of_weights
     seconds = max(streaming.compute_seconds, streaming.seconds - of_weights / machine.disk.bytes_per_second)

@@ -17,7 +17,9 @@ from mlx_flash.compat.attention import AttentionCall
 _TOKENS, _CONTEXT = 16, 256
 """Size of the trial: more new tokens than kernels for decoding take, and little memory for keys."""
 
-_TRIALS = 3
+_BUSY = 256
+"""Rows and columns of a product that takes longer than MLX takes to record a trial (some ms on the CPU back end)."""
+
 _MARGIN = 1.25
 """The allocator leaves holes between arrays that grow with the context."""
 
@@ -46,21 +48,21 @@ def _tried(call: AttentionCall) -> float:
     keys = mx.zeros((1, call.num_kv_heads, _CONTEXT, call.key_size), call.dtype)
     values = mx.zeros((1, call.num_kv_heads, _CONTEXT, call.value_size), call.dtype)
     sinks = mx.zeros((call.num_heads,), call.dtype) if call.has_sinks else None
-    mx.eval(queries, keys, values, *([] if sinks is None else [sinks]))
+    factor = mx.zeros((_BUSY, _BUSY), mx.float32)
+    mx.eval(queries, keys, values, factor, *([] if sinks is None else [sinks]))
+    mx.synchronize()
 
-    def once() -> int:
-        mx.synchronize()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        mask: str | mx.array | None
-        if isinstance(call.mask, tuple):
-            dtype, leading = call.mask
-            mask = mx.zeros((*leading, _TOKENS, _CONTEXT), dtype)
-        else:
-            mask = call.mask
-        found = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask, sinks=sinks)
-        mx.eval(found)
-        return max(0, mx.get_peak_memory() - before - found.nbytes)
-
-    # Arrays that MLX lets go of meanwhile make a trial's figure too small.
-    return max(once() for _ in range(_TRIALS)) / (_TOKENS * _CONTEXT)
+    # Arrays that MLX lets go of while it still allocates would make the figure smaller, so it is kept busy meanwhile.
+    busy = factor @ factor
+    mx.async_eval(busy)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mask: str | mx.array | None
+    if isinstance(call.mask, tuple):
+        dtype, leading = call.mask
+        mask = mx.zeros((*leading, _TOKENS, _CONTEXT), dtype)
+    else:
+        mask = call.mask
+    found = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask, sinks=sinks)
+    mx.eval(found)
+    return max(0, mx.get_peak_memory() - before - found.nbytes) / (_TOKENS * _CONTEXT)

@@ -553,12 +553,12 @@ def test_bounce_buffers_are_used_where_required(
         read(self, fd, segment, start, target)
 
     monkeypatch.setattr(RangeReader, "_read_direct", spy)
-    for reads_in_place in (True, False):
-        monkeypatch.setattr("mlx_flash.residency.machine.reads_in_place", lambda found=reads_in_place: found)
+    for arrival in ("in place", "bounced"):
+        monkeypatch.setattr("mlx_flash.residency.machine.way_of_reading", lambda found=arrival: found)
         in_place.clear()
         with streamed_whole(directory, pool_slots=pool_slots) as model:
             assert not find_difference(expected, trace(model, CALLS[2:]))
-        assert in_place and any(in_place) == reads_in_place
+        assert in_place and any(in_place) == (arrival == "in place")
 
 
 def test_reads_during_computation_arrive(tiny: Any, tmp_path: Path) -> None:
@@ -570,9 +570,9 @@ def test_reads_during_computation_arrive(tiny: Any, tmp_path: Path) -> None:
     data = np.random.default_rng(3).integers(0, 256, offsets.stop, np.uint8)
     file = tmp_path / "bytes"
     file.write_bytes(data.tobytes())
-    in_place = prepare(tiny("qwen3_moe")[0], config()).machine.reads_in_place
+    arrival = prepare(tiny("qwen3_moe")[0], config()).machine.arrival
     rows = slots.view(0, (nbytes,), mx.uint8)
-    reader = BackgroundPrefetcher([file], in_place=in_place)
+    reader = BackgroundPrefetcher([file], arrival=arrival)
     try:
         for round_ in range(12):
             sums = [rows[slot].astype(mx.uint32).sum() for slot in range(0, num_slots, 2)]

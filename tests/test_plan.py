@@ -364,8 +364,10 @@ def test_bounce_buffers_are_set_aside_only_where_reads_are_copied() -> None:
             machine = make_machine(disk=replace(disk, direct=direct))
             (plan,) = plans_between(make_model(copies=copies), FIXED, machine, [0.5])
             assert plan.bounce_bytes == (16 * MIB if copies and direct else 0)
-            (plan,) = plans_between(make_model(copies=copies), FIXED, replace(machine, reads_in_place=False), [0.5])
-            assert plan.bounce_bytes == (16 * MIB if direct else 0)
+            for arrival, is_set_aside in (("bounced", direct), ("copied by the driver", True)):
+                bounced = replace(machine, arrival=arrival)
+                (plan,) = plans_between(make_model(copies=copies), FIXED, bounced, [0.5])
+                assert plan.bounce_bytes == (16 * MIB if is_set_aside else 0)
 
 
 def test_reading_settings_come_from_the_machine() -> None:

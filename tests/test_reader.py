@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakedriver import FakeDriver
 from mlx_flash.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -35,13 +36,18 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, open_direct
 from mlx_flash.storage import ranges as ranges_module
 from mlx_flash.storage.placement import Placement, place
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching, Ticket, _Gate
-from mlx_flash.storage.ranges import RETRIES
+from mlx_flash.storage.ranges import RETRIES, Arrival
 from mlx_flash.storage.safetensors import Extent, TensorRecord
 
 # --- helpers ---------------------------------------------------------------------------
 
 PAGE = DIRECT_ALIGNMENT
-MODES = ("direct", "buffered", "kept", "copied")
+ARRIVALS: dict[str, Arrival] = {
+    "copied": "bounced",
+    "driver": "copied by the driver",
+    "driver, buffered": "copied by the driver",
+}
+MODES = ("direct", "buffered", "kept", *ARRIVALS)
 IN_PLACE, BOUNCED = 2 * PAGE, 2 * PAGE + 3
 """Where the first tensor of a file starts; with an alignment of 16, the second cannot be read in place."""
 
@@ -197,16 +203,20 @@ _readers: list[BackgroundPrefetcher] = []
 
 
 @pytest.fixture(autouse=True)
-def close_readers() -> Iterator[None]:
+def close_readers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A failed test leaves nothing behind that fails the next one."""
+    driver = FakeDriver()
+    monkeypatch.setattr("mlx_flash.memory.driver.load_driver", lambda: driver)
     yield
     while _readers:
         _readers.pop().close()
+    assert not (driver.registered or driver.num_streams or driver.num_contexts)
 
 
 def open_reader(path: Path, mode: str = "direct", read_size: int = PAGE, queue_depth: int = 4) -> BackgroundPrefetcher:
-    how = {"direct": mode != "buffered", "in_place": mode != "copied"}
-    _readers.append(BackgroundPrefetcher([path], read_size=read_size, queue_depth=queue_depth, **how))
+    direct, arrival = not mode.endswith("buffered"), ARRIVALS.get(mode, "in place")
+    reader = BackgroundPrefetcher([path], direct=direct, read_size=read_size, queue_depth=queue_depth, arrival=arrival)
+    _readers.append(reader)
     return _readers[-1]
 
 

@@ -11,12 +11,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from fakedriver import FakeDriver
 from mlx_flash import FlashConfig, SelfTestError, load_model
 from mlx_flash.memory.arena import Arena
 from mlx_flash.storage import selftest
 from mlx_flash.storage.ranges import RangeReader
-from mlx_flash.storage.selftest import RESULTS, reads_directly, reads_in_place, run_selftest, way_of_reading
-from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
+from mlx_flash.storage.selftest import RESULTS, reads_directly, run_selftest, way_of_reading
+from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
 
 CASES = tuple(selftest._Case(64 << 10, 4, is_shared) for is_shared in (True, False))
 
@@ -76,6 +77,23 @@ def test_lost_direct_reads_go_through_bounce_buffers(
     assert found.lost == {"buffered": 0, "in place": found.num_blocks // 3, "bounced": 0}
 
 
+@pytest.mark.parametrize(
+    ("driver", "way", "lost"),
+    [
+        (FakeDriver(), "copied by the driver", 0),
+        (FakeDriver(lose_every=12), "bounced", 4),
+        (FakeDriver(failing="cuPointerGetAttribute"), "bounced", None),
+    ],
+)
+def test_driver_copies_if_it_can_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, way: str, lost: int | None
+) -> None:
+    lose(monkeypatch, "_read_direct", tear)
+    monkeypatch.setattr("mlx_flash.memory.driver.load_driver", lambda: driver)
+    found = run_selftest()
+    assert (found.way, found.lost.get("copied by the driver")) == (way, lost)
+
+
 def test_nothing_is_read_directly_when_bounced_reads_are_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
     lose(monkeypatch, "_read_direct", tear)
     lose(monkeypatch, "_read_bounced", lambda buffer: flip(buffer[: 64 << 10]))
@@ -109,7 +127,7 @@ def test_device_that_sees_old_bytes_is_an_error(monkeypatch: pytest.MonkeyPatch)
 def test_result_is_remembered_for_a_version_of_mlx(monkeypatch: pytest.MonkeyPatch, as_on_gpu: None) -> None:
     runs = []
     monkeypatch.setattr(selftest, "run_selftest", lambda: runs.append(1) or selftest.SelfTest("bounced", 24, {}, 0.1))
-    assert not reads_in_place() and way_of_reading() == "bounced"
+    assert way_of_reading() == "bounced"
     assert len(runs) == len(RESULTS.load()) == 1
     selftest._remembered_or_run.cache_clear()  # as in another process
     assert way_of_reading() == "bounced" and len(runs) == 1
@@ -129,7 +147,24 @@ def test_damaged_results_are_replaced(damage: str, as_on_gpu: None) -> None:
 def test_processor_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "needs_test", lambda: False)
     monkeypatch.setattr(selftest, "run_selftest", lambda: pytest.fail("tested"))
-    assert reads_in_place() and reads_directly("auto") and not reads_directly("buffered")
+    assert way_of_reading() == "in place" and reads_directly("auto") and not reads_directly("buffered")
+
+
+def test_model_is_exact_when_the_driver_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_on_gpu: None
+) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr("mlx_flash.memory.driver.load_driver", lambda: driver)
+    lose(monkeypatch, "_read_direct", tear)
+    for number, (shape, io) in enumerate(((LLAMA, "auto"), (LLAMA, "buffered"), (QWEN3_MOE, "auto"))):
+        directory = save(tmp_path / str(number), shape | {"vocab_size": LLAMA["vocab_size"]})
+        expected = run(stock(directory), PREFILL_AND_DECODE)
+        before = driver.num_copies
+        model, _ = load_model(directory, FlashConfig(ram_budget_gb="min", io=io))
+        with model:
+            assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+            assert driver.num_copies > before
+        assert not (driver.registered or driver.num_streams or driver.num_contexts)
 
 
 @pytest.mark.parametrize("is_bounce_broken", [False, True])

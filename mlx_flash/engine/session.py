@@ -126,7 +126,7 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
         direct=reads_directly(config.io),
         read_size=plan.read_size,
         queue_depth=plan.queue_depth,
-        in_place=prepared.machine.reads_in_place,
+        arrival=prepared.machine.arrival,
         room=partial(_spare_memory, plan.budget_bytes) if config.io == "auto" else lambda: 0,
     )
 

@@ -15,6 +15,7 @@ from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import NUM_SLOTS, QUEUE_DEPTH, READ_SIZE, KVOptions, queued_bytes
 from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.slots import row_bytes
+from mlx_flash.storage.ranges import Arrival
 from mlx_flash.storage.selftest import way_of_reading
 
 
@@ -85,10 +86,10 @@ class PageFiles:
             self._folder = PrivateFolder(self._options.directory or sessions_directory())
         if self._reader is None or self._writer is None:
             way = way_of_reading()
-            direct, in_place = self._options.direct and way != "buffered", way == "in place"
-            self._reader = PageReader(
-                (), direct=direct, read_size=READ_SIZE, queue_depth=QUEUE_DEPTH, in_place=in_place
-            )
+            direct = self._options.direct and way != "buffered"
+            # Some pages are read to memory of the host, where the driver does not copy to.
+            arrival: Arrival = "in place" if way == "in place" else "bounced"
+            self._reader = PageReader((), direct=direct, read_size=READ_SIZE, queue_depth=QUEUE_DEPTH, arrival=arrival)
             self._writer = WriteBehind(self._count_written)
             self.limit_queue(self._num_slots)
         path = self._folder.path / f"layer-{next(self._numbers)}.kv"

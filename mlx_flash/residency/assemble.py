@@ -184,8 +184,8 @@ def _row_bytes(head: UnitSize) -> int:
 def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streaming) -> ResidencyPlan:
     sizes, machine = task.sizes, task.machine
     experts = sizes.experts
-    copies = sizes.copies or not machine.reads_in_place or (experts is not None and experts.copies)
-    bounce = machine.disk.direct and copies
+    copies = sizes.copies or machine.arrival != "in place" or (experts is not None and experts.copies)
+    bounce = machine.arrival == "copied by the driver" or (machine.disk.direct and copies)
     num_readers = 1 if experts is None else 2  # urgent reads have threads and buffers of their own
     kv, activations, prefixes = task.for_tokens(reserve)
     return ResidencyPlan(

@@ -24,7 +24,7 @@ from mlx_flash.residency.plan import Machine
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.probe import DiskProfile, disk_profile
-from mlx_flash.storage.selftest import reads_directly, reads_in_place
+from mlx_flash.storage.selftest import reads_directly, way_of_reading
 
 _PROBE_BYTES = {mx.cpu: 4 << 20, mx.gpu: 32 << 20}
 _QUANTIZED_SHARE = 16
@@ -69,7 +69,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         compute_bytes_per_second=speed.compute_bytes_per_second,
         barrier_seconds=speed.barrier_seconds,
         has_buffer_cache=mx.default_device() == mx.gpu,
-        reads_in_place=reads_in_place(),
+        arrival=way_of_reading(),
         kv_disk_bytes=free_bytes(Path(config.kv_directory or cache_directory()).expanduser()),
         largest_array=int(mx.device_info().get("max_buffer_length", 1 << 62)),
         exact_tiles=mx.default_device() == mx.cpu,  # tests show it there; CUDA chooses kernels by the number of rows

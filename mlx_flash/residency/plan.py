@@ -11,6 +11,7 @@ from mlx_flash.residency.kv import PROMISED_CONTEXT, KVShare
 from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes
 from mlx_flash.residency.speed import Speed
 from mlx_flash.storage.probe import DiskProfile
+from mlx_flash.storage.ranges import Arrival
 
 MB = 1_000_000
 
@@ -39,8 +40,7 @@ class Machine:
         has_buffer_cache: whether MLX keeps freed buffers (GPU back ends do).
         exact_tiles: whether some rows of a matrix product are, bit for bit, those rows of the whole product. If not, a
             head that is streamed passes through a slot whole.
-        reads_in_place: whether the disk may write to MLX's memory, as the self-test found. If not, all reads that are
-            direct go through bounce buffers.
+        arrival: how bytes get to MLX's memory, as the self-test found. If not in place, reads go through bounce buffers.
         kv_disk_bytes: free where files of the KV cache are put.
         largest_array: the most bytes of one array: Metal's buffers have a limit below the memory of the machine.
         prompt_seconds_per_token: computing one token of a prompt, as a run measured it; 0 while unknown.
@@ -58,7 +58,7 @@ class Machine:
     barrier_seconds: float
     has_buffer_cache: bool
     exact_tiles: bool
-    reads_in_place: bool = True
+    arrival: Arrival = "in place"
     kv_disk_bytes: int = 1 << 62
     largest_array: int = 1 << 62
     prompt_seconds_per_token: float = 0.0

@@ -17,7 +17,7 @@ from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.cached import CachedShare
 from mlx_flash.storage.placement import Segment
-from mlx_flash.storage.ranges import RangeReader, Way
+from mlx_flash.storage.ranges import Arrival, RangeReader, Way
 from mlx_flash.storage.source import SourceFile
 
 DEFAULT_READ_SIZE = 4 << 20
@@ -170,7 +170,7 @@ class BackgroundPrefetcher:
         direct: read past the page cache where the file system can.
         read_size: bytes of one read; rounded up to whole pages.
         queue_depth: reads in flight at once in each pool.
-        in_place: read straight into the caller's memory where that is aligned; otherwise through bounce buffers.
+        arrival: how bytes get to the caller's memory. What is not aligned is never read in place.
         room: returns the memory in bytes that the page cache may use for the files; None for none.
 
     Attributes:
@@ -178,6 +178,7 @@ class BackgroundPrefetcher:
 
     Raises:
         CheckpointError: a file cannot be opened.
+        DriverError: the driver is to copy and cannot.
     """
 
     def __init__(
@@ -187,12 +188,12 @@ class BackgroundPrefetcher:
         direct: bool = True,
         read_size: int = DEFAULT_READ_SIZE,
         queue_depth: int = DEFAULT_QUEUE_DEPTH,
-        in_place: bool = True,
+        arrival: Arrival = "in place",
         room: Callable[[], int] = lambda: 0,
     ) -> None:
         self.read_size = round_up(read_size, DIRECT_ALIGNMENT)
         self.queue_depth = queue_depth
-        self._ranges = RangeReader(self.read_size, in_place)
+        self._ranges = RangeReader(self.read_size, arrival)
         self._stats = ReadStats()
         self._lock = threading.Lock()
         self._gate = _Gate()
@@ -201,10 +202,9 @@ class BackgroundPrefetcher:
         self._files: dict[Path, SourceFile] = {}
         self._closed = False
         try:
-            for path in paths:
-                self._files[path] = SourceFile(path, direct)
+            self._files.update((path, SourceFile(path, direct)) for path in paths)
         except BaseException:
-            self._close_files()
+            self._release()
             raise
         self.cached = CachedShare(sum(file.identity.nbytes for file in self._files.values()), room)
         # An executor starts its threads when they are needed: an unused one costs nothing.
@@ -216,8 +216,8 @@ class BackgroundPrefetcher:
         """The counters up to now. Reads in flight count as busy time."""
         with self._lock:
             since = time.perf_counter() - self._busy_since if self._in_flight else 0.0
-            busy_seconds = self._stats.busy_seconds + since
-            return replace(self._stats, busy_seconds=busy_seconds, num_retries=self._ranges.num_retries)
+            busy = self._stats.busy_seconds + since
+            return replace(self._stats, busy_seconds=busy, num_retries=self._ranges.num_retries)
 
     @property
     def way(self) -> Way:
@@ -263,8 +263,8 @@ class BackgroundPrefetcher:
                 raise ValueError(
                     f"'{segment.pieces[-1].name}' ends at byte {segment.buffer_end} of a buffer of {len(buffer)}"
                 )
-        pool = self._urgent_pool if urgent else self._pool
         self.cached.refresh()
+        pool = self._urgent_pool if urgent else self._pool
         return Ticket(self, pool, segments, buffer, caching, num_tasks or self.queue_depth)
 
     def _check_open(self) -> None:
@@ -307,6 +307,7 @@ class BackgroundPrefetcher:
             self._begin()
             num_reads = nbytes = cached_bytes = 0
             try:
+                self._ranges.begin()
                 for segment, start, stop in task:
                     with gate:  # for each range: a cancelled task reads no further one
                         num_reads += 1
@@ -316,6 +317,8 @@ class BackgroundPrefetcher:
                         wanted = segment.wanted_bytes(start, stop)
                         nbytes += wanted
                         cached_bytes += wanted * is_cached
+                with gate:
+                    self._ranges.finish()
             finally:
                 self._end(num_reads, nbytes, cached_bytes)
 
@@ -340,8 +343,9 @@ class BackgroundPrefetcher:
         self._gate.shut()  # joining the threads is not enough: CPython forgets one whose join was interrupted
         for pool in (self._pool, self._urgent_pool):
             pool.shutdown(wait=True, cancel_futures=True)
-        self._close_files()
+        self._release()
 
-    def _close_files(self) -> None:
+    def _release(self) -> None:
+        self._ranges.close()
         for file in self._files.values():
             file.close()

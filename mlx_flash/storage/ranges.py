@@ -1,6 +1,6 @@
 """Positional reads of ranges of files into memory that the caller owns.
 
-``os.preadv`` releases the GIL and writes straight into the caller's memory.
+``os.preadv`` releases the GIL and writes straight into the caller's memory, or into a bounce buffer that is copied.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from mlx_flash.errors import ReadError, TruncatedFileError
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached
+from mlx_flash.memory.driver import DriverCopies, DriverError
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, round_up
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.source import SourceFile
 
@@ -24,6 +26,10 @@ RETRIES = 3
 """Number of times that a read is repeated after an I/O error."""
 
 RETRY_SECONDS = 0.02
+
+Arrival = Literal["in place", "copied by the driver", "bounced", "buffered"]
+"""How bytes get to MLX's memory: the disk writes them there; all reads go to bounce buffers, and CUDA's driver copies
+them; direct reads go to bounce buffers, and the processor copies them; there are no direct reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +45,42 @@ class Way:
     direct: bool = True
 
 
+_Copy = tuple[Segment, int, memoryview, memoryview]
+"""A segment, an offset of its file, the bytes from there in a bounce buffer, and their place in the caller's memory."""
+
+
 class RangeReader:
     """A reader of parts of segments, from any number of threads.
 
     Args:
         read_size: the longest range in bytes.
-        in_place: read straight into the caller's memory where that is aligned; otherwise through bounce buffers.
+        arrival: how bytes get to the caller's memory. What is not aligned is never read in place.
 
     Attributes:
         way: of reading; its ``read_size`` is at most the one given.
         num_retries: reads that were repeated after an I/O error.
+
+    Raises:
+        DriverError: the driver is to copy, and cannot.
     """
 
-    def __init__(self, read_size: int, in_place: bool) -> None:
+    def __init__(self, read_size: int, arrival: Arrival) -> None:
         self.way = Way(read_size)
         self._read_size = read_size
         self.num_retries = 0
-        self._in_place = in_place
+        self._in_place = arrival == "in place"
+        self._driver = DriverCopies(read_size) if arrival == "copied by the driver" else None
         self._lock = threading.Lock()
         self._local = threading.local()
+
+    def begin(self) -> None:
+        """Forget what this thread has read and not yet copied."""
+        self._local.copies, self._local.num_used = [], 0
 
     def read(
         self, file: SourceFile, segment: Segment, start: int, stop: int, buffer: memoryview, keep_cached: bool
     ) -> None:
-        """Read the pieces of ``[start, stop)`` of a segment.
+        """Read the pieces of ``[start, stop)`` of a segment. They have arrived after :meth:`finish`.
 
         Args:
             file: the segment's file.
@@ -76,13 +94,74 @@ class RangeReader:
             ReadError: bytes could not be read.
         """
         fd = None if keep_cached or not self.way.direct else file.direct_fd
-        if fd is None:
+        if self._driver is not None:
+            self._read_for_driver(file, fd, segment, start, stop, buffer, keep_cached)
+        elif fd is None:
             self._read_buffered(file.buffered_fd, segment, start, stop, buffer, keep_cached)
         elif segment.buffer_offset is not None and self._in_place:
             at = segment.buffer_offset + start - segment.offset
             self._read_direct(fd, segment, start, buffer[at : at + stop - start])
         else:
             self._read_bounced(fd, segment, start, stop, buffer)
+
+    def finish(self) -> None:
+        """Wait until everything that this thread has read is in the caller's memory.
+
+        Raises:
+            ReadError: the driver could not copy it.
+        """
+        if self._driver is None or not self._local.copies:
+            return
+        copies: list[_Copy] = self._local.copies
+        try:
+            for _, _, source, target in copies:
+                self._driver.start(source, target)
+            self._driver.finish()
+        except DriverError as error:
+            segment, offset, *_ = copies[0]
+            raise _read_error(segment, offset, f"{error} when it was copied to the GPU, at") from error
+        finally:
+            self.begin()
+
+    def close(self) -> None:
+        """Give the memory of bounce buffers back. No thread may read any more."""
+        if self._driver is not None:
+            self._driver.close()
+
+    def _read_for_driver(
+        self,
+        file: SourceFile,
+        fd: int | None,
+        segment: Segment,
+        start: int,
+        stop: int,
+        buffer: memoryview,
+        keep_cached: bool,
+    ) -> None:
+        """Read to this thread's bounce buffer, which :meth:`finish` copies."""
+        if fd is not None:
+            bounce = self._room(stop - start)
+            self._read_direct(fd, segment, start, bounce)
+            for offset, part in _parts(segment, start, stop, buffer):
+                self._local.copies.append((segment, offset, bounce[offset - start :][: len(part)], part))
+            return
+        for offset, part in _parts(segment, start, stop, buffer):
+            for at in range(0, len(part), self._read_size):  # what stays cached may be longer than other reads
+                target = part[at : at + self._read_size]
+                bounce = self._room(len(target))
+                self._fill(file.buffered_fd, segment, offset + at, bounce, len(target), 1)
+                self._local.copies.append((segment, offset + at, bounce, target))
+        if not keep_cached:
+            drop_cached(file.buffered_fd, start, min(stop, segment.wanted_end) - start)
+
+    def _room(self, nbytes: int) -> memoryview:
+        """Return a free part of this thread's bounce buffer, on whole pages."""
+        assert self._driver is not None
+        if self._local.num_used + nbytes > self._read_size:
+            self.finish()
+        start = self._local.num_used
+        self._local.num_used = round_up(start + nbytes, DIRECT_ALIGNMENT)
+        return self._driver.bounce_buffer[start : start + nbytes]
 
     def _read_direct(self, fd: int, segment: Segment, start: int, target: memoryview) -> None:
         self._fill(fd, segment, start, target, min(len(target), segment.wanted_end - start), DIRECT_ALIGNMENT)
@@ -112,7 +191,7 @@ class RangeReader:
                     raise OSError(errno.EIO, "too few bytes came")  # a direct read cannot go on from there
             except OSError as error:
                 if error.errno != errno.EIO or retries == RETRIES:
-                    raise _read_error(segment, offset + got, error) from error
+                    raise _read_error(segment, offset + got, f"{error.strerror} at") from error
                 retries += 1
                 with self._lock:
                     self.num_retries += 1
@@ -138,11 +217,11 @@ def _parts(segment: Segment, start: int, stop: int, buffer: memoryview) -> Itera
             yield low, buffer[at : at + high - low]
 
 
-def _read_error(segment: Segment, offset: int, error: OSError) -> ReadError:
+def _read_error(segment: Segment, offset: int, reason: str) -> ReadError:
     piece = segment.piece_at(offset)
     return ReadError(
         f"cannot read '{piece.name}' ({piece.nbytes} bytes at offset {piece.offset}) in {segment.path}: "
-        f"{error.strerror} at offset {offset}. Hint: check the disk; the next call reads it again."
+        f"{reason} offset {offset}. Hint: check the disk; the next call reads it again."
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -24,15 +24,13 @@ import numpy as np
 from mlx_flash.errors import SelfTestError, WriteError
 from mlx_flash.files import cache_directory, temporary_file
 from mlx_flash.memory.arena import Arena, SlotArena
+from mlx_flash.memory.driver import DriverError
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
-
-Way = Literal["in place", "bounced", "buffered"]
-"""How a weight reaches MLX's memory: the disk writes it there; the disk writes to a bounce buffer and the processor
-copies it; the system reads it through the page cache and copies it."""
+from mlx_flash.storage.ranges import Arrival
 
 ROUNDS = 20
 NUM_FILE_BYTES = 24 << 20
@@ -76,13 +74,13 @@ class SelfTest:
     """The result of a test.
 
     Attributes:
-        way: how direct reads reach MLX's memory. ``"buffered"`` means that there are to be none.
+        way: how bytes are to reach MLX's memory.
         num_blocks: blocks that each way read.
         lost: blocks that did not arrive, by way. Ways that need no test, or cannot be tested, are missing.
         seconds: its duration.
     """
 
-    way: Way
+    way: Arrival
     num_blocks: int
     lost: dict[str, int]
     seconds: float
@@ -93,18 +91,13 @@ def needs_test() -> bool:
     return bool(mx.default_device() == mx.gpu)
 
 
-def way_of_reading() -> Way:
-    """Return how direct reads reach the memory of MLX's default device. The first call for a GPU may test it.
+def way_of_reading() -> Arrival:
+    """Return how bytes are to reach the memory of MLX's default device. The first call for a GPU may test it.
 
     Raises:
         SelfTestError: no way works.
     """
     return _remembered_or_run(_key()).way if needs_test() else "in place"
-
-
-def reads_in_place() -> bool:
-    """Return whether a disk may write to MLX's memory. If not, direct reads go through bounce buffers."""
-    return way_of_reading() == "in place"
 
 
 def reads_directly(io: str) -> bool:
@@ -127,7 +120,7 @@ def test_now() -> SelfTest:
 def _remembered_or_run(key: str) -> SelfTest:
     match RESULTS.load().get(key):
         case {
-            "way": "in place" | "bounced" | "buffered" as way,
+            "way": "in place" | "copied by the driver" | "bounced" | "buffered" as way,
             "num_blocks": int(num_blocks),
             "lost": dict(lost),
             "seconds": float(seconds),
@@ -147,19 +140,18 @@ def run_selftest() -> SelfTest:
     """
     began = time.perf_counter()
     with _file_of_words() as file:
-        lost = {"buffered": _count_lost(file, direct=False)}
-        if (in_place := _count_lost(file)) is not None:
-            lost["in place"] = in_place
-        if in_place != 0 and (bounced := _count_lost(file, in_place=False)) is not None:
-            lost["bounced"] = bounced
+        lost: dict[Arrival, int | None] = {way: _count_lost(file, way) for way in ("buffered", "in place")}
+        if lost["in place"] != 0:
+            lost["copied by the driver"] = _count_lost_by_driver(file)
+            lost["bounced"] = _count_lost(file, "bounced")
     mx.clear_cache()
     release_freed_memory()
     num_blocks = sum(ROUNDS * (case.num_blocks // 2) for case in CASES)
-    found = {way: number for way, number in lost.items() if number is not None}
+    found: dict[str, int] = {way: number for way, number in lost.items() if number is not None}
     return SelfTest(_chosen(found, num_blocks), num_blocks, found, time.perf_counter() - began)
 
 
-def _chosen(lost: dict[str, int], num_blocks: int) -> Way:
+def _chosen(lost: dict[str, int], num_blocks: int) -> Arrival:
     """Return the fastest way that lost nothing. Rows of embeddings are always read through the page cache."""
     if lost["buffered"]:
         counts = ", ".join(f"{number} {way}" for way, number in lost.items())
@@ -168,14 +160,26 @@ def _chosen(lost: dict[str, int], num_blocks: int) -> Way:
             f"{num_blocks} blocks {counts}. A model would compute with wrong weights. Hint: update MLX, or compute on "
             "the processor with mx.set_default_device(mx.cpu)."
         )
-    if lost.get("in place") == 0:
-        return "in place"
+    fastest: tuple[Arrival, ...] = ("in place", "copied by the driver")
+    for way in fastest:
+        if lost.get(way) == 0:
+            return way
     return "buffered" if lost.get("bounced") else "bounced"  # not tested: its disk has no direct reads
 
 
-def _count_lost(file: Path, *, direct: bool = True, in_place: bool = True) -> int | None:
+def _count_lost_by_driver(file: Path) -> int | None:
+    """Return the number of blocks that did not arrive, direct and buffered; None where the driver cannot copy."""
+    way: Arrival = "copied by the driver"
+    try:
+        return (_count_lost(file, way) or 0) + (_count_lost(file, way, direct=False) or 0)
+    except DriverError:
+        return None
+
+
+def _count_lost(file: Path, way: Arrival, *, direct: bool | None = None) -> int | None:
     """Return the number of blocks that did not arrive; None where direct reads are wanted and there are none."""
-    reader = BackgroundPrefetcher([file], direct=direct, in_place=in_place)
+    direct = way != "buffered" if direct is None else direct
+    reader = BackgroundPrefetcher([file], direct=direct, arrival=way)
     try:
         if direct and not reader.is_direct:
             return None

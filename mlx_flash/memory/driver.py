@@ -1,0 +1,123 @@
+"""Copies to a GPU's memory that CUDA's driver makes, instead of the processor.
+
+CUDA's managed memory lies where it was used last. When the processor writes to it, its pages move to the host, and back
+when the GPU computes. The driver's copies leave them with the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_flash.compat.arrays import address_of, memory_of
+from mlx_flash.errors import FlashError
+
+_LIBRARY = "libcuda.so.1"
+_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+
+
+class DriverError(FlashError):
+    """A call of CUDA's driver failed."""
+
+
+class _Lane:
+    """What one thread copies with: its stream, and page-locked memory of the host."""
+
+    def __init__(self, driver: Any, context: ctypes.c_void_p, nbytes: int) -> None:
+        _check(driver.cuCtxSetCurrent(context))
+        self.host = mmap.mmap(-1, nbytes)
+        self.stream = ctypes.c_void_p()
+        self._driver, self._address = driver, address_of(memoryview(self.host))
+        _check(driver.cuStreamCreate(ctypes.byref(self.stream), _NON_BLOCKING))
+        _check(driver.cuMemHostRegister_v2(ctypes.c_void_p(self._address), ctypes.c_size_t(nbytes), 0))
+
+    def close(self) -> None:
+        self._driver.cuMemHostUnregister(ctypes.c_void_p(self._address))
+        self._driver.cuStreamDestroy_v2(self.stream)
+
+
+class DriverCopies:
+    """Copies of any threads, each with a stream and a bounce buffer of its own.
+
+    Args:
+        nbytes: size of a bounce buffer.
+
+    Raises:
+        DriverError: MLX's memory is not that of a CUDA device.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._driver = load_driver()
+        array = mx.zeros(1)
+        mx.eval(array)
+        ordinal = ctypes.c_int()
+        at = ctypes.c_uint64(address_of(memory_of(array)))
+        _check(self._driver.cuPointerGetAttribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, at))
+        self._ordinal = ordinal.value
+        self._context = ctypes.c_void_p()
+        _check(self._driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._ordinal))
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._lanes: list[_Lane] = []
+
+    @property
+    def bounce_buffer(self) -> memoryview:
+        """This thread's bounce buffer."""
+        return memoryview(self._lane.host)
+
+    @property
+    def _lane(self) -> _Lane:
+        lane: _Lane | None = getattr(self._local, "lane", None)
+        if lane is None:
+            lane = self._local.lane = _Lane(self._driver, self._context, self._nbytes)
+            with self._lock:
+                self._lanes.append(lane)
+        return lane
+
+    def start(self, source: memoryview, target: memoryview) -> None:
+        """Start to copy a part of the bounce buffer to MLX's memory.
+
+        Raises:
+            DriverError: the driver refused.
+        """
+        to, at = ctypes.c_uint64(address_of(target)), ctypes.c_void_p(address_of(source))
+        _check(self._driver.cuMemcpyHtoDAsync_v2(to, at, ctypes.c_size_t(len(source)), self._lane.stream))
+
+    def finish(self) -> None:
+        """Wait until this thread's copies have arrived.
+
+        Raises:
+            DriverError: one of them failed.
+        """
+        _check(self._driver.cuStreamSynchronize(self._lane.stream))
+
+    def close(self) -> None:
+        """Give the bounce buffers back. No thread may copy any more; another call does nothing."""
+        lanes, self._lanes = self._lanes, []
+        if self._context:
+            self._driver.cuCtxSetCurrent(self._context)
+            for lane in lanes:
+                lane.close()
+            self._driver.cuDevicePrimaryCtxRelease_v2(self._ordinal)
+            self._context = ctypes.c_void_p()
+
+
+@cache
+def load_driver() -> Any:
+    """Return CUDA's driver, whose functions return 0 for success. Raises: DriverError."""
+    try:
+        return ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        raise DriverError(str(error)) from error
+
+
+def _check(code: int) -> None:
+    if code:
+        raise DriverError(f"CUDA error {code}")

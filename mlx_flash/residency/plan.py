@@ -40,7 +40,7 @@ class Machine:
         has_buffer_cache: whether MLX keeps freed buffers (GPU back ends do).
         exact_tiles: whether some rows of a matrix product are, bit for bit, those rows of the whole product. If not, a
             head that is streamed passes through a slot whole.
-        arrival: how bytes get to MLX's memory, as the self-test found. If not in place, reads go through bounce buffers.
+        arrival: how bytes get to MLX's memory, as the self-test found. If not in place, reads need bounce buffers.
         kv_disk_bytes: free where files of the KV cache are put.
         largest_array: the most bytes of one array: Metal's buffers have a limit below the memory of the machine.
         prompt_seconds_per_token: computing one token of a prompt, as a run measured it; 0 while unknown.

@@ -331,8 +331,7 @@ class BackgroundPrefetcher:
     def _end(self, num_reads: int, nbytes: int, cached_bytes: int) -> None:
         with self._lock:
             self._in_flight -= 1
-            if not self._in_flight:
-                self._stats.busy_seconds += time.perf_counter() - self._busy_since
+            self._stats.busy_seconds += 0 if self._in_flight else time.perf_counter() - self._busy_since
             self._stats.nbytes += nbytes
             self._stats.cached_bytes += cached_bytes
             self._stats.num_reads += num_reads

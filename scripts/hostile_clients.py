@@ -158,15 +158,14 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder, serving(Path(folder)) as (port, server):
         process = psutil.Process(server.pid)
         clients = Clients(port, args)
+        wait_for_no_client(process)
         samples = [clients.sample(process)]
         clients.start()
         while not clients.wait(args.interval):
             samples.append(clients.sample(process))
             print(samples[-1], flush=True)
         seconds = time.monotonic() - clients.began
-        deadline = time.monotonic() + 60
-        while process.num_fds() > samples[0].descriptors and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for_no_client(process)
         samples.append(clients.sample(process))
         is_right = samples[-1].failed == 0 and is_healthy(port)
         server.terminate()
@@ -229,6 +228,18 @@ def serving(folder: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     finally:
         server.kill()
         server.wait()
+
+
+def wait_for_no_client(process: psutil.Process, seconds: float = 60) -> None:
+    """Wait until the server has closed its end of every connection, at most so long.
+
+    A client has its answer, and may have gone, before the server closes its end.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if all(connection.status == psutil.CONN_LISTEN for connection in process.net_connections("tcp")):
+            return
+        time.sleep(0.02)
 
 
 def ask(port: int, request: dict[str, Any]) -> str:

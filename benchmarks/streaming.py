@@ -30,7 +30,6 @@ all numbers of all rounds; the table shows medians over the rounds.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +45,7 @@ from rich.console import Console
 from runs import PREFILL_STEP, Job, run_job
 from tables import in_words, print_tables
 
-from mlx_flash.config import GB, parse_budget
+from mlx_flash.config import GB, parse_budget, parse_setting
 from mlx_flash.errors import FlashError
 from mlx_flash.memory.footprint import available_memory
 from mlx_flash.storage.probe import disk_profile
@@ -266,7 +265,7 @@ def _is_number(text: str) -> bool:
 def _settings(text: str) -> dict[str, Any]:
     """Return ``a=1,b=false`` as a dictionary, and ``-`` as an empty one."""
     pairs = [pair.partition("=") for pair in text.split(",") if text != "-"]
-    return {name: json.loads(value) for name, _, value in pairs}
+    return {name: parse_setting(name, value) for name, _, value in pairs}
 
 
 def make_bench(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[Bench, list[str]]:

@@ -5,7 +5,8 @@
         --routing-skew 1.0
     PYTHONPATH=STREAMLX python benchmarks/mixtures.py --model models/mixture --budgets 4 6 --pools 2 4
 
-streamlx (https://github.com/srcterm/streamlx) has a size for its experts alone; each budget is paired with one.
+streamlx (https://github.com/srcterm/streamlx) has a size for its experts alone; each budget is paired with one. With
+``--pools`` and no number it is left out.
 Processes run one after another, in turn, each with a model that is not cached. Tokens are chosen greedily. mlx-lm runs
 in the first round only: it is there for its tokens.
 """
@@ -17,6 +18,7 @@ import json
 import resource
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--budgets", type=float, nargs="+", default=[4, 6], metavar="GB")
-    parser.add_argument("--pools", type=float, nargs="+", default=[2, 4], metavar="GIB", help="streamlx's experts")
+    parser.add_argument("--pools", type=float, nargs="*", default=[2, 4], metavar="GIB", help="streamlx's experts")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -89,8 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(run(args.worker[0], args.model, float(args.worker[1]), args.tokens)))
         return
     cases: list[tuple[str, float]] = [("mlx-lm", 0)]
-    for budget, pool in zip(args.budgets, args.pools, strict=True):
-        cases += [("mlx-flash", budget), ("streamlx", pool)]
+    for budget, pool in zip_longest(args.budgets, args.pools):
+        cases += [(engine, size) for engine, size in (("mlx-flash", budget), ("streamlx", pool)) if size is not None]
     runs: dict[tuple[str, float], list[harness.Run]] = {case: [] for case in cases}
     for number in range(args.rounds):
         for engine, size in cases[1:] if number else cases:

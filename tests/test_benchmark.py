@@ -477,8 +477,8 @@ def test_a_mixture_has_the_tokens_of_mlx_lm(tmp_path: Path, monkeypatch: pytest.
         return mixtures.run(name, model, 0.5 if size else 0, tokens)
 
     monkeypatch.setattr(harness, "run_worker", run_here)
-    options = ["--model", directory, "--budgets", 0.5, "--pools", 1, "--tokens", 4, "--rounds", 1]
+    options = ["--model", directory, "--budgets", 0.5, 0.6, "--pools", 1, "--tokens", 4, "--rounds", 1]
     mixtures.main([str(option) for option in [*options, "--json", tmp_path / "out.json"]])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6 and all(line.endswith("tokens as mlx-lm's in 1 of 1") for line in lines[3:])
-    assert len(json.loads((tmp_path / "out.json").read_text())["results"]) == 3
+    assert len(lines) == 8 and all(line.endswith("tokens as mlx-lm's in 1 of 1") for line in lines[4:])
+    assert len(json.loads((tmp_path / "out.json").read_text())["results"]) == 4

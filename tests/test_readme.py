@@ -32,6 +32,7 @@ NOT_RUN = {
         *["needs root, gigabytes and minutes"] * 3,
         "needs 72 GB of disk",
         "needs a GPU and streamlx",
+        "needs a GPU",
         *["minutes"] * 2,
         "needs root and minutes",
         "needs a GPU",

@@ -78,11 +78,10 @@ class Checkpoint:
     def _record(self, layer: int, expert: int, offset: int, nbytes: int) -> TensorRecord:
         return TensorRecord(f"layers.{layer}.experts.{expert}", "U8", (nbytes,), Extent(self.path, offset, nbytes))
 
-    def pool(self, num_slots: int, reader: BackgroundPrefetcher) -> ExpertPool:
+    def pool(self, num_slots: int, reader: BackgroundPrefetcher, reads_past_cache: int = 0) -> ExpertPool:
         pitch = max(layer.placement.nbytes for layer in self.layers) + 2 * DIRECT_ALIGNMENT
-        return ExpertPool(
-            SlotArena(num_slots, pitch, CAPACITY), self.layers, reader, poison=True, first_past_cache=False
-        )
+        slots = SlotArena(num_slots, pitch, CAPACITY)
+        return ExpertPool(slots, self.layers, reader, poison=True, reads_past_cache=reads_past_cache)
 
     def expected(self, layer: int, expert: int) -> list[bytes]:
         """The tensors of an expert, and what is in memory always of it."""
@@ -303,21 +302,38 @@ def test_more_experts_than_slots_is_an_error(checkpoint: Checkpoint, reader: Bac
         pool.request(0, [0, 1, 2])
 
 
-def test_misses_are_read_in_file_order(
-    checkpoint: Checkpoint, reader: BackgroundPrefetcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = []
+@pytest.fixture
+def started(reader: BackgroundPrefetcher, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, Any]]]:
+    """The reads from now on: where each begins in its file, and its options."""
+    found = []
     submit = reader.submit
 
     def spy(segments: Any, *args: Any, **options: Any) -> Any:
-        started.append((segments[0].offset, options))
+        found.append((segments[0].offset, options))
         return submit(segments, *args, **options)
 
     monkeypatch.setattr(reader, "submit", spy)
+    return found
+
+
+def test_misses_are_read_in_file_order(
+    checkpoint: Checkpoint, reader: BackgroundPrefetcher, started: list[tuple[int, dict[str, Any]]]
+) -> None:
     bring(checkpoint.pool(6, reader), STACKED, 4, 0, 5, 2)
     offsets = [offset for offset, _ in started]
     assert offsets == sorted(offsets) and len(offsets) == 4
     assert all(options == {"caching": "shared", "urgent": True, "num_tasks": None} for _, options in started)
+
+
+def test_an_expert_is_cached_when_it_was_read_often(
+    checkpoint: Checkpoint, reader: BackgroundPrefetcher, started: list[tuple[int, dict[str, Any]]]
+) -> None:
+    pool = checkpoint.pool(1, reader, reads_past_cache=2)
+    for expert in (0, 1, 0, 0, 1, 0, 1, 2):
+        bring(pool, STACKED, expert)
+        assert checkpoint.found(pool, STACKED, expert) == checkpoint.expected(STACKED, expert)
+    expected = ["none", "none", "none", "none", "shared", "shared", "none"]  # the second 0 0 is one read
+    assert [options["caching"] for _, options in started] == expected
 
 
 def test_limit_of_predicted_experts_holds_over_all_layers(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from mlx_flash.engine.lending import Lending
 from mlx_flash.experts.layers import Experts
-from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.experts.pool import READS_PAST_CACHE, ExpertPool
 from mlx_flash.experts.rows import make_pooled
 from mlx_flash.experts.slots import pool_layer
 from mlx_flash.experts.stage import Stage
@@ -213,8 +213,8 @@ class Engine:
     def _start_experts(self, stacks: Sequence[ExpertStack], plan: Pool, poison: bool, options: ExpertOptions) -> None:
         layers = [pool_layer(stack, self._alignment) for stack in stacks]
         slots = plan.num_slots, plan.slot_bytes, plan.num_experts
-        first_past_cache = options.exact_rows
-        make_pool = partial(ExpertPool, reader=self.reader, poison=poison, first_past_cache=first_past_cache)
+        reads_past_cache = READS_PAST_CACHE if options.exact_rows else 0
+        make_pool = partial(ExpertPool, reader=self.reader, poison=poison, reads_past_cache=reads_past_cache)
         pooled = make_pooled(stacks, layers, slots, make_pool)
         self.experts = Experts(
             stacks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mlx_flash.errors import ReadError
@@ -11,6 +12,9 @@ from mlx_flash.experts.slots import ABSENT, ExpertSlots, PoolLayer
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.stacks import StackArena
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching, Ticket
+
+READS_PAST_CACHE = 3
+"""4 to 8 % faster than 1 with pools of middle size, 2 % slower with the smallest; 5 is like 3 (docs/lab-notes.md)."""
 
 
 class ExpertPool(ExpertSlots):
@@ -25,8 +29,8 @@ class ExpertPool(ExpertSlots):
         layers: the layers with experts, in calling order.
         reader: reads the experts.
         poison: fill slots with NaN bytes when an expert leaves.
-        first_past_cache: read an expert past the page cache the first time, since most stay in the pool then. Filling
-            the page cache takes processor time, which is for the computation where the processor does that too.
+        reads_past_cache: read an expert so many times past the page cache. Most are in the pool by then. Filling the
+            page cache takes processor time, which is for the computation where the processor does that too.
     """
 
     def __init__(
@@ -36,11 +40,11 @@ class ExpertPool(ExpertSlots):
         reader: BackgroundPrefetcher,
         poison: bool,
         *,
-        first_past_cache: bool,
+        reads_past_cache: int,
     ) -> None:
         super().__init__(slots, layers, poison)
-        experts = {(i, expert) for i, layer in enumerate(layers) for expert in range(layer.num_experts)}
-        self._past_cache: set[Expert] = experts if first_past_cache else set()
+        self._reads_past_cache = reads_past_cache
+        self._num_reads: Counter[Expert] = Counter()
         self._reader = reader
         self._tickets: dict[Expert, Ticket] = {}
         self._predicted: list[set[int]] = [set() for _ in layers]
@@ -122,8 +126,8 @@ class ExpertPool(ExpertSlots):
             # One thread is enough where there is time: handing work over takes processor time from the computation.
             num_tasks = None if urgent else 1
             segments, memory = self.reads(key)
-            caching: Caching = "none" if key in self._past_cache else "shared"
-            self._past_cache.discard(key)
+            caching: Caching = "none" if self._num_reads[key] < self._reads_past_cache else "shared"
+            self._num_reads[key] += 1
             self._tickets[key] = self._reader.submit(
                 segments, memory, caching=caching, urgent=urgent, num_tasks=num_tasks
             )

@@ -30,14 +30,16 @@ class DiskProbe:
 
     def __init__(self, paths: Sequence[Path], settings: Sequence[tuple[int, int]], nbytes: int) -> None:
         self._paths = paths
-        self._settings = settings
+        self._settings = deque(settings)
         self._nbytes = min(nbytes, sum(path.stat().st_size for path in paths))
         self._path, self._offset = 0, 0
         self.is_direct = True
 
     def measure(self) -> list[dict[str, Any]]:
-        """Measure every setting once."""
-        return [self._measure(read_size, queue_depth) for read_size, queue_depth in self._settings]
+        """Measure every setting once. The next call starts with another, since some disks are fastest after a pause."""
+        found = [self._measure(read_size, queue_depth) for read_size, queue_depth in self._settings]
+        self._settings.rotate(-1)
+        return found
 
     def _measure(self, read_size: int, queue_depth: int) -> dict[str, Any]:
         reader = BackgroundPrefetcher(self._paths, direct=True, read_size=read_size, queue_depth=queue_depth)

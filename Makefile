@@ -19,8 +19,8 @@ demo: $(INSTALLED)  ## build a model of 1 GB, run it in a third of that, then in
 verify: $(INSTALLED)  ## compare small models of each kind with mlx-lm, bit for bit, and save receipts
 	$(BIN)/python scripts/verify.py
 
-# Two processes; the tests of a file stay in one, and `tests/conftest.py` puts the slowest files first.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Three processes keep two processors busy while tests wait; the tests of a file stay in one, and `tests/conftest.py` puts the slowest files first.
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)  ## run all tests
 	$(PYTEST)

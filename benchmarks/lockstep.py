@@ -8,7 +8,8 @@ Three processes, one after another: *now* streams with mlx-flash's loop; *before
 *resident* is stock mlx-lm with all weights in memory. All use the plan's prefill step. First tokens, and every row of
 every batch, are compared with mlx-lm's run of that prompt alone: tokens, and their log probabilities to the last bit.
 The program fails where one differs. ``--disk-mb-per-second`` slows reads down, as the block-I/O controller does it, to
-the ratio of a machine whose processor is much faster than its disk; it needs root.
+the ratio of a machine whose processor is much faster than its disk; it needs root. So does ``--limit``, which runs the
+streamed models in a kernel memory limit of the budget plus 5 %.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import mlx.core as mx
 from harness import Run, describe, describe_cold, describe_model, last_json, run_command, write_json
 from mlx_lm.utils import load_model as load_stock_model
-from ranks import slow_disk
+from ranks import LIMIT_ROOM, slow_disk
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -155,14 +156,15 @@ def take(generator: RowGenerator, rows: dict[int, list[Token]]) -> None:
         rows[response.uid].append(chosen(response.token, response.logprobs))
 
 
-def run_job(job: Job, mb_per_second: float | None) -> Run:
-    """Run a job in a process of its own. A streamed one reads at most so fast."""
+def run_job(job: Job, mb_per_second: float | None, in_limit: bool) -> Run:
+    """Run a job in a process of its own. A streamed one reads at most so fast, and in a limit if one is wanted."""
     command: list[object] = [sys.executable, __file__, "--job", json.dumps(asdict(job))]
     with ExitStack() as stack:
         if mb_per_second is not None and job.way != RESIDENT:
             entry = stack.enter_context(slow_disk(Path(job.model), int(mb_per_second * 1e6)))
             command = ["bash", "-c", f'echo $$ > {entry} && exec "$@"', "bash", *command]
-        return last_json(run_command(command, label=f"the run {job.way!r}"))
+        limit_bytes = int(job.budget * LIMIT_ROOM * GB) if in_limit and job.way != RESIDENT else None
+        return last_json(run_command(command, label=f"the run {job.way!r}", limit_bytes=limit_bytes))
 
 
 def differences(runs: dict[str, Run]) -> list[str]:
@@ -218,6 +220,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4, help="of each sequence of a batch")
     parser.add_argument("--io", choices=["direct", "auto", "buffered"], default="direct")
     parser.add_argument("--disk-mb-per-second", type=float)
+    parser.add_argument("--limit", action="store_true", help="run the streamed models in a kernel memory limit")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -236,8 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prompts = args.before if way == BEFORE and args.before is not None else args.prompts
         step = runs[NOW]["plan"]["step"] if NOW in runs else None
         job = Job(way, str(args.model), budget, prompts, args.batches, args.tokens, args.io, step)
-        runs[way] = run_job(job, args.disk_mb_per_second)
-    result = describe(args.model, describe_cold(None, is_direct=args.io == "direct"))
+        runs[way] = run_job(job, args.disk_mb_per_second, args.limit)
+    result = describe(args.model, describe_cold(None, is_direct=args.io == "direct", limited=args.limit))
     result |= {"model": model, "runs": runs, "differences": differences(runs)}
     write_json(args.json, result)
     plan = runs[NOW]["plan"]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
 
 from local_ranks import run_ranks
+from mlx_flash.ranks.spread import HAND_ON, HAND_OVER, HANDED
+from mlx_flash.streaming.lockstep import Lockstep, Results
+from mlx_flash.streaming.stream import Place, WeightStream
 from models import save
 from test_ranks import lines_of
 from test_rows import MODELS
@@ -67,3 +74,56 @@ def test_an_error_on_one_rank_ends_the_row_on_all(found: Found) -> None:
 def test_a_model_that_needs_an_order_is_computed_in_order_on_all_ranks(found: Found) -> None:
     """Only the rank that streams these layers one by one sees it."""
     assert all(found[rank, "uses again"]["needs_order"] for rank in range(NUM_RANKS))
+
+
+class Units:
+    """A stream that notes which units are acquired, and holds one at a time."""
+
+    def __init__(self) -> None:
+        self.wait_turn: Callable[[Place], None] | None = None
+        self.acquired: list[int] = []
+        self.held: int | None = None
+
+    def acquire(self, index: int) -> None:
+        assert self.held is None
+        self.held = index
+        self.acquired.append(index)
+
+    def release(self, index: int) -> None:
+        assert self.held == index
+        self.held = None
+
+
+def test_one_rank_computes_a_group_while_another_computes_the_next_one() -> None:
+    """Two ranks whose layers take turns. Of the first group, layer n + 1 waits for layer n of the second."""
+    num_layers = 5
+    meeting = threading.Barrier(NUM_RANKS, timeout=30)
+    both_compute = [threading.Barrier(2, timeout=30) for _ in range(num_layers)]
+
+    def agree(results: Results) -> Results:
+        meeting.wait()
+        return results
+
+    def call(units: Units, rank: int, group: int) -> None:
+        assert units.wait_turn is not None
+        for layer in range(num_layers):
+            is_own = layer % NUM_RANKS == rank
+            if is_own:
+                units.wait_turn(layer)
+                assert units.held == layer
+                if 0 <= layer - 1 + group < num_layers - 1:
+                    both_compute[layer - 1 + group].wait()
+            units.wait_turn((HAND_ON if is_own else HAND_OVER, layer))
+            if not is_own:
+                units.wait_turn((HANDED, layer))
+
+    def run(rank: int) -> list[int]:
+        units = Units()
+        nothing = lambda number: None  # noqa: E731
+        lockstep = Lockstep(cast(WeightStream, units), nothing, nothing, nothing, agree, NUM_RANKS)
+        assert lockstep.run([[partial(call, units, rank, group)] for group in range(2)]) == [[None], [None]]
+        assert units.held is None
+        return units.acquired
+
+    with ThreadPoolExecutor(NUM_RANKS) as threads:
+        assert list(threads.map(run, range(NUM_RANKS))) == [[0, 2, 4], [1, 3]]

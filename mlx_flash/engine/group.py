@@ -20,7 +20,7 @@ from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.ranks.chain import is_elsewhere
 from mlx_flash.ranks.spread import Spread
 from mlx_flash.streaming.lockstep import Lockstep, Results
-from mlx_flash.streaming.stream import HAND_OVER
+from mlx_flash.streaming.stream import Place
 
 Compute = Callable[[ForwardCall], Any]
 Outcome = list[Any] | Exception | None
@@ -135,7 +135,7 @@ class CallGroup:
         if self._chain is None:
             return self._run(lanes, compute, progress)
         tokens = [call.tokens for calls in lanes for call in calls]
-        with self._chain.calls(tokens, [calls[0].cache for calls in lanes], self._hand_over):
+        with self._chain.calls(tokens, [calls[0].cache for calls in lanes], self._wait_turn):
             return self._run(lanes, compute, progress)
 
     def _run(
@@ -151,6 +151,7 @@ class CallGroup:
             after=lambda number: _after(*places[number]),
             progress=lambda done: progress(min(1.0, done / num_units)) if can_undo else None,
             agree=self._agree,
+            num_groups=1 if self._chain is None else min(self._chain.peers.size, len(made)),
         )
         tasks = [[partial(lane.task, index, compute) for index in range(len(lane.calls))] for lane in made]
         try:
@@ -166,10 +167,10 @@ class CallGroup:
             self._needs_order |= outcome is None
         return outcomes
 
-    def _hand_over(self, layer: int) -> None:
+    def _wait_turn(self, place: Place) -> None:
         wait_turn = self._engine.stream.wait_turn
         assert wait_turn is not None
-        wait_turn((HAND_OVER, layer))
+        wait_turn(place)
 
     def _agree(self, results: Results) -> Results:
         """Let a lane that has failed on one rank fail on all, since the others would wait for its messages."""

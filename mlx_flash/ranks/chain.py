@@ -30,7 +30,7 @@ from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.layout.swap import mixed_class
 from mlx_flash.ranks.peers import Peers
 from mlx_flash.ranks.shares import runs
-from mlx_flash.ranks.spread import Spread
+from mlx_flash.ranks.spread import HAND_ON, HAND_OVER, HANDED, Spread
 
 _STATE = "_flash_rank"
 
@@ -76,7 +76,7 @@ class Chain(Spread):
         self.owners = tuple(owners)
         self._layers = list(layers)
         self._users: dict[int, int] | None = None
-        self._wait_turn: Callable[[int], None] | None = None
+        self._wait_turn: Callable[[tuple[str, int]], None] | None = None
         for number, layer in enumerate(layers):
             following = owners[number + 1] if number + 1 < len(owners) else None
             object.__setattr__(layer, _STATE, _Link(number, owners[number], following, self))
@@ -107,7 +107,7 @@ class Chain(Spread):
         self,
         tokens: Sequence[mx.array | None],
         caches: Sequence[Sequence[Any] | None],
-        wait_turn: Callable[[int], None] | None = None,
+        wait_turn: Callable[[tuple[str, int]], None] | None = None,
     ) -> Iterator[None]:
         """Compute calls of the model on all ranks. As :meth:`Spread.calls`."""
         self._check_equal(tokens)
@@ -151,11 +151,13 @@ class Chain(Spread):
         if self._wait_turn is not None and link.owner != link.next_owner:
             if link.owner == mine:  # what it is computed from leaves memory while others compute
                 mx.eval(arrays_in(result, given))
-            self._wait_turn(link.number)
+            self._wait_turn((HAND_ON if link.owner == mine else HAND_OVER, link.number))
         if link.next_owner is None:
             return _replaced(result, self.peers.broadcast(arrays, link.owner, what))
         if link.owner != link.next_owner:
             arrays = self.peers.hand_on(arrays, link.owner, link.next_owner, what)
+            if self._wait_turn is not None and link.next_owner == mine:
+                self._wait_turn((HANDED, link.number))
         if link.owner == mine:
             return result
         if link.next_owner != mine:

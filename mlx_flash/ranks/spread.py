@@ -18,6 +18,10 @@ from mlx_flash.ranks.peers import Peers
 NUM_SPEEDS = 3
 """Numbers that each rank tells the others with each pass."""
 
+HAND_ON, HAND_OVER, HANDED = "hand on", "hand over", "handed"
+"""Where calls that share a pass wait: before this rank sends a layer's output; before it receives that, or others
+exchange it; and when it has received it. No call of a group passes the first two before all of them are there."""
+
 _NUM_DIGESTS = 4
 
 _LARGEST = 1 << 20
@@ -58,15 +62,15 @@ class Spread(ABC):
         self,
         tokens: Sequence[mx.array | None],
         caches: Sequence[Sequence[Any] | None],
-        wait_turn: Callable[[int], None] | None = None,
+        wait_turn: Callable[[tuple[str, int]], None] | None = None,
     ) -> AbstractContextManager[None]:
         """Compute calls of the model on all ranks, one alone or several that share a pass.
 
         Args:
             tokens: of each call.
             caches: the prompt caches that they add to.
-            wait_turn: called with the number of a layer before its output is exchanged, when what the layer has done is
-                evaluated. Returns when it is the turn of this call. None for one call alone.
+            wait_turn: called with ``HAND_ON``, ``HAND_OVER`` or ``HANDED`` and the number of a layer, whose output is
+                evaluated then. Returns when it is the turn of this call. None for one call alone.
 
         Raises:
             PeerError: the ranks were called differently, or a connection was lost.

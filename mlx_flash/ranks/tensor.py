@@ -76,7 +76,7 @@ class Shards(Spread):
         self,
         tokens: Sequence[mx.array | None],
         caches: Sequence[Sequence[Any] | None],
-        wait_turn: Callable[[int], None] | None = None,
+        wait_turn: Callable[[tuple[str, int]], None] | None = None,
     ) -> Iterator[None]:
         """Compute one call on all ranks. Sums over ranks are evaluated one by one, in the order of calls.
 

@@ -7,21 +7,22 @@ alone.
 Calls of one lane share a prompt cache and run in order at each unit. Lanes know nothing of each other.
 
 Where ranks exchange something, each call has a message of its own, and all ranks must send and receive them in one
-order, although each has other units in between. So all calls meet there, on all ranks. The ranks agree on those that
-have failed, and the others go on in their order.
+order, although each has other units in between. So the calls of a group meet there, on all ranks. The ranks agree on
+those that have failed, and the others go on in their order. Groups meet in turn: while one rank computes a group, the
+next rank computes the one before it. A unit is held until all groups have been there, so that it is read once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from mlx_flash.errors import FlashError
-from mlx_flash.streaming.stream import HAND_OVER, Place, WeightStream
+from mlx_flash.ranks.spread import HAND_ON, HAND_OVER
+from mlx_flash.streaming.stream import Place, WeightStream
 
 Task = Callable[[], Any]
 
@@ -35,13 +36,41 @@ of another model. Other exceptions, such as Ctrl-C, end the pass."""
 
 @dataclass(slots=True)
 class _Call:
-    """A task on its way: its number over all lanes, and the place that it waits for."""
+    """A task on its way: its number over all lanes, and the place that it waits for; None before it starts."""
 
     number: int
     lane: int
     greenlet: greenlet
     place: Place | None = None
     num_turns: int = 0
+
+    @property
+    def meets_ranks(self) -> bool:
+        """True if it waits for other ranks."""
+        return not self.greenlet.dead and isinstance(self.place, tuple) and self.place[0] in (HAND_OVER, HAND_ON)
+
+
+class _Group:
+    """Calls that meet other ranks together; lanes are whole."""
+
+    def __init__(self, calls: Sequence[_Call]) -> None:
+        self.calls = calls
+        self.lanes = sorted({call.lane for call in calls})
+
+    @property
+    def going(self) -> list[_Call]:
+        """The calls that have not ended."""
+        return [call for call in self.calls if not call.greenlet.dead]
+
+    @property
+    def live(self) -> list[_Call]:
+        """Those of them that do not wait for other ranks."""
+        return [call for call in self.going if not call.meets_ranks]
+
+    @property
+    def sends(self) -> bool:
+        """True if other ranks wait for what the group has computed here."""
+        return any(call.meets_ranks and call.place[0] == HAND_ON for call in self.going)  # type: ignore[index]
 
 
 class Lockstep:
@@ -52,8 +81,9 @@ class Lockstep:
         before: called with the number of a task each time before it runs.
         after: called with the number of a task each time after it ran.
         progress: called after each unit with the number of units so far. What it raises ends the pass.
-        agree: called with the results so far where all tasks wait for other ranks, and at the end. Returns them with
-            the errors of lanes that failed on other ranks. The lists in it stay what they are.
+        agree: called with the results so far of a group of lanes where all its tasks wait for other ranks, and at the
+            end. Returns them with the errors of lanes that failed on other ranks. The lists in it stay what they are.
+        num_groups: of lanes that meet other ranks one group after another. The same on all ranks.
     """
 
     def __init__(
@@ -63,13 +93,18 @@ class Lockstep:
         after: Callable[[int], None],
         progress: Callable[[int], None],
         agree: Callable[[Results], Results] = lambda results: results,
+        num_groups: int = 1,
     ) -> None:
         self._stream = stream
         self._before = before
         self._after = after
         self._progress = progress
         self._agree = agree
+        self._num_groups = num_groups
         self._results: Results = []
+        self._held: int | None = None
+        self._to_come: list[_Group] = []
+        self._num_units = 0
 
     def run(self, lanes: Sequence[Sequence[Task]]) -> Results:
         """Return for each lane the results of its tasks, or what one of them raised. The others go on then.
@@ -87,8 +122,9 @@ class Lockstep:
                 calls.append(_Call(len(calls), lane, greenlet(self._runner(lane, index, task))))
         self._stream.wait_turn = getcurrent().switch
         try:
-            self._run(calls)
+            self._run([_Group([c for c in calls if c.lane % self._num_groups == i]) for i in range(self._num_groups)])
         finally:
+            self._let_go()
             self._stream.wait_turn = None
             for call in calls:
                 _end(call)
@@ -107,33 +143,49 @@ class Lockstep:
 
         return run
 
-    def _run(self, calls: list[_Call]) -> None:
-        for call in calls:
-            self._resume(call, calls)
-        num_units = 0
-        while True:
-            live = [call for call in calls if not call.greenlet.dead and not _waits_for_ranks(call)]
-            if not live:
-                live = self._agreed(calls)
-            if not live:
-                return
-            first = min(live, key=lambda call: call.num_turns)  # nobody falls behind
-            place = next(call.place for call in live if call.lane == first.lane)
-            with ExitStack() as held:
-                if isinstance(place, int):
-                    self._stream.acquire(place)
-                    held.callback(self._stream.release, place)
-                self._take_turns(live, place)
-            num_units += isinstance(place, int)
-            self._progress(num_units)
+    def _run(self, groups: list[_Group]) -> None:
+        while groups:
+            group = groups[0]  # the next one to meet other ranks
+            places = [(other, _next_place(live)) for other in groups if (live := other.live)]
+            free = [one for one in places if not isinstance(one[1], int) or self._held in (None, one[1])]
+            if not group.live and (group.sends or not free):
+                groups = groups[1:] + [group] * self._meet(group)
+            elif free:
+                self._visit(*free[0], groups)
+            else:
+                self._let_go()
 
-    def _agreed(self, calls: Sequence[_Call]) -> list[_Call]:
-        """Return the calls that go on, on all ranks."""
-        self._results = self._agree(self._results)
-        for call in calls:
+    def _meet(self, group: _Group) -> bool:
+        """Let calls exchange something with other ranks. Return whether any goes on, which is so on all ranks."""
+        agreed = self._agree([self._results[lane] for lane in group.lanes])
+        for lane, result in zip(group.lanes, agreed, strict=True):
+            self._results[lane] = result
+        for call in group.calls:
             if isinstance(self._results[call.lane], Exception):
                 _end(call)
-        return [call for call in calls if not call.greenlet.dead]
+        going = group.going
+        if going:
+            self._take_turns(going, _next_place(going))
+            self._progress(self._num_units)
+        return bool(going)
+
+    def _visit(self, group: _Group, place: Place | None, groups: Sequence[_Group]) -> None:
+        """Let the calls of a group go on at a place. A unit is held until all groups have been there."""
+        if isinstance(place, int) and self._held is None:
+            self._stream.acquire(place)
+            self._held, self._to_come = place, list(groups)
+            self._num_units += 1
+        self._take_turns(group.live, place)
+        if place == self._held:
+            self._to_come = [other for other in self._to_come if other is not group]
+            if not self._to_come:
+                self._let_go()
+        self._progress(self._num_units)
+
+    def _let_go(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._stream.release(held)
 
     def _take_turns(self, live: Sequence[_Call], place: Place | None) -> None:
         """Let the first calls of each lane go on that wait for a unit."""
@@ -153,14 +205,16 @@ class Lockstep:
         call.num_turns += 1
         if isinstance(self._results[call.lane], Exception):
             for other in calls:
-                if other.lane == call.lane and (other is call or not _waits_for_ranks(other)):
+                if other.lane == call.lane and (other is call or not other.meets_ranks):
                     _end(other)
             return
         self._after(call.number)
 
 
-def _waits_for_ranks(call: _Call) -> bool:
-    return isinstance(call.place, tuple) and call.place[0] == HAND_OVER
+def _next_place(calls: Sequence[_Call]) -> Place | None:
+    """Return where the first call of a lane goes on of which a call has had the fewest turns: nobody falls behind."""
+    slowest = min(calls, key=lambda call: call.num_turns)
+    return next(call.place for call in calls if call.lane == slowest.lane)
 
 
 def _end(call: _Call) -> None:

@@ -24,9 +24,6 @@ POISON = 0xFF
 Place = int | tuple[str, int]
 """A unit by its number, or another place where calls in lockstep wait for each other, by name and number."""
 
-HAND_OVER = "hand-over"
-"""Name of the places where ranks exchange something. No call passes one before all of them are there."""
-
 UnitState = Literal["waiting", "reading", "resident", "computing", "done"]
 """State of a unit: not read yet, in flight, in its slot, in use, computed."""
 

@@ -45,9 +45,10 @@ class _Call:
     num_turns: int = 0
 
     @property
-    def meets_ranks(self) -> bool:
-        """True if it waits for other ranks."""
-        return not self.greenlet.dead and isinstance(self.place, tuple) and self.place[0] in (HAND_OVER, HAND_ON)
+    def meeting(self) -> str | None:
+        """Where it waits for other ranks, ``HAND_ON`` or ``HAND_OVER``; None where it does not."""
+        name = self.place[0] if isinstance(self.place, tuple) and not self.greenlet.dead else None
+        return name if name in (HAND_ON, HAND_OVER) else None
 
 
 class _Group:
@@ -65,12 +66,12 @@ class _Group:
     @property
     def live(self) -> list[_Call]:
         """Those of them that do not wait for other ranks."""
-        return [call for call in self.going if not call.meets_ranks]
+        return [call for call in self.going if call.meeting is None]
 
     @property
     def sends(self) -> bool:
         """True if other ranks wait for what the group has computed here."""
-        return any(call.meets_ranks and call.place[0] == HAND_ON for call in self.going)  # type: ignore[index]
+        return any(call.meeting == HAND_ON for call in self.going)
 
 
 class Lockstep:
@@ -147,6 +148,7 @@ class Lockstep:
         while groups:
             group = groups[0]  # the next one to meet other ranks
             places = [(other, _next_place(live)) for other in groups if (live := other.live)]
+            # Where the next unit of a group is not the held one, other groups go to the held one first.
             free = [one for one in places if not isinstance(one[1], int) or self._held in (None, one[1])]
             if not group.live and (group.sends or not free):
                 groups = groups[1:] + [group] * self._meet(group)
@@ -205,7 +207,7 @@ class Lockstep:
         call.num_turns += 1
         if isinstance(self._results[call.lane], Exception):
             for other in calls:
-                if other.lane == call.lane and (other is call or not other.meets_ranks):
+                if other.lane == call.lane and (other is call or other.meeting is None):
                     _end(other)
             return
         self._after(call.number)

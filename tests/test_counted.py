@@ -72,8 +72,8 @@ def test_lockstep_compares_rows_and_passes(
     lockstep = benchmark("lockstep")
     ran: list[str] = []
 
-    def run_job(job: Any, mb_per_second: float | None) -> Any:
-        assert mb_per_second is None
+    def run_job(job: Any, mb_per_second: float | None, in_limit: bool) -> Any:
+        assert mb_per_second is None and not in_limit
         ran.append(job.way)
         return json.loads(json.dumps(lockstep.work(job)))
 

@@ -22,7 +22,7 @@ from test_rows import MODELS
 
 PROGRAM = Path(__file__).with_name("ranks_rows.py")
 NUM_RANKS = 2
-BOTH = ("llama", "llama runs", "gemma3", "qwen3_next", "cut")
+BOTH = ("llama", "llama runs", "gemma3", "qwen3_next", "cut", "llama sums", "llama runs sums")
 """Cases in which both ranks stream, and memory has room for all calls."""
 
 Found = dict[tuple[int, str], dict[str, Any]]
@@ -40,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def test_all_calls_have_the_logits_of_mlx_lm(found: Found) -> None:
-    """Windows, recurrent states, ranks that take turns or have a run each, units smaller than layers."""
+    """Windows, recurrent states, ranks that take turns or have a run each, units smaller than layers, sums only."""
     assert all(each.get("is_equal", True) for each in found.values()), found
 
 

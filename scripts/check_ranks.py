@@ -1,10 +1,13 @@
 """Check that a model on several ranks of this machine has the logits and tokens of one rank, bit for bit.
 
-Every rank streams its layers of a small random model at the smallest budget, then the whole model alone. With NCCL each
-rank uses a GPU of its own. Prints a line of JSON for each rank.
+Every rank streams its part of a small random model at the smallest budget: calls one after another, then several
+sequences that share passes, one of them with a prompt in parts. It compares logits, tokens and their log probabilities
+with those of the whole model on one rank, and of mlx-lm. In tensor mode both references are mlx-lm's own divided model.
+With NCCL each rank uses a GPU of its own. Prints a line of JSON for each rank.
 
-Example:
+Examples:
     python scripts/check_ranks.py --backend nccl --ranks 2
+    python scripts/check_ranks.py --ranks 2 --ranks-mode tensor
 """
 
 from __future__ import annotations
@@ -17,17 +20,28 @@ import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPE = "--layers 6 --hidden-size 1024 --intermediate-size 2816 --heads 16 --kv-heads 8 --vocab-size 4000"
+SHAPE = "--layers 12 --hidden-size 1024 --intermediate-size 2816 --heads 16 --kv-heads 8 --vocab-size 4000"
 CALLS = ([5, 17, 900, 3, 3, 42, 64, 99, 128, 7, 21], [12], [999], [0], [512, 4, 8])
 PROMPT = [1, 5, 9, 30, 2, 7]
+PROMPTS = [[(7 * i * i + 3 * i + row) % 3900 for i in range(length)] for row, length in enumerate((150, 1, 40, 65))]
+STEP = 32
+"""Tokens of a part of a prompt."""
+NUM_TOKENS = 6
 TIMEOUT_SECONDS = 300
 
+REPRODUCIBLE = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}
+"""cuDNN's attention has other last bits from run to run."""
 
-def run_rank(model: Path) -> bool:
+Found = list[Any]
+"""Logits of calls, tokens, and for each sequence its tokens and their log probabilities."""
+
+
+def run_rank(model: Path, mode: str) -> bool:
     """Compare one rank of a group with one rank alone, and with mlx-lm. Return whether it equals the former."""
     import mlx.core as mx
     import mlx_lm.utils
@@ -35,28 +49,45 @@ def run_rank(model: Path) -> bool:
     import mlx_flash
 
     group = mx.distributed.init()
-    settings = mlx_flash.FlashConfig(ram_budget_gb="min", context_length=256, kv_cache="stock", kv_prefixes="off")
-    found: list[tuple[list[mx.array], list[int]]] = []
-    read = []
+    settings = mlx_flash.FlashConfig(
+        ram_budget_gb="min",
+        context_length=256 * len(PROMPTS),
+        kv_cache="stock",
+        kv_prefixes="off",
+        prefill_step_size=STEP,
+        speculation=False,
+    )
+    found: list[Found] = []
+    read, passes = [], []
     for ranks in (group, None):
-        with mlx_flash.load_model(model, settings, group=ranks)[0] as streamed:
-            found.append((logits(streamed), tokens(streamed)))
+        more = {"ranks_mode": mode} if ranks is not None else {}
+        with mlx_flash.load_model(model, replace(settings, **more), group=ranks)[0] as streamed:
+            found.append([logits(streamed), tokens(streamed), rows(streamed)])
             assert streamed.engine is not None
             read.append(streamed.engine.reader.stats.nbytes)
+            passes.append(streamed.counters.num_passes)
     stock = mlx_lm.utils.load_model(model)[0]
-    found.append((logits(stock), tokens(stock)))
-    equal = [[all(map(mx.array_equal, found[0][0], other[0])), found[0][1] == other[1]] for other in found[1:]]
+    if mode == "tensor":
+        stock.shard(group)
+        mx.eval(stock.parameters())
+    found.append([logits(stock), tokens(stock), rows_by_stock(stock)])
+    names = ("logits", "tokens", "sequences")
+    equal = [dict(zip(names, map(are_equal, found[0], other), strict=True)) for other in found[1:]]
     report: dict[str, Any] = {
         "rank": group.rank(),
         "ranks": group.size(),
+        "mode": mode,
         "device": str(mx.default_device()),
-        "logits_and_tokens_equal_one_rank": equal[0],
-        "logits_and_tokens_equal_mlx_lm": equal[1],
+        "equal_one_rank": equal[0],
+        "equal_mlx_lm": equal[1],
         "bytes_read": read[0],
         "bytes_read_by_one_rank": read[1],
+        "passes": passes[0],
+        "passes_of_one_rank": passes[1],
     }
     print(json.dumps(report), flush=True)
-    return group.size() > 1 and all(equal[0]) and 0 < read[0] < read[1]
+    reference = equal[mode == "tensor"]  # sums over ranks have other last bits than one machine
+    return group.size() > 1 and all(reference.values()) and 0 < read[0] < read[1]
 
 
 def logits(model: Any) -> list[Any]:
@@ -83,6 +114,48 @@ def tokens(model: Any) -> list[int]:
     return found
 
 
+def rows(model: Any) -> Found:
+    """Return tokens and log probabilities of several sequences that share passes."""
+    from mlx_flash.batching import RowGenerator
+
+    number = len(PROMPTS)
+    generator = RowGenerator(
+        model, prefill_step_size=STEP, stop_tokens=[], completion_batch_size=number, prefill_batch_size=number
+    )
+    found: dict[int, Found] = {uid: [] for uid in generator.insert(PROMPTS, [NUM_TOKENS] * number)}
+    while any(len(row) < NUM_TOKENS for row in found.values()):
+        for response in generator.next_generated():
+            found[response.uid].append((int(response.token), response.logprobs))
+    generator.close()
+    return list(found.values())
+
+
+def rows_by_stock(model: Any) -> Found:
+    """Return the same of sequences that mlx-lm computes one after another."""
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step, generation_stream
+
+    found: Found = []
+    for prompt in PROMPTS:
+        steps = generate_step(mx.array(prompt), model, max_tokens=NUM_TOKENS, prefill_step_size=STEP)
+        found.append([(int(token), logprobs) for token, logprobs in steps])
+        mx.synchronize(generation_stream)  # it computes a token ahead
+    return found
+
+
+def are_equal(left: Any, right: Any) -> bool:
+    """Return whether two values are equal, arrays bit for bit."""
+    import mlx.core as mx
+
+    if isinstance(left, mx.array):
+        return left.dtype == right.dtype and bool(
+            mx.array_equal(*(mx.contiguous(a).view(mx.uint8) for a in (left, right)))
+        )
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(are_equal, left, right))
+    return bool(left == right)
+
+
 def environments(backend: str, num_ranks: int, folder: Path) -> list[dict[str, str]]:
     """Return what each rank needs in its environment, as ``mlx.launch`` sets it."""
     with contextlib.ExitStack() as stack:
@@ -96,7 +169,7 @@ def environments(backend: str, num_ranks: int, folder: Path) -> list[dict[str, s
     nccl = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(ports[0]), "MLX_WORLD_SIZE": str(num_ranks)}
     found = []
     for rank in range(num_ranks):
-        own = {**nccl, "CUDA_VISIBLE_DEVICES": str(rank)} if backend == "nccl" else ring
+        own = {**nccl, "CUDA_VISIBLE_DEVICES": str(rank), **REPRODUCIBLE} if backend == "nccl" else ring
         found.append({**os.environ, "MLX_RANK": str(rank), **own})
     return found
 
@@ -106,23 +179,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=["ring", "nccl"], default="ring")
     parser.add_argument("--ranks", type=int, default=2, metavar="N")
-    parser.add_argument("--model", type=Path, help="a model directory (default: a random model of 0.15 GB is made)")
+    parser.add_argument("--ranks-mode", choices=["layers", "tensor"], default="layers")
+    parser.add_argument("--model", type=Path, help="a model directory (default: a random model of 0.3 GB is made)")
     args = parser.parse_args()
     if "MLX_RANK" in os.environ:
-        return int(not run_rank(args.model))
+        return int(not run_rank(args.model, args.ranks_mode))
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder) / "model"
         if args.model is None:
             make = [sys.executable, str(ROOT / "scripts" / "make_random_model.py"), str(model), *SHAPE.split()]
             subprocess.run(make, check=True)
-        command = [sys.executable, __file__, "--model", str(model)]
+        command = [sys.executable, __file__, "--model", str(model), "--ranks-mode", args.ranks_mode]
         started = [subprocess.Popen(command, env=env) for env in environments(args.backend, args.ranks, Path(folder))]
         try:
             failed = [rank for rank, process in enumerate(started) if process.wait(TIMEOUT_SECONDS)]
         finally:
             for process in started:
                 process.kill()
-    print(f"{args.ranks} ranks, {args.backend}: " + (f"ranks {failed} FAILED" if failed else "equal to one rank"))
+    reference = "mlx-lm's divided model" if args.ranks_mode == "tensor" else "one rank"
+    print(f"{args.ranks} ranks, {args.backend}: " + (f"ranks {failed} FAILED" if failed else f"equal to {reference}"))
     return int(bool(failed))
 
 

@@ -2,9 +2,11 @@
 
 Each rank is ``mlx-flash generate``, as ``mlx.launch`` would start it, in a kernel memory limit of its budget plus 5 %
 and in a group of the block-I/O controller that bounds its reads. The tokens are compared with those of stock mlx-lm.
+With NCCL each rank has a GPU of its own and no memory limit.
 
-Example (as root):
+Examples (the first one as root):
     python benchmarks/ranks.py MODEL --ranks 1 2 3 --budget 0.2 --disk-mb-per-second 40
+    python benchmarks/ranks.py MODEL --ranks 1 2 --budget 2 --backend nccl
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,9 +23,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import SMALL_MACHINE, describe, describe_model, write_json
+from harness import ROOT, SMALL_MACHINE, describe, describe_model, write_json
 
 from mlx_flash.layout.load import load_config
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from check_ranks import REPRODUCIBLE, environments
 
 LIMIT_ROOM = 1.05
 V1, V2 = Path("/sys/fs/cgroup/blkio"), Path("/sys/fs/cgroup")
@@ -55,21 +60,22 @@ def slow_disk(model: Path, bytes_per_second: int) -> Iterator[Path]:
 
 def run_ranks(args: argparse.Namespace, num_ranks: int, folder: Path) -> list[dict[str, Any]]:
     """Run the ranks of one model, and return what the first printed, and the reports of all groups."""
-    hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(num_ranks)]))
     flags = ["--prompt", PROMPT, "--max-tokens", args.max_tokens, "--ram-budget-gb", args.budget, "--json"]
     command = [sys.executable, "-m", "mlx_flash", "generate", "--model", args.model, *flags]
-    limit = int(args.budget * LIMIT_ROOM * 1e9)
+    limit = [SMALL_MACHINE, "--warm", int(args.budget * LIMIT_ROOM * 1e9)] if args.backend == "ring" else []
     with contextlib.ExitStack() as stack:
         processes = []
-        for rank in range(num_ranks):
-            entry = stack.enter_context(slow_disk(args.model, int(args.disk_mb_per_second * 1e6)))
-            environment = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)} if num_ranks > 1 else {}
-            words = ["bash", "-c", f'echo $$ > {entry} && exec "$@"', "bash", SMALL_MACHINE, "--warm", limit, *command]
+        for environment in environments(args.backend, num_ranks, folder):
+            words = [*limit, *command]
+            if args.disk_mb_per_second is not None:
+                entry = stack.enter_context(slow_disk(args.model, int(args.disk_mb_per_second * 1e6)))
+                words = ["bash", "-c", f'echo $$ > {entry} && exec "$@"', "bash", *words]
+            if num_ranks == 1:
+                environment = {**os.environ, **REPRODUCIBLE}
             processes.append(
                 subprocess.Popen(
                     [str(word) for word in words],
-                    env={**os.environ, "MLX_FLASH_SPECULATION": "off", **environment},
+                    env={**environment, "MLX_FLASH_SPECULATION": "off"},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
@@ -83,19 +89,13 @@ def run_ranks(args: argparse.Namespace, num_ranks: int, folder: Path) -> list[di
     return [json.loads(found[0][0]), *({"group": report} for report in reports)]
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 def stock_tokens(args: argparse.Namespace) -> list[int]:
     """Return the tokens of mlx-lm itself."""
     flags = ["--prompt", PROMPT, "--max-tokens", str(args.max_tokens), "--json", "--resident"]
     command = [sys.executable, "-m", "mlx_flash", "generate", "--model", str(args.model), *flags]
-    tokens: list[int] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["tokens"]
+    tokens: list[int] = json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **REPRODUCIBLE}).stdout
+    )["tokens"]
     return tokens
 
 
@@ -118,13 +118,14 @@ def main() -> int:
     for num_ranks, speed in medians.items():
         print(f"{num_ranks} ranks: median {speed:.3f} tokens/s, {speed / medians[args.ranks[0]]:.2f} times the first")
     print("tokens:", "those of stock mlx-lm" if all_equal else "DIFFERENT from stock mlx-lm")
-    cold = ["weights are read past the page cache"]
+    cold = ["weights are read past the page cache in a limit, or with MLX_FLASH_IO=direct"]
     result = {
         **describe(args.model, cold),
         "model": describe_model(args.model),
         "model_type": load_config(args.model)["model_type"],
         "budget_gb": args.budget,
-        "disk_bytes_per_second_of_a_rank": args.disk_mb_per_second * 1e6,
+        "backend": args.backend,
+        "disk_bytes_per_second_of_a_rank": args.disk_mb_per_second and args.disk_mb_per_second * 1e6,
         "medians": medians,
         "tokens_equal": all_equal,
         "runs": runs,
@@ -139,7 +140,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("model", type=Path, help="model directory")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="numbers of ranks")
     parser.add_argument("--budget", type=float, required=True, metavar="GB", help="budget of each rank")
-    parser.add_argument("--disk-mb-per-second", type=float, required=True, metavar="MB", help="speed of each disk")
+    parser.add_argument("--backend", choices=["ring", "nccl"], default="ring")
+    parser.add_argument("--disk-mb-per-second", type=float, metavar="MB", help="speed of each disk; unset for no limit")
     parser.add_argument("--max-tokens", type=int, default=8, help="tokens (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="file for all numbers")

@@ -29,17 +29,18 @@ import mlx_lm.utils
 from mlx_lm.generate import generate_step
 
 import mlx_flash
+from mlx_flash.config import parse_budget
 
 PROMPT = [1, 11, 43, 85]
 
 
-def load(engine: str, model: Path, size: float) -> Any:
+def load(engine: str, model: Path, size: Any) -> Any:
     """Return a model as mlx-lm's loop takes it.
 
     Args:
         engine: ``mlx-flash``, ``streamlx`` or ``mlx-lm``.
         model: its folder.
-        size: the budget in GB, or streamlx's experts in GiB.
+        size: the budget in GB or a word for it, or streamlx's experts in GiB.
     """
     if engine == "mlx-flash":
         return mlx_flash.load_model(model, mlx_flash.FlashConfig(ram_budget_gb=size))[0]
@@ -50,7 +51,7 @@ def load(engine: str, model: Path, size: float) -> Any:
     return mlx_lm.utils.load_model(model)[0]
 
 
-def run(engine: str, path: Path, size: float, num_tokens: int) -> harness.Run:
+def run(engine: str, path: Path, size: Any, num_tokens: int) -> harness.Run:
     """Generate, and return tokens, times, and the peaks of MLX's memory and of the process in the host's."""
     began = time.perf_counter()
     model = load(engine, path, size)
@@ -75,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--budgets", type=float, nargs="+", default=[4, 6], metavar="GB")
+    parser.add_argument("--budgets", type=parse_budget, nargs="+", default=[4, 6], metavar="GB")
     parser.add_argument("--pools", type=float, nargs="*", default=[2, 4], metavar="GIB", help="streamlx's experts")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
@@ -88,32 +89,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run all engines in turn and print medians."""
     args = parse(arguments)
     if args.worker:
-        print(json.dumps(run(args.worker[0], args.model, float(args.worker[1]), args.tokens)))
+        engine, size = args.worker
+        budget = parse_budget(size) if engine == "mlx-flash" else float(size)
+        print(json.dumps(run(engine, args.model, budget, args.tokens)))
         return
-    cases: list[tuple[str, float]] = [("mlx-lm", 0)]
+    cases: list[tuple[str, Any]] = [("mlx-lm", 0)]
     for budget, pool in zip_longest(args.budgets, args.pools):
         cases += [(engine, size) for engine, size in (("mlx-flash", budget), ("streamlx", pool)) if size is not None]
-    runs: dict[tuple[str, float], list[harness.Run]] = {case: [] for case in cases}
+    runs: dict[tuple[str, Any], list[harness.Run]] = {case: [] for case in cases}
     for number in range(args.rounds):
         for engine, size in cases[1:] if number else cases:
             harness.make_cold(list(args.model.glob("*.safetensors")), drop_caches=False)
             words = ["--model", args.model, "--tokens", args.tokens, "--worker", engine, size]
-            found = harness.run_worker(__file__, words, label=f"{engine} {size:g}")
+            found = harness.run_worker(__file__, words, label=f"{engine} {size}")
             runs[engine, size].append(found)
-            print(f"{engine:9} {size:4g}: {found['tokens_per_second']:6.2f} tokens/s", flush=True)
+            print(f"{engine:9} {size:>4}: {found['tokens_per_second']:6.2f} tokens/s", flush=True)
             listed = [{"engine": of, "size": at, "runs": some} for (of, at), some in runs.items()]
             harness.write_json(args.json, {**harness.describe(args.model, harness.describe_cold()), "results": listed})
     print_medians(runs)
 
 
-def print_medians(runs: dict[tuple[str, float], list[harness.Run]]) -> None:
+def print_medians(runs: dict[tuple[str, Any], list[harness.Run]]) -> None:
     """Print the medians of each engine, and whether its tokens are those of mlx-lm."""
     expected = runs["mlx-lm", 0][0]["tokens"]
     for (engine, size), found in runs.items():
         equal = sum(one["tokens"] == expected for one in found)
         middle = {key: median(one[key] for one in found) for key in found[0] if key != "tokens"}
         print(
-            f"{engine:9} {size:4g}: {middle['tokens_per_second']:6.2f} tokens/s, second half "
+            f"{engine:9} {size:>4}: {middle['tokens_per_second']:6.2f} tokens/s, second half "
             f"{middle['second_half']:6.2f}, MLX {middle['mlx_peak_bytes'] / 1e9:5.2f} GB, "
             f"process {middle['resident_peak_bytes'] / 1e9:5.2f} GB, "
             f"tokens as mlx-lm's in {equal} of {len(found)}"

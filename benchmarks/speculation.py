@@ -1,4 +1,4 @@
-"""Passes over the weights per token of real text: plain, with prompt lookup, and with a draft model.
+"""Passes and time per token of real text: plain, with prompt lookup, and with a draft model.
 
     python scripts/train_pair.py --out PAIR
     python scripts/grow_model.py PAIR/target MODEL --layers 12 --width 4
@@ -10,8 +10,9 @@ model that gives this answer. *continue* gives a passage and lets the model go o
 answer is compared with that of stock ``mlx_lm.stream_generate``, in memory and with the same prefill step and
 processor, and the program fails where a token differs.
 
-Passes are counted, not timed. How many tokens are guessed follows the measured times of the machine, unless
-``--free-rows`` says that a pass waits for the disk while sixteen rows are computed.
+Passes are counted and timed, from the first token to the last. How many tokens are guessed follows the measured times
+of the machine, unless ``--free-rows`` says that a pass waits for the disk while sixteen rows are computed. Times mean
+nothing then.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -70,12 +72,14 @@ class Answer:
         tokens: the tokens.
         passes: passes for the tokens after the first one.
         guessed, right: tokens that were guessed and computed, and those that were right.
+        seconds: from the first token to the last.
     """
 
     tokens: list[int]
     passes: int = 0
     guessed: int = 0
     right: int = 0
+    seconds: float = 0.0
 
 
 def make_tasks(text: str, count: int, temperature: float) -> list[Task]:
@@ -122,7 +126,7 @@ def answer(generate: Any, model: Any, tokenizer: Any, task: Task, num_tokens: in
         wanted = tokenizer.encode(task.text, add_special_tokens=False)
         options["logits_processors"], num_tokens = [Fixed(wanted)], min(num_tokens, len(wanted))
     steps = generate(model, tokenizer, task.prompt, max_tokens=num_tokens, **options)
-    tokens = [next(steps).token]
+    tokens, began = [next(steps).token], time.perf_counter()
     before = replace(counters) if counters is not None else None
     tokens += [response.token for response in steps]
     if counters is None or before is None:
@@ -132,6 +136,7 @@ def answer(generate: Any, model: Any, tokenizer: Any, task: Task, num_tokens: in
         counters.num_passes - before.num_passes,
         counters.num_guessed - before.num_guessed,
         counters.num_right - before.num_right,
+        time.perf_counter() - began,
     )
 
 
@@ -147,6 +152,7 @@ def streamed(args: argparse.Namespace, tasks: Sequence[Task]) -> tuple[dict[str,
             speculation=speculation,
             lend_reserves=False,
             telemetry=False,
+            io=args.io,
         )
         model, tokenizer = mlx_flash.load(args.model, config)
         with model:
@@ -190,22 +196,27 @@ def summarize(tasks: Sequence[Task], answers: dict[str, list[Answer]]) -> list[d
         for way, found in answers.items():
             some = [found[i] for i in chosen]
             tokens = sum(len(each.tokens) - 1 for each in some)
-            passes, guessed, right = (
-                sum(getattr(each, key) for each in some) for key in ("passes", "guessed", "right")
-            )
-            rows.append(
-                {"task": name, "way": way, "tokens": tokens, "passes": passes, "guessed": guessed, "right": right}
-            )
+            row: dict[str, Any] = {"task": name, "way": way, "tokens": tokens}
+            row |= {key: sum(getattr(each, key) for each in some) for key in ("passes", "guessed", "right", "seconds")}
+            rows.append(row)
     return rows
 
 
 def print_table(rows: Iterable[dict[str, Any]]) -> None:
     """Print the counts."""
-    table = Table("task", "way", "further tokens", "passes", "tokens a pass", "right", box=SIMPLE_HEAD)
+    table = Table("task", "way", "further tokens", "passes", "tokens a pass", "right", "tokens/s", box=SIMPLE_HEAD)
     for row in rows:
         share = f"{row['right']} of {row['guessed']}" if row["guessed"] else ""
         speed = f"{row['tokens'] / max(1, row['passes']):.2f}"
-        table.add_row(row["task"], row["way"], str(row["tokens"]), str(row["passes"]), speed, share)
+        table.add_row(
+            row["task"],
+            row["way"],
+            str(row["tokens"]),
+            str(row["passes"]),
+            speed,
+            share,
+            f"{row['tokens'] / row['seconds']:.2f}",
+        )
     Console(width=120).print(table)
 
 
@@ -221,13 +232,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--draft-tokens", type=int, default=8, help="the most tokens that the draft model guesses")
     parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--io", choices=["direct", "auto", "buffered"], default="auto")
     parser.add_argument("--free-rows", action="store_true")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Count passes, compare tokens, print a table."""
+    """Count and time passes, compare tokens, print a table."""
     args = parse(arguments)
     tasks = make_tasks(args.text.read_text(), args.passages, args.temperature)
     answers, plan = streamed(args, tasks)

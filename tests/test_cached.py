@@ -80,6 +80,17 @@ def test_share_falls_at_once_and_rises_in_steps() -> None:
     assert not cached.share, "the machine is looked at again only after a while"
 
 
+def test_pinned_weights_leave_free_memory_to_streamed_ones() -> None:
+    room = Room()
+    cached = room.share(1600)
+    cached.leave_out(800)
+    assert room.change(cached, 400) == 0.5
+    assert cached.file_bytes == 400
+    cached.leave_out(800)
+    assert room.change(cached, 400) == 1
+    assert cached.file_bytes <= 1, "nothing is read"
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("io", ["auto", "direct"])
 def test_model_reads_the_share_through_the_page_cache(

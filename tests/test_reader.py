@@ -32,10 +32,11 @@ from mlx_flash.errors import (
     ReadError,
     TruncatedFileError,
 )
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, open_direct
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, is_cached, open_direct
 from mlx_flash.storage import ranges as ranges_module
+from mlx_flash.storage.gate import Gate
 from mlx_flash.storage.placement import Placement, place
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching, Ticket, _Gate
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching, Ticket
 from mlx_flash.storage.ranges import RETRIES, Arrival
 from mlx_flash.storage.safetensors import Extent, TensorRecord
 
@@ -47,7 +48,8 @@ ARRIVALS: dict[str, Arrival] = {
     "driver": "copied by the driver",
     "driver, buffered": "copied by the driver",
 }
-MODES = ("direct", "buffered", "kept", *ARRIVALS)
+CACHING: dict[str, Caching] = {"kept": "kept", "found": "found"}
+MODES = ("direct", "buffered", *CACHING, *ARRIVALS)
 IN_PLACE, BOUNCED = 2 * PAGE, 2 * PAGE + 3
 """Where the first tensor of a file starts; with an alignment of 16, the second cannot be read in place."""
 
@@ -81,7 +83,7 @@ class Load:
         self.nbytes = sum(made.nbytes for made in records)
 
     def submit(self, reader: BackgroundPrefetcher, mode: str = "direct", urgent: bool = False) -> Ticket:
-        caching: Caching = "kept" if mode == "kept" else "shared"
+        caching = CACHING.get(mode, "shared")
         return reader.submit(self.placement.segments, self.buffer, caching=caching, urgent=urgent)
 
     def found(self) -> list[bytes]:
@@ -279,6 +281,26 @@ def test_direct_reads_are_direct(direct_shard: Path) -> None:
     assert num_cached_pages(direct_shard) >= 300
 
 
+def test_loading_reads_through_the_page_cache_only_what_it_holds(direct_shard: Path) -> None:
+    load = small_load(direct_shard, count=2, nbytes=100 * PAGE)
+    uncache(direct_shard)
+    reader = open_reader(direct_shard, read_size=50 * PAGE)
+    load.check(reader, "found")
+    assert num_cached_pages(direct_shard) < 10
+    assert reader.stats.cached_bytes == 0 and reader.stats.num_reads == 1, "one long read"
+    direct_shard.read_bytes()
+    load.check(reader, "found")
+    with direct_shard.open("rb") as file:
+        if not is_cached(file.fileno(), 0, PAGE):
+            pytest.skip("this system does not say what it caches")
+        assert reader.stats.cached_bytes == load.nbytes
+        os.posix_fadvise(file.fileno(), IN_PLACE + 60 * PAGE, 20 * PAGE, os.POSIX_FADV_DONTNEED)
+        assert is_cached(file.fileno(), IN_PLACE, 50 * PAGE)
+        assert not is_cached(file.fileno(), IN_PLACE, 80 * PAGE)
+    load.check(reader, "found")
+    assert reader.stats.cached_bytes == load.nbytes, "a range that lacks a page is read directly"
+
+
 def test_buffered_reads_leave_no_pages_behind(direct_shard: Path) -> None:
     load = small_load(direct_shard, nbytes=100 * PAGE)
     uncache(direct_shard)
@@ -422,7 +444,7 @@ def test_cancelled_task_does_not_go_on_with_its_next_segment(shard: Path, urgent
     load = apart(shard, [PAGE] * 9)
     reader = open_reader(shard, read_size=100 * PAGE, queue_depth=1)
     offsets: list[int] = []
-    cancelled, real, shut = threading.Event(), os.preadv, _Gate.shut
+    cancelled, real, shut = threading.Event(), os.preadv, Gate.shut
 
     def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         offsets.append(offset)
@@ -431,7 +453,7 @@ def test_cancelled_task_does_not_go_on_with_its_next_segment(shard: Path, urgent
         return real(fd, buffers, offset)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Gate, "shut", lambda gate: (cancelled.set(), shut(gate)))
+        patch.setattr(Gate, "shut", lambda gate: (cancelled.set(), shut(gate)))
         patch.setattr(ranges_module.os, "preadv", preadv)
         ticket = load.submit(reader, urgent=urgent)
         while not offsets:

@@ -135,7 +135,7 @@ class Engine:
         try:
             for part in parts:
                 under_way.append(self._begin_pinning(part))
-                if len(under_way) > 1:
+                if len(under_way) > 3:
                     done += self._finish_pinning(under_way.popleft())
                     progress(done, total)
             while under_way:
@@ -144,11 +144,13 @@ class Engine:
         finally:
             for pinning in under_way:
                 pinning.ticket.cancel()
+        self.reader.cached.leave_out(total)
 
     def _begin_pinning(self, parameters: list[Parameter]) -> _Pinning:
         placement = place_groups([parameter.records for parameter in parameters], self._alignment)
         arena = Arena(placement.nbytes, is_read_once=True)
-        return _Pinning(parameters, placement, arena, self.reader.submit(placement.segments, arena.memory))
+        ticket = self.reader.submit(placement.segments, arena.memory, caching="found")
+        return _Pinning(parameters, placement, arena, ticket)
 
     def _finish_pinning(self, pinning: _Pinning) -> int:
         pinning.ticket.wait()
@@ -275,8 +277,8 @@ def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Paramet
 
 def _bind(parameters: Sequence[Parameter], placement: Placement, arena: Arena) -> list[mx.array]:
     """Make modules hold views of an arena, one for each parameter of a placement. Return the views."""
-    places = zip(parameters, placement.offsets, strict=True)
-    views = [arena.view(offset, parameter.array.shape, parameter.array.dtype) for parameter, offset in places]
+    places = zip(placement.offsets, parameters, strict=True)
+    views = arena.views([(offset, parameter.array.shape, parameter.array.dtype) for offset, parameter in places])
     for parameter, view in zip(parameters, views, strict=True):
         parameter.bind(view)
     return views

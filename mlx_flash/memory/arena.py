@@ -56,17 +56,27 @@ class Arena:
             shape: of the array.
             dtype: of the array.
         """
+        return self.views([(offset, shape, dtype)])[0]
+
+    def views(self, places: Sequence[tuple[int, Sequence[int], mx.Dtype]]) -> list[mx.array]:
+        """Return what :meth:`view` does for several places, in one evaluation: a thread may have to wait for each."""
+        arrays = [self._lazy_view(*place) for place in places]
+        mx.eval(arrays)
+        for array, (offset, *_) in zip(arrays, places, strict=True):
+            if array.size and address_of(memory_of(array)) != address_of(self.memory) + offset:
+                raise AssertionError(
+                    f"MLX copied a view of {array.nbytes} bytes at {offset}: it does not share the arena"
+                )
+        return arrays
+
+    def _lazy_view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
         size = math.prod(shape)
         first = self._start + offset
         page, within = divmod(first, DIRECT_ALIGNMENT)
         last_page = -(-(first + size * dtype.size) // DIRECT_ALIGNMENT)
         flat = self._array[page:last_page].view(dtype).reshape(-1)
         index = within // dtype.size
-        array = flat[index : index + size].reshape(*shape)
-        mx.eval(array)
-        if size and address_of(memory_of(array)) != address_of(self.memory) + offset:
-            raise AssertionError(f"MLX copied a view of {array.nbytes} bytes at {offset}: it does not share the arena")
-        return array
+        return flat[index : index + size].reshape(*shape)
 
     def fill(self, byte: int) -> None:
         """Write one value to every byte; 255 makes NaN in every floating-point dtype."""

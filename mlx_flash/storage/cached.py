@@ -48,6 +48,10 @@ class CachedShare:
         """Bytes of the files that are read through the page cache now."""
         return int(self.share * self._nbytes)
 
+    def leave_out(self, nbytes: int) -> None:
+        """Divide the memory among fewer bytes of the files, since so many are not read again."""
+        self._nbytes = max(self._nbytes - nbytes, 1)
+
     def refresh(self) -> None:
         """Look at the memory of the machine, at most every ``REFRESH_SECONDS``."""
         if self._clock() < self._due:

@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Literal
 
 from mlx_flash.errors import ClosedError, ReadError
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, is_cached, round_up
 from mlx_flash.storage.cached import CachedShare
+from mlx_flash.storage.gate import Gate
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.ranges import Arrival, RangeReader, Way
 from mlx_flash.storage.source import SourceFile
 
 DEFAULT_READ_SIZE = 4 << 20
 DEFAULT_QUEUE_DEPTH = 4
+
+LOAD_READ_SIZE = 16 << 20
+"""Reads of what stays in memory, where it needs no bounce buffer: fewer reads take less of the processor."""
 
 
 @dataclass(slots=True)
@@ -33,7 +37,8 @@ class ReadStats:
         busy_seconds: time during which at least one read was in flight.
         num_reads: ranges of at most ``read_size`` bytes of one segment whose reading ended, retries not counted.
         num_retries: reads that were repeated after an I/O error.
-        cached_bytes: those of ``nbytes`` that came through the page cache because memory has room for them.
+        cached_bytes: those of ``nbytes`` that came through the page cache, because memory has room for them or because
+            they were there when the model was loaded.
     """
 
     nbytes: int = 0
@@ -43,44 +48,12 @@ class ReadStats:
     cached_bytes: int = 0
 
 
-Caching = Literal["shared", "kept", "none"]
+Caching = Literal["shared", "kept", "found", "none"]
 """What reads do with the page cache: use it for the part of the files that free memory has room for; use it for all,
-and leave the pages there; go past it."""
+and leave the pages there; use it for what it holds already, for bytes that are read once; go past it."""
 
 _Range = tuple[Segment, int, int]
 """The part ``[start, stop)`` of a segment, in bytes of its file."""
-
-
-class _Gate:
-    """A counter of the tasks that may write to a buffer, until it is shut. It is light, since every ticket has one."""
-
-    __slots__ = ("_empty", "_lock", "_num_inside")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_inside = 0
-        self._empty: threading.Event | None = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._empty is not None:
-                raise CancelledError
-            self._num_inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            if self._empty is not None and not self._num_inside:
-                self._empty.set()
-
-    def shut(self) -> None:
-        """Keep new tasks out, and wait until those inside have left."""
-        with self._lock:
-            if self._empty is None:
-                self._empty = threading.Event()
-            if not self._num_inside:
-                self._empty.set()
-        self._empty.wait()
 
 
 class Ticket:
@@ -100,7 +73,7 @@ class Ticket:
         self._segments = segments
         self._buffer = buffer
         self._caching = caching
-        self._gate = _Gate()  # an interrupt may hide a future from us, the gate knows its task all the same
+        self._gate = Gate()  # an interrupt may hide a future from us, the gate knows its task all the same
         self._futures: list[Future[None]] = []
         try:
             prefetcher._check_open()
@@ -196,7 +169,7 @@ class BackgroundPrefetcher:
         self._ranges = RangeReader(self.read_size, arrival)
         self._stats = ReadStats()
         self._lock = threading.Lock()
-        self._gate = _Gate()
+        self._gate = Gate()
         self._in_flight = 0
         self._busy_since = 0.0
         self._files: dict[Path, SourceFile] = {}
@@ -274,7 +247,8 @@ class BackgroundPrefetcher:
     def _tasks(self, segments: Sequence[Segment], caching: Caching, num_tasks: int) -> Iterator[list[_Range]]:
         """Yield the ranges of each task. Small ranges share one unless they are kept, since handing over costs time.
 
-        A task has at most ``read_size`` bytes, and few enough that all threads get work.
+        A task has at most ``read_size`` bytes, and few enough that all threads get work. Ranges of what stays in memory
+        are larger.
         """
         read_size = self.way.read_size
         share = min(read_size, -(-sum(segment.nbytes for segment in segments) // num_tasks))
@@ -282,6 +256,8 @@ class BackgroundPrefetcher:
         nbytes = 0
         for segment in segments:
             step = segment.nbytes if caching == "kept" else read_size
+            if caching == "found" and self._ranges.in_place and segment.buffer_offset is not None:
+                step = max(read_size, LOAD_READ_SIZE)
             end = segment.offset + segment.nbytes
             for start in range(segment.offset, end, step):
                 stop = min(start + step, end)
@@ -302,7 +278,7 @@ class BackgroundPrefetcher:
                 self._check_open()
                 raise
 
-    def _read_all(self, task: Sequence[_Range], buffer: memoryview, caching: Caching, gate: _Gate) -> None:
+    def _read_all(self, task: Sequence[_Range], buffer: memoryview, caching: Caching, gate: Gate) -> None:
         with self._gate:
             self._begin()
             num_reads = nbytes = cached_bytes = 0
@@ -311,16 +287,21 @@ class BackgroundPrefetcher:
                 for segment, start, stop in task:
                     with gate:  # for each range: a cancelled task reads no further one
                         num_reads += 1
-                        is_cached = caching != "none" and self.cached.holds(segment.path, start)
                         file = self._files[segment.path]
-                        self._ranges.read(file, segment, start, stop, buffer, caching == "kept" or is_cached)
+                        through_cache = self._goes_through_cache(caching, file, start, stop)
+                        self._ranges.read(file, segment, start, stop, buffer, caching == "kept" or through_cache)
                         wanted = segment.wanted_bytes(start, stop)
                         nbytes += wanted
-                        cached_bytes += wanted * is_cached
+                        cached_bytes += wanted * through_cache
                 with gate:
                     self._ranges.finish()
             finally:
                 self._end(num_reads, nbytes, cached_bytes)
+
+    def _goes_through_cache(self, caching: Caching, file: SourceFile, start: int, stop: int) -> bool:
+        if caching == "found" and file.direct_fd is not None:
+            return is_cached(file.buffered_fd, start, min(stop, file.identity.nbytes) - start)
+        return caching != "none" and self.cached.holds(file.path, start)
 
     def _begin(self) -> None:
         with self._lock:

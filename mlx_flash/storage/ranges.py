@@ -59,6 +59,7 @@ class RangeReader:
     Attributes:
         way: of reading; its ``read_size`` is at most the one given.
         num_retries: reads that were repeated after an I/O error.
+        in_place: whether aligned bytes go to the caller's memory without a bounce buffer.
 
     Raises:
         DriverError: the driver is to copy, and cannot.
@@ -68,7 +69,7 @@ class RangeReader:
         self.way = Way(read_size)
         self._read_size = read_size
         self.num_retries = 0
-        self._in_place = arrival == "in place"
+        self.in_place = arrival == "in place"
         self._driver = DriverCopies(read_size) if arrival == "copied by the driver" else None
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -98,7 +99,7 @@ class RangeReader:
             self._read_for_driver(file, fd, segment, start, stop, buffer, keep_cached)
         elif fd is None:
             self._read_buffered(file.buffered_fd, segment, start, stop, buffer, keep_cached)
-        elif segment.buffer_offset is not None and self._in_place:
+        elif segment.buffer_offset is not None and self.in_place:
             at = segment.buffer_offset + start - segment.offset
             self._read_direct(fd, segment, start, buffer[at : at + stop - start])
         else:

@@ -27,7 +27,7 @@ import mlx.core as mx
 import psutil
 
 import mlx_flash
-from mlx_flash.memory.footprint import total_memory
+from mlx_flash.memory.footprint import available_memory, total_memory
 from mlx_flash.memory.pagecache import drop_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,6 +132,16 @@ def make_cold(paths: Sequence[Path], drop_caches: bool) -> None:
     if drop_caches:
         os.sync()
         DROP_CACHES.write_text("3\n")
+
+
+def take_memory(nbytes: int) -> None:
+    """Write to so many bytes of memory in another process, at most half of what is free, and let them go.
+
+    A virtual machine gets memory from its host when it is written to, and keeps it for a while. Without this, runs
+    differ by whether they are the first to use some memory, and one that takes more of it is slower.
+    """
+    code = f"import numpy; numpy.ones({min(nbytes, available_memory() // 2)}, numpy.uint8)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def describe_cold(

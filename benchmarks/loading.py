@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from harness import (
     make_cold,
     may_drop_caches,
     run_worker,
+    take_memory,
     write_json,
 )
 from mlx_lm import utils as mlx_lm_utils
@@ -107,12 +107,6 @@ def read_through_cache(files: Sequence[Path]) -> None:
         with file.open("rb", buffering=0) as opened:
             while opened.readinto(buffer):
                 pass
-
-
-def take_memory(nbytes: int) -> None:
-    """Write to so many bytes of memory in another process, and let them go."""
-    code = f"import numpy; numpy.ones({nbytes}, numpy.uint8)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def summarize(runs: Sequence[Run]) -> list[Run]:

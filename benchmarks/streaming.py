@@ -39,7 +39,17 @@ from statistics import median
 from typing import Any
 
 from disk import DiskProbe
-from harness import KilledError, Run, describe, describe_cold, describe_model, make_cold, may_drop_caches, write_json
+from harness import (
+    KilledError,
+    Run,
+    describe,
+    describe_cold,
+    describe_model,
+    make_cold,
+    may_drop_caches,
+    take_memory,
+    write_json,
+)
 from llama_cpp import LlamaBench
 from rich.console import Console
 from runs import PREFILL_STEP, Job, run_job
@@ -100,6 +110,7 @@ class Bench:
 
     def _run(self, budget: float | str | None, settings: dict[str, Any] | None = None, limit: int | None = None) -> Run:
         make_cold(self.paths, self.drop_caches)
+        take_memory(sum(path.stat().st_size for path in self.paths))
         name = "resident" if budget is None else " ".join([f"budget {budget}", *in_words(settings)])
         try:
             run = run_job(replace(self.job, budget=budget, settings=settings or {}), limit)

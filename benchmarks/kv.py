@@ -3,9 +3,11 @@
     python benchmarks/kv.py forms    # memory over the sequence, and the slowest tokens, against mlx-lm's cache
     python benchmarks/kv.py disk     # tokens/s, bytes on disk and peak memory at some lengths of the context
     python benchmarks/kv.py shared   # memory of conversations with one system prompt, in mlx-lm's prompt cache
+    python benchmarks/kv.py growth   # a whole model: no cache, one that concatenates, one that grows, one of full size
 
-Only caches and attention run, on random keys and values, because the rest of a model is the same for all caches. Every
-measurement is a process of its own. The outputs of attention are compared with those of mlx-lm's cache, bit for bit.
+Only caches and attention run, on random keys and values, because the rest of a model is the same for all caches;
+``growth`` runs a small Llama of random weights. Every measurement is a process of its own. The outputs of attention, or
+the logits of the model, are compared with those of mlx-lm's cache, bit for bit, but for those without a cache.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from typing import Any
 
 import mlx.core as mx
 from harness import describe, describe_cold, run_worker, write_json
-from mlx_lm.models.cache import KVCache, LRUPromptCache
+from mlx_lm.models.cache import ConcatenateKVCache, KVCache, LRUPromptCache
+from mlx_lm.models.llama import Model, ModelArgs
 
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.options import KVOptions
@@ -192,6 +195,80 @@ def measure_shared(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measure_growth(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure a prompt in mlx-lm's steps, and tokens after it. Without a cache each call computes all tokens again."""
+    mx.random.seed(0)
+    heads = {"num_attention_heads": args.heads, "num_key_value_heads": args.heads}
+    sizes = {"hidden_size": args.heads * args.width, "intermediate_size": 4 * args.heads * args.width}
+    model = Model(
+        ModelArgs("llama", num_hidden_layers=args.layers, **sizes, **heads, rms_norm_eps=1e-5, vocab_size=1000)
+    )
+    model.set_dtype(DTYPE)
+    mx.eval(model.parameters())
+    caches = _caches_of(args)
+    tokens = [1 + 7 * i % 997 for i in range(args.length)]
+    copied, digest, began = 0, hashlib.sha256(), time.perf_counter()
+    step = args.length if caches is None else args.prefill_step_size
+    for start in range(0, args.length, step):
+        logits, more = _call(model, caches, tokens[start : start + step], keep=args.form == "concatenate")
+        copied += more
+    first = time.perf_counter() - began
+    prompt_copied, seconds = copied, []
+    for _ in range(args.tokens):
+        digest.update(bytes(memoryview(logits)))  # type: ignore[arg-type]
+        tokens.append(int(logits.argmax()))
+        began = time.perf_counter()
+        logits, more = _call(model, caches, tokens if caches is None else tokens[-1:], keep=args.form == "concatenate")
+        seconds.append(time.perf_counter() - began)
+        copied += more
+    return {
+        "form": args.form,
+        "length": args.length,
+        "first_token_s": first,
+        "prefill_tokens_per_s": args.length / first,
+        "token_ms": statistics.median(seconds) * 1e3,
+        "copied_in_prompt_mb": prompt_copied / MB,
+        "copied_after_mb": (copied - prompt_copied) / MB,
+        "peak_mb": peak_footprint() / MB,
+        "digest": "" if caches is None else digest.hexdigest(),
+    }
+
+
+def _caches_of(args: argparse.Namespace) -> list[Any] | None:
+    if args.form == "none":
+        return None
+    if args.form == "concatenate":
+        return [ConcatenateKVCache() for _ in range(args.layers)]
+    caches: list[Any] = [KVCache() for _ in range(args.layers)]
+    if args.form == "stock":
+        return caches
+    return make_caches(caches, KVOptions(form=args.form, max_context_length=args.length + args.tokens))
+
+
+def _call(model: Model, caches: list[Any] | None, tokens: list[int], keep: bool) -> tuple[mx.array, int]:
+    """Return the last logits in fp32, and the bytes of keys and values that new buffers took from old ones.
+
+    Args:
+        model: what is called.
+        caches: of its layers.
+        tokens: of the call.
+        keep: whether buffers hold the tokens alone, so that each call makes new ones.
+    """
+    before = [] if caches is None else [_buffer(cache) for cache in caches]
+    logits = model(mx.array([tokens]), cache=caches)[:, -1].astype(mx.float32)
+    mx.eval(logits, [] if caches is None else [cache.state for cache in caches])
+    after = [] if caches is None else [_buffer(cache) for cache in caches]
+    return logits, sum(old[1] for old, new in zip(before, after, strict=True) if keep or old[0] != new[0])
+
+
+def _buffer(cache: Any) -> tuple[int, int]:
+    """Return the tokens that the buffers of a cache have room for, and the bytes of keys and values in them."""
+    if cache.keys is None:
+        return 0, 0
+    room = cache.keys.shape[2]
+    return room, 2 * cache.keys.nbytes // room * cache.offset
+
+
 def in_own_process(args: argparse.Namespace, **settings: Any) -> dict[str, Any]:
     not_passed_on = {"command", "one", "plot", "json", "lengths", "shares"}
     values = {name: value for name, value in (vars(args) | settings).items() if name not in not_passed_on}
@@ -212,7 +289,7 @@ def _cell(value: Any) -> str:
 
 
 def check_equal(results: list[dict[str, Any]]) -> None:
-    digests = {(result.get("length"), result["digest"]) for result in results}
+    digests = {(result.get("length"), result["digest"]) for result in results if result["digest"]}
     lengths = {length for length, _ in digests}
     if len(digests) != len(lengths):
         raise SystemExit("attention gave other bits than with mlx-lm's cache")
@@ -277,6 +354,15 @@ def shared(args: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
+def growth(args: argparse.Namespace) -> list[dict[str, Any]]:
+    results = []
+    for length in args.lengths:
+        results += [in_own_process(args, form=form, length=length) for form in GROWTH_FORMS]
+    columns = ["length", "form", "first_token_s", "prefill_tokens_per_s", "token_ms"]
+    print(table([*columns, "copied_in_prompt_mb", "copied_after_mb", "peak_mb"], results))
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=[*COMMANDS])
@@ -308,7 +394,14 @@ def main() -> None:
     write_json(args.json, {**describe(folder, cold), "results": results})
 
 
-COMMANDS = {"forms": (measure_form, forms), "disk": (measure_disk, disk), "shared": (measure_shared, shared)}
+GROWTH_FORMS = ("none", "concatenate", "stock", "preallocated")
+
+COMMANDS = {
+    "forms": (measure_form, forms),
+    "disk": (measure_disk, disk),
+    "shared": (measure_shared, shared),
+    "growth": (measure_growth, growth),
+}
 """For each command: the function that measures one case in this process, and the one that measures and prints all."""
 
 if __name__ == "__main__":

@@ -79,12 +79,9 @@ def _lines(report: GenerationReport, plan: ResidencyPlan, cold: str) -> Iterator
     prompt = f"for a prompt of {report.prompt_tokens} tokens"
     yield "First token:", f"after {duration(report.time_to_first_token_seconds)}, {prompt}"
     measured = "one token only" if per_second is None else speed(per_second)
-    yield "Generation:", f"{measured}; planned: {speed(1 / plan.weights_seconds)}"
+    yield "Generation:", f"{measured}; planned: {speed(1 / plan.opening_seconds)}"
     peak, planned = report.peak_memory_bytes / GB, plan.peak_bytes / GB
     yield "Peak memory:", f"{peak:.3f} GB; planned: {planned:.3f} GB; budget: {plan.budget_bytes / GB:.3f} GB"
     if per_token is not None:
         yield "Read:", f"{size(per_token)} per token; planned: {size(plan.read_bytes)}"
-    if report.reading_bytes_per_second:
-        probed = plan.disk_bytes_per_second / GB
-        yield "Disk:", f"{report.reading_bytes_per_second / GB:.2f} GB/s while reading; probed: {probed:.2f} GB/s"
     yield from roofline(report)

@@ -162,11 +162,8 @@ def _look_at_model(args: argparse.Namespace, path: Path, config: FlashConfig, ou
 
 def _measured(report: GenerationReport, plan: ResidencyPlan) -> Iterator[tuple[str, str]]:
     yield "Model:", f"{report.model}, {size(plan.model_bytes)}, in a budget of {size(plan.budget_bytes)}"
-    yield "Speed:", f"{rate(report.generation_tokens_per_second)} tokens/s; predicted: {rate(1 / plan.weights_seconds)}"
+    yield "Speed:", f"{rate(report.generation_tokens_per_second)} tokens/s; predicted: {rate(1 / plan.opening_seconds)}"
     first = plan.seconds_to_first_token(report.prompt_tokens)
     yield "First token:", f"{duration(report.time_to_first_token_seconds)}; predicted: {duration(first)}"
     yield "Peak memory:", f"{size(report.peak_memory_bytes)}; predicted: {size(plan.peak_bytes)}"
-    if report.reading_bytes_per_second:
-        probed = plan.disk_bytes_per_second / GB
-        yield "Disk:", f"{report.reading_bytes_per_second / GB:.2f} GB/s while reading; probed: {probed:.2f} GB/s"
     yield from roofline(report)

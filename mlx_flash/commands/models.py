@@ -88,7 +88,7 @@ def expect(folder: Path, config: FlashConfig) -> Outcome:
         return Outcome("too large", budget_bytes=error.minimum_bytes, why=" ".join(str(error).split()))
     except _NOT_PLANNED as error:
         return Outcome("not supported", why=" ".join(f"{type(error).__name__}: {error}".split()))
-    speed = 1 / plan.weights_seconds if plan.weights_seconds else None
+    speed = 1 / plan.opening_seconds if plan.opening_seconds else None
     return Outcome("streamed" if plan.read_bytes else "in memory", speed, plan.budget_bytes, plan.read_bytes)
 
 

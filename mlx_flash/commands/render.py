@@ -72,14 +72,16 @@ def _disk_lines(report: GenerationReport) -> Iterator[tuple[str, str]]:
     per_token = report.bytes_read_per_token
     words = size(report.bytes_read) + (f", {size(per_token)} per token" if per_token is not None else "")
     yield "Read:", words + (f", {report.read_bytes_per_second / GB:.2f} GB/s" if report.read_bytes_per_second else "")
-    if report.reading_bytes_per_second and report.disk_bytes_per_second and report.disk_speed_share:
-        speed, probed = report.reading_bytes_per_second / GB, report.disk_bytes_per_second / GB
-        yield "Disk:", f"{speed:.2f} GB/s while reading, {report.disk_speed_share:.0%} of the probed {probed:.2f} GB/s"
     yield from roofline(report)
 
 
 def roofline(report: GenerationReport) -> Iterator[tuple[str, str]]:
-    """Yield the shares of the generation time, and the gain of a larger budget."""
+    """Yield the speed of reading, the shares of the generation time, and the gain of a larger budget."""
+    if report.reading_bytes_per_second and report.disk_bytes_per_second:
+        words = f"{report.reading_bytes_per_second / GB:.2f} GB/s while reading"
+        if report.cached_read_share:
+            words += f", {report.cached_read_share:.0%} of it through the page cache"
+        yield "Disk:", f"{words}; probed: {report.disk_bytes_per_second / GB:.2f} GB/s"
     waiting, reading = report.generation_wait_share, report.generation_read_share
     if waiting is not None and reading is not None:
         limit = "the disk" if waiting >= DISK_LIMITS else "computing"

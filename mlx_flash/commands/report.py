@@ -123,6 +123,7 @@ class GenerationReport:
         reading_bytes_per_second: bytes over the time with at least one read in flight, loading excluded.
         disk_bytes_per_second: speed of the disk in its probe.
         disk_speed_share: ``reading_bytes_per_second`` over ``disk_bytes_per_second``.
+        cached_read_share: share of these bytes that came through the page cache, in which free memory holds them.
         prompt_wait_share, generation_wait_share: share of the time spent waiting for weights, keys and values.
         generation_read_share: share of the time of generation with at least one read in flight.
         more_budget_bytes, more_tokens_per_second: what so much more budget is predicted to give; None where nothing.
@@ -164,6 +165,7 @@ class GenerationReport:
     reading_bytes_per_second: float | None = None
     disk_bytes_per_second: float | None = None
     disk_speed_share: float | None = None
+    cached_read_share: float | None = None
     prompt_wait_share: float | None = None
     generation_wait_share: float | None = None
     generation_read_share: float | None = None
@@ -217,7 +219,8 @@ def make_report(run: Recorder, model: str, prefill_step_size: int) -> Generation
 
 def _disk_numbers(run: Recorder, plan: ResidencyPlan) -> Json:
     start, first, last, end = run.start, run.first, run.last, run.mark()
-    speed = ratio(end.read.nbytes - start.read.nbytes, end.read.busy_seconds - start.read.busy_seconds)
+    nbytes, cached = end.read.nbytes - start.read.nbytes, end.read.cached_bytes - start.read.cached_bytes
+    speed = ratio(nbytes, end.read.busy_seconds - start.read.busy_seconds)
     generated = last.read.nbytes - first.read.nbytes
     return {
         "budget_bytes": plan.budget_bytes,
@@ -237,6 +240,7 @@ def _disk_numbers(run: Recorder, plan: ResidencyPlan) -> Json:
         "reading_bytes_per_second": speed,
         "disk_bytes_per_second": plan.disk_bytes_per_second,
         "disk_speed_share": speed and ratio(speed, plan.disk_bytes_per_second),
+        "cached_read_share": ratio(cached, nbytes),
         "prompt_wait_share": ratio(first.wait_seconds - start.wait_seconds, first.seconds - start.seconds),
         "generation_wait_share": ratio(last.wait_seconds - first.wait_seconds, last.seconds - first.seconds),
         "generation_read_share": _share(last.read.busy_seconds - first.read.busy_seconds, last.seconds - first.seconds),

@@ -13,8 +13,10 @@ import pytest
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine import meter
 from mlx_flash.engine.meter import MIN_PASSES, MIN_READ_BYTES, SpeedMeter
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.files import cache_directory
 from mlx_flash.loading import load_model
+from mlx_flash.residency import machine
 from mlx_flash.residency import speed as speeds
 from mlx_flash.residency.plan import Machine, Pool, ResidencyPlan
 from mlx_flash.residency.search import make_plan
@@ -119,6 +121,24 @@ def test_meter_finds_the_speed_of_disk_and_processor(monkeypatch: pytest.MonkeyP
     found._plan = replace(plan, pool=Pool(8, MB, 64, 0.5, MB, 0.1))
     of_mixture = replace(PROBED, prompt_seconds_per_token=speed.prompt_seconds_per_token, is_measured=True)
     assert found.speed(PROBED) == of_mixture, "experts are read as they are needed, not as fast as the disk can"
+
+
+def test_prompts_compute_as_fast_as_probed_until_a_run_was_measured() -> None:
+    plan, faster = plan_of(), plan_of(make_machine(prompt_speedup=2.0))
+    assert plan.prompt_seconds_per_token == pytest.approx(plan.streaming.compute_seconds)
+    assert faster.prompt_seconds_per_token == pytest.approx(plan.prompt_seconds_per_token / 2)
+    measured = plan_of(make_machine(prompt_speedup=2.0, prompt_seconds_per_token=0.2))
+    assert measured.prompt_seconds_per_token == 0.2
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_probe_of_prompts_counts_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int | None) -> None:
+    """A processor that takes as long for each token brings nothing, one that takes as long for all 16 times as much."""
+    layout = prepare(save(tmp_path / "model", LLAMA, bits=bits), FlashConfig()).layout
+    monkeypatch.setattr(machine, "_seconds", lambda part, x: 0.5 * x.shape[1])
+    assert machine.prompt_speedup(layout) == 1
+    monkeypatch.setattr(machine, "_seconds", lambda part, x: 0.5)
+    assert machine.prompt_speedup(layout) == 16
 
 
 def test_run_of_a_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,6 @@ LEAST_TILE_BYTES = 8 << 20
 MAX_TILES = 60
 """Each tile is waited for."""
 
-GPU_TOKENS_AT_ONCE = 16
-"""A GPU computes about so many tokens of a prompt in the time of one: it waits for weights, not for arithmetic. The
-CPU back end computes them one after another."""
-
 TILE_ROW_MULTIPLE = 64
 TILE_SLACK_BYTES = 12 * DIRECT_ALIGNMENT
 """Padding to pages and alignment that a tile may need beside its rows."""
@@ -275,7 +271,7 @@ def timed(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
     plan = replace(
         plan,
         streaming=replace(streaming, seconds=seconds, compute_seconds=computing),
-        prompt_seconds_per_token=machine.prompt_seconds_per_token or _prompt_seconds(task, computing + experts),
+        prompt_seconds_per_token=machine.prompt_seconds_per_token or (computing + experts) / machine.prompt_speedup,
         is_measured=machine.is_measured,
     )
     if not plan.kv.num_on_disk:
@@ -284,11 +280,6 @@ def timed(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
     reading = (plan.read_bytes + plan.kv.disk_bytes) / disk
     waiting = max(0.0, reading - plan.weights_seconds) + plan.kv.num_on_disk * barrier
     return replace(plan, kv_seconds=waiting)
-
-
-def _prompt_seconds(task: Task, decode_seconds: float) -> float:
-    """Return a guess of the time to compute one token of a prompt, from the time to compute one that is decoded."""
-    return decode_seconds / (GPU_TOKENS_AT_ONCE if task.machine.has_buffer_cache else 1)
 
 
 def simulate(

@@ -30,6 +30,8 @@ _PROBE_BYTES = {mx.cpu: 4 << 20, mx.gpu: 32 << 20}
 _QUANTIZED_SHARE = 16
 """MLX's CPU back end is far slower with packed weights."""
 
+_PROMPT_TOKENS = 16
+
 BASE_STEP = 4_000_000
 """The footprint varies a little from run to run; a budget that was told should still do next time."""
 
@@ -75,6 +77,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         exact_tiles=mx.default_device() == mx.cpu,  # tests show it there; CUDA chooses kernels by the number of rows
         prompt_seconds_per_token=speed.prompt_seconds_per_token,
         is_measured=speed.is_measured,
+        prompt_speedup=speed.prompt_speedup,
         speed_key=key,
     )
 
@@ -98,7 +101,12 @@ def _speed(key: str, shard: Path, layout: ModelLayout, disk: DiskProfile) -> Spe
     known = load_speed(key)
     if known is not None:
         return known
-    speed = Speed(disk.bytes_per_second, compute_bytes_per_second(layout), barrier_seconds())
+    speed = Speed(
+        disk.bytes_per_second,
+        compute_bytes_per_second(layout),
+        barrier_seconds(),
+        prompt_speedup=prompt_speedup(layout),
+    )
     if shard.stat().st_size >= MIN_PROBED_BYTES:
         save_speed(key, speed)
     return speed
@@ -136,10 +144,7 @@ def compute_bytes_per_second(layout: ModelLayout) -> float:
     if linear is None:
         return _FALLBACK_BYTES_PER_SECOND
     part, arena = _some_rows(linear)
-    dtype = part["scales"].dtype if "scales" in part else part["weight"].dtype
-    dtype = dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # the scales of some kinds are integers
-    x = mx.ones((1, 1, _inputs(linear)), dtype=dtype)
-    mx.eval(x)
+    x = _inputs(linear, part, 1)
     nbytes = sum(array.nbytes for array in part.values() if isinstance(array, mx.array))
     return nbytes / min(_seconds_after_writing(part, x, arena) for _ in range(3))
 
@@ -147,6 +152,20 @@ def compute_bytes_per_second(layout: ModelLayout) -> float:
 def _seconds_after_writing(part: nn.Module, x: mx.array, arena: Arena) -> float:
     arena.fill(0)
     return _seconds(part, x)
+
+
+def prompt_speedup(layout: ModelLayout) -> float:
+    """Return how many times faster a token computes in a call of many than in a call of its own.
+
+    It is near 1 where the processor computes one token after another, and 16 where it waits for weights.
+    """
+    linear = _largest_linear(layout)
+    if linear is None:
+        return 1.0
+    part, _ = _some_rows(linear)
+    one, many = (_inputs(linear, part, num_tokens) for num_tokens in (1, _PROMPT_TOKENS))
+    rounds = [(_seconds(part, one), _seconds(part, many)) for _ in range(3)]
+    return _PROMPT_TOKENS * min(first for first, _ in rounds) / min(second for _, second in rounds)
 
 
 def barrier_seconds() -> float:
@@ -193,9 +212,15 @@ def _some_rows(linear: nn.Module) -> tuple[nn.Module, Arena]:
     return clone_with(linear, views), arena
 
 
-def _inputs(linear: nn.Module) -> int:
+def _inputs(linear: nn.Module, part: nn.Module, num_tokens: int) -> mx.array:
+    """Return what a linear layer, of which there are some rows, computes with."""
     columns = int(linear["weight"].shape[1])
-    return columns * 32 // linear.bits if isinstance(linear, nn.QuantizedLinear) else columns
+    columns = columns * 32 // linear.bits if isinstance(linear, nn.QuantizedLinear) else columns
+    dtype = part["scales"].dtype if "scales" in part else part["weight"].dtype
+    dtype = dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # the scales of some kinds are integers
+    x = mx.ones((1, num_tokens, columns), dtype=dtype)
+    mx.eval(x)
+    return x
 
 
 def _seconds(function: Callable[[mx.array], mx.array], x: mx.array) -> float:

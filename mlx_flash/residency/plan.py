@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
@@ -45,6 +45,7 @@ class Machine:
         largest_array: the most bytes of one array: Metal's buffers have a limit below the memory of the machine.
         prompt_seconds_per_token: computing one token of a prompt, as a run measured it; 0 while unknown.
         is_measured: True when the speeds are those of a run, False when a short probe found them.
+        prompt_speedup: time to compute a token that is decoded, over that of a token in a call of many.
         speed_key: the name under which the speeds of this model on this disk are kept.
     """
 
@@ -63,6 +64,7 @@ class Machine:
     largest_array: int = 1 << 62
     prompt_seconds_per_token: float = 0.0
     is_measured: bool = False
+    prompt_speedup: float = 1.0
     speed_key: str = ""
 
     @property
@@ -74,18 +76,14 @@ class Machine:
             self.barrier_seconds,
             self.prompt_seconds_per_token,
             self.is_measured,
+            self.prompt_speedup,
         )
 
     def at_speed(self, speed: Speed) -> Machine:
         """Return the machine with other speeds."""
-        return replace(
-            self,
-            disk=replace(self.disk, bytes_per_second=speed.disk_bytes_per_second),
-            compute_bytes_per_second=speed.compute_bytes_per_second,
-            barrier_seconds=speed.barrier_seconds,
-            prompt_seconds_per_token=speed.prompt_seconds_per_token,
-            is_measured=speed.is_measured,
-        )
+        speeds = asdict(speed)
+        disk = replace(self.disk, bytes_per_second=speeds.pop("disk_bytes_per_second"))
+        return replace(self, disk=disk, **speeds)
 
 
 @dataclass(frozen=True, slots=True)

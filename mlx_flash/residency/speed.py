@@ -24,6 +24,7 @@ class Speed:
         barrier_seconds: waiting for the result of a unit before the next one begins.
         prompt_seconds_per_token: computing one token of a prompt, without reading; 0 while unknown.
         is_measured: True when a run reached these speeds, False when a short probe found them.
+        prompt_speedup: time to compute a token that is decoded, over that of a token in a call of many; probed.
     """
 
     disk_bytes_per_second: float
@@ -31,11 +32,12 @@ class Speed:
     barrier_seconds: float
     prompt_seconds_per_token: float = 0.0
     is_measured: bool = False
+    prompt_speedup: float = 1.0
 
     @property
     def is_usable(self) -> bool:
         """True when a plan can be made with these numbers."""
-        speeds = (self.disk_bytes_per_second, self.compute_bytes_per_second)
+        speeds = (self.disk_bytes_per_second, self.compute_bytes_per_second, self.prompt_speedup)
         seconds = (self.barrier_seconds, self.prompt_seconds_per_token)
         return all(0 < value < math.inf for value in speeds) and all(0 <= value < math.inf for value in seconds)
 
@@ -50,8 +52,9 @@ def load_speed(key: str) -> Speed | None:
             "barrier_seconds": float(barrier),
             "prompt_seconds_per_token": float(prompt),
             "is_measured": bool(is_measured),
+            "prompt_speedup": float(speedup),
         } if 0 <= time.time() - written <= (MAX_AGE_SECONDS if is_measured else MAX_PROBE_AGE_SECONDS):
-            speed = Speed(disk, compute, barrier, prompt, is_measured)
+            speed = Speed(disk, compute, barrier, prompt, is_measured, speedup)
             return speed if speed.is_usable else None
     return None
 

@@ -141,6 +141,16 @@ def test_probe_of_prompts_counts_tokens(tmp_path: Path, monkeypatch: pytest.Monk
     assert machine.prompt_speedup(layout) == 16
 
 
+def test_prompts_fetch_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that takes 50 seconds to fetch what the processor wrote, and half a second for one token or many."""
+    layout = prepare(save(tmp_path / "model", LLAMA), FlashConfig()).layout
+    written: list[int] = []
+    fill = machine.Arena.fill
+    monkeypatch.setattr(machine.Arena, "fill", lambda self, byte: (written.append(byte), fill(self, byte)))
+    monkeypatch.setattr(machine, "_seconds", lambda part, x: 50.5 if written and written.pop() == 0 else 0.5)
+    assert machine.prompt_speedup(layout) == 16 * 101
+
+
 def test_run_of_a_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter, "MIN_READ_BYTES", 1)
     model, _ = load_model(save(tmp_path / "model", LLAMA), FlashConfig(ram_budget_gb="min"))

@@ -56,6 +56,7 @@ class Job:
         prompts: lengths of prompts, of which the first token is timed.
         batches, tokens: numbers of sequences that are decoded together, and tokens of each.
         step: prompt tokens in a call; None for the plan's.
+        context: tokens of KV cache to reserve; None for what the prompts and batches need.
     """
 
     way: str
@@ -66,6 +67,7 @@ class Job:
     tokens: int
     io: Any
     step: int | None = None
+    context: int | None = None
 
 
 def prompt_of(length: int, row: int = 0) -> list[int]:
@@ -81,7 +83,8 @@ def work(job: Job) -> Run:
         run = {"first": first_tokens(stock_generate_step, model, job, job.step)}
         rows = [solo(model, row, job) for row in range(max(job.batches, default=0))]
         return {**run, "rows": rows, "peak_bytes": peak_footprint()}
-    context = max([*job.prompts, CACHE_STEP * max(job.batches, default=1)]) + job.tokens + CACHE_STEP
+    least = max([*job.prompts, CACHE_STEP * max(job.batches, default=1)]) + job.tokens + CACHE_STEP
+    context = least if job.context is None else job.context
     config = FlashConfig(
         ram_budget_gb=job.budget, context_length=context, speculation=False, telemetry=False, io=job.io
     )
@@ -218,6 +221,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--before", type=int, nargs="*", help="prompts that also run the old way; all unless given")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16])
     parser.add_argument("--tokens", type=int, default=4, help="of each sequence of a batch")
+    parser.add_argument(
+        "--context", type=int, help="tokens of KV cache to reserve; what is not used holds parts of prompts"
+    )
     parser.add_argument("--io", choices=["direct", "auto", "buffered"], default="direct")
     parser.add_argument("--disk-mb-per-second", type=float)
     parser.add_argument("--limit", action="store_true", help="run the streamed models in a kernel memory limit")
@@ -238,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for way in (NOW, BEFORE, RESIDENT):
         prompts = args.before if way == BEFORE and args.before is not None else args.prompts
         step = runs[NOW]["plan"]["step"] if NOW in runs else None
-        job = Job(way, str(args.model), budget, prompts, args.batches, args.tokens, args.io, step)
+        job = Job(way, str(args.model), budget, prompts, args.batches, args.tokens, args.io, step, args.context)
         runs[way] = run_job(job, args.disk_mb_per_second, args.limit)
     result = describe(args.model, describe_cold(None, is_direct=args.io == "direct", limited=args.limit))
     result |= {"model": model, "runs": runs, "differences": differences(runs)}

@@ -85,7 +85,7 @@ def run_ranks(args: argparse.Namespace, num_ranks: int, folder: Path) -> list[di
     for process, (_, errors) in zip(processes, found, strict=True):
         if process.returncode:
             raise SystemExit(errors.strip())
-    reports = [errors.strip().splitlines()[-1] for _, errors in found]
+    reports = [errors.strip().splitlines()[-1] for _, errors in found] if limit else []
     return [json.loads(found[0][0]), *({"group": report} for report in reports)]
 
 

@@ -136,10 +136,11 @@ def streamed_whole(
     """A model of which everything is streamed and the head is computed in tiles, whatever the planner would do.
 
     ``cut`` is 0 for whole layers, 1 and more for finer units, "tiles" for rows of linear layers. With ``pool_slots``
-    (0 for the fewest) experts are read one by one; without ``exact_rows`` as they are on a GPU.
+    (0 for the fewest) experts are read one by one; without ``exact_rows``, and on a GPU, as they are there.
     """
     settings = {"num_slots": num_slots, "io": io, **settings}
     prepared = prepare(directory, config(**settings), group=group)
+    exact_rows = exact_rows and mx.default_device() == mx.cpu
     prepared = replace(prepared, machine=replace(prepared.machine, exact_tiles=exact_rows))
     full, plan = prepared.layout, prepared.plan
     layout, pool = full, None

@@ -12,10 +12,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 
+import mlx.core as mx
+
 from zoo.compare import Outcome, compare
 
-FORKS = multiprocessing.get_context("forkserver")
-"""Of a server process that has computed nothing; in the tests, it has imported mlx-lm."""
+FORKS = multiprocessing.get_context("forkserver" if mx.default_device() == mx.cpu else "spawn")
+"""Of a server process that has computed nothing; in the tests, it has imported mlx-lm. CUDA does not survive a fork."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ def run(cases: Sequence[Case], jobs: int, timeout: float) -> Iterator[Outcome]:
         worker = workers.get()
         try:
             outcome = worker.run(case, timeout)
+            if outcome.status != "ok":
+                worker.stop()  # after an error of a kernel, nothing computes in that process any more
             if outcome.status != "cannot" or case.instead is None:
                 return outcome
             other = worker.run(Case(case.name, case.instead), timeout)

@@ -32,10 +32,10 @@ NOT_RUN = {
         *["needs root, gigabytes and minutes"] * 3,
         "needs 72 GB of disk",
         "needs a GPU and streamlx",
-        "needs a GPU",
+        *["needs a GPU"] * 2,
         *["minutes"] * 2,
         "needs root and minutes",
-        "needs a GPU",
+        *["needs a GPU"] * 2,
         "needs root, and hours",
         "minutes",
         "minutes",
@@ -44,7 +44,12 @@ NOT_RUN = {
     "docs/lmstudio_integration.md": ["installs"],
     "docs/long-contexts.md": ["needs a model and minutes"],
     "docs/monitor.md": ["needs running engines, a shell and an optional package"],
-    "docs/ranks.md": ["needs several machines", "needs root, gigabytes and minutes"],
+    "docs/ranks.md": [
+        "needs several machines",
+        *["needs two Macs"] * 3,
+        "needs two GPUs",
+        "needs root, gigabytes and minutes",
+    ],
 }
 """Reasons why blocks do not run, in the order of their comments. Add new reasons here."""
 

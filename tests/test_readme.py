@@ -46,7 +46,6 @@ NOT_RUN = {
     "docs/monitor.md": ["needs running engines, a shell and an optional package"],
     "docs/ranks.md": [
         "needs several machines",
-        *["needs two Macs"] * 3,
         "needs two GPUs",
         "needs root, gigabytes and minutes",
     ],

@@ -25,6 +25,7 @@ SLOWEST = (
     "test_readme",
     "test_kv_cache",
     "test_kv_streaming",
+    "test_kv_batches",
     "test_model",
     "test_plan",
     "test_scripts",

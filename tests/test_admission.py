@@ -10,7 +10,8 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache,
 
 from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.headroom import Lane, check_headroom
+from mlx_flash.engine.headroom import check_headroom
+from mlx_flash.engine.lane import Lane
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import footprint

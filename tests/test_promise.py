@@ -10,7 +10,8 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash import BudgetError, FlashConfig, load_model
-from mlx_flash.engine.headroom import Lane, check_least
+from mlx_flash.engine.headroom import check_least
+from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.options import KVOptions

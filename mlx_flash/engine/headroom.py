@@ -8,65 +8,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import QuantizedKVCache
 
-from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
+from mlx_flash.engine.lane import Lane, other_entries, own_entries
 from mlx_flash.engine.lending import Lending
 from mlx_flash.errors import BudgetError
-from mlx_flash.kv.base import PooledCache
+from mlx_flash.kv.options import SLOT_PADDING, slot_memory
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.sizes import update_growth
 from mlx_flash.layout.arrays import arrays_in, nbytes_in
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import active_memory
-from mlx_flash.ranks.chain import is_elsewhere
+from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.opening import unlent_bytes
 from mlx_flash.residency.plan import MB, ResidencyPlan
-from mlx_flash.residency.sizes import ActivationSizes
 
 _SETTLED = "settled_padding"
 """Attribute of an evaluated batch with its array of paddings, which mlx-lm replaces when sequences come or go."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """New tokens that are added to one prompt cache in a pass.
-
-    Attributes:
-        call: the call; of one in parts, all that is left of it.
-        step: new tokens of each sequence that go through the model at a time; None for all.
-    """
-
-    call: ForwardCall
-    step: int | None = None
-
-    @property
-    def num_at_once(self) -> int:
-        """New tokens that go through the model at a time, over all sequences."""
-        return self.step * self.call.batch_size if self.step else self.call.num_tokens
-
-    @property
-    def context(self) -> int:
-        """Tokens that the newest one attends to, itself included."""
-        per_sequence = self.call.num_tokens // self.call.batch_size
-        return max([self.call.num_tokens, *(_num_tokens(entry) + per_sequence for entry in self._entries)])
-
-    @property
-    def _entries(self) -> list[Any]:
-        return [*_others(self.call.cache), *_own(self.call.cache)]
-
-    def active_bytes(self, sizes: ActivationSizes) -> int:
-        """Return the memory of intermediate results while the lane computes."""
-        logits = self.call.num_tokens * sizes.logits_per_token if self.step and self.call.wants_logits else 0
-        fused = not any(isinstance(entry, QuantizedKVCache) for entry in self._entries)
-        wants_logits = self.call.wants_logits
-        return logits + sizes.nbytes(self.num_at_once, self.context, all_logits=wants_logits, fused=fused)
-
-    def waiting_bytes(self, sizes: ActivationSizes) -> int:
-        """Return the memory of intermediate results while others compute, and of the logits until they are used."""
-        num_rows = self.call.num_tokens if self.call.wants_logits else 1
-        return sizes.waiting_bytes(self.num_at_once) + 2 * num_rows * sizes.logits_per_token
 
 
 def check_headroom(
@@ -92,7 +50,7 @@ def check_headroom(
         WriteError: keys and values would have to go to disk, which has no room.
     """
     own = _own_of(lanes)
-    _settle_batches([entry for lane in lanes for entry in _others(lane.call.cache)], loans)
+    _settle_batches([entry for lane in lanes for entry in other_entries(lane.call.cache)], loans)
     need = _need(plan, lanes)
     missing = need.total - plan.budget_bytes
     growth_of_own = _own_growth(plan, own) if wish or loans is not None or may_shrink else 0
@@ -105,12 +63,37 @@ def check_headroom(
     if may_shrink and need.activations > plan.activation_bytes and missing + growth_of_own > 0:
         raise _too_large(plan, lanes, need, missing + growth_of_own)
     if own:
-        room, missing = _room_for_kv(plan, own, lanes, missing)
-        if not missing:
-            own[0][0].pool.admit(*_coming(plan, own), room)
+        missing = _admit(plan, own, lanes, missing)
     if missing > 0:
         raise _too_large(plan, lanes, need, missing)
     return granted
+
+
+def _admit(plan: ResidencyPlan, own: _Own, lanes: Sequence[Lane], missing: int) -> int:
+    """Evict layers as the pass needs it. Return the bytes that are missing."""
+    pool = own[0][0].pool
+    while True:
+        held = _held_slots(plan, lanes) if pool.on_disk else 0
+        room, lacking = _room_for_kv(plan, own, lanes, missing, held)
+        if not lacking:
+            pool.admit(*_coming(plan, own), room)
+        if lacking or held or not pool.on_disk or not _held_slots(plan, lanes):
+            return lacking
+
+
+def _held_slots(plan: ResidencyPlan, lanes: Sequence[Lane]) -> int:
+    """Return the bytes of slots that lanes hold while another one computes.
+
+    Where units are smaller than layers, a lane waits inside its attention. It holds the slot, which the pool replaces.
+    """
+    options = plan.kv.options
+    if not plan.streaming.cut or options is None:
+        return 0
+    tokens = [
+        lane.call.batch_size * round_up(lane.context, options.step) for lane in lanes if own_entries(lane.call.cache)
+    ]
+    sizes = [slot_memory(plan.cache.largest_row * count + SLOT_PADDING) for count in tokens]
+    return sum(sizes) - min(sizes)
 
 
 def check_least(plan: ResidencyPlan, lane: Lane, loans: Lending | None = None) -> None:
@@ -157,7 +140,7 @@ def _need(plan: ResidencyPlan, lanes: Sequence[Lane]) -> _Need:
     )
 
 
-def _room_for_kv(plan: ResidencyPlan, own: _Own, lanes: Sequence[Lane], missing: int) -> tuple[int, int]:
+def _room_for_kv(plan: ResidencyPlan, own: _Own, lanes: Sequence[Lane], missing: int, held: int = 0) -> tuple[int, int]:
     """Return a limit for keys and values, and the bytes that are missing even with all of them on disk.
 
     Args:
@@ -165,13 +148,14 @@ def _room_for_kv(plan: ResidencyPlan, own: _Own, lanes: Sequence[Lane], missing:
         own: the caches that can be on disk.
         lanes: the calls.
         missing: bytes that are missing while keys and values are where they are.
+        held: bytes of slots that calls hold while others compute.
 
     Raises:
         BudgetError: a limit that the user set is too low.
         WriteError: they would have to go to disk, which has no room.
     """
     pool = own[0][0].pool
-    for room in _rooms(plan, pool.memory_bytes - missing):
+    for room in _rooms(plan, pool.memory_bytes - missing - held, held):
         wanted = int(pool.missing(*_coming(plan, own), room))
         if not wanted:
             break
@@ -230,21 +214,17 @@ def _hint(plan: ResidencyPlan, num_tokens: int, context: int, all_logits: bool) 
     )
 
 
-def _own(cache: Sequence[Any] | None) -> list[PooledCache]:
-    return [entry for entry in cache or () if isinstance(entry, PooledCache)]
-
-
 def _in_use(pools: set[KVPool]) -> int:
     """Bytes in arrays now, of caches what they take instead of what they reserve."""
     reserved = sum(pool.reserved_bytes for pool in pools)
     return max(0, active_memory() - reserved) + sum(pool.memory_bytes for pool in pools)
 
 
-def _rooms(plan: ResidencyPlan, free: int) -> list[int]:
+def _rooms(plan: ResidencyPlan, free: int, held: int) -> list[int]:
     """Return limits for keys and values: the plan's, and then all that is free."""
     if plan.kv.limit is None:
         return [free]
-    return [min(free, plan.kv.limit), *(() if plan.kv.is_fixed else (free,))]
+    return [min(free, plan.kv.limit - held), *(() if plan.kv.is_fixed else (free,))]
 
 
 def _settle(plan: ResidencyPlan, loans: Lending, short: int, known_bytes: int) -> int:
@@ -280,7 +260,7 @@ def _own_growth(plan: ResidencyPlan, own: _Own) -> int:
 
 
 def _own_of(lanes: Sequence[Lane]) -> _Own:
-    return [(entry, lane) for lane in lanes for entry in _own(lane.call.cache)]
+    return [(entry, lane) for lane in lanes for entry in own_entries(lane.call.cache)]
 
 
 def _coming(plan: ResidencyPlan, own: _Own) -> tuple[list[Any], list[int], int, list[int]]:
@@ -296,17 +276,6 @@ def _coming(plan: ResidencyPlan, own: _Own) -> tuple[list[Any], list[int], int, 
         max(lane.num_at_once // lane.call.batch_size for _, lane in own),
         [row_bytes[i % num_layers] * lane.call.batch_size for i, (_, lane) in enumerate(own)],
     )
-
-
-def _others(cache: Sequence[Any] | None) -> list[Any]:
-    """Return mlx-lm's own caches on this machine, without the lists that hold some."""
-    found = entries_of(cache or ())
-    return [entry for entry in found if not isinstance(entry, PooledCache) and not is_elsewhere(entry)]
-
-
-def _num_tokens(entry: Any) -> int:
-    has_size = hasattr(entry, "size") and not isinstance(entry, QuantizedKVCache)  # whose size is always 0
-    return int(entry.size() if has_size else getattr(entry, "offset", 0))  # a model's own caches may have neither
 
 
 def _settle_batches(entries: Sequence[Any], loans: Lending | None) -> None:
@@ -325,11 +294,11 @@ def _settle_batches(entries: Sequence[Any], loans: Lending | None) -> None:
 
 def _kv_growth(plan: ResidencyPlan, call: ForwardCall) -> int:
     """Return the bytes that a call adds to mlx-lm's own caches."""
-    entries = _others(call.cache)
+    entries = other_entries(call.cache)
     if not entries:
         return 0
     states = 0 if any(map(arrays_in, entries)) else call.batch_size * plan.cache.constant_bytes
-    token_bytes = plan.kv_bytes_per_token - (sum(plan.cache.rows) if _own(call.cache) else 0)
+    token_bytes = plan.kv_bytes_per_token - (sum(plan.cache.rows) if own_entries(call.cache) else 0)
     per_layer = call.batch_size * token_bytes // len(entries)
     growth = update_growth(entries, call.num_tokens // call.batch_size, [per_layer] * len(entries))
     return states + growth.added

@@ -17,7 +17,8 @@ from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.group import CallGroup, Compute
-from mlx_flash.engine.headroom import Lane, check_headroom, check_least
+from mlx_flash.engine.headroom import check_headroom, check_least
+from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.sharing import costs, waiting_bytes

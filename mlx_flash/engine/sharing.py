@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
-from mlx_flash.engine.headroom import Lane
+from mlx_flash.engine.lane import Lane
 from mlx_flash.kv.checkpoints import kept_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.sizes import CACHE_STEP

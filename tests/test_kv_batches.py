@@ -1,0 +1,195 @@
+"""Sequences that share passes, each with keys and values of its own on disk: solo bits, within the budget."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import children
+import test_exact_serving as exact_serving
+from mlx_flash import FlashLLM, load_model
+from mlx_flash.batching import RowGenerator
+from mlx_flash.engine.passes import Row
+from models import save
+from test_batching import alone, check_equal
+from test_kept import model, serving
+from test_kv_streaming import SMALL, least_share, settings
+from test_model import streamed_whole
+
+__all__ = ["model"]
+
+STEP, NUM_TOKENS = 64, 6
+LENGTHS = [400, 130, 300, 70, 222, 350]
+PROMPTS = [[(7 * i * i + 3 * i + k) % 300 for i in range(length)] for k, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("llama"), SMALL)
+
+
+@pytest.fixture(autouse=True)
+def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers of reads and writes are larger than the caches of tiny models."""
+    monkeypatch.setattr("mlx_flash.kv.options.KVOptions.under_way_bytes", lambda *_: 4096)
+
+
+def advance(model: FlashLLM, *rows: Row) -> None:
+    while not all(row.is_done for row in rows):
+        model.advance(rows)
+    assert not any(row.error for row in rows)
+
+
+def run(
+    model: FlashLLM, prompts: list[list[int]], arrivals: list[int] | None = None, step: int = STEP
+) -> tuple[list[Any], int, int]:
+    """Compute all prompts. Return their tokens, and the most bytes on disk and in memory between passes."""
+    generator = RowGenerator(model, prefill_step_size=step)
+    found: dict[int, list[Any]] = {}
+    most_disk = most_memory = 0
+    for number in range(1000):
+        for prompt, arrival in zip(prompts, arrivals or [0] * len(prompts), strict=True):
+            if arrival == number:
+                found[generator.insert([prompt], max_tokens=[NUM_TOKENS])[0]] = []
+        progress, answers = generator.next()
+        for answer in answers:
+            found[answer.uid].append((answer.token, answer.logprobs))
+        assert model.kv is not None
+        usage = model.kv.note()
+        most_disk, most_memory = max(most_disk, usage.disk_bytes), max(most_memory, usage.memory_bytes)
+        if not progress and not answers and number > max(arrivals or [0]):
+            break
+    order = sorted(range(len(prompts)), key=lambda i: (arrivals or [0] * len(prompts))[i])
+    return [tokens for _, tokens in sorted(zip(order, found.values(), strict=True))], most_disk, most_memory
+
+
+@pytest.mark.parametrize("arrivals", [None, [0, 3, 1, 9, 2, 12]], ids=["together", "joining"])
+@pytest.mark.parametrize("times", [1.0, 1.5, 3.0])
+def test_rows_on_disk_are_their_solo_runs(
+    directory: Path, tmp_path: Path, times: float, arrivals: list[int] | None
+) -> None:
+    options = settings(directory, times=times, context_length=420, kv_directory=tmp_path / "kv", ram_budget_gb="min")
+    with load_model(directory, options)[0] as model:
+        got, most_disk, most_memory = run(model, PROMPTS, arrivals)
+        assert model.kv is not None and model.kv.stats.num_spilled >= 4 * SMALL["num_hidden_layers"]
+        token_bytes = sum(model.plan.kv.rows)
+        assert most_disk > 1.5 * max(LENGTHS) * token_bytes  # of several sequences at once
+        assert most_memory <= (model.plan.kv.limit or 0)
+        gc.collect()
+        assert not model.kv.note().disk_bytes
+    assert not list((tmp_path / "kv").iterdir())
+    for tokens, prompt in zip(got, PROMPTS, strict=True):
+        check_equal(tokens, alone(directory, prompt, NUM_TOKENS, prefill_step_size=STEP))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, "tiles"])
+@pytest.mark.parametrize("has_room", [True, False])
+def test_slots_that_waiting_rows_hold_count(
+    tmp_path: Path, cut: Any, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where units are smaller than layers, rows wait inside their attention, each with a layer's keys and values."""
+    directory = save(tmp_path / "wide", SMALL | {"num_hidden_layers": 3, "head_dim": 128})
+    prompts = [[(i * i + k) % 300 for i in range(700)] for k in range(6)]
+    share = least_share(directory, settings(directory, context_length=720))
+    options = {"kv_cache": "disk", "kv_step": 16, "kv_ram_gb": 20 * share / 1e9, "context_length": 720}
+    with streamed_whole(directory, cut=cut, prefill_step_size=STEP, **options) as model:
+        model.plan = replace(model.plan, budget_bytes=10**9)
+        assert model.kv is not None
+        caches = [make_prompt_cache(model) for _ in prompts]
+        for prompt, cache in zip(prompts, caches, strict=True):
+            model.advance([model.row(mx.array([prompt]), cache, 700)])
+            for entry in cache:
+                model.kv._spill(entry.rows, ())
+        slot = model.plan.cache.largest_row * 704
+        if not has_room:
+            model.plan = replace(model.plan, kv=replace(model.plan.kv, limit=model.kv.memory_bytes + 2 * slot))
+        rows = [model.row(mx.array([[k]]), cache, STEP) for k, cache in enumerate(caches)]
+        num_passes, active = model.counters.num_passes, mx.get_active_memory()
+        mx.reset_peak_memory()
+        model.advance(rows)
+        assert all(row.is_done and row.error is None for row in rows)
+        num_passes, peak = model.counters.num_passes - num_passes, mx.get_peak_memory() - active
+        assert num_passes == 1 if has_room or not cut else 1 < num_passes <= 6
+        assert peak < (8 if has_room and cut else 5) * slot
+        expected = [list(alone(directory, [*prompt, k], 1, prefill_step_size=700)) for k, prompt in enumerate(prompts)]
+    for row, ((token, _),) in zip(rows, expected, strict=True):
+        assert mx.argmax(row.outputs[0][0, -1]).item() == token
+
+
+BUDGET = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+import mlx_flash
+from mlx_flash import FlashConfig, load_model
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.memory.footprint import peak_footprint
+config = FlashConfig(ram_budget_gb="min", kv_cache="disk", kv_step=16, context_length=224, prefill_step_size=64)
+least = prepare(sys.argv[1], config).plan
+config = replace(config, ram_budget_gb=least.minimum_bytes / 1e9 + 1e-9)
+model, _ = load_model(sys.argv[1], config)
+prompts = [[(i * 7 + k) % 300 for i in range(200)] for k in range(4)]
+tokenizer = SimpleNamespace(eos_token_ids=[], decode=str)
+options = {"max_tokens": 3, "prefill_step_size": 64, "return_token_ids": True}
+found = mlx_flash.batch_generate(model, tokenizer, prompts, **options)
+usage = model.kv.note()
+print(json.dumps({
+    "tokens": found.token_ids, "peak": peak_footprint(), "budget": model.plan.budget_bytes,
+    "cut": model.plan.streaming.cut, "written": usage.written_bytes, "step": model.plan.prefill_step_size,
+    "all": 4 * 200 * sum(model.plan.kv.rows),
+}))
+"""
+
+
+def test_the_process_keeps_its_budget_with_several_sequences(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 512}
+    directory = save(tmp_path, SMALL | heads | {"intermediate_size": 1024, "num_hidden_layers": 4})
+    done = children.run("-c", BUDGET, directory, timeout=300, forks=False)
+    assert done.returncode == 0, done.stderr.decode()
+    told = json.loads(done.stdout)
+    assert told["peak"] <= told["budget"]
+    assert told["written"] > told["all"] / 2
+    for k, tokens in enumerate(told["tokens"]):
+        expected = alone(directory, [(i * 7 + k) % 300 for i in range(200)], 3, prefill_step_size=told["step"])
+        assert tokens == [token for token, _ in expected]
+
+
+def test_the_server_answers_with_keys_and_values_on_disk(model: str) -> None:
+    texts = [exact_serving.LONG * 2 + text for text in exact_serving.TEXTS]
+    with serving(model) as theirs:
+        expected = [exact_serving.ask(theirs, text) for text in texts]
+    options = {"ram_budget_gb": "min", "context_length": 2048, "lend_reserves": False, "kv_cache": "disk"}
+    with serving(model, **options, kv_step=16, kv_ram_gb=0.0015) as mine:
+        assert exact_serving.together(mine, texts) == expected
+        assert mine.pool.stats.num_spilled > 4 and mine.pool.note().read_bytes
+        assert mine.pool.note().memory_bytes <= 1_500_000
+        assert exact_serving.ask(mine, texts[0]) == expected[0]
+
+
+def test_copies_of_a_cache_on_disk_write_new_tokens_only(directory: Path) -> None:
+    with load_model(directory, settings(directory, times=4.0, context_length=420))[0] as model:
+        assert model.kv is not None
+        cache = make_prompt_cache(model)
+        advance(model, model.row(mx.array([PROMPTS[0]]), cache, STEP))
+        for entry in cache:
+            if not entry.is_on_disk:
+                model.kv._spill(entry.rows, ())
+        written = model.kv.note().written_bytes
+        caches = [copy.deepcopy(cache) for _ in range(4)]
+        rows = [model.row(mx.array([[k] * 16]), each, STEP) for k, each in enumerate(caches)]
+        advance(model, *rows)
+        usage, page = model.kv.note(), 16 * sum(model.plan.kv.rows)
+        assert usage.written_bytes - written == 4 * page
+        assert usage.disk_bytes == usage.written_bytes
+        for k, row in enumerate(rows):
+            mine = model(mx.array([[k] * 16]), cache=copy.deepcopy(cache))
+            assert mx.array_equal(row.outputs[0], mine[:, -1:])

@@ -49,8 +49,10 @@ class Segment:
         path: the file.
         offset: first byte of the range, a multiple of ``DIRECT_ALIGNMENT``.
         nbytes: length of the range, a multiple of ``DIRECT_ALIGNMENT``; it may reach past the end of the file.
-        buffer_offset: where the range lands when it is read in place; None when its pieces must be copied.
+        buffer_offset: where the range lands when it is read in place; None when its pieces go to places of their own.
         pieces: the tensors in the range, in file order.
+        is_scattered: the pieces fill the range, and each is whole pages in the file and the buffer: one read puts all
+            of them in their places. Otherwise they are copied.
         buffer_end: first byte of the buffer after all that a read writes.
     """
 
@@ -59,6 +61,7 @@ class Segment:
     nbytes: int
     buffer_offset: int | None
     pieces: tuple[Piece, ...]
+    is_scattered: bool = False
     buffer_end: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -102,6 +103,8 @@ class RangeReader:
         elif segment.buffer_offset is not None and self.in_place:
             at = segment.buffer_offset + start - segment.offset
             self._read_direct(fd, segment, start, buffer[at : at + stop - start])
+        elif segment.is_scattered and self.in_place:
+            self._read_scattered(fd, segment, start, stop, buffer)
         else:
             self._read_bounced(fd, segment, start, stop, buffer)
 
@@ -166,6 +169,14 @@ class RangeReader:
 
     def _read_direct(self, fd: int, segment: Segment, start: int, target: memoryview) -> None:
         self._fill(fd, segment, start, target, min(len(target), segment.wanted_end - start), DIRECT_ALIGNMENT)
+
+    def _read_scattered(self, fd: int, segment: Segment, start: int, stop: int, buffer: memoryview) -> None:
+        parts = list(_parts(segment, start, stop, buffer))
+        with contextlib.suppress(OSError):
+            if os.preadv(fd, [part for _, part in parts], start) == stop - start:
+                return
+        for offset, part in parts:  # one by one, with retries
+            self._fill(fd, segment, offset, part, len(part), DIRECT_ALIGNMENT)
 
     def _read_bounced(self, fd: int, segment: Segment, start: int, stop: int, buffer: memoryview) -> None:
         bounce = self._bounce_buffer()[: stop - start]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes.folder import clear_prefixes as clear_prefixes
 from mlx_flash.prefixes.folder import list_prefixes
-from mlx_flash.prefixes.pages import Blob, BlobInfo, path_of
+from mlx_flash.prefixes.pages import Blob, Place, path_of
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
 STEP = 4
@@ -63,8 +63,8 @@ def read(store: PrefixStore, page: str) -> dict[str, bytes] | None:
     """Return all blobs of a page; None if it is not cached any more."""
     memory: dict[str, bytearray] = {}
 
-    def allocate(blobs: Mapping[str, BlobInfo]) -> dict[str, memoryview]:
-        memory.update({name: bytearray(blob.nbytes) for name, blob in blobs.items()})
+    def allocate(place: Place) -> dict[str, memoryview]:
+        memory.update({name: bytearray(blob.nbytes) for name, blob in place.blobs.items()})
         return {name: memoryview(data) for name, data in memory.items()}
 
     return {name: bytes(data) for name, data in memory.items()} if store.read(page, allocate) else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,10 @@ import test_exact_serving as exact_serving
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.batching import RowGenerator
 from mlx_flash.engine.passes import Row
+from mlx_flash.kv import stored
+from mlx_flash.kv.wear import FILE_NAME
+from mlx_flash.prefixes.cache import prefix_directory
+from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
 from models import save
 from test_batching import alone, check_equal
 from test_kept import model, serving
@@ -193,3 +199,121 @@ def test_copies_of_a_cache_on_disk_write_new_tokens_only(directory: Path) -> Non
         for k, row in enumerate(rows):
             mine = model(mx.array([[k] * 16]), cache=copy.deepcopy(cache))
             assert mx.array_equal(row.outputs[0], mine[:, -1:])
+
+
+# --- prefixes -------------------------------------------------------------------------------------------------------
+
+SHARED = [(37 * i + 11) % 300 for i in range(4 * STEP)]
+"""With the step of the prompts, four pages in the mode ``exact``."""
+
+BRANCHES = [[*SHARED, *((7 * i + k) % 300 for i in range(20 + k))] for k in range(4)]
+
+
+@pytest.fixture
+def prefixes() -> Iterator[Path]:
+    yield prefix_directory()
+    shutil.rmtree(prefix_directory(), ignore_errors=True)
+    (prefix_directory().parent / FILE_NAME).unlink(missing_ok=True)
+
+
+def with_prefixes(directory: Path, **changes: Any) -> FlashLLM:
+    """Return a model that has no room for keys and values in memory."""
+    options = {"kv_prefixes": "exact", "kv_step": 16, "context_length": 420, "times": 1.2, **changes}
+    return load_model(directory, settings(directory, "disk", **options))[0]
+
+
+def check_branches(directory: Path, got: list[Any]) -> None:
+    for tokens, prompt in zip(got, BRANCHES, strict=True):
+        check_equal(tokens, alone(directory, prompt, NUM_TOKENS, prefill_step_size=STEP))
+
+
+@pytest.mark.parametrize("mode", ["exact", "longest"])
+def test_active_conversations_refer_to_the_prefix_cache(tmp_path: Path, prefixes: Path, mode: str) -> None:
+    """Nothing of the prefix is written again, and all files of a call are accounted for."""
+    directory = save(tmp_path / "model", SMALL)
+    num, step = 4, STEP if mode == "exact" else 256
+    shared = [(37 * i + 11) % 300 for i in range(4 * step)]
+    prompts = [[*shared, *((7 * i + k) % 300 for i in range(20 + k))] for k in range(num)]
+    base, changes = tmp_path / "kv", {"kv_prefixes": mode, "context_length": 5 * step, "prefill_step_size": step}
+    with with_prefixes(directory, **changes) as model:
+        run(model, prompts, step=step)
+    with with_prefixes(directory, **changes, kv_directory=base) as model:
+        got, most_disk, _ = run(model, prompts, step=step)
+        assert model.kv is not None and model.prefixes is not None
+        usage, token_bytes = model.kv.note(), sum(model.plan.kv.rows)
+        assert model.prefixes.counters.num_restored >= num * len(shared)
+        assert model.kv.stats.num_spilled > 2 * SMALL["num_hidden_layers"] and usage.read_bytes
+        assert most_disk <= usage.written_bytes <= num * 2 * 16 * token_bytes  # what follows the prefix, at most
+    assert not list(base.iterdir())
+    for tokens, prompt in zip(got, prompts, strict=True):
+        check_equal(tokens, alone(directory, prompt, NUM_TOKENS, prefill_step_size=step))
+
+
+def test_an_evicted_prefix_stays_with_those_who_refer_to_it(directory: Path, prefixes: Path) -> None:
+    with with_prefixes(directory) as model:
+        run(model, BRANCHES)
+    with with_prefixes(directory) as model:
+        assert model.prefixes is not None and model.kv is not None
+        cache = make_prompt_cache(model)
+        advance(model, model.row(mx.array([SHARED]), cache, STEP, wants_logits=False))
+        assert any(entry.rows.disk is not None and entry.rows.disk.head for entry in cache)
+        nbytes = sum(each.nbytes for each in list_prefixes(prefixes))
+        clear_prefixes(prefixes)
+        assert list_prefixes(prefixes)[0].tokens == len(SHARED) and nbytes  # in use
+        for path in (prefixes / "pages").iterdir():
+            path.unlink()
+        row = model.row(mx.array([BRANCHES[0][len(SHARED) :]]), cache, STEP)
+        other = copy.deepcopy(cache)
+        for entry in other:
+            entry.trim(100)
+        shorter = model.row(mx.array([[5]]), other, STEP)
+        advance(model, row)
+        advance(model, shorter)
+        reference: Any = make_prompt_cache(model)
+        for start in range(0, len(SHARED), STEP):
+            mx.eval(model(mx.array([SHARED[start : start + STEP]]), cache=reference))
+        for entry in reference:
+            entry.trim(100)
+        assert mx.array_equal(shorter.outputs[0], model(mx.array([[5]]), cache=reference))
+    first = alone(directory, BRANCHES[0], 1, prefill_step_size=STEP)
+    assert row.error is None and len(first) == 1
+
+
+def test_pages_are_let_go_with_the_last_conversation(directory: Path, prefixes: Path) -> None:
+    with with_prefixes(directory) as model:
+        run(model, BRANCHES)
+    descriptors = len(list(Path("/dev/fd").iterdir()))
+    with with_prefixes(directory) as model:
+        check_branches(directory, run(model, BRANCHES)[0])
+        gc.collect()
+        assert model.kv is not None and model.kv.files._stored is not None
+        model.kv.ring.release()  # which may have begun to read ahead
+        assert not model.kv.files._stored._open
+        clear_prefixes(prefixes)
+        assert not list_prefixes(prefixes)
+    assert len(list(Path("/dev/fd").iterdir())) <= descriptors
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_what_cannot_be_referred_to_is_written(
+    directory: Path, prefixes: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with with_prefixes(directory) as model:
+        run(model, BRANCHES)
+    monkeypatch.setattr(stored, "MOST_FILES", most)
+    with with_prefixes(directory) as model:
+        check_branches(directory, run(model, BRANCHES)[0])
+        assert model.kv is not None and model.prefixes is not None
+        assert model.prefixes.counters.num_restored >= 4 * len(SHARED)
+        assert model.kv.note().written_bytes >= (4 - most) * STEP * sum(model.plan.kv.rows)
+
+
+def test_a_damaged_page_is_computed_again(directory: Path, prefixes: Path) -> None:
+    with with_prefixes(directory) as model:
+        run(model, BRANCHES)
+    for path in sorted((prefixes / "pages").iterdir())[:3]:
+        data = bytearray(path.read_bytes())
+        data[-5000] ^= 1
+        path.write_bytes(data)
+    with with_prefixes(directory) as model:
+        check_branches(directory, run(model, BRANCHES)[0])

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import FileChangedError, ReadError, TruncatedFileError, WriteError
-from mlx_flash.files import PrivateFolder
+from mlx_flash.files import PrivateFolder, locked, open_locked
 from mlx_flash.kv import pages as pages_module
 from mlx_flash.kv.cache import make_caches
-from mlx_flash.kv.layout import CHUNK_TOKENS, Component, RowLayout
+from mlx_flash.kv.disk import DiskRows
+from mlx_flash.kv.layout import CHUNK_TOKENS, Component, RowBytes, RowLayout
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
-from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
+from mlx_flash.kv.pages import LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.stored import StoredFiles, StoredRows
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import commits_lazily
@@ -58,7 +61,7 @@ def read(rows: DiskRows, capacity: int | None = None) -> list[np.ndarray[Any, np
     arena = Arena(max(rows.layout.slot_bytes(capacity), 1))
     arena.fill(0xEE)
     rows.file.flush()
-    rows.file.reader.submit(rows.file.segments(rows.pages, 0, capacity), arena.memory).wait()
+    rows.file.reader.submit(rows.segments(0, rows.paged_tokens, capacity), arena.memory).wait()
     everything = np.frombuffer(arena.memory, np.uint8)
     found = []
     for component, at, tail in zip(rows.layout.components, rows.layout.slot_offsets(capacity), rows.tail, strict=True):
@@ -75,14 +78,26 @@ def equal(left: Any, right: Any) -> bool:
 
 @pytest.mark.parametrize("layout", [WIDE, NARROW], ids=["in place", "bounced"])
 @settings(max_examples=25, deadline=None)
-@given(steps=st.lists(st.tuples(st.sampled_from(["append", "truncate", "drop", "fork"]), st.integers(1, 300))))
+@given(
+    stored=st.lists(st.integers(1, 90), max_size=3),
+    steps=st.lists(st.tuples(st.sampled_from(["append", "truncate", "drop", "fork"]), st.integers(1, 300))),
+)
 def test_rows_equal_what_was_appended(
-    layout: RowLayout, steps: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
+    layout: RowLayout, stored: list[int], steps: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """Whether or not the first of them are in files of the prefix cache."""
     reader, writer = PageReader(()), WriteBehind()
     path = tmp_path_factory.mktemp("pages") / "layer.kv"
     rows = DiskRows(LayerFile(path, layout, reader, writer, True))
-    expected = random_rows(layout, 0)
+    expected, files = random_rows(layout, 0), StoredFiles(reader, True)
+    for seed, length in enumerate(stored, 1000):
+        new = random_rows(layout, length, seed)
+        place = write_stored(path.with_name(f"{seed}.page"), layout, new)
+        file = files.open(place)
+        assert file is not None
+        rows.refer(place, file)
+        place.path.unlink()  # the open file keeps its bytes
+        expected = [np.concatenate([old, more], axis=1) for old, more in zip(expected, new, strict=True)]
     forks: list[tuple[DiskRows, Any]] = []
     for seed, (what, number) in enumerate(steps):
         if what == "append":
@@ -94,15 +109,71 @@ def test_rows_equal_what_was_appended(
         elif what == "truncate":
             rows.truncate(rows.length * number // 300)
             expected = [old[:, : rows.length] for old in expected]
-        elif what == "drop" and rows.pages:
+        elif what == "drop" and rows.pages and not stored:
             stop = layout.step * max(1, len(rows.pages) * number // 300)
             rows.drop(0, stop)
             expected = [old[:, stop:] for old in expected]
         elif what == "fork":
             forks.append((rows.fork(), expected))
         assert equal(read(rows, rows.length // layout.step * layout.step + 3 * layout.step), expected)
+        some = slice(rows.length * number // 400, rows.length * number // 300)
+        assert equal(rows.read(some.start, some.stop), [old[:, some] for old in expected])
     assert all(equal(read(other), old) for other, old in forks)
     writer.close()
+    reader.close()
+
+
+def write_stored(path: Path, layout: RowLayout, rows: RowBytes) -> StoredRows:
+    """Write rows as a page of the prefix cache has them."""
+    offsets, data = [], b"description"
+    for part in rows:
+        data += b"\xdd" * (-len(data) % 4096)
+        offsets.append(len(data))
+        data += part.tobytes()
+    path.write_bytes(data)
+    length = rows[0].shape[1]
+    return StoredRows(path, path.stat().st_ino, layout.components, tuple(offsets), length, length)
+
+
+@pytest.mark.parametrize("fault", ["none", "short", "error"])
+def test_one_read_puts_all_heads_of_a_stored_page_in_their_places(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 128)
+    files = StoredFiles(rows.file.reader, True)
+    for start in (0, 64):
+        place = write_stored(tmp_path / f"{start}.page", WIDE, [part[:, start : start + 64] for part in expected])
+        rows.refer(place, files.open(place))  # type: ignore[arg-type]
+    assert all(segment.is_scattered for segment in rows.segments(0, 128, 256))
+    preadv, counts = os.preadv, list[int]()
+
+    def counted(fd: int, buffers: Any, offset: int) -> int:
+        counts.append(len(buffers))
+        if len(buffers) > 1 and fault == "error":
+            raise OSError(errno.EIO, "failed")
+        return preadv(fd, buffers[:2] if fault == "short" else buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    assert equal(read(rows, 256), expected)
+    assert sorted(counts) == [1] * (2 if fault == "none" else 10) + [4, 4]  # reads have 64 KiB at most, and a head 16
+
+
+def test_files_that_are_gone_replaced_or_being_evicted_are_not_referred_to(tmp_path: Path) -> None:
+    reader = PageReader(())
+    place = write_stored(tmp_path / "a.page", WIDE, random_rows(WIDE, 10))
+    files = StoredFiles(reader, True)
+    with locked(place.path):
+        assert files.open(place) is None
+    assert files.open(replace(place, inode=place.inode + 1)) is None
+    kept = files.open(place)
+    assert kept is not None and files.open(place) is kept
+    with pytest.raises(BlockingIOError):
+        os.close(open_locked(place.path, wait=False))
+    assert files.open(replace(place, inode=place.inode + 1)) is None
+    del kept
+    os.close(open_locked(place.path, wait=False))
+    place.path.unlink()
+    assert files.open(place) is None
     reader.close()
 
 

@@ -110,7 +110,7 @@ def test_a_page_says_what_is_in_it_and_is_read_in_place(opened: Opener) -> None:
     put(store, TOKENS[:STEP])
     (page,) = store.find(TOKENS).pages
     seen: dict[str, BlobInfo] = {}
-    assert store.read(page, lambda blobs: seen.update(blobs) or {})
+    assert store.read(page, lambda place: seen.update(place.blobs) or {})
     assert list(seen) == ["k0", "v0"]
     assert (seen["v0"].dtype, seen["v0"].shape, seen["v0"].nbytes) == ("bfloat16", (1, 4, 125), 1000)
     assert all(blob.offset % 4096 == 0 for blob in seen.values())

@@ -14,6 +14,7 @@ from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool, LayerRows
 from mlx_flash.kv.shared import sizes
+from mlx_flash.kv.stored import StoredRows
 
 C = TypeVar("C", bound="PooledCache")
 
@@ -83,8 +84,12 @@ class PooledCache:
         forgotten = self.pool.options.forgotten_tokens(self.size(), N)
         return create_attention_mask(N, *args, offset=self.size() - forgotten, **kwargs)
 
-    def append_rows(self, new: Sequence[mx.array]) -> list[mx.array]:
+    def append_rows(self, new: Sequence[mx.array], stored: StoredRows | None = None) -> list[mx.array]:
         """Add tokens as the cache stores them, ``(batch, heads, new tokens, width)`` for each array. Return all tokens.
+
+        Args:
+            new: the tokens.
+            stored: their place in a file of the prefix cache. On disk they stay there, and nothing is returned.
 
         Raises:
             BudgetError: they do not fit the budget even with every layer on disk.
@@ -96,7 +101,7 @@ class PooledCache:
         if forgotten:
             self.rows.drop(options.kept_tokens, options.kept_tokens + forgotten)
             self.num_forgotten += forgotten
-        found = self.rows.append(new)
+        found = self.rows.append(new, stored)
         self.offset += num_new
         return found
 

@@ -10,11 +10,13 @@ import mlx.core as mx
 
 from mlx_flash.errors import WriteError
 from mlx_flash.files import PrivateFolder, cache_directory, free_bytes
+from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import NUM_SLOTS, QUEUE_DEPTH, READ_SIZE, KVOptions, queued_bytes
-from mlx_flash.kv.pages import DiskRows, LayerFile, PageReader, WriteBehind
+from mlx_flash.kv.pages import LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.slots import row_bytes
+from mlx_flash.kv.stored import StoredFiles, StoredRows
 from mlx_flash.storage.ranges import Arrival
 from mlx_flash.storage.selftest import way_of_reading
 
@@ -40,6 +42,7 @@ class PageFiles:
         self._folder: PrivateFolder | None = None
         self._reader: PageReader | None = None
         self._writer: WriteBehind | None = None
+        self._stored: StoredFiles | None = None
 
     @property
     def read_bytes(self) -> int:
@@ -51,19 +54,30 @@ class PageFiles:
         """Bytes of pages that were written, or are queued for it."""
         return self._writer.nbytes if self._writer else 0
 
-    def write(self, memory: MemoryRows, new: Sequence[mx.array], others: Iterable[tuple[DiskRows, int]]) -> DiskRows:
-        """Write the rows of a layer to disk, page by page. Pages that another layer has written are shared.
+    def write(
+        self,
+        memory: MemoryRows,
+        new: Sequence[mx.array],
+        others: Iterable[tuple[DiskRows, int]],
+        stored: Sequence[StoredRows] = (),
+    ) -> DiskRows:
+        """Write the rows of a layer to disk, page by page, without those that other files have already.
 
         Args:
             memory: the rows.
             new: arrays with the shapes of the first tokens, if there are no rows yet.
             others: rows on disk, each with the number of first tokens that are the same.
+            stored: the first tokens in files of the prefix cache.
 
         Raises:
             WriteError: the disk is full, or fails.
         """
-        disk = self._begun(others) or self._new_rows(RowLayout.of(memory.examples or new, self._options.step))
         step = self._options.step
+        disk = self._begun(others)
+        if disk is None or disk.length < sum(rows.length for rows in stored):
+            fresh = self._new_rows(RowLayout.of(memory.examples or new, step))
+            all(self.refer(fresh, rows) for rows in stored)  # up to the first that is gone
+            disk = disk if disk is not None and disk.length >= fresh.length else fresh
         for start in range(disk.length, memory.length, step):
             part = [mx.contiguous(a) for a in memory.read(start, min(start + step, memory.length))]
             mx.eval(part)
@@ -72,14 +86,26 @@ class PageFiles:
         return disk
 
     def _begun(self, others: Iterable[tuple[DiskRows, int]]) -> DiskRows | None:
-        step = self._options.step
-        pages = [(min(length, disk.paged_tokens) // step, disk) for disk, length in others]
-        num_pages, disk = max(pages, key=lambda pair: pair[0], default=(0, None))
-        if not num_pages or disk is None:
+        found = [(disk.whole_tokens(length), disk) for disk, length in others]
+        num_tokens, disk = max(found, key=lambda pair: pair[0], default=(0, None))
+        if not num_tokens or disk is None:
             return None
         begun = disk.fork()
-        begun.truncate(num_pages * step)
+        begun.truncate(num_tokens)
         return begun
+
+    def refer(self, disk: DiskRows, rows: StoredRows) -> bool:
+        """Add tokens in a file of the prefix cache to a layer on disk, without a copy.
+
+        Returns:
+            Whether that was possible. It is not behind tokens in the layer's own file, nor from a file that is gone.
+        """
+        if self._stored is None or disk.length > disk.head_tokens or rows.components != disk.layout.components:
+            return False
+        file = self._stored.open(rows)
+        if file is not None:
+            disk.refer(rows, file)
+        return file is not None
 
     def _new_rows(self, layout: RowLayout) -> DiskRows:
         if self._folder is None:
@@ -91,6 +117,7 @@ class PageFiles:
             arrival: Arrival = "in place" if way == "in place" else "bounced"
             self._reader = PageReader((), direct=direct, read_size=READ_SIZE, queue_depth=QUEUE_DEPTH, arrival=arrival)
             self._writer = WriteBehind(self._count_written)
+            self._stored = StoredFiles(self._reader, direct)
             self.limit_queue(self._num_slots)
         path = self._folder.path / f"layer-{next(self._numbers)}.kv"
         return DiskRows(LayerFile(path, layout, self._reader, self._writer, self._options.direct))

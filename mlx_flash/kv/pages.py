@@ -1,13 +1,12 @@
-"""The pages of layers on disk: written once, in the background, and read into slots.
+"""Files of pages: written once, in the background, and read into slots.
 
-A page holds the rows of ``step`` tokens of one layer. Tokens that do not fill a page yet stay in memory. Copies of a
-cache share pages, which are counted by reference and never written again.
+A page holds the rows of ``step`` tokens of one layer. Copies of a cache share pages, which are counted by reference and
+never written again.
 """
 
 from __future__ import annotations
 
 import heapq
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +38,11 @@ class PageReader(BackgroundPrefetcher):
 
     def add(self, path: Path, direct: bool) -> None:
         """Open a file. Raises: CheckpointError."""
-        self._files[path] = _GrowingFile(path, direct)
+        self.keep(_GrowingFile(path, direct))
+
+    def keep(self, file: SourceFile) -> None:
+        """Take an open file, which :meth:`remove` closes."""
+        self._files[file.path] = file
 
     def remove(self, path: Path) -> None:
         """Close a file that will not be read any more."""
@@ -194,17 +197,24 @@ class LayerFile:
             raise WriteError(str(error)) from error.__cause__
         self._pending.popleft()
 
-    def segments(self, pages: Sequence[int], first: int, capacity: int) -> list[Segment]:
-        """Return the reads that put pages of a sequence, from number ``first`` on, in their places in a slot."""
-        offsets = self.layout.slot_offsets(capacity)
-        return [s for run in self.layout.runs(pages, first) for s in self._segments_of(run, offsets, capacity)]
+    def segments(self, pages: Sequence[int], first: int, capacity: int, at: int = 0) -> list[Segment]:
+        """Return the reads that put pages of a sequence, from number ``first`` on, in their places in a slot.
 
-    def _segments_of(self, run: Run, offsets: Sequence[int], capacity: int) -> Iterator[Segment]:
+        Args:
+            pages: the pages.
+            first: number of the first one to read.
+            capacity: tokens that the slot has room for.
+            at: place of the page of number 0 in it, in tokens.
+        """
+        offsets = self.layout.slot_offsets(capacity)
+        return [s for run in self.layout.runs(pages, first) for s in self._segments_of(run, offsets, capacity, at)]
+
+    def _segments_of(self, run: Run, offsets: Sequence[int], capacity: int, at: int) -> Iterator[Segment]:
         step = self.layout.step
         for index, head, offset in self.layout.file_offsets(run.page):
-            width = self.layout.components[index].width_bytes
-            at, nbytes = offsets[index] + (head * capacity + run.number * step) * width, run.count * step * width
-            piece = Piece(f"KV cache, tokens from {run.number * step} on", offset, nbytes, at)
+            width, token = self.layout.components[index].width_bytes, at + run.number * step
+            place, nbytes = offsets[index] + (head * capacity + token) * width, run.count * step * width
+            piece = Piece(f"KV cache, tokens from {token} on", offset, nbytes, place)
             yield _segment(self.path, piece)
 
 
@@ -228,123 +238,3 @@ def _remove_file(path: Path, fd: int, reader: PageReader) -> None:
     os.close(fd)
     with suppress(OSError):  # it goes with its folder
         path.unlink()
-
-
-class DiskRows:
-    """The tokens of one layer on disk; the last ones, which do not fill a page, in memory.
-
-    Args:
-        file: the file of the pages.
-
-    Attributes:
-        pages: the pages in the order of their tokens.
-        length: number of tokens.
-    """
-
-    def __init__(self, file: LayerFile) -> None:
-        self.file = file
-        self.layout = file.layout
-        self.pages: list[int] = []
-        self.length = 0
-        self._tail = [np.empty((c.heads, self.layout.step, c.width_bytes), np.uint8) for c in self.layout.components]
-        finalize(self, file.release_later, self.pages)
-
-    @property
-    def paged_tokens(self) -> int:
-        """Number of tokens in pages."""
-        return len(self.pages) * self.layout.step
-
-    @property
-    def tail_bytes(self) -> int:
-        """Bytes in memory."""
-        return sum(part.nbytes for part in self._tail)
-
-    @property
-    def tail(self) -> RowBytes:
-        """The rows of tokens that are in no page."""
-        return [part[:, : self.length - self.paged_tokens] for part in self._tail]
-
-    def append(self, rows: RowBytes) -> None:
-        """Add tokens, ``(heads, tokens, bytes)`` for each array. Their bytes are copied.
-
-        Raises:
-            WriteError: the disk is full, or fails.
-        """
-        num_new = rows[0].shape[1]
-        waiting = self.length - self.paged_tokens
-        num_full = (waiting + num_new) // self.layout.step
-        used = num_full * self.layout.step - waiting if num_full else 0
-        if num_full:
-            block = [np.concatenate([tail, new[:, :used]], axis=1) for tail, new in zip(self.tail, rows, strict=True)]
-            pages = self.file.allocate(num_full)
-            try:
-                self.file.write(pages, block)
-            except BaseException:
-                self.file.release(pages)
-                raise
-            self.pages += pages
-        start = 0 if num_full else waiting
-        for part, new in zip(self._tail, rows, strict=True):
-            part[:, start : start + num_new - used] = new[:, used:]
-        self.length += num_new
-
-    def truncate(self, length: int) -> None:
-        """Remove the tokens from ``length`` on.
-
-        Raises:
-            ReadError: tokens that do not fill a page any more could not be read.
-        """
-        num_pages, rest = divmod(length, self.layout.step)
-        if num_pages < len(self.pages):
-            if rest:
-                self._read_tail(num_pages)
-            self.file.release(self.pages[num_pages:])
-            del self.pages[num_pages:]
-        self.length = length
-
-    def _read_tail(self, number: int) -> None:
-        """Read the rows of one page into memory."""
-        for tail, page in zip(self._tail, self._read_pages(number, number + 1), strict=True):
-            tail[:] = page
-
-    def read(self, start: int, stop: int) -> RowBytes:
-        """Return copies of the rows of some tokens.
-
-        Raises:
-            ReadError: pages could not be read.
-        """
-        step = self.layout.step
-        first = min(start // step, len(self.pages))
-        last = min(-(-stop // step), len(self.pages))
-        found = self._read_pages(first, last)
-        rows = [np.concatenate([pages, tail], axis=1) for pages, tail in zip(found, self.tail, strict=True)]
-        return [part[:, start - first * step : stop - first * step] for part in rows]
-
-    def _read_pages(self, first: int, last: int) -> RowBytes:
-        self.file.flush()
-        capacity = (last - first) * self.layout.step
-        buffer = memoryview(mmap.mmap(-1, max(self.layout.slot_bytes(capacity), 1)))
-        if last > first:
-            self.file.reader.submit(self.file.segments(self.pages[first:last], 0, capacity), buffer, urgent=True).wait()
-        everything = np.frombuffer(buffer, np.uint8)
-        return [
-            everything[at : at + c.heads * capacity * c.width_bytes].reshape(c.heads, capacity, c.width_bytes)
-            for at, c in zip(self.layout.slot_offsets(capacity), self.layout.components, strict=True)
-        ]
-
-    def drop(self, start: int, stop: int) -> None:
-        """Remove whole pages; the tokens behind them move up."""
-        first, last = start // self.layout.step, stop // self.layout.step
-        self.file.release(self.pages[first:last])
-        del self.pages[first:last]
-        self.length -= stop - start
-
-    def fork(self) -> DiskRows:
-        """Return a copy that shares the pages."""
-        other = DiskRows(self.file)
-        self.file.retain(self.pages)
-        other.pages += self.pages
-        other.length = self.length
-        for mine, copy in zip(self._tail, other._tail, strict=True):
-            copy[:] = mine
-        return other

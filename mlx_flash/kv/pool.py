@@ -20,6 +20,7 @@ from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.residence import Residence
 from mlx_flash.kv.rows import Rows
+from mlx_flash.kv.stored import StoredRows
 from mlx_flash.memory.footprint import release_freed_memory
 
 
@@ -35,8 +36,12 @@ class LayerRows(Rows):
         """The pool that the layer belongs to."""
         return self._pool()
 
-    def append(self, new: Sequence[mx.array]) -> list[mx.array]:
+    def append(self, new: Sequence[mx.array], stored: StoredRows | None = None) -> list[mx.array]:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all tokens.
+
+        Args:
+            new: the tokens.
+            stored: their place in a file of the prefix cache. On disk they stay there, and nothing is returned.
 
         Raises:
             BudgetError, WriteError, ReadError: as :meth:`PooledCache.append_rows`.
@@ -44,7 +49,10 @@ class LayerRows(Rows):
         with self.pool.lock:
             self.pool.make_room(self, new)
             if (disk := self.disk) is not None:
-                return self.pool.ring.append(disk, new)
+                is_referred = stored is not None and self.pool.files.refer(disk, stored)
+                return [] if is_referred else self.pool.ring.append(disk, new)
+            if stored is not None and sum(rows.length for rows in self.stored) == self.length:
+                self.stored += (stored,)
             self.memory.append(new)
             return self.memory.fetch()
 
@@ -63,7 +71,7 @@ class LayerRows(Rows):
     def truncate(self, length: int) -> None:
         """Remove the tokens from ``length`` on. Raises: ReadError."""
         with self.pool.lock:
-            self.lineage.cut(length)
+            self.cut(length)
             store = self.disk or self.memory
             store.truncate(length)
             self.pool.ring.forget(store, length)
@@ -71,7 +79,7 @@ class LayerRows(Rows):
     def drop(self, start: int, stop: int) -> None:
         """Remove whole pages; the tokens behind them move up."""
         with self.pool.lock:
-            self.lineage.cut(start)
+            self.cut(start)
             store = self.disk or self.memory
             store.drop(start, stop)
             self.pool.ring.forget(store, start)
@@ -79,7 +87,7 @@ class LayerRows(Rows):
     def set(self, arrays: Sequence[mx.array], length: int) -> None:
         """Replace all tokens by those in some arrays. Raises: BudgetError, WriteError."""
         with self.pool.lock:
-            self.lineage.cut(0)
+            self.cut(0)
             self.pool.on_disk.pop(self, None)
             self.memory.set(arrays, length)
             self.pool.make_room(self, ())
@@ -88,7 +96,7 @@ class LayerRows(Rows):
         """Remove all tokens, of which another cache has a copy."""
         with self.pool.lock:
             self.pool.on_disk.pop(self, None)
-            self.memory = MemoryRows(self.pool.options)
+            self.memory, self.stored = MemoryRows(self.pool.options), ()
 
     def fork(self, group: int) -> LayerRows:
         """Return a copy in another list of caches that shares the rows."""
@@ -99,6 +107,7 @@ class LayerRows(Rows):
                 self.pool.on_disk[other] = disk.fork()
             else:
                 other.memory.park(self.pool.parking.as_parts(self), self.memory.examples)
+                other.stored = self.stored
             self.lineage.copy_to(other.lineage, self.length)
             self.pool.park_idle(self)
             return other
@@ -123,7 +132,7 @@ class KVPool(Residence):
         self._clock = count(1)
         self._closed = False
         if options.always_on_disk:  # nobody closes these pools
-            finalize(self, self._files.close)
+            finalize(self, self.files.close)
 
     def new_group(self) -> int:
         """Return a number for another list of caches."""
@@ -207,7 +216,7 @@ class KVPool(Residence):
         self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
         if way.num_slots:
             self.ring.resize(way.num_slots)
-            self._files.limit_queue(way.num_slots)
+            self.files.limit_queue(way.num_slots)
         if layers:
             self._free(lambda: self._sums.for_call(coming), layers[0].group)
         return 0
@@ -220,7 +229,7 @@ class KVPool(Residence):
 
     def _way(self, coming: Mapping[Rows, Coming], step: int, limit: int) -> Way:
         way = self._sums.way(coming, step, limit)
-        self._files.check_room(way.disk_bytes)
+        self.files.check_room(way.disk_bytes)
         return way
 
     def growth(self, layers: Sequence[Rows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]) -> int:
@@ -234,4 +243,4 @@ class KVPool(Residence):
             self._closed = True
             self.ring.release()
             self.on_disk.clear()
-            self._files.close()
+            self.files.close()

@@ -35,6 +35,7 @@ class Residence:
         stats: counters.
         usage: sizes at the last :meth:`note`. Any thread may read it.
         parking: the parts of layers that copies share.
+        files: the files of layers on disk.
     """
 
     def __init__(self, options: KVOptions, count_written: Callable[[int], None]) -> None:
@@ -48,7 +49,7 @@ class Residence:
         self._layers: weakref.WeakSet[Rows] = weakref.WeakSet()
         self.parking = Parking(self._layers, options.step)
         self._sums = KVBudget(options, self._layers, self.on_disk, self.ring, self.parking)
-        self._files = PageFiles(options, count_written)
+        self.files = PageFiles(options, count_written)
         self._used: dict[int, int] = {}
 
     @property
@@ -63,7 +64,7 @@ class Residence:
 
     def note(self) -> KVUsage:
         """Bring :attr:`usage` up to date, and return it."""
-        files, stats = self._files, self.stats
+        files, stats = self.files, self.stats
         disk_bytes = sum({id(disk.file): disk.file.nbytes for disk in self.on_disk.values()}.values())
         sizes = self.memory_bytes, disk_bytes, self.reserved_bytes, files.read_bytes, files.written_bytes
         self.usage = KVUsage(*sizes, stats.num_spilled, stats.wait_seconds)
@@ -101,7 +102,7 @@ class Residence:
 
     def _spill(self, rows: Rows, new: Sequence[mx.array]) -> None:
         others = [(disk, length) for other, length in rows.lineage.relatives() if (disk := other.disk)]
-        disk = self._files.write(rows.memory, new, others)
-        rows.memory = MemoryRows(self.options)
+        disk = self.files.write(rows.memory, new, others, rows.stored)
+        rows.memory, rows.stored = MemoryRows(self.options), ()
         self.on_disk[rows] = disk
         self.stats.num_spilled += 1

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions
-from mlx_flash.kv.pages import DiskRows
 from mlx_flash.kv.slots import Slot, row_bytes
 from mlx_flash.kv.stats import KVStats
 from mlx_flash.memory.lazy import commits_lazily
@@ -127,15 +127,15 @@ class SlotRing:
     def _fill(self, slot: Slot, disk: DiskRows) -> None:
         if slot.tokens < disk.paged_tokens:
             self._stats.num_unpredicted += 1
-            self._read(slot, disk, slot.tokens // self._options.step, urgent=True)
+            self._read(slot, disk, slot.tokens, urgent=True)
             self._stats.wait_seconds += slot.wait()
         slot.write(disk.layout, disk.tail, disk.paged_tokens)
         slot.tokens = disk.length
 
-    def _read(self, slot: Slot, disk: DiskRows, first: int, *, urgent: bool = False) -> None:
-        """Start reading the pages from number ``first`` on."""
+    def _read(self, slot: Slot, disk: DiskRows, start: int, *, urgent: bool = False) -> None:
+        """Start reading from the page with the token ``start`` on."""
         disk.file.flush()
-        segments = disk.file.segments(disk.pages, first, slot.capacity)
+        segments = disk.segments(start, disk.paged_tokens, slot.capacity)
         ticket = disk.file.reader.submit(segments, slot.memory, urgent=urgent)
         slot.expect(ticket, disk, disk.paged_tokens)
 
@@ -143,7 +143,7 @@ class SlotRing:
         """Prefetch the layer that is expected next into the other slot."""
         link = self._successor.get(disk)
         upcoming = link() if link is not None else None
-        if upcoming is None or not upcoming.pages or any(slot.belongs_to(upcoming) for slot in self.slots):
+        if upcoming is None or not upcoming.paged_tokens or any(slot.belongs_to(upcoming) for slot in self.slots):
             return
         slot = next((slot for slot in self.slots if slot is not busy), None)
         if slot is None:

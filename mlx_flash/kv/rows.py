@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
+from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import DiskRows
 from mlx_flash.kv.shared import Lineage
+from mlx_flash.kv.stored import StoredRows, cut_stored
 
 
 class Rows:
@@ -25,6 +26,8 @@ class Rows:
         memory: the rows while they are in memory; empty while they are on disk.
         group, index: as given.
         lineage: the layers with the same first tokens.
+        stored: the first tokens in files of the prefix cache, while the rows are in memory. They go to disk without a
+            copy, as far as these files are still there.
     """
 
     def __init__(self, options: KVOptions, on_disk: OnDisk, group: int, index: int) -> None:
@@ -32,8 +35,14 @@ class Rows:
         self.group = group
         self.index = index
         self.lineage = Lineage(self)
+        self.stored: tuple[StoredRows, ...] = ()
         self._step = options.step
         self._on_disk: Callable[[], OnDisk] = lambda: on_disk  # hides other caches from a search for arrays
+
+    def cut(self, length: int) -> None:
+        """Record that the tokens from ``length`` on were changed or removed."""
+        self.lineage.cut(length)
+        self.stored = cut_stored(self.stored, length)
 
     @property
     def disk(self) -> DiskRows | None:

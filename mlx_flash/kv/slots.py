@@ -25,7 +25,7 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.prefetcher import Ticket
 
 if TYPE_CHECKING:
-    from mlx_flash.kv.pages import DiskRows
+    from mlx_flash.kv.disk import DiskRows
 
 
 class Slot:

@@ -22,9 +22,10 @@ from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.files import cache_directory
 from mlx_flash.kv.history import History, Labels, make_labels
 from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
+from mlx_flash.kv.stored import StoredRows
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.prefixes.leaves import Leaf, RowLeaf, StateLeaf, forget, form_of, leaves_of, new_array
-from mlx_flash.prefixes.pages import Blob, BlobInfo, full_pages
+from mlx_flash.prefixes.leaves import Leaf, RowLeaf, StateLeaf, forget, form_of, leaves_of, new_array, stored_rows
+from mlx_flash.prefixes.pages import Blob, Place, full_pages
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
 STATE = "state"
@@ -183,20 +184,22 @@ class PrefixCache:
                 found = self._read(page, len(call.rows))
                 if found is None:
                     return False
-                for leaf, arrays in zip(call.rows, found, strict=True):
+                for leaf, (arrays, stored) in zip(call.rows, found, strict=True):
                     leaf.trim(start)
-                    leaf.append([*arrays.values()])
-        for holder, state in zip(call.states, states, strict=True):
+                    leaf.append([*arrays.values()], stored)
+        for holder, (state, _) in zip(call.states, states, strict=True):
             holder.set_state(state)
         return True
 
-    def _read(self, page: str, num_leaves: int) -> list[dict[str, mx.array]] | None:
-        """Return the arrays of a page or snapshot for each leaf, by name; None if it is damaged or gone."""
+    def _read(self, page: str, num_leaves: int) -> list[tuple[dict[str, mx.array], StoredRows | None]] | None:
+        """Return for each leaf the arrays of a page or snapshot, by name, and their place; None if it is damaged."""
         arrays: list[dict[str, mx.array]] = [{} for _ in range(num_leaves)]
         views: dict[str, memoryview] = {}
+        places: list[StoredRows | None] = []
 
-        def allocate(blobs: Mapping[str, BlobInfo]) -> dict[str, memoryview]:
-            for name, blob in blobs.items():
+        def allocate(place: Place) -> dict[str, memoryview]:
+            places.extend(stored_rows(place, leaf) for leaf in range(num_leaves))
+            for name, blob in place.blobs.items():
                 leaf, _, key = name.partition(".")
                 arrays[int(leaf)][key], views[name] = new_array(blob.dtype, blob.shape)
             return views
@@ -204,7 +207,7 @@ class PrefixCache:
         if not self.store.read(page, allocate):
             return None
         self.counters.restored_bytes += sum(view.nbytes for view in views.values())
-        return arrays
+        return [*zip(arrays, places, strict=True)]
 
     def _store(self, call: Call, history: History) -> bool:
         """Store the pages that were computed. Return whether all of them are stored, so that others may follow."""

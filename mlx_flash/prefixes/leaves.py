@@ -24,8 +24,10 @@ from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, n
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
+from mlx_flash.kv.layout import Component
+from mlx_flash.kv.stored import StoredRows
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.prefixes.pages import Blob
+from mlx_flash.prefixes.pages import Blob, Place
 
 _OTHERS = "others"
 _ROWS = (KVCache, QuantizedKVCache, BatchKVCache, LoneKVCache, DiskKVCache, DiskQuantizedKVCache)
@@ -120,10 +122,15 @@ class RowLeaf(Leaf):
             arrays = [array[..., start:stop, :] for array in self._arrays()]
         return {str(i): to_blob(array) for i, array in enumerate(arrays)}
 
-    def append(self, arrays: Sequence[mx.array]) -> None:
-        """Add rows as :meth:`read` returned them, and evaluate them."""
+    def append(self, arrays: Sequence[mx.array], stored: StoredRows | None = None) -> None:
+        """Add rows as :meth:`read` returned them, and evaluate them.
+
+        Args:
+            arrays: the rows.
+            stored: the place that they were read from. On disk they stay there, and are not written again.
+        """
         if isinstance(self.entry, PooledCache):
-            self.entry.append_rows(arrays)
+            self.entry.append_rows(arrays, stored)
             mx.eval(self.entry.rows.memory.arrays)
             return
         entry, count, length = self.entry, arrays[0].shape[2], self.length or 0
@@ -175,6 +182,16 @@ def to_blob(array: mx.array) -> Blob:
     flat = mx.contiguous(array).reshape(-1)
     mx.eval(flat)
     return Blob(memory_of(flat), str(array.dtype).removeprefix("mlx.core."), tuple(array.shape))
+
+
+def stored_rows(place: Place, leaf: int) -> StoredRows | None:
+    """Return the place of a leaf's rows in a page file."""
+    blobs = [blob for name, blob in place.blobs.items() if name.partition(".")[0] == str(leaf)]
+    if not all(len(blob.shape) == 4 for blob in blobs):
+        return None
+    components = tuple(Component((b.shape[0], b.shape[1]), b.shape[3], getattr(mx, b.dtype)) for b in blobs)
+    length = blobs[0].shape[2] if blobs else 0
+    return StoredRows(place.path, place.inode, components, tuple(b.offset for b in blobs), length, length)
 
 
 def new_array(dtype: str, shape: Sequence[int]) -> tuple[mx.array, memoryview]:

@@ -66,6 +66,14 @@ class BlobInfo(NamedTuple):
     checksum: int
 
 
+class Place(NamedTuple):
+    """A page file, and the blobs in it."""
+
+    path: Path
+    inode: int
+    blobs: Mapping[str, BlobInfo]
+
+
 @dataclass(frozen=True, slots=True)
 class PageKey:
     """The identity of a page.
@@ -202,6 +210,11 @@ class PageFile:
             done += count
         if zlib.crc32(view) != blob.checksum:
             raise self._damaged(f"the checksum of {name!r} is wrong")
+
+    @property
+    def place(self) -> Place:
+        """The place of the blobs."""
+        return Place(Path(self._path), os.fstat(self._fd).st_ino, self.blobs)
 
     @cached_property
     def blobs(self) -> dict[str, BlobInfo]:

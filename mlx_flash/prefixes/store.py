@@ -22,9 +22,9 @@ from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes.folder import PageFolder
 from mlx_flash.prefixes.pages import (
     Blob,
-    BlobInfo,
     PageFile,
     PageKey,
+    Place,
     Tokens,
     encode_page,
     full_pages,
@@ -230,7 +230,7 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
                 return Prefix(tuple(ends[:length]), tuple(names[:length]), name)
         return Prefix()
 
-    def read(self, page: str, allocate: Callable[[Mapping[str, BlobInfo]], Mapping[str, memoryview]]) -> bool:
+    def read(self, page: str, allocate: Callable[[Place], Mapping[str, memoryview]]) -> bool:
         """Read a page or snapshot into the caller's memory, and check it.
 
         ``allocate`` returns writable memory for every blob that is wanted, by name. Return False if the page is not
@@ -241,7 +241,7 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
             return False
         try:
             with PageFile(self._folder.path, page) as file:
-                for name, view in allocate(file.blobs).items():
+                for name, view in allocate(file.place).items():
                     file.read_into(name, view)
                 return True
         except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Demonstration: a model in a third of its size, then in memory, with equal output.
 
-The first run builds a random-weight model of about 1 GB. Its text is nonsense, but its weights are read and multiplied
-like any. Then ``mlx-flash generate`` runs it with a budget of a third of that, and again with everything in memory,
-each in a process of its own.
+The first run builds a model of about 1 GB, with the function of a small one that was trained on Python's documentation.
+Then ``mlx-flash generate`` runs it with a budget of a third of that, and again with everything in memory, each in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ import argparse
 import json
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+
+SMALL_LAYERS, LAYER_BYTES = 6, 23.6e6
+"""Layers of the small model, and bytes of one when it is four times as wide."""
 
 
 def build(directory: Path, size_gb: float) -> None:
     """Write the model unless it exists."""
     if (directory / "config.json").exists():
         return
-    command = [sys.executable, str(ROOT / "scripts" / "make_random_model.py"), str(directory)]
-    shape = ["--hidden-size", "1024", "--intermediate-size", "2816", "--heads", "16", "--kv-heads", "8"]
-    subprocess.run([*command, *shape, "--size-gb", str(size_gb), "--force"], check=True)
+    small = ROOT / "examples" / "pair" / "target"
+    num_layers = max(SMALL_LAYERS, round(size_gb * 1e9 / LAYER_BYTES))
+    command = [sys.executable, str(ROOT / "scripts" / "grow_model.py"), str(small), str(directory)]
+    subprocess.run([*command, "--layers", str(num_layers), "--width", "4"], check=True)
 
 
 def generate(directory: Path, args: argparse.Namespace, *how: str) -> dict[str, Any]:
@@ -36,17 +41,18 @@ def generate(directory: Path, args: argparse.Namespace, *how: str) -> dict[str, 
     )
     report: dict[str, Any] = json.loads(run.stdout)
     peak, speed = report["peak_memory_bytes"] / 1e9, report["generation_tokens_per_second"]
-    print(f"  peak {peak:.2f} GB, {speed:.2f} tokens/s")
+    print(textwrap.indent(report["text"].strip(), "  "))
+    print(f"  [peak {peak:.2f} GB, {speed:.2f} tokens/s]")
     return report
 
 
 def main() -> int:
     """Build, run, compare. Return 0 when the outputs are identical and the budget held."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo-1gb", help="folder of the model")
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo", help="folder of the model")
     parser.add_argument("--size-gb", type=float, default=1.0)
-    parser.add_argument("--prompt", default="Why is the sky blue?")
-    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--prompt", default="The default value is")
+    parser.add_argument("--max-tokens", type=int, default=24)
     args = parser.parse_args()
 
     build(args.model, args.size_gb)

@@ -1,8 +1,7 @@
 """Passes and time per token of real text: plain, with prompt lookup, and with a draft model.
 
-    python scripts/train_pair.py --out PAIR
-    python scripts/grow_model.py PAIR/target MODEL --layers 12 --width 4
-    python benchmarks/speculation.py --model MODEL --draft PAIR/draft --text PAIR/heldout.txt --budget min
+    python scripts/grow_model.py examples/pair/target MODEL --layers 12 --width 4
+    python benchmarks/speculation.py --model MODEL --draft examples/pair/draft --text examples/pair/heldout.txt
 
 Two tasks: *rewrite* gives a passage, and the answer is that passage with its commonest long word renamed. A logits
 processor leaves the model no other token, since one so small does not follow instructions: passes are those of any
@@ -18,11 +17,13 @@ nothing then.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from harness import describe, describe_cold, describe_model, write_json
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load_model as load_stock_model
 from passes import FreeRows
+from ranks import slow_disk
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -172,6 +174,20 @@ def streamed(args: argparse.Namespace, tasks: Sequence[Task]) -> tuple[dict[str,
     return answers, plan
 
 
+@contextmanager
+def slowed(args: argparse.Namespace) -> Iterator[None]:
+    """Limit what this process reads a second, if a limit is wanted."""
+    if args.disk_mb_per_second is None:
+        yield
+        return
+    with slow_disk(args.model, int(args.disk_mb_per_second * 1e6)) as entry:
+        entry.write_text(str(os.getpid()))
+        try:
+            yield
+        finally:
+            (entry.parent.parent / entry.name).write_text(str(os.getpid()))
+
+
 def by_stock(args: argparse.Namespace, tasks: Sequence[Task], step: int) -> list[Answer]:
     """Return the answers of stock mlx-lm, in memory."""
     model, tokenizer = mlx_lm.load(str(args.model))[:2]
@@ -233,6 +249,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft-tokens", type=int, default=8, help="the most tokens that the draft model guesses")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--io", choices=["direct", "auto", "buffered"], default="auto")
+    parser.add_argument("--disk-mb-per-second", type=float, help="limit reads with the block-I/O controller (root)")
     parser.add_argument("--free-rows", action="store_true")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
@@ -242,7 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Count and time passes, compare tokens, print a table."""
     args = parse(arguments)
     tasks = make_tasks(args.text.read_text(), args.passages, args.temperature)
-    answers, plan = streamed(args, tasks)
+    with slowed(args):
+        answers, plan = streamed(args, tasks)
     expected = by_stock(args, tasks, plan["step"])
     if differ := differences(tasks, answers, expected):
         raise SystemExit("tokens differ from stock mlx-lm's: " + "; ".join(differ))

@@ -46,14 +46,13 @@ from mlx_flash.storage.probe import disk_profile
 from mlx_flash.storage.safetensors import read_checkpoint
 
 PROGRAMS = ("mlx-flash", "mlx-lm")
-PROMPT_TOKENS = 16
 ROOM_GB = 1.5
 """Budget beside the weights: the process, the KV cache and intermediate results."""
 
 BLOCK = 16 << 20
 
 
-def load_and_decode(program: str, path: Path, num_tokens: int) -> Run:
+def load_and_decode(program: str, path: Path, prompt_tokens: int, num_tokens: int) -> Run:
     """Load a model in this process and decode a few tokens."""
     began = time.perf_counter()
     if program == "mlx-lm":
@@ -64,7 +63,7 @@ def load_and_decode(program: str, path: Path, num_tokens: int) -> Run:
         model.start()
         assert not model.plan.read_bytes, "the budget does not hold the model"
     loaded = time.perf_counter()
-    prompt = mx.array([7 + 13 * i % 89 for i in range(PROMPT_TOKENS)])
+    prompt = mx.array([7 + 13 * i % 89 for i in range(prompt_tokens)])
     times, tokens = [], []
     for token, _ in generate_step(prompt, model, max_tokens=num_tokens):
         times.append(time.perf_counter())
@@ -96,7 +95,8 @@ def rounds_of(path: Path, options: argparse.Namespace) -> Iterator[Run]:
                 else:
                     read_through_cache(files)
                 take_memory(nbytes)
-                run = run_worker(__file__, [path, "--work", program, "--tokens", options.tokens], label=program)
+                lengths = ["--prompt-tokens", options.prompt_tokens, "--tokens", options.tokens]
+                run = run_worker(__file__, [path, "--work", program, *lengths], label=program)
                 yield {"model": path.name, "nbytes": nbytes, "program": program, "state": state, "raw": raw, **run}
 
 
@@ -143,13 +143,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
+    parser.add_argument("--prompt-tokens", type=int, default=16, help="default: 16")
     parser.add_argument("--tokens", type=int, default=5, help="to decode (default: 5)")
     parser.add_argument("--drop-caches", action="store_true", help="drop the system's caches before cold runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", choices=PROGRAMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        print(json.dumps(load_and_decode(options.work, options.models[0], options.tokens)))
+        print(json.dumps(load_and_decode(options.work, options.models[0], options.prompt_tokens, options.tokens)))
         return
     runs: list[Run] = []
     for path in options.models:

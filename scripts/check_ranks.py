@@ -190,7 +190,10 @@ def main() -> int:
             make = [sys.executable, str(ROOT / "scripts" / "make_random_model.py"), str(model), *SHAPE.split()]
             subprocess.run(make, check=True)
         command = [sys.executable, __file__, "--model", str(model), "--ranks-mode", args.ranks_mode]
-        started = [subprocess.Popen(command, env=env) for env in environments(args.backend, args.ranks, Path(folder))]
+        # What ranks write for a model that is removed is removed with it.
+        cache = {"XDG_CACHE_HOME": folder} if args.model is None else {}
+        found = environments(args.backend, args.ranks, Path(folder))
+        started = [subprocess.Popen(command, env=env | cache) for env in found]
         try:
             failed = [rank for rank, process in enumerate(started) if process.wait(TIMEOUT_SECONDS)]
         finally:

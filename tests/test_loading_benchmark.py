@@ -19,13 +19,13 @@ def test_programs_alternate_and_give_the_same_tokens(tmp_path: Path, monkeypatch
     def work(script: str, words: list[Any], label: str) -> Any:
         """Do a worker's job in this process, which has MLX already."""
         asked.append(words[2])
-        return loading.load_and_decode(words[2], words[0], words[4])
+        return loading.load_and_decode(words[2], words[0], words[4], words[6])
 
     asked: list[str] = []
     path = save(tmp_path / "tiny", LLAMA)
     monkeypatch.setattr(loading, "run_worker", work)
     monkeypatch.setattr(loading, "ROOM_GB", 6.0)  # this process has other models, too
-    runs = list(loading.rounds_of(path, argparse.Namespace(rounds=2, tokens=3, drop_caches=False)))
+    runs = list(loading.rounds_of(path, argparse.Namespace(rounds=2, prompt_tokens=16, tokens=3, drop_caches=False)))
     assert asked == [*["mlx-flash"] * 2, *["mlx-lm"] * 4, *["mlx-flash"] * 2]
     rows = loading.summarize(runs)
     assert [(row["state"], row["program"]) for row in rows] == [
@@ -41,6 +41,8 @@ def test_a_worker_prints_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(loading, "load_and_decode", lambda *asked: [str(each) for each in asked])
-    monkeypatch.setattr(sys, "argv", ["loading.py", "folder", "--work", "mlx-lm", "--tokens", "7"])
+    monkeypatch.setattr(
+        sys, "argv", ["loading.py", "folder", "--work", "mlx-lm", "--prompt-tokens", "5", "--tokens", "7"]
+    )
     loading.main()
-    assert capsys.readouterr().out == '["mlx-lm", "folder", "7"]\n'
+    assert capsys.readouterr().out == '["mlx-lm", "folder", "5", "7"]\n'

@@ -32,15 +32,19 @@ GENERATIONS: Sequence[Sequence[Sequence[Sequence[int]]]] = (
 """Calls of each generation: rows of tokens. They exceed the sliding windows of 8 tokens, and one call is so long that
 mlx-lm sorts its tokens by expert, even with one expert a token."""
 
-IN_PARTS = -1
-"""Stands for a prompt in parts among the numbers of generations."""
+IN_PARTS, SIDE_BY_SIDE = -1, -2
+"""Stand for a prompt in parts, and for sequences that share passes, among the numbers of generations."""
 
-EVERY = (IN_PARTS, 0, 1, 2, 3)
-TURNS = ((0, 2), (IN_PARTS, 1, 3))
+EVERY = (SIDE_BY_SIDE, IN_PARTS, 0, 1, 2, 3)
+TURNS = ((SIDE_BY_SIDE, 0, 2), (IN_PARTS, 1, 3))
 """Numbers of generations: cuts and pools take turns at these halves where time matters."""
 
 PART = 9
 """Tokens of a part of a prompt: the sliding windows are shorter, and the last part has fewer."""
+
+SEQUENCES = (LONG_PROMPT[: 2 * PART + 2], [12], PROMPT)
+NUM_TOKENS = 2
+"""Of each sequence, after its prompt."""
 
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
@@ -216,6 +220,7 @@ def trace(model: Any, generations: Sequence[Any] = GENERATIONS, *, numbers: Sequ
         numbers: of the generations that run, the last one being 3.
     """
     found: list[Any] = prompt_in_parts(model) if generations is GENERATIONS and IN_PARTS in numbers else []
+    found += side_by_side(model) if generations is GENERATIONS and SIDE_BY_SIDE in numbers else []
     for i, calls in enumerate(generations, len(GENERATIONS) - len(generations)):
         if i not in numbers:
             continue
@@ -231,7 +236,8 @@ def trace(model: Any, generations: Sequence[Any] = GENERATIONS, *, numbers: Sequ
 
 def only(numbers: Sequence[int], traced: list[Any]) -> list[Any]:
     """Return the part of a trace that belongs to some generations."""
-    ends = tuple("prompt in parts" if number == IN_PARTS else f"generation {number}" for number in numbers)
+    others = {IN_PARTS: "prompt in parts", SIDE_BY_SIDE: "side by side"}
+    ends = tuple(others.get(number, f"generation {number}") for number in numbers)
     return [(label, leaf) for label, leaf in traced if label.endswith(ends)]
 
 
@@ -241,15 +247,44 @@ def prompt_in_parts(model: Any) -> list[Any]:
     if isinstance(model, FlashLLM) and model.engine is not None:
         logits = model.prompt(tokens, cache, PART)
     else:
-        for start in range(0, tokens.shape[1] - 1, PART):
-            model(tokens[:, start : min(start + PART, tokens.shape[1] - 1)], cache=cache)
-            mx.eval([leaf for _, leaf in states(cache) if isinstance(leaf, mx.array)])
-        logits = model(tokens[:, -1:], cache=cache)
+        logits = alone(model, tokens, cache)
     mx.eval(logits, [leaf for _, leaf in states(cache) if isinstance(leaf, mx.array)])
     return [
         ("logits of a prompt in parts", logits),
         *((f"cache {path} of a prompt in parts", leaf) for path, leaf in states(cache)),
     ]
+
+
+def side_by_side(model: Any) -> list[Any]:
+    """Return the logits of sequences, and their caches. Those of a streamed model share passes; others run alone."""
+    caches = [make_prompt_cache(model) for _ in SEQUENCES]
+    tokens = [mx.array([sequence]) for sequence in SEQUENCES]
+    found: list[Any] = []
+    for number in range(NUM_TOKENS + 1):
+        if isinstance(model, FlashLLM) and model.engine is not None:
+            rows = [model.row(new, cache, PART) for new, cache in zip(tokens, caches, strict=True)]
+            while not all(row.is_done for row in rows):
+                model.advance(rows)
+            errors = [row.error for row in rows if row.error is not None]
+            if errors:
+                raise errors[0]
+            logits = [row.outputs[-1] for row in rows]
+        else:
+            logits = [alone(model, new, cache) for new, cache in zip(tokens, caches, strict=True)]
+        tokens = [mx.argmax(one, -1) for one in logits]
+        mx.eval(logits, tokens)
+        found += [(f"logits of token {number} of sequence {i} side by side", one) for i, one in enumerate(logits)]
+    for i, cache in enumerate(caches):
+        found += [(f"cache {path} of sequence {i} side by side", leaf) for path, leaf in states(cache)]
+    return found
+
+
+def alone(model: Any, tokens: mx.array, cache: Any) -> mx.array:
+    """Return the last logits of a call in parts."""
+    for start in range(0, tokens.shape[1] - 1, PART):
+        model(tokens[:, start : min(start + PART, tokens.shape[1] - 1)], cache=cache)
+        mx.eval([leaf for _, leaf in states(cache) if isinstance(leaf, mx.array)])
+    return model(tokens[:, -1:], cache=cache)
 
 
 def change_loans(model: Any, number: int) -> None:

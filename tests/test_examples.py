@@ -139,7 +139,7 @@ def test_every_example_has_a_test() -> None:
     """Every example is named in a test of this file."""
     names = {path.name for path in EXAMPLES.iterdir() if not path.name.startswith(("_", "."))}
     tested = {"quick_start.py", "context_manager.py", "adapter.py", "batch.py", "openai_client.py", "lmstudio_hook.py"}
-    assert names == {*tested, "Modelfile"}
+    assert names == {*tested, "Modelfile", "pair"}
 
 
 # What LM Studio's engine does with a text model, in the order in which it does it: loads it lazily, to see whether the

@@ -471,12 +471,12 @@ def test_calls_while_every_write_fails(
 ) -> None:
     """Keys and values, the prefix cache and telemetry are written to one disk, which fails from some call on."""
     directory = directories("llama")
-    for variable in ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):
-        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr("mlx_flash.kv.files.free_bytes", lambda path: 1 << 40)
     written = {"kv_directory": tmp_path / "kv", "kv_prefixes": "exact", "telemetry": True}
     expected, num_failed = generated(stock(directory)), 0
     for first, code in ((0, errno.EROFS), (5, errno.EDQUOT), (20, errno.EIO), (60, errno.ENOSPC)):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(first)))  # what is stored is not written again
         with load_model(directory, settings(directory, **written))[0] as model:
             needs_room = code in (errno.EDQUOT, errno.ENOSPC)
             with FailingDisk(code, first, always=True, needs_room=needs_room).mounted() as disk:

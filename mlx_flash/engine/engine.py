@@ -128,7 +128,7 @@ class Engine:
             raise
 
     def _pin(self, parts: list[list[Parameter]], progress: Progress) -> None:
-        """Read the pinned weights part by part, always one part ahead."""
+        """Read the pinned weights part by part. Up to three parts are in flight while one is bound to its modules."""
         done, total = 0, sum(parameter.nbytes for part in parts for parameter in part)
         progress(done, total)
         under_way: deque[_Pinning] = deque()

@@ -27,7 +27,7 @@ class DriverError(FlashError):
 
 
 class _Lane:
-    """What one thread copies with: its stream, and page-locked memory of the host."""
+    """A stream and page-locked memory of the host, with which one thread copies."""
 
     def __init__(self, driver: Any, context: ctypes.c_void_p, nbytes: int) -> None:
         _check(driver.cuCtxSetCurrent(context))

@@ -46,7 +46,7 @@ class _Call:
 
     @property
     def meeting(self) -> str | None:
-        """Where it waits for other ranks, ``HAND_ON`` or ``HAND_OVER``; None where it does not."""
+        """The place where it waits for other ranks, ``HAND_ON`` or ``HAND_OVER``; None where it does not."""
         name = self.place[0] if isinstance(self.place, tuple) and not self.greenlet.dead else None
         return name if name in (HAND_ON, HAND_OVER) else None
 

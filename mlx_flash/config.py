@@ -242,10 +242,12 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
     return f". Did you mean {words[near[0]]!r}?" if near else ""
 
 
-@functools.cache
+_type_hints = functools.cache(get_type_hints)
+
+
 def setting_kinds(name: str) -> tuple[Any, ...]:
     """Return the types of a field; text is parsed to the first of them."""
-    kind = get_type_hints(FlashConfig)[name]
+    kind = _type_hints(FlashConfig)[name]
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 

@@ -17,13 +17,14 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import (
     MERGE_GAP,
     Placement,
-    RowPlacement,
     Segment,
+    must_copy,
     padded_bytes,
     place,
-    place_rows,
+    place_groups,
     without,
 )
+from mlx_flash.storage.rows import RowPlacement, place_rows
 from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, TensorRecord
 
 ALIGNMENTS = (1, 8, 16, 256, DIRECT_ALIGNMENT)
@@ -69,6 +70,7 @@ def check(records: list[TensorRecord], alignment: int) -> Placement:
     assert placement.nbytes % DIRECT_ALIGNMENT == 0
     assert placement.read_bytes == sum(segment.nbytes for segment in placement.segments)
     assert placement.copies == any(segment.buffer_offset is None for segment in placement.segments)
+    assert placement.copies == must_copy([[made] for made in records], alignment)
     return placement
 
 
@@ -148,6 +150,12 @@ def test_place_lays_out_any_records(records: list[TensorRecord], alignment: int)
 @given(tensor_records(), st.sampled_from(ALIGNMENTS))
 def test_row_ranges_and_their_whole_tensor(records: list[TensorRecord], alignment: int) -> None:
     check([part for made in records for part in (made, *rows_of(made))], alignment)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(tensor_records().filter(bool), max_size=4), st.sampled_from(ALIGNMENTS))
+def test_parameters_that_must_be_copied_are_known_beforehand(groups: list[list[TensorRecord]], alignment: int) -> None:
+    assert must_copy(groups, alignment) == place_groups(groups, alignment).copies
 
 
 def test_empty_placement_has_no_reads() -> None:

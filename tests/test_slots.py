@@ -6,6 +6,9 @@ import errno
 import gc
 import math
 import os
+import time
+from itertools import count
+from pathlib import Path
 from typing import NoReturn
 
 import mlx.core as mx
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 
 from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.memory.footprint import footprint, total_memory
+from mlx_flash.memory.hugepages import HUGE_PAGE
 from mlx_flash.memory.lazy import active_memory, commits_lazily
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
@@ -129,12 +133,28 @@ def test_slots_where_no_addresses_can_be_reserved(monkeypatch: pytest.MonkeyPatc
     assert arena.view(0, (4,), mx.uint8).shape == (2, 4)
 
 
-def test_memory_that_is_read_once_is_committed_by_reading() -> None:
+def _growth(memory: memoryview, at: int) -> int:
+    before = footprint()
+    memory[at] = 1
+    return footprint() - before
+
+
+def _has_huge_pages() -> bool:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.exists() and "[never]" not in setting.read_text()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["quick pages", "slow pages"])
+def test_memory_that_is_read_once_is_committed_by_reading(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count(0.0, seconds)
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
     before, nbytes = footprint(), 64 << 20
     arena = Arena(nbytes, is_read_once=True)
     numbers = arena.view(DIRECT_ALIGNMENT, (1000,), mx.float32)
     if commits_lazily():
         assert footprint() - before < nbytes // 4
+        growth = max(_growth(arena.memory, at) for at in range(nbytes // 2, nbytes, 4 * HUGE_PAGE))
+        assert (growth > HUGE_PAGE // 2) == (_has_huge_pages() and not seconds)
     arena.memory[DIRECT_ALIGNMENT : DIRECT_ALIGNMENT + 4000] = np.arange(1000, dtype=np.float32).tobytes()
     assert (numbers == mx.arange(1000)).all()
     arena.fill(3)

@@ -55,14 +55,8 @@ class ExpertOptions:
     grows: bool = True
 
 
-@dataclass(slots=True)
-class _Pinning:
-    """Parameters on their way into memory."""
-
-    parameters: list[Parameter]
-    placement: Placement
-    arena: Arena
-    ticket: Ticket
+_PART_BYTES = 64 << 20
+"""Least bytes of weights that stay in memory and are read together, if there are so many."""
 
 
 class Engine:
@@ -128,35 +122,32 @@ class Engine:
             raise
 
     def _pin(self, parts: list[list[Parameter]], progress: Progress) -> None:
-        """Read the pinned weights part by part. Up to three parts are in flight while one is bound to its modules."""
+        """Read the pinned weights. Modules get their arrays meanwhile, since that may take as long as reading."""
         done, total = 0, sum(parameter.nbytes for part in parts for parameter in part)
         progress(done, total)
-        under_way: deque[_Pinning] = deque()
+        under_way: deque[tuple[Ticket, int]] = deque()
         try:
-            for part in parts:
-                under_way.append(self._begin_pinning(part))
-                if len(under_way) > 3:
-                    done += self._finish_pinning(under_way.popleft())
+            for part in [*parts, None]:
+                if part is not None:
+                    under_way.append((self._begin_pinning(part), sum(parameter.nbytes for parameter in part)))
+                while under_way and (part is None or under_way[0][0].done()):
+                    ticket, nbytes = under_way[0]
+                    ticket.wait()
+                    under_way.popleft()
+                    done += nbytes
                     progress(done, total)
-            while under_way:
-                done += self._finish_pinning(under_way.popleft())
-                progress(done, total)
         finally:
-            for pinning in under_way:
-                pinning.ticket.cancel()
+            for ticket, _ in under_way:
+                ticket.cancel()
         self.reader.cached.leave_out(total)
 
-    def _begin_pinning(self, parameters: list[Parameter]) -> _Pinning:
+    def _begin_pinning(self, parameters: list[Parameter]) -> Ticket:
         placement = place_groups([parameter.records for parameter in parameters], self._alignment)
         arena = Arena(placement.nbytes, is_read_once=True)
         ticket = self.reader.submit(placement.segments, arena.memory, caching="found")
-        return _Pinning(parameters, placement, arena, ticket)
-
-    def _finish_pinning(self, pinning: _Pinning) -> int:
-        pinning.ticket.wait()
-        self._bound += pinning.parameters
-        _bind(pinning.parameters, pinning.placement, pinning.arena)
-        return sum(parameter.nbytes for parameter in pinning.parameters)
+        self._bound += parameters
+        _bind(parameters, placement, arena)
+        return ticket
 
     def _start_streaming(self, layout: ModelLayout, plan: ResidencyPlan) -> None:
         layers, heads, tables = dict(plan.streaming.layers), dict(plan.streaming.heads), set(plan.streaming.tables)
@@ -270,9 +261,21 @@ class Engine:
 
 
 def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Parameter]]:
-    """The large parameters that stay in memory, unit by unit."""
+    """Return the large parameters that stay in memory, in parts that are read into one piece of memory each.
+
+    A part has what is kept of one unit or, of small ones, of several: each part takes about a millisecond.
+    """
     streamed = plan.streaming.parameters(layout)
-    return [kept for unit in layout.units if (kept := [p for p in unit.large if p.name not in streamed])]
+    parts: list[list[Parameter]] = []
+    nbytes = _PART_BYTES
+    for unit in layout.units:
+        if nbytes >= _PART_BYTES:
+            parts.append([])
+            nbytes = 0
+        kept = [p for p in unit.large if p.name not in streamed]
+        parts[-1] += kept
+        nbytes += sum(p.nbytes for p in kept)
+    return [part for part in parts if part]
 
 
 def _bind(parameters: Sequence[Parameter], placement: Placement, arena: Arena) -> list[mx.array]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from mlx_flash.errors import ConfigError
-from mlx_flash.memory.footprint import HUGE_PAGE
+from mlx_flash.memory.hugepages import HUGE_PAGE
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
 DEFAULT_STEP = 256

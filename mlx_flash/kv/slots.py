@@ -19,7 +19,8 @@ from mlx_flash.compat.arrays import address_of, memory_of
 from mlx_flash.kv.layout import RowBytes, RowLayout
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, slot_memory
 from mlx_flash.memory.arena import Arena
-from mlx_flash.memory.footprint import release_freed_memory, use_huge_pages
+from mlx_flash.memory.footprint import release_freed_memory
+from mlx_flash.memory.hugepages import use_huge_pages
 from mlx_flash.memory.lazy import commits_lazily, give_back, reserve
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.prefetcher import Ticket

@@ -14,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.compat.arrays import address_of, memory_of
-from mlx_flash.memory.footprint import HUGE_PAGE, total_memory, use_huge_pages
+from mlx_flash.memory.footprint import total_memory
+from mlx_flash.memory.hugepages import HUGE_PAGE, use_huge_pages, use_quick_huge_pages
 from mlx_flash.memory.lazy import LazyRows, commits_lazily, uncommit, untouched
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
@@ -28,8 +29,7 @@ class Arena:
         nbytes: usable size.
         pages: evaluated rows of one page to use, instead of new memory.
         is_read_into: the disk writes to it, which is faster on huge pages. These take time to make.
-        is_read_once: its bytes are read once and stay. These reads commit its pages, where the system can. Huge pages
-            would take longer to make than they save.
+        is_read_once: its bytes are read once and stay. These reads commit its pages, where the system can.
 
     Attributes:
         memory: the writable bytes; their address is a multiple of ``DIRECT_ALIGNMENT``.
@@ -39,13 +39,16 @@ class Arena:
         self, nbytes: int, pages: mx.array | None = None, *, is_read_into: bool = True, is_read_once: bool = False
     ) -> None:
         # Rows of one page: MLX's dimensions are 32-bit, a flat array would end at 2 GiB.
-        make = untouched if is_read_once and commits_lazily() else _zeros
+        is_untouched = is_read_once and commits_lazily()
+        make = untouched if is_untouched else _zeros
         self._array = make(-(-nbytes // DIRECT_ALIGNMENT) + 1, DIRECT_ALIGNMENT) if pages is None else pages
         everything = memory_of(self._array)
         self._start = _first_page(everything)
         self.nbytes = nbytes
         self.memory = everything[self._start : self._start + nbytes]
-        if pages is None and is_read_into and not is_read_once:
+        if is_untouched:
+            use_quick_huge_pages(self.memory)
+        elif pages is None and is_read_into and not is_read_once:
             use_huge_pages(self.memory)
 
     def view(self, offset: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:

@@ -145,32 +145,3 @@ def map_large_blocks() -> None:
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
-
-
-HUGE_PAGE = 2 << 20
-"""A large page of Linux, in bytes."""
-
-_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # <linux/mman.h>
-
-
-def use_huge_pages(buffer: memoryview, *, at_once: bool = True) -> None:
-    """Ask Linux to put writable memory on pages of 2 MiB. Its content stays.
-
-    Direct reads hand the disk a list of pages, and long lists of scattered small pages are slower. Computing from large
-    pages is a little faster too. The call takes about 0.2 s per GB. Where the system has no such pages (before Linux
-    6.1, macOS), nothing happens.
-
-    Args:
-        buffer: the memory.
-        at_once: convert all of it, which commits untouched pages; otherwise only pages that are written from now on.
-    """
-    if sys.platform != "linux" or not buffer.nbytes:
-        return
-    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    start = -(-address // HUGE_PAGE) * HUGE_PAGE
-    length = (address + buffer.nbytes - start) // HUGE_PAGE * HUGE_PAGE
-    if length > 0:
-        madvise = ctypes.CDLL(None).madvise
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
-        if at_once:
-            madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_COLLAPSE)

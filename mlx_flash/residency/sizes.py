@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +15,7 @@ from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, t
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.attention import bytes_per_pair, unfused_bytes_per_pair
-from mlx_flash.storage.placement import padded_bytes, place_groups
+from mlx_flash.storage.placement import must_copy, padded_bytes
 
 _DEFAULT_EXPERTS = 8
 _NODE_BYTES = 600
@@ -249,25 +248,42 @@ def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> Mode
         alignment: what kernels want addresses to be multiples of.
     """
     activations = _activations(layout, config.get("text_config", config))
-    sizes = _measure(layout, activations, alignment)
+    measured = _Measured(layout, alignment)
+    sizes = _measure(layout, activations, measured)
     if not layout.experts:
         return sizes
-    trunk = _measure(trunk_of(layout), activations, alignment)
+    trunk = _measure(trunk_of(layout), activations, measured)
     return replace(sizes, trunk=replace(trunk, experts=_expert_sizes(layout.experts, alignment)))
 
 
-def _measure(layout: ModelLayout, activations: ActivationSizes, alignment: int) -> ModelSizes:
+class _Measured:
+    """The large parameters of a model in numbers, which all its cuts share."""
+
+    def __init__(self, layout: ModelLayout, alignment: int) -> None:
+        large = [parameter for unit in layout.units for parameter in unit.large]
+        self._tensors = {id(p): TensorSize(p.name, p.nbytes, padded_bytes(p.nbytes)) for p in large}
+        self._copied = {id(p) for p in large if must_copy([p.records], alignment)}
+        self._idle = {id(p): _idle_bytes(p, stack) for stack in layout.experts for p in stack.unit.large}
+
+    def unit(self, unit: Unit) -> UnitSize:
+        """Return a unit in numbers."""
+        ids = [id(parameter) for parameter in unit.large]
+        tensors = tuple(self._tensors[i] for i in ids)
+        idle_bytes = sum(self._idle.get(i, 0) for i in ids)
+        return UnitSize(unit.name, tensors, unit.num_rows, not self._copied.isdisjoint(ids), idle_bytes)
+
+
+def _measure(layout: ModelLayout, activations: ActivationSizes, measured: _Measured) -> ModelSizes:
     small = [parameter for unit in layout.units for parameter in unit.small]
-    idle = {id(p): _idle_bytes(p, stack) for stack in layout.experts for p in stack.unit.large}
-    tables = [_unit_size(unit, alignment) for unit in layout.embeddings]
+    tables = [measured.unit(unit) for unit in layout.embeddings]
     return ModelSizes(
-        layers=tuple(_unit_size(unit, alignment, idle) for unit in layout.layers),
-        heads=tuple(_unit_size(unit, alignment) for unit in layout.heads),
+        layers=tuple(map(measured.unit, layout.layers)),
+        heads=tuple(map(measured.unit, layout.heads)),
         tables=tuple(TableSize(table, table.name in layout.tied) for table in tables),
         resident_bytes=sum(parameter.nbytes for parameter in [*small, *layout.resident]),
         cache=layout.cache,
         activations=activations,
-        finer=tuple(tuple(_unit_size(unit, alignment, idle) for unit in cut) for cut in layout.finer),
+        finer=tuple(tuple(map(measured.unit, cut)) for cut in layout.finer),
     )
 
 
@@ -288,12 +304,6 @@ def _expert_sizes(stacks: Sequence[ExpertStack], alignment: int) -> ExpertSizes:
 
 def _idle_bytes(parameter: Parameter, stack: ExpertStack) -> int:
     return parameter.nbytes * (stack.num_experts - min(stack.top_k, stack.num_experts)) // stack.num_experts
-
-
-def _unit_size(unit: Unit, alignment: int, idle: Mapping[int, int] = MappingProxyType({})) -> UnitSize:
-    tensors = tuple(TensorSize(p.name, p.nbytes, padded_bytes(p.nbytes)) for p in unit.large)
-    copies = place_groups([p.records for p in unit.large], alignment).copies
-    return UnitSize(unit.name, tensors, unit.num_rows, copies, sum(idle.get(id(p), 0) for p in unit.large))
 
 
 def working_itemsize(parameters: list[Parameter]) -> int:

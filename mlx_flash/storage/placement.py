@@ -109,23 +109,6 @@ class Placement:
         return any(segment.buffer_offset is None for segment in self.segments)
 
 
-@dataclass(frozen=True)
-class RowPlacement:
-    """The places of the tensors of one row of some stacks (an expert) in a slot, the same for every row.
-
-    Attributes:
-        nbytes: size of a slot, a multiple of ``DIRECT_ALIGNMENT``.
-        offsets: where each tensor starts in the slot; its address is aligned when the slot's is to a page.
-        copies: whether any read goes through a bounce buffer.
-        segments: ``segments[row]``: the reads that fill a slot with that row, in file order.
-    """
-
-    nbytes: int
-    offsets: tuple[int, ...]
-    copies: bool
-    segments: tuple[tuple[Segment, ...], ...]
-
-
 def padded_bytes(nbytes: int) -> int:
     """Return the most bytes that a tensor takes of a buffer, wherever it lies in its file.
 
@@ -145,7 +128,7 @@ def place(records: Sequence[TensorRecord], alignment: int = 1) -> Placement:
     cursor = 0
     segments: list[Segment] = []
     offsets = [0] * len(records)
-    for run in _runs(records):
+    for run in runs_of(records):
         segment, cursor = _segment([records[i] for i in run], cursor, alignment)
         segments.append(segment)
         for index, piece in zip(run, segment.pieces, strict=True):
@@ -176,9 +159,15 @@ def place_groups(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -
         for record in groups[i]:
             parts.append((record, cursor))
             cursor += record.nbytes
-    segments = [_scattered([parts[i] for i in run]) for run in _runs([record for record, _ in parts])]
+    segments = [read_scattered([parts[i] for i in run]) for run in runs_of([record for record, _ in parts])]
     nbytes = round_up(cursor, DIRECT_ALIGNMENT)
     return Placement(nbytes, (*placed.segments, *segments), tuple(offsets[i] for i in range(len(groups))))
+
+
+def must_copy(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> bool:
+    """Return whether :func:`place_groups` would read any of some parameters through a bounce buffer."""
+    joined = [_joined(group) for group in groups if any(record.nbytes for record in group)]
+    return any(record is None or not is_aligned(record, alignment) for record in joined)
 
 
 def without(placement: Placement, ranges: Sequence[range]) -> Placement:
@@ -218,94 +207,24 @@ def _part(segment: Segment, pieces: Sequence[Piece]) -> Segment:
     return Segment(segment.path, start, round_up(pieces[-1].end, DIRECT_ALIGNMENT) - start, at, tuple(pieces))
 
 
-def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> RowPlacement:
-    """Lay the rows of some stacks out in slots, all in the same way, so that any slot can hold any row.
-
-    Tensors that are neighbours in the same way in every row, as in files that store expert after expert, are one read
-    per row. A block of them is read in place when it starts at the same place of a page in every row and
-    all its tensors are aligned; otherwise it is copied whole.
-
-    Args:
-        rows: ``rows[i][j]`` is tensor ``j`` of row ``i``, of the same size and dtype in every row.
-        alignment: as in :func:`place`.
-
-    Raises:
-        ValueError: the rows are not alike.
-    """
-    _check_alike(rows)
-    first = rows[0] if rows else ()
-    offsets = [0] * len(first)
-    in_place: list[tuple[list[int], int]] = []
-    copied: list[int] = []
-    cursor = 0
-    for block in _common_blocks(rows):
-        if _fits_in_place(rows, block, alignment):
-            segment = _in_place([first[j] for j in block], cursor)
-            for j, piece in zip(block, segment.pieces, strict=True):
-                offsets[j] = piece.buffer_offset
-            in_place.append((block, cursor))
-            cursor += segment.nbytes
-        else:
-            copied += block
-    for j in copied:
-        offsets[j] = round_up(cursor, max(alignment, COPY_ALIGNMENT))
-        cursor = offsets[j] + first[j].nbytes
-    segments = tuple(_row_segments(row, in_place, [(j, offsets[j]) for j in copied]) for row in rows)
-    return RowPlacement(round_up(cursor, DIRECT_ALIGNMENT), tuple(offsets), bool(copied), segments)
-
-
-def _check_alike(rows: Sequence[Sequence[TensorRecord]]) -> None:
-    expected = [(record.nbytes, record.dtype) for record in rows[0]] if rows else []
-    for i, row in enumerate(rows):
-        found = [(record.nbytes, record.dtype) for record in row]
-        if found != expected:
-            raise ValueError(f"row {i} has tensors of (bytes, dtype) {found}, row 0 has {expected}")
-
-
-def _common_blocks(rows: Sequence[Sequence[TensorRecord]]) -> Iterable[list[int]]:
-    """Yield groups of indices of non-empty tensors that are neighbours in one file, equally in every row."""
-
-    def follows(left: int, right: int) -> bool:
-        gap = rows[0][right].extent.offset - rows[0][left].extent.offset
-        pairs = ((row[left].extent, row[right].extent) for row in rows)
-        return all(b.offset - a.offset == gap and b.path == a.path for a, b in pairs)
-
-    for run in _runs(rows[0] if rows else ()):
-        yield from grouped(run, follows)
-
-
-def _fits_in_place(rows: Sequence[Sequence[TensorRecord]], block: Sequence[int], alignment: int) -> bool:
-    """Return whether a block's pages can be read to the same place of a slot for every row."""
-    first, *_ = starts = [row[block[0]].extent.offset % DIRECT_ALIGNMENT for row in rows]
-    return all(start == first for start in starts) and all(_is_aligned(rows[0][j], alignment) for j in block)
-
-
-def _row_segments(
-    row: Sequence[TensorRecord], in_place: Iterable[tuple[list[int], int]], copied: Iterable[tuple[int, int]]
-) -> tuple[Segment, ...]:
-    """Return the reads of one row: of blocks with places for their pages, and of tensors with places of their own."""
-    segments = [_in_place([row[j] for j in block], at) for block, at in in_place]
-    parts = [(row[j], at) for j, at in copied]
-    segments += (_scattered([parts[i] for i in run]) for run in _runs([record for record, _ in parts]))
-    return tuple(sorted(segments, key=lambda segment: (str(segment.path), segment.pieces[0].offset)))
-
-
 def _joined(group: Sequence[TensorRecord]) -> TensorRecord | None:
     """Return tensors that follow each other in a file as one record; None when they do not."""
     first = group[0]
+    if len(group) == 1:
+        return first
     if not all(a.extent.path == b.extent.path and a.extent.end == b.extent.offset for a, b in pairwise(group)):
         return None
     extent = Extent(first.extent.path, first.extent.offset, sum(record.nbytes for record in group))
     return replace(first, extent=extent)
 
 
-def _in_place(records: Sequence[TensorRecord], cursor: int) -> Segment:
+def read_in_place(records: Sequence[TensorRecord], cursor: int) -> Segment:
     """Return the read of a range of a file to ``cursor`` of the buffer, unchanged."""
     start, _ = _pages(records)
-    return _scattered([(record, cursor + record.extent.offset - start) for record in records], cursor)
+    return read_scattered([(record, cursor + record.extent.offset - start) for record in records], cursor)
 
 
-def _scattered(run: Sequence[tuple[TensorRecord, int]], cursor: int | None = None) -> Segment:
+def read_scattered(run: Sequence[tuple[TensorRecord, int]], cursor: int | None = None) -> Segment:
     """Return the read of a range of a file whose pieces go to places of their own."""
     start, end = _pages([record for record, _ in run])
     pieces = tuple(Piece(record.name, record.extent.offset, record.nbytes, at) for record, at in run)
@@ -318,7 +237,7 @@ def _pages(records: Sequence[TensorRecord]) -> tuple[int, int]:
     return start, round_up(records[-1].extent.end, DIRECT_ALIGNMENT)
 
 
-def _runs(records: Sequence[TensorRecord]) -> Iterable[list[int]]:
+def runs_of(records: Sequence[TensorRecord]) -> Iterable[list[int]]:
     """Return groups of indices of non-empty tensors that are neighbours in one file."""
     order = sorted(
         (i for i, record in enumerate(records) if record.nbytes),
@@ -334,16 +253,17 @@ def _runs(records: Sequence[TensorRecord]) -> Iterable[list[int]]:
 
 def _segment(records: Sequence[TensorRecord], cursor: int, alignment: int) -> tuple[Segment, int]:
     """Return the read of neighbours placed from ``cursor`` on, and the first free page after them."""
-    if all(_is_aligned(record, alignment) for record in records):
-        segment = _in_place(records, cursor)
+    if all(is_aligned(record, alignment) for record in records):
+        segment = read_in_place(records, cursor)
         return segment, cursor + segment.nbytes
     run = []
     for record in records:
         at = round_up(cursor, max(alignment, COPY_ALIGNMENT))
         run.append((record, at))
         cursor = at + record.nbytes
-    return _scattered(run), round_up(cursor, DIRECT_ALIGNMENT)
+    return read_scattered(run), round_up(cursor, DIRECT_ALIGNMENT)
 
 
-def _is_aligned(record: TensorRecord, alignment: int) -> bool:
+def is_aligned(record: TensorRecord, alignment: int) -> bool:
+    """Return whether a tensor can be computed with where a read of whole pages puts it."""
     return record.extent.offset % max(alignment, record.itemsize) == 0

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mlx_flash.files import temporary_file
-from mlx_flash.memory.footprint import use_huge_pages
+from mlx_flash.memory.hugepages import use_huge_pages
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file, round_up
 from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.placement import Piece, Segment

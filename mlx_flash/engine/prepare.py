@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,20 @@ class Prepared:
         return replace(self, plan=plan, machine=machine)
 
 
+@contextmanager
+def _collections_put_off() -> Iterator[None]:
+    """Keep Python from looking for garbage. What planning makes stays, and is looked at again with all the rest."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_collections_put_off()
 def prepare(
     model_path: Path | str,
     config: FlashConfig,

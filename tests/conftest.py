@@ -93,9 +93,10 @@ QUICK = {
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))
 
-# Child processes import this checkout, and keep their compiled modules.
+# Child processes import this checkout. They and pytest, which rewrites the tests, keep compiled modules.
 os.environ["PYTHONPATH"] = str(TESTS.parent)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -105,8 +105,10 @@ def run(
     return [tokens for _, tokens in sorted(zip(order, found.values(), strict=True))], most_disk, most_memory
 
 
-@pytest.mark.parametrize("arrivals", [None, [0, 3, 1, 9, 2, 12]], ids=["together", "joining"])
-@pytest.mark.parametrize("times", [1.0, 1.5, 3.0])
+JOINING = [0, 3, 1, 9, 2, 12]
+
+
+@pytest.mark.parametrize(("times", "arrivals"), [(1.0, None), (1.0, JOINING), (1.5, JOINING), (3.0, None)])
 def test_rows_on_disk_are_their_solo_runs(
     directory: Path, tmp_path: Path, times: float, arrivals: list[int] | None
 ) -> None:
@@ -126,9 +128,7 @@ def test_rows_on_disk_are_their_solo_runs(
 
 @pytest.mark.parametrize("cut", [0, 1, 2, "tiles"])
 @pytest.mark.parametrize("has_room", [True, False])
-def test_slots_that_waiting_rows_hold_count(
-    wide: Path, stock_logits: list[mx.array], cut: Any, has_room: bool
-) -> None:
+def test_slots_that_waiting_rows_hold_count(wide: Path, stock_logits: list[mx.array], cut: Any, has_room: bool) -> None:
     """Where units are smaller than layers, rows wait inside their attention, each with a layer's keys and values."""
     share = least_share(wide, settings(wide, context_length=720))
     options = {"kv_cache": "disk", "kv_step": 16, "kv_ram_gb": 20 * share / 1e9, "context_length": 720}

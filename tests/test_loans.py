@@ -53,7 +53,7 @@ def test_random_loans_change_no_bit(small: Path, cut: int | str) -> None:
     random = Random(7)
     with streamed_whole(small, cut=cut) as model:
         loans, lent = loans_of(model), set()
-        for _ in range(12):
+        for _ in range(8):
             loans.lend(random.randrange(2 * model.plan.streaming.read_bytes))
             assert same_bits(run(model, calls), expected)
             lent.add(loans.nbytes)

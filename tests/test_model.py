@@ -91,8 +91,9 @@ def config(**changes: Any) -> FlashConfig:
     return FlashConfig(**{**settings, **changes})
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("io", ["direct", "buffered"])
+@pytest.mark.parametrize(
+    ("name", "io"), [*((name, "direct") for name in MODELS), ("bf16-tied", "buffered"), ("4bit", "buffered")]
+)
 def test_logits_equal_stock_at_every_budget(
     directories: Any, stock_logits: Any, name: str, io: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.residency.assemble import (
@@ -240,17 +241,14 @@ def _most_pinned(
     task: Task, budget: int, reserve: Reserve, num_slots: int, whole_layers: bool, tile_bytes: int | None
 ) -> ResidencyPlan | None:
     """Find by bisection how few of the layers' bytes can be streamed within the budget."""
-
-    def fits(target: int) -> bool:
-        streamed = task.streamed(target, whole_layers)
-        return assembled_bytes(task, reserve, num_slots, streamed, tile_bytes) <= budget
-
+    # Of a small model, many targets stream the same tensors.
+    needed = cache(lambda streamed: assembled_bytes(task, reserve, num_slots, streamed, tile_bytes))
     low, high = 0, task.sizes.layer_bytes
-    if not fits(high):
+    if needed(task.streamed(high, whole_layers)) > budget:
         return None
     for _ in range(SEARCH_STEPS - 1):
         middle = (low + high) // 2
-        if fits(middle):
+        if needed(task.streamed(middle, whole_layers)) <= budget:
             high = middle
         else:
             low = middle

@@ -537,9 +537,9 @@ print(json.dumps({{
 
 def test_the_process_keeps_its_budget(tmp_path: Path) -> None:
     """With keys and values that are several times their share."""
-    length = 72
+    length = 136
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 44}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 512}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 512}
     directory = save(tmp_path / "model", SMALL | shape | heads)
     code = BUDGET.format(here=str(Path(__file__).parent), length=length, directory=str(directory))
     done = children.run("-c", code, timeout=300, forks=False)

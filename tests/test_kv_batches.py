@@ -182,7 +182,7 @@ print(json.dumps({
 
 
 def test_the_process_keeps_its_budget_with_several_sequences(tmp_path: Path) -> None:
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 512}
     directory = save(tmp_path, SMALL | heads | {"intermediate_size": 1024, "num_hidden_layers": 4})
     done = children.run("-c", BUDGET, directory, timeout=300, forks=False)
     assert done.returncode == 0, done.stderr.decode()
@@ -256,10 +256,13 @@ def check_branches(directory: Path, got: list[Any]) -> None:
 def test_active_conversations_refer_to_the_prefix_cache(tmp_path: Path, prefixes: Path, mode: str) -> None:
     """Nothing of the prefix is written again, and all files of a call are accounted for."""
     directory = save(tmp_path / "model", SMALL)
-    num, step = 4, STEP if mode == "exact" else 256
-    shared = [(37 * i + 11) % 300 for i in range(4 * step)]
+    num, step, num_pages = (4, STEP, 4) if mode == "exact" else (4, 256, 2)
+    shared = [(37 * i + 11) % 300 for i in range(num_pages * step)]
     prompts = [[*shared, *((7 * i + k) % 300 for i in range(20 + k))] for k in range(num)]
-    base, changes = tmp_path / "kv", {"kv_prefixes": mode, "context_length": 5 * step, "prefill_step_size": step}
+    base, changes = (
+        tmp_path / "kv",
+        {"kv_prefixes": mode, "context_length": (num_pages + 1) * step, "prefill_step_size": step},
+    )
     with with_prefixes(directory, **changes) as model:
         run(model, prompts, step=step)
     with with_prefixes(directory, **changes, kv_directory=base) as model:

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_flash.compat.attention import AttentionCall, observed_attention
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.residency.attention import bytes_per_pair
-from mlx_flash.residency.sizes import ActivationSizes
+from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes
 from models import save, stock
 from test_model import config
 from zoo import configuration
@@ -36,7 +36,8 @@ def seen_per_pair(directory: Path, *, quantized: bool = False) -> float:
         cache = make_prompt_cache(model)
         if quantized:
             cache = [QuantizedKVCache(group_size=32) for _ in cache]
-        mx.eval(model(mx.zeros((1, context), mx.int32), cache=cache))
+        for start in range(0, context, CACHE_STEP):
+            mx.eval(model(mx.zeros((1, min(CACHE_STEP, context - start)), mx.int32), cache=cache))
         tokens = mx.zeros((1, NUM_TOKENS), mx.int32)
         mx.eval(tokens, [entry.state for entry in cache])
         mx.synchronize()

@@ -24,7 +24,7 @@ PROMPT = mx.array([i * 37 % 1000 for i in range(600)])
 
 @pytest.fixture(scope="module")
 def llama() -> nn.Module:
-    return build(LLAMA)
+    return build(LLAMA | {"num_hidden_layers": 2})
 
 
 def rows_of(seed: int, num_tokens: int) -> mx.array:

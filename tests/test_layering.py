@@ -43,9 +43,15 @@ def modules() -> dict[str, Path]:
     return {name: path for path, name in paths.items() if name.rsplit(".", 1)[-1] not in FREE}
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             if node.module and node.module.startswith("mlx_flash."):
@@ -93,7 +99,7 @@ def test_modules_and_classes_are_short() -> None:
     methods = {
         f"{name}.{node.name}": sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
         for name, path in modules().items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef)
     }
     assert not {name: count for name, count in lines.items() if count > 350}
@@ -112,7 +118,7 @@ def test_private_parts_of_mlx_are_used_in_compat_only() -> None:
         (name, found)
         for name, path in modules().items()
         if floor_of(name) != "compat"
-        for found in foreign_privates(ast.parse(path.read_text()))
+        for found in foreign_privates(tree_of(path))
         if (name, found) != ("engine.dropped", "__code__")  # of any caller's function
     ]
     assert not wrong
@@ -139,7 +145,7 @@ def own_privates() -> set[str]:
     """Private names that the package itself defines: functions, and attributes that are assigned or annotated."""
     names = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef) and path.parent.name != "compat":
                 names.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -153,7 +159,7 @@ def test_nothing_catches_everything() -> None:
     """No broad ``except`` outside the command line's last line."""
     broad = []
     for name, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ExceptHandler):
                 kind = ast.unparse(node.type) if node.type else "everything"
                 reraises = isinstance(node.body[-1], ast.Raise)

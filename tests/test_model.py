@@ -91,8 +91,9 @@ def config(**changes: Any) -> FlashConfig:
     return FlashConfig(**{**settings, **changes})
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("io", ["direct", "buffered"])
+@pytest.mark.parametrize(
+    ("name", "io"), [*((name, "direct") for name in MODELS), ("bf16-tied", "buffered"), ("4bit", "buffered")]
+)
 def test_logits_equal_stock_at_every_budget(
     directories: Any, stock_logits: Any, name: str, io: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,8 +518,8 @@ from mlx_lm.generate import generate_step
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.memory.footprint import peak_footprint
 budget = sys.argv[2] if sys.argv[2] == "min" else float(sys.argv[2])
-model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=budget, context_length=48))
-prompt = mx.array([i % 1000 for i in range(44)])
+model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=budget, context_length=32))
+prompt = mx.array([i % 1000 for i in range(28)])
 for _ in generate_step(prompt, model, max_tokens=3, prefill_step_size=model.plan.prefill_step_size):
     pass
 print(model.plan.budget_bytes, model.plan.peak_bytes, peak_footprint(), model.plan.streaming.read_bytes)

@@ -94,17 +94,23 @@ def the_block(document: str, words: str) -> Block:
 
 @dataclass(frozen=True)
 class Desk:
-    """A working folder, and the values of placeholders."""
+    """A working folder, the values of placeholders, and what was printed by blocks that need not run twice."""
 
     folder: Path
     names: dict[str, str]
     environment: dict[str, str]
+    printed: dict[Block, str]
 
     def own(self, text: str) -> str:
         """Return the text with the placeholders filled in."""
         for name, value in self.names.items():
             text = re.sub(rf"\b{name}\b", value, text)
         return text
+
+    def run_once(self, block: Block) -> str:
+        if block not in self.printed:
+            self.printed[block] = self.run(block)
+        return self.printed[block]
 
     def run(self, block: Block) -> str:
         text, given = self.own(block.text), "Hello\nq\n"
@@ -139,7 +145,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     own = {"XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "XDG_RUNTIME_DIR": str(folder)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {key: value for key, value in ENV.items() if not key.startswith("MLX_FLASH_")}
-    desk = Desk(folder, names, environment | own | {"PATH": path})
+    desk = Desk(folder, names, environment | own | {"PATH": path}, {})
     (modelfile,) = {block.text for block in BLOCKS if block.language == "dockerfile"}
     # Samples of a random model may end at once: these are the same in every run.
     (folder / "Modelfile").write_text(f"{desk.own(modelfile)}PARAMETER seed 1\n")
@@ -179,21 +185,21 @@ def test_one_command_starts_the_server() -> None:
 
 @runnable("python", without="openai")
 def test_python(block: Block, desk: Desk) -> None:
-    assert len(desk.run(block).strip()) > 10
+    assert len(desk.run_once(block).strip()) > 10
 
 
 @runnable("bash", without="SITE_PACKAGES")
 def test_bash(block: Block, desk: Desk) -> None:
-    assert len(desk.run(block).strip()) > 10
+    assert len(desk.run_once(block).strip()) > 10
 
 
 def test_the_patch_gives_the_text_of_mlx_lm(desk: Desk) -> None:
-    assert desk.run(the_block("README.md", "response.text")) == stock_text(desk, QUESTION, 100)
+    assert desk.run_once(the_block("README.md", "response.text")) == stock_text(desk, QUESTION, 100)
 
 
 def test_the_first_command_gives_the_text_of_mlx_lm(desk: Desk) -> None:
     first = next(b for b in BLOCKS if b.language == "bash" and "mlx-flash generate" in b.text and not b.not_run)
-    assert desk.run(first) == f"{stock_answer(desk, 100)}\n"
+    assert desk.run_once(first) == f"{stock_answer(desk, 100)}\n"
 
 
 def test_the_client_gets_the_text_of_mlx_lm(desk: Desk) -> None:

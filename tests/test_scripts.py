@@ -100,12 +100,14 @@ def tiny(made: Callable[..., Path]) -> Path:
 
 def generate(folder: Path, count: int = 5) -> list[int]:
     import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import load_model
 
     model, _ = load_model(folder, strict=True)
-    tokens = [7, 8, 100]
+    tokens, cache, num_cached = [7, 8, 100], make_prompt_cache(model), 0
     for _ in range(count):
-        logits = model(mx.array([tokens]))[0, -1].astype(mx.float32)
+        logits = model(mx.array([tokens[num_cached:]]), cache=cache)[0, -1].astype(mx.float32)
+        num_cached = len(tokens)
         assert bool(mx.isfinite(logits).all())
         assert float(mx.std(logits)) > 0.1
         tokens.append(int(mx.argmax(logits)))

@@ -15,7 +15,7 @@ from mlx_flash.engine.sharing import waiting_bytes
 from models import LLAMA, save
 from test_model import streamed_whole
 
-CONTEXT, STEP, NUM_PARTS = 2048, 4, 10
+CONTEXT, STEP, NUM_PARTS = 1024, 4, 10
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
 MODEL = LLAMA | SHAPE | {"head_dim": 64, "num_hidden_layers": 2, "vocab_size": 16000}
 

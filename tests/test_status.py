@@ -237,7 +237,7 @@ def test_collecting_beside_running_passes_changes_nothing(directory: Path) -> No
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
-            for _ in range(20):
+            for _ in range(12):
                 counters.begin(1, 1)
                 assert same_bits(run(model, PREFILL_AND_DECODE), expected)
                 counters.end()

@@ -78,6 +78,11 @@ class Task:
 
         return cache(add_up_tokens)
 
+    @cached_property
+    def fixed_bytes(self) -> Callable[[Reserve], int]:
+        """The peak without the weights of layers and heads, for a reserve."""
+        return cache(lambda reserve: _add_up(self, reserve, 0, Streaming()).peak_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
@@ -117,6 +122,17 @@ def assemble(task: Task, reserve: Reserve, num_slots: int, streamed: Streamed, t
 
     The plan does not say which tensors of the layers are streamed: see ``named``.
     """
+    return _add_up(task, reserve, *_chosen(task, num_slots, streamed, tile_bytes))
+
+
+def assembled_bytes(task: Task, reserve: Reserve, num_slots: int, streamed: Streamed, tile_bytes: int | None) -> int:
+    """Return the predicted peak of a choice: that of its plan, which takes longer to assemble."""
+    pinned, streaming = _chosen(task, num_slots, streamed, tile_bytes)
+    return task.fixed_bytes(reserve) + pinned + streaming.num_slots * streaming.slot_bytes
+
+
+def _chosen(task: Task, num_slots: int, streamed: Streamed, tile_bytes: int | None) -> tuple[int, Streaming]:
+    """Return the bytes of pinned weights, and what is streamed."""
     sizes = task.sizes
     heads = heads_of(sizes)
     tiled = [] if tile_bytes is None else heads
@@ -124,20 +140,19 @@ def assemble(task: Task, reserve: Reserve, num_slots: int, streamed: Streamed, t
         tile_bytes = max(head.nbytes for head in tiled)
     slot = _slot_bytes(streamed.largest, tiled, tile_bytes or 0)
     tiles = {head.name: tile_rows(head, slot) for head in tiled}
-    num_units = streamed.num_layers + sum(_num_tiles(head, tiles[head.name]) for head in tiled)
+    num_units = streamed.num_layers + sum([_num_tiles(head, tiles[head.name]) for head in tiled])
     kept = {head.name for head in heads} - tiles.keys()
     pinned = sizes.layer_buffer_bytes - streamed.buffer_bytes
-    pinned += sum(unit.buffer_bytes for unit in heads if unit.name in kept)
-    streaming = Streaming(
+    pinned += sum([unit.buffer_bytes for unit in heads if unit.name in kept])
+    return pinned, Streaming(
         heads=tuple(tiles.items()),
-        tables=tuple(table.unit.name for table in sizes.tables if table.unit.name not in kept),
+        tables=tuple([table.unit.name for table in sizes.tables if table.unit.name not in kept]),
         num_units=num_units,
         num_slots=min(num_slots, num_units),
         slot_bytes=slot if num_units else 0,
-        read_bytes=streamed.nbytes + sum(head.nbytes for head in tiled),
+        read_bytes=streamed.nbytes + sum([head.nbytes for head in tiled]),
         cut=task.cut,
     )
-    return _add_up(task, reserve, pinned, streaming)
 
 
 def named(task: Task, plan: ResidencyPlan, chosen: Sequence[tuple[TensorSize, ...]]) -> ResidencyPlan:

@@ -14,6 +14,7 @@ from mlx_flash.residency.assemble import (
     Task,
     activation_bytes,
     assemble,
+    assembled_bytes,
     everything_pinned,
     finished,
     heads_of,
@@ -70,6 +71,11 @@ def smallest(task: Task, reserve: Reserve) -> ResidencyPlan:
 def _smallest_of_cut(task: Task, reserve: Reserve) -> list[ResidencyPlan]:
     streamed, num_slots = _all_layers(task), task.config.num_slots or 1
     return [assemble(task, reserve, num_slots, streamed, tile_bytes) for tile_bytes in (0, None)]
+
+
+def _least_bytes_of_cut(task: Task, reserve: Reserve) -> int:
+    streamed, num_slots = _all_layers(task), task.config.num_slots or 1
+    return min([assembled_bytes(task, reserve, num_slots, streamed, tile_bytes) for tile_bytes in (0, None)])
 
 
 def _all_layers(task: Task) -> Streamed:
@@ -195,9 +201,8 @@ def _candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[Residency
             yield finished(task, everything_pinned(task, reserve, tables=False), budget)
         return
     for cut in _cuts(task):
-        if all(plan.peak_bytes > budget for plan in _smallest_of_cut(cut, reserve)):
-            continue
-        yield from _candidates_of_cut(cut, budget, reserve, may_skip_layers=cut is task)
+        if _least_bytes_of_cut(cut, reserve) <= budget:
+            yield from _candidates_of_cut(cut, budget, reserve, may_skip_layers=cut is task)
 
 
 def _candidates_of_cut(task: Task, budget: int, reserve: Reserve, *, may_skip_layers: bool) -> Iterator[ResidencyPlan]:
@@ -237,22 +242,18 @@ def _most_pinned(
 ) -> ResidencyPlan | None:
     """Find by bisection how few of the layers' bytes can be streamed within the budget."""
     # Of a small model, many targets stream the same tensors.
-    assembled = cache(lambda streamed: assemble(task, reserve, num_slots, streamed, tile_bytes))
-    best: tuple[ResidencyPlan, int] | None = None
+    needed = cache(lambda streamed: assembled_bytes(task, reserve, num_slots, streamed, tile_bytes))
     low, high = 0, task.sizes.layer_bytes
-    for _ in range(SEARCH_STEPS):
-        middle = high if best is None else (low + high) // 2
-        plan = assembled(task.streamed(middle, whole_layers))
-        if plan.peak_bytes <= budget:
-            best, high = (plan, middle), middle
-        elif best is None:
-            return None
+    if needed(task.streamed(high, whole_layers)) > budget:
+        return None
+    for _ in range(SEARCH_STEPS - 1):
+        middle = (low + high) // 2
+        if needed(task.streamed(middle, whole_layers)) <= budget:
+            high = middle
         else:
             low = middle
-    if best is None:
-        return None
-    plan, target = best
-    return named(task, plan, spread(task.sizes.layers, target, whole_layers))
+    plan = assemble(task, reserve, num_slots, task.streamed(high, whole_layers), tile_bytes)
+    return named(task, plan, spread(task.sizes.layers, high, whole_layers))
 
 
 def _fastest(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:

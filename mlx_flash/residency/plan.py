@@ -307,7 +307,9 @@ class ResidencyPlan:
     @property
     def peak_bytes(self) -> int:
         """Predicted peak of the process."""
-        return sum(nbytes for _, nbytes in self.parts())
+        tokens = self.kv_bytes + self.prefix_bytes + self.activation_bytes + self.spare_bytes
+        weights = self.resident_bytes + self.pinned_bytes + self.slots_bytes + self.pool_bytes
+        return self.base_bytes + weights + tokens + self.bounce_bytes + self.cache_limit
 
     def parts(self) -> list[tuple[str, int]]:
         """Return the parts of the predicted peak: (words for people, bytes)."""

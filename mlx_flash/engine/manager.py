@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -168,6 +169,7 @@ class FlashManager:
         """Forget a model that was closed. Harmless when repeated."""
         with self.lock:
             self._models.pop(id(model), None)
+            _CLOSED.add(model)
 
     def start(self, model: StreamedModel, progress: Progress | None = None) -> None:
         """Start a model and all others that wait, the smallest first: each leaves those after it what they need.
@@ -195,3 +197,12 @@ class FlashManager:
 
 
 _OF_PROCESS = FlashManager()
+_CLOSED: weakref.WeakSet[StreamedModel] = weakref.WeakSet()
+
+
+def free_closed_models() -> None:
+    """Free what only garbage still refers to of models that were closed: plans count what the process holds."""
+    with _OF_PROCESS.lock:
+        if _CLOSED:
+            gc.collect()
+            _CLOSED.clear()

@@ -18,6 +18,7 @@ from mlx_flash.compat.experts import has_kernel
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.engine.engine import Progress
+from mlx_flash.engine.manager import free_closed_models
 from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError, ConfigError
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of
 from mlx_flash.layout.identity import ModelIdentity
@@ -110,7 +111,7 @@ class Prepared:
 
 @contextmanager
 def _collections_put_off() -> Iterator[None]:
-    """Keep Python from looking for garbage. What planning makes stays, and is looked at again with all the rest."""
+    """Keep Python from looking for garbage while a plan is made: what is made for it stays."""
     if not gc.isenabled():
         yield
         return
@@ -146,6 +147,7 @@ def prepare(
         loading: further arguments of ``mlx_lm.utils.load_model``.
     """
     map_large_blocks()
+    free_closed_models()
     peers = Peers(group) if group is not None and group.size() > 1 else None
     config = config if peers is None else _settings_of_ranks(config)
     path = Path(model_path)

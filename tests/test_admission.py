@@ -6,12 +6,21 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    make_prompt_cache,
+)
 
 from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.engine.lane import Lane
+from mlx_flash.kv.pool import KVPool
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import footprint
@@ -85,3 +94,21 @@ def test_decisions(plan: ResidencyPlan) -> None:
     ) as caught:
         decide(plan, 1 << 24, 20, [], may_batch=True, batching="stock")
     assert caught.value.status == 413
+
+
+def test_caches_are_added_up_only_when_they_grow(model: FlashLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model in memory computes a token as fast as mlx-lm, and is refused one that the process has no room for."""
+    admitted = []
+    admit = KVPool.admit
+    monkeypatch.setattr(KVPool, "admit", lambda *args: (admitted.append(args), admit(*args))[1])
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.arange(250)[None], cache=cache))
+    assert len(admitted) == 1 and not model.plan.read_bytes
+    for i in range(20):  # the caches have room for 256 tokens
+        mx.eval(model(mx.array([[i]]), cache=cache))
+    assert len(admitted) == 2
+    call = parse_call((mx.array([[1]]), cache), {})
+    check_headroom(model.plan, [Lane(call)])
+    full = model.plan.base_bytes - model.plan.active_bytes + int(mx.get_active_memory())
+    with pytest.raises(BudgetError):
+        check_headroom(replace(model.plan, budget_bytes=full), [Lane(call)])

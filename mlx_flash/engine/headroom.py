@@ -50,6 +50,8 @@ def check_headroom(
         WriteError: keys and values would have to go to disk, which has no room.
     """
     own = _own_of(lanes)
+    if not wish and _takes_nothing(plan, lanes, own):
+        return 0
     _settle_batches([entry for lane in lanes for entry in other_entries(lane.call.cache)], loans)
     need = _need(plan, lanes)
     missing = need.total - plan.budget_bytes
@@ -67,6 +69,23 @@ def check_headroom(
     if missing > 0:
         raise _too_large(plan, lanes, need, missing)
     return granted
+
+
+def _takes_nothing(plan: ResidencyPlan, lanes: Sequence[Lane], own: _Own) -> bool:
+    """Return whether there is nothing to lend and nothing to evict, and the process has room for a token.
+
+    It is so for all but one of 256 tokens when weights are in memory. Looking at each layer takes a millisecond or two.
+    """
+    call = lanes[0].call
+    if len(lanes) > 1 or not call.is_decode or plan.streaming.num_units or plan.pool is not None:
+        return False
+    if not own or len(own) < len(call.cache or ()) or own[0][0].pool.on_disk:
+        return False
+    if plan.kv.options is None or plan.kv.options.max_tokens is not None:
+        return False
+    if any(entry.rows.memory.takes_more(1) for entry, _ in own):
+        return False
+    return _elsewhere(plan) + active_memory() + activation_bytes(plan, lanes) <= plan.budget_bytes
 
 
 def _admit(plan: ResidencyPlan, own: _Own, lanes: Sequence[Lane], missing: int) -> int:
@@ -133,11 +152,15 @@ class _Need:
 def _need(plan: ResidencyPlan, lanes: Sequence[Lane]) -> _Need:
     states = plan.cache.call_bytes * max(lane.num_at_once for lane in lanes)
     return _Need(
-        elsewhere=plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit,
+        elsewhere=_elsewhere(plan),
         in_use=_in_use({entry.pool for entry, _ in _own_of(lanes)}),
         activations=activation_bytes(plan, lanes),
         growth=sum(_kv_growth(plan, lane.call) for lane in lanes) + states,
     )
+
+
+def _elsewhere(plan: ResidencyPlan) -> int:
+    return plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit
 
 
 def _room_for_kv(plan: ResidencyPlan, own: _Own, lanes: Sequence[Lane], missing: int, held: int = 0) -> tuple[int, int]:

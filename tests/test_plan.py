@@ -35,9 +35,9 @@ from mlx_flash.residency.plan import (
     in_mb,
 )
 from mlx_flash.residency.search import PROFILE_SHARES, make_plan
+from mlx_flash.residency.hits import DEFAULT_HITS, expected_hits
 from mlx_flash.residency.sizes import (
     CACHE_STEP,
-    DEFAULT_HITS,
     ActivationSizes,
     ExpertSizes,
     ModelSizes,
@@ -1089,6 +1089,15 @@ def test_larger_pools_are_expected_to_hit_more(sizes: ModelSizes, few: int, many
     few, many = sorted((few, many))
     assert 0 <= experts.hit_rate(few) <= experts.hit_rate(many) <= 1
     assert experts.hit_rate(0) == DEFAULT_HITS[0] == 0 and experts.hit_rate(sum(experts.num_experts)) == 1
+
+
+@some(100)
+@given(st.floats(0, 2), st.integers(1, 1024))
+def test_few_experts_are_expected_to_be_chosen_equally_often(share: float, num_experts: int) -> None:
+    hits = expected_hits(share, num_experts)
+    assert min(1, share) <= hits + 1e-9 and hits <= expected_hits(share, num_experts + 1) + 1e-9
+    assert expected_hits(share, 8) == pytest.approx(min(1, share))
+    assert expected_hits(0.5, 32) == expected_hits(0.5, 256) == DEFAULT_HITS[4]
 
 
 def test_experts_that_are_not_computed_with_take_no_time() -> None:

@@ -144,6 +144,33 @@ def _has_huge_pages() -> bool:
     return setting.exists() and "[never]" not in setting.read_text()
 
 
+@pytest.mark.skipif(not commits_lazily(), reason="needs memory that is committed when it is written to")
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["quick pages", "slow pages"])
+def test_slots_that_are_added_keep_their_bytes(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get large pages if these are quick. Trying that overwrites no slot."""
+    clock = count(0.0, seconds)
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    pitch = HUGE_PAGE * 3 // 4 // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+    arena, before = SlotArena(2, pitch, 60), footprint()
+    arena.resize(60)
+    for slot in range(60):
+        arena.touch(slot)
+        arena.fill(slot, slot + 1)
+    for slot in range(60):
+        memory = np.frombuffer(arena.memory(slot), np.uint8)
+        assert (memory == slot + 1).all()
+    assert footprint() - before < arena.committed + HUGE_PAGE
+    arena.resize(2)
+    num_large = 0
+    for slot in range(2, 60):
+        arena.resize(slot + 1)
+        held = footprint()
+        arena.touch(slot)
+        arena.memory(slot)[pitch // 2] = 1
+        num_large += footprint() - held > HUGE_PAGE // 2
+    assert (num_large > 20) == (_has_huge_pages() and not seconds)
+
+
 @pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["quick pages", "slow pages"])
 def test_memory_that_is_read_once_is_committed_by_reading(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count(0.0, seconds)

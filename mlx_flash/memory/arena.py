@@ -15,7 +15,7 @@ import numpy as np
 
 from mlx_flash.compat.arrays import address_of, memory_of
 from mlx_flash.memory.footprint import total_memory
-from mlx_flash.memory.hugepages import HUGE_PAGE, use_huge_pages, use_quick_huge_pages
+from mlx_flash.memory.hugepages import HUGE_PAGE, PageChoice, use_huge_pages, use_quick_huge_pages
 from mlx_flash.memory.lazy import LazyRows, commits_lazily, uncommit, untouched
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
@@ -112,7 +112,7 @@ class SlotArena:
         self._everything = memory_of(self._array)
         self._start = _first_page(self._everything)
         use_huge_pages(self._everything[: num_slots * pitch])
-        use_huge_pages(self._everything[num_slots * pitch :], at_once=False)
+        self._pages = PageChoice()
         self._note()
 
     @property
@@ -131,7 +131,9 @@ class SlotArena:
     def touch(self, slot: int) -> None:
         """Note that a slot gets memory."""
         if slot >= self.num_touched:
+            before = self.committed
             self.num_touched = slot + 1
+            self._pages.take(self._everything[before : self.committed + HUGE_PAGE])  # the page at the end, too
             self._note()
 
     @property

@@ -18,7 +18,10 @@ _QUICK_SECONDS = 0.5e-3
 """Processor time for a large page that is worth it. Measured: 0.2 ms, where 512 small ones take 1 ms; 2 to 10 ms on a
 virtual machine that had given the memory back to its host."""
 
-_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # <linux/mman.h>
+_PAUSE = 16
+"""Pieces of memory that get small pages after one whose large pages took long."""
+
+_MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_COLLAPSE = 14, 15, 25  # <linux/mman.h>
 
 
 def use_huge_pages(buffer: memoryview, *, at_once: bool = True) -> None:
@@ -47,15 +50,38 @@ def use_quick_huge_pages(buffer: memoryview) -> None:
         buffer: the memory, which nothing was written to.
     """
     address, length = _large_part(buffer)
-    tried = _TRIED_PAGES * HUGE_PAGE
-    if length < 4 * tried:
-        return
-    _advise(address, tried, _MADV_HUGEPAGE)
-    began = time.thread_time()
-    for page in range(0, tried, HUGE_PAGE):
-        ctypes.memset(address + page, 0, 1)
-    if time.thread_time() - began < _TRIED_PAGES * _QUICK_SECONDS:
+    if length >= 4 * _TRIED_PAGES * HUGE_PAGE and _are_quick(address, _TRIED_PAGES):
         _advise(address, length, _MADV_HUGEPAGE)
+
+
+class PageChoice:
+    """A choice between large and small pages for memory that is taken piece by piece, in the order of addresses."""
+
+    def __init__(self) -> None:
+        self._pause = 0
+
+    def take(self, buffer: memoryview) -> None:
+        """Ask Linux to put the next piece on large pages, unless it took long to make these lately.
+
+        Args:
+            buffer: the memory, which nothing was written to.
+        """
+        address, length = _large_part(buffer)
+        if not length:
+            return
+        if not self._pause and not _are_quick(address, 1):
+            self._pause = _PAUSE
+        _advise(address, length, _MADV_NOHUGEPAGE if self._pause else _MADV_HUGEPAGE)
+        self._pause = max(0, self._pause - 1)
+
+
+def _are_quick(address: int, num_pages: int) -> bool:
+    """Make some large pages. Return whether that took little time."""
+    _advise(address, num_pages * HUGE_PAGE, _MADV_HUGEPAGE)
+    began = time.thread_time()
+    for page in range(num_pages):
+        ctypes.memset(address + page * HUGE_PAGE, 0, 1)
+    return time.thread_time() - began < num_pages * _QUICK_SECONDS
 
 
 def _large_part(buffer: memoryview) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, t
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.attention import bytes_per_pair, unfused_bytes_per_pair
+from mlx_flash.residency.hits import expected_hits
 from mlx_flash.storage.placement import must_copy, padded_bytes
 
 _DEFAULT_EXPERTS = 8
@@ -134,11 +135,6 @@ class ActivationSizes:
         return num_tokens * (self.per_token + self.embedding_per_token)
 
 
-DEFAULT_HITS = (0.0, 0.33, 0.55, 0.7, 0.8, 0.87, 0.93, 0.97, 1.0)
-"""Expected hit rates of pools of 0, 1/8, 2/8 ... of all experts. Measured with random models whose routing is as skewed
-as that of trained ones: docs/lab-notes.md."""
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
     """A model's experts in numbers.
@@ -161,9 +157,7 @@ class ExpertSizes:
 
     def hit_rate(self, num_slots: int) -> float:
         """Return the share of the experts of a token that a pool of so many slots is expected to hold."""
-        at = min(1.0, num_slots / sum(self.num_experts)) * (len(DEFAULT_HITS) - 1)
-        low = min(int(at), len(DEFAULT_HITS) - 2)
-        return DEFAULT_HITS[low] + (at - low) * (DEFAULT_HITS[low + 1] - DEFAULT_HITS[low])
+        return expected_hits(num_slots / sum(self.num_experts), max(self.num_experts))
 
 
 @dataclass(frozen=True)

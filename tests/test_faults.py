@@ -226,7 +226,7 @@ def test_a_start_that_fails_can_be_repeated(
     num_reads = next(numbers)
     gc.collect()
     before = open_things()
-    for first in (3, 5, num_reads // 2, num_reads - 2):
+    for first in (3, 5, num_reads // 3, num_reads // 2):  # the last reads may be ahead of the first call
         monkeypatch.setattr(os, "preadv", failing(errno.ENODEV, lambda number, _, first=first: number >= first)(real))
         words = (
             r"'(model.*|lm_head.*|\(disk probe\))' .*offset \d+|"

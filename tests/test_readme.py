@@ -37,7 +37,7 @@ NOT_RUN = {
         *["needs root and minutes"] * 2,
         *["needs a GPU"] * 2,
         "needs root, and hours",
-        *["minutes"] * 3,
+        *["minutes"] * 4,
     ],
     "docs/experts.md": ["needs a mixture larger than the budget"],
     "docs/lmstudio_integration.md": ["installs"],

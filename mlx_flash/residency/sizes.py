@@ -318,8 +318,10 @@ def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes
     heads = [int(unit.module["weight"].shape[0]) for unit in [*layout.heads, *layout.embeddings]]
     rows = sum(p.nbytes // p.array.shape[0] for unit in layout.embeddings for p in unit.large)
     states = _SCAN_COPIES * layout.cache.largest_scan
-    if mx.default_device() == mx.cpu:  # it has no kernels for recurrences, and holds a state and a decay for each token
-        states += 2 * layout.cache.largest_state
+    if mx.default_device() == mx.cpu:
+        # It has no kernels for recurrences, and holds a state and a decay for each token. Mamba 2 also has two numbers
+        # for each pair of tokens of a chunk of 256 and each head, which take at most two states for each token.
+        states += 4 * layout.cache.largest_state
     return ActivationSizes(
         per_token=2 * itemsize * max(widths, default=0) + states,
         scores_per_pair=unfused if layout.has_own_attention else tried,

@@ -216,12 +216,12 @@ def test_a_read_that_takes_seconds(checkpoints: dict[str, Checkpoint], monkeypat
 def test_a_start_that_fails_can_be_repeated(
     checkpoints: dict[str, Checkpoint], name: str, io: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"io": io, "ram_budget_gb": 1.5, "read_size_mb": 0.1, "queue_depth": 2}  # 25 reads or more
+    settings = {"io": io, "ram_budget_gb": 1.5, "read_size_mb": 0.1, "queue_depth": 2}
     real = os.preadv
     streamed(checkpoints[name].directory, **settings).close()  # the first one may probe the disk
     gc.collect()
     before = open_things()
-    for first in (3, 5, 8, 13):
+    for first in (3, 5, 6):  # of the probe, the headers, the weights; past the page cache these are few reads
         monkeypatch.setattr(os, "preadv", failing(errno.ENODEV, lambda number, _, first=first: number >= first)(real))
         words = (
             r"'(model.*|lm_head.*|\(disk probe\))' .*offset \d+|"

@@ -221,7 +221,7 @@ def test_a_start_that_fails_can_be_repeated(
     streamed(checkpoints[name].directory, **settings).close()  # the first one may probe the disk
     gc.collect()
     before = open_things()
-    for first in (3, 5, 6):  # of the probe, the headers, the weights; past the page cache these are few reads
+    for first in (1, 2, 3):  # without a probe, and past the page cache, there may be four reads in all
         monkeypatch.setattr(os, "preadv", failing(errno.ENODEV, lambda number, _, first=first: number >= first)(real))
         words = (
             r"'(model.*|lm_head.*|\(disk probe\))' .*offset \d+|"

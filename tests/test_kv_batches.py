@@ -259,10 +259,8 @@ def test_active_conversations_refer_to_the_prefix_cache(tmp_path: Path, prefixes
     num, step, num_pages = (4, STEP, 4) if mode == "exact" else (4, 256, 2)
     shared = [(37 * i + 11) % 300 for i in range(num_pages * step)]
     prompts = [[*shared, *((7 * i + k) % 300 for i in range(20 + k))] for k in range(num)]
-    base, changes = (
-        tmp_path / "kv",
-        {"kv_prefixes": mode, "context_length": (num_pages + 1) * step, "prefill_step_size": step},
-    )
+    base, context = tmp_path / "kv", (num_pages + 1) * step
+    changes = {"kv_prefixes": mode, "context_length": context, "prefill_step_size": step}
     with with_prefixes(directory, **changes) as model:
         run(model, prompts, step=step)
     with with_prefixes(directory, **changes, kv_directory=base) as model:

@@ -122,20 +122,26 @@ class Engine:
             raise
 
     def _pin(self, parts: list[list[Parameter]], progress: Progress) -> None:
-        """Read the pinned weights. Modules get their arrays meanwhile, since that may take as long as reading."""
+        """Read the pinned weights. While one part is read, modules get the arrays of the next ones."""
         done, total = 0, sum(parameter.nbytes for part in parts for parameter in part)
         progress(done, total)
         under_way: deque[tuple[Ticket, int]] = deque()
+
+        def finish_first() -> None:
+            nonlocal done
+            ticket, nbytes = under_way[0]
+            ticket.wait()
+            under_way.popleft()
+            done += nbytes
+            progress(done, total)
+
         try:
-            for part in [*parts, None]:
-                if part is not None:
-                    under_way.append((self._begin_pinning(part), sum(parameter.nbytes for parameter in part)))
-                while under_way and (part is None or under_way[0][0].done()):
-                    ticket, nbytes = under_way[0]
-                    ticket.wait()
-                    under_way.popleft()
-                    done += nbytes
-                    progress(done, total)
+            for part in parts:
+                under_way.append((self._begin_pinning(part), sum(parameter.nbytes for parameter in part)))
+                while under_way and under_way[0][0].done():
+                    finish_first()
+            while under_way:
+                finish_first()
         finally:
             for ticket, _ in under_way:
                 ticket.cancel()
@@ -144,10 +150,9 @@ class Engine:
     def _begin_pinning(self, parameters: list[Parameter]) -> Ticket:
         placement = place_groups([parameter.records for parameter in parameters], self._alignment)
         arena = Arena(placement.nbytes, is_read_once=True)
-        ticket = self.reader.submit(placement.segments, arena.memory, caching="found")
         self._bound += parameters
         _bind(parameters, placement, arena)
-        return ticket
+        return self.reader.submit(placement.segments, arena.memory, caching="found")
 
     def _start_streaming(self, layout: ModelLayout, plan: ResidencyPlan) -> None:
         layers, heads, tables = dict(plan.streaming.layers), dict(plan.streaming.heads), set(plan.streaming.tables)

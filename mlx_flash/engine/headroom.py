@@ -74,7 +74,7 @@ def check_headroom(
 def _takes_nothing(plan: ResidencyPlan, lanes: Sequence[Lane], own: _Own) -> bool:
     """Return whether there is nothing to lend and nothing to evict, and the process has room for a token.
 
-    It is so for all but one of 256 tokens when weights are in memory. Looking at each layer takes a millisecond or two.
+    With all weights in memory this is so for 255 of 256 tokens. The sums over all layers take a millisecond or two.
     """
     call = lanes[0].call
     if len(lanes) > 1 or not call.is_decode or plan.streaming.num_units or plan.pool is not None:
@@ -160,6 +160,7 @@ def _need(plan: ResidencyPlan, lanes: Sequence[Lane]) -> _Need:
 
 
 def _elsewhere(plan: ResidencyPlan) -> int:
+    """Return the memory of the process beside its arrays."""
     return plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit
 
 

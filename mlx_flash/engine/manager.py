@@ -201,7 +201,7 @@ _CLOSED: weakref.WeakSet[StreamedModel] = weakref.WeakSet()
 
 
 def free_closed_models() -> None:
-    """Free what only garbage still refers to of models that were closed: plans count what the process holds."""
+    """Free closed models that only garbage still refers to: plans count the memory that the process holds."""
     with _OF_PROCESS.lock:
         if _CLOSED:
             gc.collect()

@@ -15,7 +15,7 @@ import numpy as np
 
 from mlx_flash.compat.arrays import address_of, memory_of
 from mlx_flash.memory.footprint import total_memory
-from mlx_flash.memory.hugepages import HUGE_PAGE, PageChoice, use_huge_pages, use_quick_huge_pages
+from mlx_flash.memory.hugepages import HUGE_PAGE, PageChoice, use_huge_pages
 from mlx_flash.memory.lazy import LazyRows, commits_lazily, uncommit, untouched
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
@@ -47,7 +47,7 @@ class Arena:
         self.nbytes = nbytes
         self.memory = everything[self._start : self._start + nbytes]
         if is_untouched:
-            use_quick_huge_pages(self.memory)
+            PageChoice().take(self.memory)
         elif pages is None and is_read_into and not is_read_once:
             use_huge_pages(self.memory)
 

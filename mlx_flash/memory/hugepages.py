@@ -13,13 +13,12 @@ import time
 HUGE_PAGE = 2 << 20
 """A large page of Linux, in bytes."""
 
-_TRIED_PAGES = 2
 _QUICK_SECONDS = 0.5e-3
 """Processor time for a large page that is worth it. Measured: 0.2 ms, where 512 small ones take 1 ms; 2 to 10 ms on a
 virtual machine that had given the memory back to its host."""
 
 _PAUSE = 16
-"""Pieces of memory that get small pages after one whose large pages took long."""
+"""Pieces in a row that get small pages once making a large one took long."""
 
 _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_COLLAPSE = 14, 15, 25  # <linux/mman.h>
 
@@ -40,28 +39,18 @@ def use_huge_pages(buffer: memoryview, *, at_once: bool = True) -> None:
             _advise(address, length, _MADV_COLLAPSE)
 
 
-def use_quick_huge_pages(buffer: memoryview) -> None:
-    """Ask Linux to put memory that is going to be written to on large pages, if it makes these quickly now.
-
-    It may have to move other pages out of the way first, or get memory from the host of a virtual machine. So the first
-    pages are made at once, and timed; their content is lost.
-
-    Args:
-        buffer: the memory, which nothing was written to.
-    """
-    address, length = _large_part(buffer)
-    if length >= 4 * _TRIED_PAGES * HUGE_PAGE and _are_quick(address, _TRIED_PAGES):
-        _advise(address, length, _MADV_HUGEPAGE)
-
-
 class PageChoice:
-    """A choice between large and small pages for memory that is taken piece by piece, in the order of addresses."""
+    """A choice between large and small pages for new memory, taken in one piece or more.
+
+    The system may have to move other pages out of the way to make a large one, or get memory from the host of a virtual
+    machine. So the first large page of a piece is made at once, and timed in processor time.
+    """
 
     def __init__(self) -> None:
         self._pause = 0
 
     def take(self, buffer: memoryview) -> None:
-        """Ask Linux to put the next piece on large pages, unless it took long to make these lately.
+        """Ask Linux to put the next piece on large pages, unless it took long to make one lately.
 
         Args:
             buffer: the memory, which nothing was written to.
@@ -69,19 +58,18 @@ class PageChoice:
         address, length = _large_part(buffer)
         if not length:
             return
-        if not self._pause and not _are_quick(address, 1):
+        if not self._pause and not _is_quick(address):
             self._pause = _PAUSE
         _advise(address, length, _MADV_NOHUGEPAGE if self._pause else _MADV_HUGEPAGE)
         self._pause = max(0, self._pause - 1)
 
 
-def _are_quick(address: int, num_pages: int) -> bool:
-    """Make some large pages. Return whether that took little time."""
-    _advise(address, num_pages * HUGE_PAGE, _MADV_HUGEPAGE)
+def _is_quick(address: int) -> bool:
+    """Make a large page. Return whether that took little time."""
+    _advise(address, HUGE_PAGE, _MADV_HUGEPAGE)
     began = time.thread_time()
-    for page in range(num_pages):
-        ctypes.memset(address + page * HUGE_PAGE, 0, 1)
-    return time.thread_time() - began < num_pages * _QUICK_SECONDS
+    ctypes.memset(address, 0, 1)
+    return time.thread_time() - began < _QUICK_SECONDS
 
 
 def _large_part(buffer: memoryview) -> tuple[int, int]:

@@ -56,7 +56,7 @@ class ExpertOptions:
 
 
 _PART_BYTES = 64 << 20
-"""Least bytes of weights that stay in memory and are read together, if there are so many."""
+"""Least size of a part of the pinned weights, if there are so many bytes."""
 
 
 class Engine:
@@ -266,9 +266,9 @@ class Engine:
 
 
 def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Parameter]]:
-    """Return the large parameters that stay in memory, in parts that are read into one piece of memory each.
+    """Return the large pinned parameters in parts. Each part gets one buffer.
 
-    A part has what is kept of one unit or, of small ones, of several: each part takes about a millisecond.
+    Small units share a part, since each part takes about a millisecond.
     """
     streamed = plan.streaming.parameters(layout)
     parts: list[list[Parameter]] = []

@@ -50,7 +50,7 @@ def check_headroom(
         WriteError: keys and values would have to go to disk, which has no room.
     """
     own = _own_of(lanes)
-    if not wish and _takes_nothing(plan, lanes, own):
+    if not wish and _has_room(plan, lanes, own):
         return 0
     _settle_batches([entry for lane in lanes for entry in other_entries(lane.call.cache)], loans)
     need = _need(plan, lanes)
@@ -71,8 +71,8 @@ def check_headroom(
     return granted
 
 
-def _takes_nothing(plan: ResidencyPlan, lanes: Sequence[Lane], own: _Own) -> bool:
-    """Return whether there is nothing to lend and nothing to evict, and the process has room for a token.
+def _has_room(plan: ResidencyPlan, lanes: Sequence[Lane], own: _Own) -> bool:
+    """Return whether a single token fits the budget, grows no cache, and leaves nothing to lend or to evict.
 
     With all weights in memory this is so for 255 of 256 tokens. The sums over all layers take a millisecond or two.
     """

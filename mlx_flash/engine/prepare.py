@@ -110,8 +110,8 @@ class Prepared:
 
 
 @contextmanager
-def _collections_put_off() -> Iterator[None]:
-    """Keep Python from looking for garbage while a plan is made: what is made for it stays."""
+def _collector_paused() -> Iterator[None]:
+    """Pause Python's garbage collector: planning makes many objects, and all of them stay."""
     if not gc.isenabled():
         yield
         return
@@ -122,7 +122,7 @@ def _collections_put_off() -> Iterator[None]:
         gc.enable()
 
 
-@_collections_put_off()
+@_collector_paused()
 def prepare(
     model_path: Path | str,
     config: FlashConfig,

@@ -133,7 +133,7 @@ class SlotArena:
         if slot >= self.num_touched:
             before = self.committed
             self.num_touched = slot + 1
-            self._pages.take(self._everything[before : self.committed + HUGE_PAGE])  # the page at the end, too
+            self._pages.take(self._everything[before : self.committed + HUGE_PAGE])  # with the huge page across the end
             self._note()
 
     @property

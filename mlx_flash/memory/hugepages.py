@@ -1,7 +1,7 @@
 """Memory on pages of 2 MiB, which Linux has; elsewhere nothing happens.
 
 Direct reads hand the disk a list of pages, and long lists of scattered small pages are slower. New memory is made page
-by page when it is written to: with small pages 512 times as often. Computing from large pages is a little faster too.
+by page when it is written to: with small pages 512 times as often. Computing from huge pages is a little faster too.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import sys
 import time
 
 HUGE_PAGE = 2 << 20
-"""A large page of Linux, in bytes."""
+"""A huge page of Linux, in bytes."""
 
 _QUICK_SECONDS = 0.5e-3
-"""Processor time for a large page that is worth it. Measured: 0.2 ms, where 512 small ones take 1 ms; 2 to 10 ms on a
+"""Processor time for a huge page that is worth it. Measured: 0.2 ms, where 512 small ones take 1 ms; 2 to 10 ms on a
 virtual machine that had given the memory back to its host."""
 
 _PAUSE = 16
-"""Pieces in a row that get small pages once making a large one took long."""
+"""Pieces that get small pages after a huge page took long to make."""
 
 _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_COLLAPSE = 14, 15, 25  # <linux/mman.h>
 
 
 def use_huge_pages(buffer: memoryview, *, at_once: bool = True) -> None:
-    """Ask Linux to put writable memory on large pages. Its content stays.
+    """Ask Linux to put writable memory on huge pages. Its content stays.
 
     The call takes about 0.2 s per GB. Where the system has no such pages (before Linux 6.1), nothing happens.
 
@@ -32,7 +32,7 @@ def use_huge_pages(buffer: memoryview, *, at_once: bool = True) -> None:
         buffer: the memory.
         at_once: convert all of it, which commits untouched pages; otherwise only pages that are written from now on.
     """
-    address, length = _large_part(buffer)
+    address, length = _huge_part(buffer)
     if length:
         _advise(address, length, _MADV_HUGEPAGE)
         if at_once:
@@ -40,22 +40,22 @@ def use_huge_pages(buffer: memoryview, *, at_once: bool = True) -> None:
 
 
 class PageChoice:
-    """A choice between large and small pages for new memory, taken in one piece or more.
+    """A choice between huge and small pages for new memory, which is taken in one piece or more.
 
-    The system may have to move other pages out of the way to make a large one, or get memory from the host of a virtual
-    machine. So the first large page of a piece is made at once, and timed in processor time.
+    The system may have to move other pages out of the way to make a huge one, or get memory from the host of a virtual
+    machine. So the first huge page of a piece is made at once, and timed in processor time.
     """
 
     def __init__(self) -> None:
         self._pause = 0
 
     def take(self, buffer: memoryview) -> None:
-        """Ask Linux to put the next piece on large pages, unless it took long to make one lately.
+        """Ask Linux to put the next piece on huge pages, unless it took long to make one lately.
 
         Args:
             buffer: the memory, which nothing was written to.
         """
-        address, length = _large_part(buffer)
+        address, length = _huge_part(buffer)
         if not length:
             return
         if not self._pause and not _is_quick(address):
@@ -65,15 +65,15 @@ class PageChoice:
 
 
 def _is_quick(address: int) -> bool:
-    """Make a large page. Return whether that took little time."""
+    """Make a huge page. Return whether that took little time."""
     _advise(address, HUGE_PAGE, _MADV_HUGEPAGE)
     began = time.thread_time()
     ctypes.memset(address, 0, 1)
     return time.thread_time() - began < _QUICK_SECONDS
 
 
-def _large_part(buffer: memoryview) -> tuple[int, int]:
-    """Return the address and length of the large pages inside some memory; a length of 0 where there are none."""
+def _huge_part(buffer: memoryview) -> tuple[int, int]:
+    """Return the address and length of the huge pages inside some memory; a length of 0 where there are none."""
     if sys.platform != "linux" or not buffer.nbytes:
         return 0, 0
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))

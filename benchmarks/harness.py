@@ -134,13 +134,15 @@ def make_cold(paths: Sequence[Path], drop_caches: bool) -> None:
         DROP_CACHES.write_text("3\n")
 
 
-def take_memory(nbytes: int) -> None:
-    """Write to so many bytes of memory in another process, at most half of what is free, and let them go.
+def take_memory(nbytes: int | None = None) -> None:
+    """Write to so many bytes of memory in another process, at most and by default half of the free ones.
 
-    A virtual machine gets memory from its host when it is written to, and keeps it for a while. Without this, runs
-    differ by whether they are the first to use some memory, and one that takes more of it is slower.
+    They are free again when this returns. A virtual machine gets memory from its host when it is written to, and keeps
+    it for a while. Without this, runs differ by whether they are the first to use some memory, and one that takes more
+    of it is slower.
     """
-    code = f"import numpy; numpy.ones({min(nbytes, available_memory() // 2)}, numpy.uint8)"
+    most = available_memory() // 2
+    code = f"import numpy; numpy.ones({most if nbytes is None else min(nbytes, most)}, numpy.uint8)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

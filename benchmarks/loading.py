@@ -4,10 +4,10 @@
 
 Every run is a process of its own. A run loads the model until all weights are in memory, then decodes a short prompt.
 mlx-flash has a budget that holds everything. Before a cold run the disk is probed with the same files, and their cached
-pages are dropped; before a warm run all files are read through the page cache. Then another process takes as much
-memory as the run will, and ends. A virtual machine gets memory from its host when it is written to, and keeps it for a
-while: getting it can take longer than reading the weights. mlx-flash and mlx-lm alternate, and so does the one that
-comes first. The table shows medians.
+pages are dropped; before a warm run all files are read through the page cache. Then another process takes half of the
+free memory, and ends. A virtual machine gets memory from its host when it is written to, and keeps it for a while:
+getting it can take longer than reading the weights. Half, because a run need not get the pages that were free last.
+mlx-flash and mlx-lm alternate, and so does the one that comes first. The table shows medians.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def rounds_of(path: Path, options: argparse.Namespace) -> Iterator[Run]:
                     make_cold(files, drop_caches)
                 else:
                     read_through_cache(files)
-                take_memory(nbytes)
+                take_memory()
                 lengths = ["--prompt-tokens", options.prompt_tokens, "--tokens", options.tokens]
                 run = run_worker(__file__, [path, "--work", program, *lengths], label=program)
                 yield {"model": path.name, "nbytes": nbytes, "program": program, "state": state, "raw": raw, **run}

@@ -9,9 +9,10 @@ from functools import cache, cached_property
 from mlx_flash.config import FlashConfig
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.residency.kv import KVShare, in_memory, on_disk, prefix_bytes, promised_bytes
-from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan, Streaming
+from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, TensorSize, UnitSize
 from mlx_flash.residency.spread import Streamed, add_up, spread
+from mlx_flash.residency.streamed import Streaming
 from mlx_flash.streaming.stream import take_turns
 
 DISK_UNEVENNESS = 0.3

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, replace
 
 from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.residency.kv import PROMISED_CONTEXT, KVShare
 from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes
 from mlx_flash.residency.speed import Speed
+from mlx_flash.residency.streamed import Streaming
 from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.storage.ranges import Arrival
 
@@ -84,42 +84,6 @@ class Machine:
         speeds = asdict(speed)
         disk = replace(self.disk, bytes_per_second=speeds.pop("disk_bytes_per_second"))
         return replace(self, disk=disk, **speeds)
-
-
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    """The weights that pass through the slots on every pass.
-
-    Attributes:
-        layers: of each layer that is not in memory whole, its name and the names of the parameters that are read.
-        heads: rows a tile of each head, or embedding table serving as head, that is computed tile by tile.
-        tables: names of the embedding tables of which rows are read on demand.
-        cut: the cut whose units ``layers`` names: 0 for whole layers, ``i`` for ``finer[i - 1]`` of the layout.
-        num_units: number of units that take turns in the slots: layers, and tiles of heads.
-        num_slots: number of slots.
-        slot_bytes: size of each.
-        read_bytes: bytes read on a pass that decodes one token, embedding rows aside.
-        seconds: predicted time of that pass.
-        compute_seconds: the part of it that is not spent reading.
-    """
-
-    layers: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    heads: tuple[tuple[str, int], ...] = ()
-    tables: tuple[str, ...] = ()
-    num_units: int = 0
-    num_slots: int = 0
-    slot_bytes: int = 0
-    read_bytes: int = 0
-    seconds: float = 0.0
-    compute_seconds: float = 0.0
-    cut: int = 0
-
-    def parameters(self, layout: ModelLayout) -> set[str]:
-        """Return the names of the parameters that are read on every pass, or by rows."""
-        apart = {*dict(self.heads), *self.tables}
-        units = [*layout.cut(self.cut), *layout.heads, *layout.embeddings]
-        partly = {name for _, names in self.layers for name in names}
-        return partly | {parameter.name for unit in units if unit.name in apart for parameter in unit.large}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mlx_flash.files import cache_directory, free_bytes
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.swap import clone_with
 from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.driver import has_own_memory, write_zeros
 from mlx_flash.memory.footprint import available_memory, footprint, release_freed_memory, total_memory
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.memory.pagecache import round_up
@@ -31,6 +33,8 @@ _QUANTIZED_SHARE = 16
 """MLX's CPU back end is far slower with packed weights."""
 
 _PROMPT_TOKENS = 16
+_NUM_PRODUCTS = 16
+_NUM_OPERATIONS = 256
 
 BASE_STEP = 4_000_000
 """The footprint varies a little from run to run; a budget that was told should still do next time."""
@@ -79,6 +83,8 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         is_measured=speed.is_measured,
         prompt_speedup=speed.prompt_speedup,
         speed_key=key,
+        resident_bytes_per_second=speed.resident_bytes_per_second,
+        operation_seconds=speed.operation_seconds,
     )
 
 
@@ -106,6 +112,8 @@ def _speed(key: str, shard: Path, layout: ModelLayout, disk: DiskProfile) -> Spe
         compute_bytes_per_second(layout),
         barrier_seconds(),
         prompt_speedup=prompt_speedup(layout),
+        resident_bytes_per_second=resident_bytes_per_second(layout),
+        operation_seconds=operation_seconds(),
     )
     if shard.stat().st_size >= MIN_PROBED_BYTES:
         save_speed(key, speed)
@@ -137,8 +145,8 @@ def has_grown(before: Machine, now: Machine) -> bool:
 def compute_bytes_per_second(layout: ModelLayout) -> float:
     """Return weight bytes a second in a matrix-vector product of the kind that the model's layers are made of.
 
-    The weights are written by the processor before each run, as the reader writes them: a GPU with memory of its own
-    has to fetch them first.
+    The weights are written before each run, as the reader writes them: a GPU with memory of its own has to fetch those
+    that the processor wrote.
     """
     linear = _largest_linear(layout)
     if linear is None:
@@ -150,8 +158,49 @@ def compute_bytes_per_second(layout: ModelLayout) -> float:
 
 
 def _seconds_after_writing(part: nn.Module, x: mx.array, arena: Arena) -> float:
-    arena.fill(0)
+    if way_of_reading() == "copied by the driver":
+        write_zeros(arena.memory)
+    else:
+        arena.fill(0)
     return _seconds(part, x)
+
+
+def resident_bytes_per_second(layout: ModelLayout) -> float:
+    """Return weight bytes a second in such products with weights that a GPU's own memory holds; 0 on other devices.
+
+    On other devices nothing has to be fetched, and :func:`compute_bytes_per_second` holds for all weights.
+    """
+    linear = _largest_linear(layout)
+    if linear is None or not has_own_memory():
+        return 0.0
+    part, arena = _some_rows(linear)
+    arena.fill(0)
+    x = _inputs(linear, part, 1)
+    nbytes = sum(array.nbytes for array in part.values() if isinstance(array, mx.array))
+    return _NUM_PRODUCTS * nbytes / min(_seconds(partial(_products, part), x) for _ in range(4))
+
+
+def _products(part: nn.Module, x: mx.array) -> list[mx.array]:
+    """Return many products, between which nothing is waited for, as in a call of a model."""
+    return [part(x) for _ in range(_NUM_PRODUCTS)]
+
+
+def operation_seconds() -> float:
+    """Return the time to start an operation on a GPU with memory of its own; 0 elsewhere.
+
+    There a token of a model with small matrices takes as long as it takes to start its operations.
+    """
+    if not has_own_memory():
+        return 0.0
+    x = mx.zeros((1,))
+    mx.eval(x)
+    return min(_seconds(_operations, x) for _ in range(4)) / _NUM_OPERATIONS
+
+
+def _operations(x: mx.array) -> mx.array:
+    for _ in range(_NUM_OPERATIONS):
+        x = mx.negative(x)
+    return x
 
 
 def prompt_speedup(layout: ModelLayout) -> float:
@@ -224,7 +273,7 @@ def _inputs(linear: nn.Module, part: nn.Module, num_tokens: int) -> mx.array:
     return x
 
 
-def _seconds(function: Callable[[mx.array], mx.array], x: mx.array) -> float:
+def _seconds(function: Callable[[mx.array], mx.array | list[mx.array]], x: mx.array) -> float:
     began = time.perf_counter()
     mx.eval(function(x))
     return time.perf_counter() - began

@@ -35,7 +35,7 @@ class Machine:
         active_bytes: the part of it that MLX arrays of others take.
         runtime_bytes: what a running model adds to it beside its arrays: code pages touched first, thread stacks, heap.
         disk: how the checkpoint's disk reads.
-        compute_bytes_per_second: weight bytes the processor works through when decoding.
+        compute_bytes_per_second: weight bytes the processor works through when decoding, fresh from the reader.
         barrier_seconds: what it costs to wait for a layer's result before the next layer is begun.
         has_buffer_cache: whether MLX keeps freed buffers (GPU back ends do).
         exact_tiles: whether some rows of a matrix product are, bit for bit, those rows of the whole product. If not, a
@@ -47,6 +47,7 @@ class Machine:
         is_measured: True when the speeds are those of a run, False when a short probe found them.
         prompt_speedup: time to compute a token that is decoded, over that of a token in a call of many.
         speed_key: the name under which the speeds of this model on this disk are kept.
+        resident_bytes_per_second, operation_seconds: as in :class:`Speed`.
     """
 
     total_memory: int
@@ -66,6 +67,13 @@ class Machine:
     is_measured: bool = False
     prompt_speedup: float = 1.0
     speed_key: str = ""
+    resident_bytes_per_second: float = 0.0
+    operation_seconds: float = 0.0
+
+    @property
+    def kept_bytes_per_second(self) -> float:
+        """Weight bytes that it works through when they stay in memory."""
+        return self.resident_bytes_per_second or self.compute_bytes_per_second
 
     @property
     def speed(self) -> Speed:
@@ -77,6 +85,8 @@ class Machine:
             self.prompt_seconds_per_token,
             self.is_measured,
             self.prompt_speedup,
+            self.resident_bytes_per_second,
+            self.operation_seconds,
         )
 
     def at_speed(self, speed: Speed) -> Machine:

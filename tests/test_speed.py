@@ -353,3 +353,21 @@ def test_operations_of_a_token_are_counted_for_gpus(tmp_path: Path, monkeypatch:
     assert prepare(directory, FlashConfig()).sizes.num_operations == 0
     monkeypatch.setattr("mlx_flash.layout.trace.has_own_memory", lambda: True)
     assert 10 * LLAMA["num_hidden_layers"] < prepare(directory, FlashConfig()).sizes.num_operations < 2000
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_kernels_of_the_probes_belong_to_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """A GPU's kernels take memory once they have run: the smallest budget must not grow from load to load."""
+    directory = save(tmp_path / "model", LLAMA)
+    ran: list[str] = []
+    if is_known:
+        monkeypatch.setattr(machine, "load_speed", lambda key: MEASURED)
+    monkeypatch.setattr(machine, "has_own_memory", lambda: True)
+    for name in ("prompt_speedup", "bytes_per_pair"):
+        probe = getattr(machine, name)
+        monkeypatch.setattr(machine, name, lambda of, name=name, probe=probe: (ran.append(name), probe(of))[1])
+    monkeypatch.setattr(machine, "footprint", lambda: (ran.append("footprint"), 10**8)[1])
+    prepare(directory, FlashConfig())
+    assert ran == ["prompt_speedup", "bytes_per_pair", "footprint"]

@@ -144,6 +144,7 @@ def test_probe_of_prompts_counts_tokens(tmp_path: Path, monkeypatch: pytest.Monk
 def test_prompts_fetch_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU that takes 50 seconds to fetch what the processor wrote, and half a second for one token or many."""
     layout = prepare(save(tmp_path / "model", LLAMA), FlashConfig()).layout
+    monkeypatch.setattr(machine, "way_of_reading", lambda: "in place")
     written: list[int] = []
     fill = machine.Arena.fill
     monkeypatch.setattr(machine.Arena, "fill", lambda self, byte: (written.append(byte), fill(self, byte)))
@@ -323,13 +324,20 @@ def test_probe_of_memory_leaves_weights_where_they_are(tmp_path: Path, monkeypat
     layout = prepare(save(tmp_path / "model", LLAMA), FlashConfig()).layout
     written: list[int] = []
     fill = machine.Arena.fill
-    monkeypatch.setattr(machine.Arena, "fill", lambda self, byte: (written.append(byte), fill(self, byte)))
+
+    def noted(self: Any, byte: int) -> None:
+        written.append(byte)
+        fill(self, byte)
+
+    monkeypatch.setattr(machine.Arena, "fill", noted)
 
     def seconds(function: Any, x: Any) -> float:
         found = function(x)
         return (5.0 if written and written.pop() == 0 else 0.0) + 0.5 * (len(found) if isinstance(found, list) else 1)
 
+    monkeypatch.setattr(machine, "way_of_reading", lambda: "in place")
     monkeypatch.setattr(machine, "_seconds", seconds)
+    monkeypatch.setattr(machine, "has_own_memory", lambda: False)
     assert machine.resident_bytes_per_second(layout) == machine.operation_seconds() == 0.0, "memory is shared"
     monkeypatch.setattr(machine, "has_own_memory", lambda: True)
     streamed, resident = machine.compute_bytes_per_second(layout), machine.resident_bytes_per_second(layout)
@@ -340,6 +348,7 @@ def test_probe_of_memory_leaves_weights_where_they_are(tmp_path: Path, monkeypat
 def test_probe_writes_as_the_reader_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = prepare(save(tmp_path / "model", LLAMA), FlashConfig()).layout
     written: list[int] = []
+    monkeypatch.setattr(machine, "way_of_reading", lambda: "in place")
     monkeypatch.setattr(machine, "write_zeros", lambda memory: written.append(len(memory)))
     machine.compute_bytes_per_second(layout)
     assert not written
@@ -350,6 +359,7 @@ def test_probe_writes_as_the_reader_does(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_operations_of_a_token_are_counted_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save(tmp_path / "model", LLAMA)
+    monkeypatch.setattr("mlx_flash.layout.trace.has_own_memory", lambda: False)
     assert prepare(directory, FlashConfig()).sizes.num_operations == 0
     monkeypatch.setattr("mlx_flash.layout.trace.has_own_memory", lambda: True)
     assert 10 * LLAMA["num_hidden_layers"] < prepare(directory, FlashConfig()).sizes.num_operations < 2000
@@ -367,7 +377,37 @@ def test_kernels_of_the_probes_belong_to_the_process(
     monkeypatch.setattr(machine, "has_own_memory", lambda: True)
     for name in ("prompt_speedup", "bytes_per_pair"):
         probe = getattr(machine, name)
-        monkeypatch.setattr(machine, name, lambda of, name=name, probe=probe: (ran.append(name), probe(of))[1])
-    monkeypatch.setattr(machine, "footprint", lambda: (ran.append("footprint"), 10**8)[1])
+
+        def noted(of: Any, name: str = name, probe: Any = probe) -> Any:
+            ran.append(name)
+            return probe(of)
+
+        monkeypatch.setattr(machine, name, noted)
+
+    def footprint() -> int:
+        ran.append("footprint")
+        return 10**8
+
+    monkeypatch.setattr(machine, "footprint", footprint)
     prepare(directory, FlashConfig())
     assert ran == ["prompt_speedup", "bytes_per_pair", "footprint"]
+
+
+def test_named_budget_is_enough_for_the_next_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning leaves some memory with the process, which the next load must not add to the budget."""
+    directory, grown = save(tmp_path / "model", LLAMA), 0
+    monkeypatch.setattr(machine, "footprint", lambda: 99_999_999 + grown)
+    monkeypatch.setattr(machine, "_counted", [])
+    step = machine.GROWTH_BYTES[machine._back_end()]
+    least = FlashConfig(ram_budget_gb="min", context_length=260)
+
+    def named() -> int:
+        return prepare(directory, least).plan.minimum_bytes
+
+    first = named()
+    grown = step
+    assert named() == first
+    grown = step + 10
+    assert named() > first
+    grown = 0
+    assert named() == first

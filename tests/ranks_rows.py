@@ -30,7 +30,7 @@ from mlx_flash.engine import prepare
 from mlx_flash.engine.passes import Passes
 from mlx_flash.layout.units import layers_of
 from mlx_flash.ranks import peers
-from mlx_flash.residency.plan import Streaming
+from mlx_flash.residency.streamed import Streaming
 from models import same_bits, stock
 from test_lockstep import PROMPT, by_mlx_lm
 from test_model import config, streamed_whole

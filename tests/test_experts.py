@@ -37,9 +37,10 @@ from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import SlotArena, kernel_alignment
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.residency.plan import Pool, ResidencyPlan, Streaming
+from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import measure
+from mlx_flash.residency.streamed import Streaming
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import RangeReader

@@ -197,7 +197,7 @@ def test_the_process_keeps_its_budget_with_several_sequences(tmp_path: Path) -> 
 def test_the_server_answers_with_keys_and_values_on_disk(model: str) -> None:
     texts = [exact_serving.LONG + text for text in exact_serving.TEXTS]
     with serving(model) as theirs:
-        expected = [exact_serving.ask(theirs, text) for text in texts]
+        expected = exact_serving.each_alone(theirs, texts)
     options = {"ram_budget_gb": "min", "context_length": 2048, "lend_reserves": False, "kv_cache": "disk"}
     with serving(model, **options, kv_step=16, kv_ram_gb=0.0015) as mine:
         assert exact_serving.together(mine, texts) == expected

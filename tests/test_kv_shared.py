@@ -46,6 +46,8 @@ class Conversation:
             rows = rows_of(100 * seed + index, length, mx.float16), rows_of(100 * seed + index + 50, length, mx.float16)
             found = [cache.update_and_fetch(*rows) for cache in caches]
             assert equal(found[0], found[1])
+        del found
+        mx.synchronize()  # a GPU lets go of buffers some time after it has computed, and MLX copies them until then
 
     def copy(self, length: int | None = None) -> Conversation:
         """As mlx-lm's server has one: another list, cut."""

@@ -16,8 +16,9 @@ from mlx_flash import FlashLLM, load_model
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, ReadError
 from mlx_flash.memory.arena import kernel_alignment
-from mlx_flash.residency.plan import Pool, Streaming
+from mlx_flash.residency.plan import Pool
 from mlx_flash.residency.sizes import measure
+from mlx_flash.residency.streamed import Streaming
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed_once, same_bits, save, stock
 from test_model import config, streamed_whole
 from zoo import configuration

@@ -144,6 +144,7 @@ def test_probe_of_prompts_counts_tokens(tmp_path: Path, monkeypatch: pytest.Monk
 def test_prompts_fetch_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU that takes 50 seconds to fetch what the processor wrote, and half a second for one token or many."""
     layout = prepare(save(tmp_path / "model", LLAMA), FlashConfig()).layout
+    monkeypatch.setattr(machine, "way_of_reading", lambda: "in place")
     written: list[int] = []
     fill = machine.Arena.fill
     monkeypatch.setattr(machine.Arena, "fill", lambda self, byte: (written.append(byte), fill(self, byte)))
@@ -262,3 +263,151 @@ def test_parts_of_a_prompt_share_passes_as_far_as_memory_allows() -> None:
     assert replace(plan, budget_bytes=free + 4 * per_part).prompt_passes(160) == 2
     assert replace(plan, budget_bytes=free + 9 * per_part).prompt_passes(160) == 1
     assert replace(plan, budget_bytes=free + 9 * per_part, prefix_bytes=1).prompt_passes(160) == 10
+
+
+# --- weights that stay in a GPU's own memory --------------------------------------------------------------------------
+
+
+def test_record_of_an_older_form_is_ignored_and_replaced() -> None:
+    save_speed("one", MEASURED)
+    file = cache_directory() / "speeds.json"
+    entries = json.loads(file.read_text())
+    del entries["one"]["resident_bytes_per_second"], entries["one"]["operation_seconds"]
+    file.write_text(json.dumps(entries))
+    assert load_speed("one") is None
+    on_gpu = replace(MEASURED, resident_bytes_per_second=2e12, operation_seconds=4e-6)
+    save_speed("one", on_gpu)
+    assert load_speed("one") == on_gpu
+
+
+def test_pinned_weights_compute_at_the_speed_of_memory() -> None:
+    sizes, shared = make_model(), make_machine(barrier_seconds=0.0)
+    gpu = replace(shared, resident_bytes_per_second=100 * shared.compute_bytes_per_second)
+    computed = sum(unit.computed_bytes for unit in [*sizes.layers, *sizes.heads])
+    everything = [make_plan(sizes, replace(FIXED, ram_budget_gb=100), machine) for machine in (shared, gpu)]
+    assert not everything[1].read_bytes
+    assert everything[0].opening_seconds == pytest.approx(computed / shared.compute_bytes_per_second)
+    assert everything[1].opening_seconds == pytest.approx(computed / gpu.resident_bytes_per_second)
+    budget = minimum_of(sizes, FIXED, gpu) + sizes.nbytes // 2
+    plan = make_plan(sizes, with_budget(FIXED, budget), gpu)
+    streamed = plan.streaming.read_bytes
+    seconds = streamed / gpu.compute_bytes_per_second + (computed - streamed) / gpu.resident_bytes_per_second
+    assert 0 < streamed < computed
+    assert plan.streaming.compute_seconds == pytest.approx(seconds)
+    prompts = [each.prompt_seconds_per_token for each in (*everything, plan)]
+    assert prompts == pytest.approx([prompts[0]] * 3), "weights are fetched once for many tokens"
+
+
+def test_experts_in_the_pool_compute_at_the_speed_of_memory() -> None:
+    sizes, shared = make_mixture(12, 64, 4), make_machine(barrier_seconds=0.0, compute_bytes_per_second=1e9)
+    gpu = replace(shared, resident_bytes_per_second=1e12, disk=replace(shared.disk, bytes_per_second=1e15))
+    budget = minimum_of(sizes, FIXED, gpu) + sizes.nbytes // 2
+    plan = make_plan(sizes, with_budget(FIXED, budget), gpu)
+    experts = sizes.trunk.experts if sizes.trunk else None
+    assert plan.pool is not None and experts is not None
+    hits = experts.token_bytes - plan.pool.read_bytes
+    assert 0 < hits < experts.token_bytes
+    late = plan.pool.read_bytes / gpu.compute_bytes_per_second
+    assert plan.pool.seconds == pytest.approx(hits / gpu.resident_bytes_per_second + late, rel=1e-3)
+
+
+def test_token_takes_as_long_as_its_operations_take_to_start() -> None:
+    sizes = replace(make_model(), num_operations=1000)
+    gpu = make_machine(resident_bytes_per_second=1e15, operation_seconds=1e-5)
+    plan = make_plan(sizes, replace(FIXED, ram_budget_gb=100), gpu)
+    assert plan.opening_seconds == pytest.approx(1000 * 1e-5)
+    assert plan.tokens_per_second(4) == pytest.approx(100), "rows compute one after another"
+
+
+def test_probe_of_memory_leaves_weights_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that takes 5 seconds to fetch what the processor wrote, and half a second for a product."""
+    layout = prepare(save(tmp_path / "model", LLAMA), FlashConfig()).layout
+    written: list[int] = []
+    fill = machine.Arena.fill
+
+    def noted(self: Any, byte: int) -> None:
+        written.append(byte)
+        fill(self, byte)
+
+    monkeypatch.setattr(machine.Arena, "fill", noted)
+
+    def seconds(function: Any, x: Any) -> float:
+        found = function(x)
+        return (5.0 if written and written.pop() == 0 else 0.0) + 0.5 * (len(found) if isinstance(found, list) else 1)
+
+    monkeypatch.setattr(machine, "way_of_reading", lambda: "in place")
+    monkeypatch.setattr(machine, "_seconds", seconds)
+    monkeypatch.setattr(machine, "has_own_memory", lambda: False)
+    assert machine.resident_bytes_per_second(layout) == machine.operation_seconds() == 0.0, "memory is shared"
+    monkeypatch.setattr(machine, "has_own_memory", lambda: True)
+    streamed, resident = machine.compute_bytes_per_second(layout), machine.resident_bytes_per_second(layout)
+    assert resident == pytest.approx(11 * streamed)
+    assert machine.operation_seconds() == 0.5 / machine._NUM_OPERATIONS
+
+
+def test_probe_writes_as_the_reader_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = prepare(save(tmp_path / "model", LLAMA), FlashConfig()).layout
+    written: list[int] = []
+    monkeypatch.setattr(machine, "way_of_reading", lambda: "in place")
+    monkeypatch.setattr(machine, "write_zeros", lambda memory: written.append(len(memory)))
+    machine.compute_bytes_per_second(layout)
+    assert not written
+    monkeypatch.setattr(machine, "way_of_reading", lambda: "copied by the driver")
+    machine.compute_bytes_per_second(layout)
+    assert len(written) == 3
+
+
+def test_operations_of_a_token_are_counted_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = save(tmp_path / "model", LLAMA)
+    monkeypatch.setattr("mlx_flash.layout.trace.has_own_memory", lambda: False)
+    assert prepare(directory, FlashConfig()).sizes.num_operations == 0
+    monkeypatch.setattr("mlx_flash.layout.trace.has_own_memory", lambda: True)
+    assert 10 * LLAMA["num_hidden_layers"] < prepare(directory, FlashConfig()).sizes.num_operations < 2000
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_kernels_of_the_probes_belong_to_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """A GPU's kernels take memory once they have run: the smallest budget must not grow from load to load."""
+    directory = save(tmp_path / "model", LLAMA)
+    ran: list[str] = []
+    if is_known:
+        monkeypatch.setattr(machine, "load_speed", lambda key: MEASURED)
+    monkeypatch.setattr(machine, "has_own_memory", lambda: True)
+    for name in ("prompt_speedup", "bytes_per_pair"):
+        probe = getattr(machine, name)
+
+        def noted(of: Any, name: str = name, probe: Any = probe) -> Any:
+            ran.append(name)
+            return probe(of)
+
+        monkeypatch.setattr(machine, name, noted)
+
+    def footprint() -> int:
+        ran.append("footprint")
+        return 10**8
+
+    monkeypatch.setattr(machine, "footprint", footprint)
+    prepare(directory, FlashConfig())
+    assert ran == ["prompt_speedup", "bytes_per_pair", "footprint"]
+
+
+def test_named_budget_is_enough_for_the_next_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning leaves some memory with the process, which the next load must not add to the budget."""
+    directory, grown = save(tmp_path / "model", LLAMA), 0
+    monkeypatch.setattr(machine, "footprint", lambda: 99_999_999 + grown)
+    monkeypatch.setattr(machine, "_counted", [])
+    step = machine.GROWTH_BYTES[machine._back_end()]
+    least = FlashConfig(ram_budget_gb="min", context_length=260)
+
+    def named() -> int:
+        return prepare(directory, least).plan.minimum_bytes
+
+    first = named()
+    grown = step
+    assert named() == first
+    grown = step + 10
+    assert named() > first
+    grown = 0
+    assert named() == first

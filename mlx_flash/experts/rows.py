@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -54,6 +55,8 @@ def make_pooled(
     takes = tried.takes_slots
     tried.pool.close()
     del tried
+    if not all(takes):
+        gc.collect()  # what a refused call left refers to the slots in a cycle (seen on CUDA)
     mx.synchronize()
     mx.clear_cache()
     if all(takes) or any(layer.widths != widths for layer in layers):

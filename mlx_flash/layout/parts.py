@@ -143,6 +143,7 @@ class ModelLayout:
         attention: the calls of MLX's attention that the model makes.
         has_own_attention: whether layers compute attention scores themselves.
         nodes_per_token: operations that a call records for each token, in loops of recurrent layers.
+        num_operations: operations of a call for one token; 0 where the time to start them does not matter.
     """
 
     layers: list[Unit]
@@ -157,6 +158,7 @@ class ModelLayout:
     attention: tuple[AttentionCall, ...] = ()
     has_own_attention: bool = False
     nodes_per_token: int = 0
+    num_operations: int = 0
 
     @property
     def units(self) -> list[Unit]:

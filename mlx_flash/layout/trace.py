@@ -24,6 +24,7 @@ from mlx_flash.compat.experts import is_expert_stack
 from mlx_flash.layout.cachesizes import CacheEntry, CacheMeter, num_growing, parts_of
 from mlx_flash.layout.parts import Parameter
 from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, state_of, swap_class
+from mlx_flash.memory.driver import has_own_memory
 
 _MORE_TOKENS = 8
 """Tokens by which two calls differ whose recorded operations are compared."""
@@ -65,6 +66,7 @@ class CallTrace:
             that differ by head.
         nodes_per_token: operations that a call records for each token before any is computed: those of a loop over
             tokens, in recurrent layers.
+        num_operations: operations of a call for one token; 0 where the time to start them does not matter.
     """
 
     called: dict[int, nn.Module]
@@ -74,6 +76,7 @@ class CallTrace:
     attention: tuple[AttentionCall, ...] = ()
     has_own_attention: bool = False
     nodes_per_token: int = 0
+    num_operations: int = 0
 
     def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
         """Return True if a module is called, and arrays are used during its calls only."""
@@ -199,9 +202,11 @@ def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
         cache = make_prompt_cache(model)
         watch.given.clear()
         meter = CacheMeter(cache)
-        model(mx.zeros((1, 1), mx.int32), cache=cache)
+        logits = model(mx.zeros((1, 1), mx.int32), cache=cache)
         compiled = once - set(called)
         meter.note_first()
+        if has_own_memory():
+            watch.trace.num_operations = num_nodes(logits)
         with observed_attention() as attention:
             model(mx.zeros((1, 2), mx.int32), cache=cache)
         watch.trace.attention = tuple(attention)

@@ -56,6 +56,7 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         attention=tree.trace.attention,
         has_own_attention=tree.trace.has_own_attention,
         nodes_per_token=tree.trace.nodes_per_token,
+        num_operations=tree.trace.num_operations,
     )
 
 

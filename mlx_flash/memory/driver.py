@@ -20,6 +20,7 @@ from mlx_flash.errors import FlashError
 _LIBRARY = "libcuda.so.1"
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_ZERO_BYTES = 4 << 20
 
 
 class DriverError(FlashError):
@@ -107,6 +108,24 @@ class DriverCopies:
                 lane.close()
             self._driver.cuDevicePrimaryCtxRelease_v2(self._ordinal)
             self._context = ctypes.c_void_p()
+
+
+def has_own_memory() -> bool:
+    """Return whether MLX computes on a GPU that has memory of its own, apart from the processor's."""
+    return mx.default_device() == mx.gpu and mx.cuda.is_available()
+
+
+def write_zeros(memory: memoryview) -> None:
+    """Fill MLX's memory with zeros, as reads fill it that the driver copies. Raises: DriverError."""
+    copies = DriverCopies(min(len(memory), _ZERO_BYTES))
+    try:
+        zeros = copies.bounce_buffer
+        for start in range(0, len(memory), len(zeros)):
+            part = memory[start : start + len(zeros)]
+            copies.start(zeros[: len(part)], part)
+        copies.finish()
+    finally:
+        copies.close()
 
 
 @cache

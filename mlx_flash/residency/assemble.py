@@ -9,9 +9,10 @@ from functools import cache, cached_property
 from mlx_flash.config import FlashConfig
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.residency.kv import KVShare, in_memory, on_disk, prefix_bytes, promised_bytes
-from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan, Streaming
+from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, TensorSize, UnitSize
 from mlx_flash.residency.spread import Streamed, add_up, spread
+from mlx_flash.residency.streamed import Streaming
 from mlx_flash.streaming.stream import take_turns
 
 DISK_UNEVENNESS = 0.3
@@ -232,7 +233,7 @@ def pool_of(task: Task, experts: ExpertSizes, num_slots: int) -> Pool:
     read_bytes = round((1 - hit_rate) * experts.token_bytes)
     machine = task.machine
     # What is there computes while the rest is read.
-    there = hit_rate * experts.token_bytes / machine.compute_bytes_per_second
+    there = hit_rate * experts.token_bytes / machine.kept_bytes_per_second
     read = read_bytes / machine.disk.bytes_per_second
     late = read_bytes / machine.compute_bytes_per_second
     seconds = max(there, read) + late + len(experts.num_experts) * machine.barrier_seconds
@@ -262,31 +263,35 @@ def cache_limit_of(machine: Machine, budget: int) -> int:
 def timed(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
     """Return the plan with the predicted time of a decoding pass, from a simulation of the ring."""
     streaming, machine = plan.streaming, task.machine
-    compute, barrier = machine.compute_bytes_per_second, machine.barrier_seconds
+    compute, kept, barrier = machine.compute_bytes_per_second, machine.kept_bytes_per_second, machine.barrier_seconds
     disk = machine.disk.bytes_per_second
+    late = 1 / compute - 1 / kept  # what a streamed byte takes longer
     layers, tiles = dict(streaming.layers), dict(streaming.heads)
     steps = []
     for unit in task.sizes.layers:
         names = layers.get(unit.name, ())
         whole = len(names) == len(unit.tensors)
         nbytes = unit.nbytes if whole else sum([tensor.nbytes for tensor in unit.tensors if tensor.name in names])
-        steps.append((nbytes / disk, unit.computed_bytes / compute + (barrier if names else 0.0)))
+        seconds = unit.computed_bytes / kept
+        if names:
+            seconds += late * unit.computed_bytes * nbytes / unit.nbytes + barrier
+        steps.append((nbytes / disk, seconds))
     for head in heads_of(task.sizes):
         if head.name in tiles:
             count = _num_tiles(head, tiles[head.name])
             steps += [(head.nbytes / disk / count, head.nbytes / compute / count + barrier)] * count
         else:
-            steps.append((0.0, head.nbytes / compute))
+            steps.append((0.0, head.nbytes / kept))
     # What is kept of layers is computed between what is streamed.
-    between = sum(unit.nbytes for unit in task.sizes.kept) / compute / max(1, len(steps))
+    between = sum(unit.nbytes for unit in task.sizes.kept) / kept / max(1, len(steps))
     steps = [(read, seconds + between) for read, seconds in steps]
-    seconds = simulate(steps, streaming.num_slots, unevenness=DISK_UNEVENNESS)
-    computing = sum([seconds for _, seconds in steps])
-    experts = 0.0 if task.sizes.experts is None else task.sizes.experts.token_bytes / compute
+    starting = task.sizes.num_operations * machine.operation_seconds  # while the GPU computes those before
+    seconds = max(starting, simulate(steps, streaming.num_slots, unevenness=DISK_UNEVENNESS))
+    computing = max(starting, sum([seconds for _, seconds in steps]))
     plan = replace(
         plan,
         streaming=replace(streaming, seconds=seconds, compute_seconds=computing),
-        prompt_seconds_per_token=machine.prompt_seconds_per_token or (computing + experts) / machine.prompt_speedup,
+        prompt_seconds_per_token=machine.prompt_seconds_per_token or _prompt_seconds(task, streaming),
         is_measured=machine.is_measured,
     )
     if not plan.kv.num_on_disk:
@@ -295,6 +300,15 @@ def timed(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
     reading = (plan.read_bytes + plan.kv.disk_bytes) / disk
     waiting = max(0.0, reading - plan.weights_seconds) + plan.kv.num_on_disk * barrier
     return replace(plan, kv_seconds=waiting)
+
+
+def _prompt_seconds(task: Task, streaming: Streaming) -> float:
+    """Return the time for each token of a prompt, from that of a token decoded with weights just read."""
+    sizes, machine = task.sizes, task.machine
+    nbytes = sum([unit.computed_bytes for unit in [*sizes.layers, *sizes.kept, *heads_of(sizes)]])
+    nbytes += 0 if sizes.experts is None else sizes.experts.token_bytes
+    seconds = nbytes / machine.compute_bytes_per_second + streaming.num_units * machine.barrier_seconds
+    return seconds / machine.prompt_speedup
 
 
 def simulate(

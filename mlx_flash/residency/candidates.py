@@ -140,7 +140,7 @@ def _least_seconds(task: Task, budget: int) -> float:
     units = [*task.sizes.layers, *heads_of(task.sizes)]
     read = max(0, sum(unit.nbytes for unit in units) - (budget - machine.base_bytes))
     computed = sum(unit.computed_bytes for unit in units)
-    trunk = max(computed / machine.compute_bytes_per_second, read / machine.disk.bytes_per_second)
+    trunk = max(computed / machine.kept_bytes_per_second, read / machine.disk.bytes_per_second)
     experts = task.sizes.experts
     if experts is None:
         return trunk

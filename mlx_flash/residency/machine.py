@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from mlx_flash.files import cache_directory, free_bytes
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.swap import clone_with
 from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.driver import has_own_memory, write_zeros
 from mlx_flash.memory.footprint import available_memory, footprint, release_freed_memory, total_memory
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.memory.pagecache import round_up
+from mlx_flash.residency.attention import bytes_per_pair
 from mlx_flash.residency.plan import Machine
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
 from mlx_flash.storage.placement import padded_bytes
@@ -31,13 +34,22 @@ _QUANTIZED_SHARE = 16
 """MLX's CPU back end is far slower with packed weights."""
 
 _PROMPT_TOKENS = 16
+_NUM_PRODUCTS = 16
+_NUM_OPERATIONS = 256
 
 BASE_STEP = 4_000_000
 """The footprint varies a little from run to run; a budget that was told should still do next time."""
 
-RUNTIME_BYTES = {"cpu": 8_000_000, "metal": 64_000_000, "cuda": 320_000_000}
-"""Seen: 3 MB on the CPU back end once a matrix product has run, 255 MB on CUDA, which loads libraries and compiles
-kernels as it goes. Metal's is a guess."""
+RUNTIME_BYTES = {"cpu": 8_000_000, "metal": 64_000_000, "cuda": 640_000_000}
+"""Seen: 3 MB on the CPU back end once a matrix product has run. CUDA loads libraries and compiles kernels as it goes:
+340 MB for a dense model, 540 MB for a mixture, and 570 MB for a moment when MLX met the kernels of a tiny model for the
+first time. Metal's is a guess."""
+
+GROWTH_BYTES = {"cpu": BASE_STEP, "metal": BASE_STEP, "cuda": 4 * BASE_STEP}
+"""What earlier loads may add to the process before plans count it: Python keeps what planning took."""
+
+_counted: list[int] = []
+"""The footprint that the last plan of this process counted."""
 
 MIN_PROBED_BYTES = 128 << 20
 """Smaller files are probed anew for each plan: reading them says little of a disk."""
@@ -56,10 +68,11 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
     disk = disk_profile(shard, reads_directly(config.io))
     key = speed_key(shard, layout, disk)
     speed = _speed(key, shard, layout, disk)
+    bytes_per_pair(layout.attention)  # tried before the footprint is taken: on a GPU, kernels that have run take memory
     return Machine(
         total_memory=total_memory(),
         available_memory=available_memory(),
-        base_bytes=round_up(_base_bytes(), BASE_STEP),
+        base_bytes=_counted_base(),
         active_bytes=active_memory(),
         runtime_bytes=RUNTIME_BYTES[_back_end()],
         disk=DiskProfile(
@@ -79,6 +92,8 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         is_measured=speed.is_measured,
         prompt_speedup=speed.prompt_speedup,
         speed_key=key,
+        resident_bytes_per_second=speed.resident_bytes_per_second,
+        operation_seconds=speed.operation_seconds,
     )
 
 
@@ -87,6 +102,17 @@ def _base_bytes() -> int:
     mx.clear_cache()
     release_freed_memory()
     return footprint()
+
+
+def _counted_base() -> int:
+    """Return the footprint for a plan: the one of the plan before, unless it has changed by more than a little.
+
+    So a budget that one load has named is enough for the next.
+    """
+    now, step = _base_bytes(), GROWTH_BYTES[_back_end()]
+    if not _counted or not _counted[0] - BASE_STEP < now <= _counted[0] + step:
+        _counted[:] = [round_up(now, BASE_STEP)]
+    return _counted[0]
 
 
 def speed_key(shard: Path, layout: ModelLayout, disk: DiskProfile) -> str:
@@ -100,12 +126,16 @@ def _speed(key: str, shard: Path, layout: ModelLayout, disk: DiskProfile) -> Spe
     """Return the speeds that the last run reached; without one, those of a probe, which later plans use too."""
     known = load_speed(key)
     if known is not None:
+        if has_own_memory():
+            prompt_speedup(layout)  # for the same footprint as after a probe
         return known
     speed = Speed(
         disk.bytes_per_second,
         compute_bytes_per_second(layout),
         barrier_seconds(),
         prompt_speedup=prompt_speedup(layout),
+        resident_bytes_per_second=resident_bytes_per_second(layout),
+        operation_seconds=operation_seconds(),
     )
     if shard.stat().st_size >= MIN_PROBED_BYTES:
         save_speed(key, speed)
@@ -120,7 +150,8 @@ def look_at_memory(machine: Machine, promised_bytes: int) -> Machine:
         promised_bytes: what others in this process have not taken yet, but may.
     """
     grown = _base_bytes() - machine.base_bytes
-    base = machine.base_bytes if grown <= BASE_STEP else machine.base_bytes + round_up(grown, BASE_STEP)
+    step = GROWTH_BYTES[_back_end()]
+    base = machine.base_bytes if grown <= step else machine.base_bytes + round_up(grown, BASE_STEP)
     return replace(
         machine,
         available_memory=available_memory(),
@@ -137,8 +168,8 @@ def has_grown(before: Machine, now: Machine) -> bool:
 def compute_bytes_per_second(layout: ModelLayout) -> float:
     """Return weight bytes a second in a matrix-vector product of the kind that the model's layers are made of.
 
-    The weights are written by the processor before each run, as the reader writes them: a GPU with memory of its own
-    has to fetch them first.
+    The weights are written before each run, as the reader writes them: a GPU with memory of its own has to fetch those
+    that the processor wrote.
     """
     linear = _largest_linear(layout)
     if linear is None:
@@ -150,8 +181,49 @@ def compute_bytes_per_second(layout: ModelLayout) -> float:
 
 
 def _seconds_after_writing(part: nn.Module, x: mx.array, arena: Arena) -> float:
-    arena.fill(0)
+    if way_of_reading() == "copied by the driver":
+        write_zeros(arena.memory)
+    else:
+        arena.fill(0)
     return _seconds(part, x)
+
+
+def resident_bytes_per_second(layout: ModelLayout) -> float:
+    """Return weight bytes a second in such products with weights that a GPU's own memory holds; 0 on other devices.
+
+    On other devices nothing has to be fetched, and :func:`compute_bytes_per_second` holds for all weights.
+    """
+    linear = _largest_linear(layout)
+    if linear is None or not has_own_memory():
+        return 0.0
+    part, arena = _some_rows(linear)
+    arena.fill(0)
+    x = _inputs(linear, part, 1)
+    nbytes = sum(array.nbytes for array in part.values() if isinstance(array, mx.array))
+    return _NUM_PRODUCTS * nbytes / min(_seconds(partial(_products, part), x) for _ in range(4))
+
+
+def _products(part: nn.Module, x: mx.array) -> list[mx.array]:
+    """Return many products, between which nothing is waited for, as in a call of a model."""
+    return [part(x) for _ in range(_NUM_PRODUCTS)]
+
+
+def operation_seconds() -> float:
+    """Return the time to start an operation on a GPU with memory of its own; 0 elsewhere.
+
+    There a token of a model with small matrices takes as long as it takes to start its operations.
+    """
+    if not has_own_memory():
+        return 0.0
+    x = mx.zeros((1,))
+    mx.eval(x)
+    return min(_seconds(_operations, x) for _ in range(4)) / _NUM_OPERATIONS
+
+
+def _operations(x: mx.array) -> mx.array:
+    for _ in range(_NUM_OPERATIONS):
+        x = mx.negative(x)
+    return x
 
 
 def prompt_speedup(layout: ModelLayout) -> float:
@@ -224,7 +296,7 @@ def _inputs(linear: nn.Module, part: nn.Module, num_tokens: int) -> mx.array:
     return x
 
 
-def _seconds(function: Callable[[mx.array], mx.array], x: mx.array) -> float:
+def _seconds(function: Callable[[mx.array], mx.array | list[mx.array]], x: mx.array) -> float:
     began = time.perf_counter()
     mx.eval(function(x))
     return time.perf_counter() - began

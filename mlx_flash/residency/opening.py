@@ -51,7 +51,7 @@ def opening_seconds(task: Task, plan: ResidencyPlan) -> float:
     more = (lent - of_weights) // experts.slot_bytes if grows else 0
     most = max(plan.pool.num_slots, most_slots(task, experts))
     pool = pool_of(task, experts, min(plan.pool.num_slots + more, most))
-    seconds += (experts.token_bytes - pool.read_bytes) / machine.compute_bytes_per_second
+    seconds += (experts.token_bytes - pool.read_bytes) / machine.kept_bytes_per_second
     seconds += len(experts.num_experts) * machine.barrier_seconds
     waiting = UNFORESEEN_SHARE * pool.read_bytes / machine.disk.bytes_per_second
     reading = (read_bytes + pool.read_bytes) / machine.disk.bytes_per_second

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, replace
 
 from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.residency.kv import PROMISED_CONTEXT, KVShare
 from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes
 from mlx_flash.residency.speed import Speed
+from mlx_flash.residency.streamed import Streaming
 from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.storage.ranges import Arrival
 
@@ -35,7 +35,7 @@ class Machine:
         active_bytes: the part of it that MLX arrays of others take.
         runtime_bytes: what a running model adds to it beside its arrays: code pages touched first, thread stacks, heap.
         disk: how the checkpoint's disk reads.
-        compute_bytes_per_second: weight bytes the processor works through when decoding.
+        compute_bytes_per_second: weight bytes the processor works through when decoding, fresh from the reader.
         barrier_seconds: what it costs to wait for a layer's result before the next layer is begun.
         has_buffer_cache: whether MLX keeps freed buffers (GPU back ends do).
         exact_tiles: whether some rows of a matrix product are, bit for bit, those rows of the whole product. If not, a
@@ -47,6 +47,7 @@ class Machine:
         is_measured: True when the speeds are those of a run, False when a short probe found them.
         prompt_speedup: time to compute a token that is decoded, over that of a token in a call of many.
         speed_key: the name under which the speeds of this model on this disk are kept.
+        resident_bytes_per_second, operation_seconds: as in :class:`Speed`.
     """
 
     total_memory: int
@@ -66,6 +67,13 @@ class Machine:
     is_measured: bool = False
     prompt_speedup: float = 1.0
     speed_key: str = ""
+    resident_bytes_per_second: float = 0.0
+    operation_seconds: float = 0.0
+
+    @property
+    def kept_bytes_per_second(self) -> float:
+        """Weight bytes that it works through when they stay in memory."""
+        return self.resident_bytes_per_second or self.compute_bytes_per_second
 
     @property
     def speed(self) -> Speed:
@@ -77,6 +85,8 @@ class Machine:
             self.prompt_seconds_per_token,
             self.is_measured,
             self.prompt_speedup,
+            self.resident_bytes_per_second,
+            self.operation_seconds,
         )
 
     def at_speed(self, speed: Speed) -> Machine:
@@ -84,42 +94,6 @@ class Machine:
         speeds = asdict(speed)
         disk = replace(self.disk, bytes_per_second=speeds.pop("disk_bytes_per_second"))
         return replace(self, disk=disk, **speeds)
-
-
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    """The weights that pass through the slots on every pass.
-
-    Attributes:
-        layers: of each layer that is not in memory whole, its name and the names of the parameters that are read.
-        heads: rows a tile of each head, or embedding table serving as head, that is computed tile by tile.
-        tables: names of the embedding tables of which rows are read on demand.
-        cut: the cut whose units ``layers`` names: 0 for whole layers, ``i`` for ``finer[i - 1]`` of the layout.
-        num_units: number of units that take turns in the slots: layers, and tiles of heads.
-        num_slots: number of slots.
-        slot_bytes: size of each.
-        read_bytes: bytes read on a pass that decodes one token, embedding rows aside.
-        seconds: predicted time of that pass.
-        compute_seconds: the part of it that is not spent reading.
-    """
-
-    layers: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    heads: tuple[tuple[str, int], ...] = ()
-    tables: tuple[str, ...] = ()
-    num_units: int = 0
-    num_slots: int = 0
-    slot_bytes: int = 0
-    read_bytes: int = 0
-    seconds: float = 0.0
-    compute_seconds: float = 0.0
-    cut: int = 0
-
-    def parameters(self, layout: ModelLayout) -> set[str]:
-        """Return the names of the parameters that are read on every pass, or by rows."""
-        apart = {*dict(self.heads), *self.tables}
-        units = [*layout.cut(self.cut), *layout.heads, *layout.embeddings]
-        partly = {name for _, names in self.layers for name in names}
-        return partly | {parameter.name for unit in units if unit.name in apart for parameter in unit.large}
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,7 @@ class ModelSizes:
         kept: parts of layers that stay in memory, between those that are streamed.
         experts: what is read expert by expert, and is in no layer then.
         trunk: the same model with its experts read so, if it has any.
+        num_operations: operations of a call for one token, as far as the time to start them matters.
     """
 
     layers: tuple[UnitSize, ...]
@@ -187,6 +188,7 @@ class ModelSizes:
     kept: tuple[UnitSize, ...] = ()
     experts: ExpertSizes | None = None
     trunk: ModelSizes | None = None
+    num_operations: int = 0
 
     def cut(self, units: tuple[UnitSize, ...]) -> ModelSizes:
         """Return the same model with smaller units instead of its layers. The rest of the layers stays in memory."""
@@ -278,6 +280,7 @@ def _measure(layout: ModelLayout, activations: ActivationSizes, measured: _Measu
         cache=layout.cache,
         activations=activations,
         finer=tuple(tuple(map(measured.unit, cut)) for cut in layout.finer),
+        num_operations=layout.num_operations,
     )
 
 

@@ -25,6 +25,9 @@ class Speed:
         prompt_seconds_per_token: computing one token of a prompt, without reading; 0 while unknown.
         is_measured: True when a run reached these speeds, False when a short probe found them.
         prompt_speedup: time to compute a token that is decoded, over that of a token in a call of many; probed.
+        resident_bytes_per_second: as ``compute_bytes_per_second``, for weights that stay in a GPU's own memory; 0 where
+            the processor and MLX's device share memory, so that all weights compute equally fast.
+        operation_seconds: starting an operation on a GPU with memory of its own; 0 elsewhere.
     """
 
     disk_bytes_per_second: float
@@ -33,17 +36,21 @@ class Speed:
     prompt_seconds_per_token: float = 0.0
     is_measured: bool = False
     prompt_speedup: float = 1.0
+    resident_bytes_per_second: float = 0.0
+    operation_seconds: float = 0.0
 
     @property
     def is_usable(self) -> bool:
         """True when a plan can be made with these numbers."""
         speeds = (self.disk_bytes_per_second, self.compute_bytes_per_second, self.prompt_speedup)
-        seconds = (self.barrier_seconds, self.prompt_seconds_per_token)
-        return all(0 < value < math.inf for value in speeds) and all(0 <= value < math.inf for value in seconds)
+        others = (self.barrier_seconds, self.prompt_seconds_per_token, self.resident_bytes_per_second)
+        return all(0 < value < math.inf for value in speeds) and all(
+            0 <= value < math.inf for value in (*others, self.operation_seconds)
+        )
 
 
 def load_speed(key: str) -> Speed | None:
-    """Return what is known of a model on a disk; None when nothing is, or it is too old or damaged."""
+    """Return what is known of a model on a disk; None when nothing is, or it is too old, damaged or in an old form."""
     match SPEEDS.load().get(key):
         case {
             "time": float(written),
@@ -53,8 +60,10 @@ def load_speed(key: str) -> Speed | None:
             "prompt_seconds_per_token": float(prompt),
             "is_measured": bool(is_measured),
             "prompt_speedup": float(speedup),
+            "resident_bytes_per_second": float(resident),
+            "operation_seconds": float(operation),
         } if 0 <= time.time() - written <= (MAX_AGE_SECONDS if is_measured else MAX_PROBE_AGE_SECONDS):
-            speed = Speed(disk, compute, barrier, prompt, is_measured, speedup)
+            speed = Speed(disk, compute, barrier, prompt, is_measured, speedup, resident, operation)
             return speed if speed.is_usable else None
     return None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -17,16 +19,18 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
+from mlx_flash.engine import headroom
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.engine.lane import Lane
 from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.sizes import update_growth
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency.admission import batch_bytes, decide, room_bytes, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
-from models import LLAMA, save
+from models import GEMMA3, LLAMA, MAMBA2, save
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +116,23 @@ def test_caches_are_added_up_only_when_they_grow(model: FlashLLM, monkeypatch: p
     full = model.plan.base_bytes - model.plan.active_bytes + int(mx.get_active_memory())
     with pytest.raises(BudgetError):
         check_headroom(replace(model.plan, budget_bytes=full), [Lane(call)])
+
+
+@pytest.mark.parametrize("architecture", [GEMMA3, MAMBA2], ids=["sliding window", "recurrent"])
+def test_caches_of_other_kinds_are_not_added_up_where_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: dict[str, Any]
+) -> None:
+    save(tmp_path, architecture)
+    with load_model(tmp_path, FlashConfig(ram_budget_gb=footprint() / 1e9 + 0.3, telemetry=False))[0] as model:
+        cache = make_prompt_cache(model)
+        mx.eval(model(mx.arange(20)[None], cache=cache))
+        added_up = []
+        monkeypatch.setattr(headroom, "update_growth", lambda *args: (added_up.append(args), update_growth(*args))[1])
+        for i in range(5):
+            mx.eval(model(mx.array([[i]]), cache=cache))
+        assert not added_up and not model.plan.read_bytes
+        lane = Lane(parse_call((mx.array([[1]]), cache), {}))
+        full = model.plan.base_bytes - model.plan.active_bytes + int(mx.get_active_memory())
+        with pytest.raises(BudgetError):
+            check_headroom(replace(model.plan, budget_bytes=full), [lane])
+        assert added_up

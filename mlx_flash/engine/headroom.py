@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.lane import Lane, other_entries, own_entries
 from mlx_flash.engine.lending import Lending
@@ -72,20 +73,28 @@ def check_headroom(
 
 
 def _has_room(plan: ResidencyPlan, lanes: Sequence[Lane], own: _Own) -> bool:
-    """Return whether a single token fits the budget, grows no cache, and leaves nothing to lend or to evict.
+    """Return whether a single token surely fits the budget, with nothing to lend or to evict.
 
-    With all weights in memory this is so for 255 of 256 tokens. The sums over all layers take a millisecond or two.
+    With all weights in memory this is so for nearly all tokens. The sums over all layers take a millisecond or two.
     """
     call = lanes[0].call
     if len(lanes) > 1 or not call.is_decode or plan.streaming.num_units or plan.pool is not None:
         return False
-    if not own or len(own) < len(call.cache or ()) or own[0][0].pool.on_disk:
+    if own and (plan.kv.options is None or plan.kv.options.max_tokens is not None or own[0][0].pool.on_disk):
         return False
-    if plan.kv.options is None or plan.kv.options.max_tokens is not None:
+    others = other_entries(call.cache)
+    is_batch = any(getattr(entry, "left_padding", None) is not None for entry in others)
+    if is_batch or not call.cache or any(entry.rows.memory.takes_more(1) for entry, _ in own):
         return False
-    if any(entry.rows.memory.takes_more(1) for entry, _ in own):
-        return False
-    return _elsewhere(plan) + active_memory() + activation_bytes(plan, lanes) <= plan.budget_bytes
+    growth = _most_growth(plan, lanes[0]) if others else 0
+    return _elsewhere(plan) + active_memory() + activation_bytes(plan, lanes) + growth <= plan.budget_bytes
+
+
+def _most_growth(plan: ResidencyPlan, lane: Lane) -> int:
+    """Return the most bytes that a token adds to mlx-lm's own caches: all are copied to make room, and then cut."""
+    call = lane.call
+    states = call.batch_size * plan.cache.constant_bytes + call.num_tokens * plan.cache.call_bytes
+    return states + 2 * call.batch_size * (lane.context + CACHE_STEP) * _bytes_of_others(plan, call)
 
 
 def _admit(plan: ResidencyPlan, own: _Own, lanes: Sequence[Lane], missing: int) -> int:
@@ -322,7 +331,11 @@ def _kv_growth(plan: ResidencyPlan, call: ForwardCall) -> int:
     if not entries:
         return 0
     states = 0 if any(map(arrays_in, entries)) else call.batch_size * plan.cache.constant_bytes
-    token_bytes = plan.kv_bytes_per_token - (sum(plan.cache.rows) if own_entries(call.cache) else 0)
-    per_layer = call.batch_size * token_bytes // len(entries)
+    per_layer = call.batch_size * _bytes_of_others(plan, call) // len(entries)
     growth = update_growth(entries, call.num_tokens // call.batch_size, [per_layer] * len(entries))
     return states + growth.added
+
+
+def _bytes_of_others(plan: ResidencyPlan, call: ForwardCall) -> int:
+    """Return the bytes of a token of one sequence in mlx-lm's own caches."""
+    return plan.kv_bytes_per_token - (sum(plan.cache.rows) if own_entries(call.cache) else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mlx_lm.models.cache import (
     CacheList,
     KVCache,
     QuantizedKVCache,
+    RotatingKVCache,
     make_prompt_cache,
 )
 
@@ -136,3 +138,33 @@ def test_caches_of_other_kinds_are_not_added_up_where_there_is_room(
         with pytest.raises(BudgetError):
             check_headroom(replace(model.plan, budget_bytes=full), [lane])
         assert added_up
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: filled(RotatingKVCache(300), 1, 299),
+        lambda: filled(RotatingKVCache(300), 1, 700),
+        lambda: filled(RotatingKVCache(4096), 1, 256),
+        lambda: filled(KVCache(), 1, 256),
+        lambda: filled(QuantizedKVCache(group_size=32), 1, 256),
+        KVCache,
+    ],
+    ids=["window almost full", "window too long", "window", "plain", "quantized", "empty"],
+)
+def test_token_that_is_not_added_up_fits_when_it_is(
+    plan: ResidencyPlan, monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]
+) -> None:
+    caches = [make() for _ in range(5)]
+    mx.eval(arrays_in(caches))
+    lane = Lane(parse_call((mx.zeros((1, 1), mx.int32), caches), {}))
+    has_room = headroom._has_room
+    decisions = set()
+    for budget in range(plan.base_bytes, plan.budget_bytes, plan.budget_bytes // 200):
+        smaller = replace(plan, budget_bytes=budget)
+        decisions.add(has_room(smaller, [lane], ()))
+        if has_room(smaller, [lane], ()):
+            with monkeypatch.context() as patch:
+                patch.setattr(headroom, "_has_room", lambda *_: False)
+                check_headroom(smaller, [lane])
+    assert decisions == {False, True}

@@ -205,7 +205,7 @@ def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
         logits = model(mx.zeros((1, 1), mx.int32), cache=cache)
         compiled = once - set(called)
         meter.note_first()
-        if has_own_memory():
+        if has_own_memory():  # counting takes milliseconds, and other devices do not need it
             watch.trace.num_operations = num_nodes(logits)
         with observed_attention() as attention:
             model(mx.zeros((1, 2), mx.int32), cache=cache)

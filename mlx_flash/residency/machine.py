@@ -49,7 +49,7 @@ GROWTH_BYTES = {"cpu": BASE_STEP, "metal": BASE_STEP, "cuda": 4 * BASE_STEP}
 """What earlier loads may add to the process before plans count it: Python keeps what planning took."""
 
 _counted: list[int] = []
-"""The footprint that the last plan of this process counted."""
+"""The footprint that plans of this process count; empty before the first one."""
 
 MIN_PROBED_BYTES = 128 << 20
 """Smaller files are probed anew for each plan: reading them says little of a disk."""
@@ -251,7 +251,7 @@ def barrier_seconds() -> float:
 def _back_end() -> str:
     if mx.default_device() == mx.cpu:
         return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
+    return "cuda" if has_own_memory() else "metal"
 
 
 def _device_type() -> mx.DeviceType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,7 +11,8 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from mlx_flash.compat.attention import AttentionCall, observed_attention
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.residency.attention import bytes_per_pair
+from mlx_flash.residency import attention
+from mlx_flash.residency.attention import RESULTS, bytes_per_pair
 from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes
 from models import save, stock
 from test_model import config
@@ -68,6 +70,52 @@ def test_more_scores_are_stored_with_sinks() -> None:
     with_sinks = AttentionCall(8, 2, 64, 64, mx.float32, "causal", has_sinks=True)
     assert bytes_per_pair([]) == 0
     assert bytes_per_pair([plain, with_sinks]) == bytes_per_pair([with_sinks]) > bytes_per_pair([plain])
+
+
+@pytest.fixture
+def new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """Start with an empty cache folder, and return what forgets the trials of this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    attention._remembered_or_tried.cache_clear()
+    yield attention._remembered_or_tried.cache_clear
+    attention._remembered_or_tried.cache_clear()
+
+
+def test_a_later_process_does_not_try_again(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]) -> None:
+    call, other = (AttentionCall(8, 2, size, size, mx.float32, "causal") for size in (64, 32))
+    tried: list[AttentionCall] = []
+    stock_trial = attention._tried
+
+    def trial(call: AttentionCall) -> float:
+        tried.append(call)
+        return stock_trial(call) + len(tried)
+
+    monkeypatch.setattr(attention, "_tried", trial)
+    found = bytes_per_pair([call])
+    assert set(tried) == {call} and found == bytes_per_pair([call]) > 0
+    assert [entry["bytes_per_pair"] for entry in RESULTS.load().values()] == [
+        stock_trial(call) + len(tried)
+    ]  # the most
+    tried.clear()
+    new_process()
+    assert bytes_per_pair([call]) == found and not tried
+    assert bytes_per_pair([call, other]) >= found and set(tried) == {other}
+
+
+@pytest.mark.parametrize("entry", ["many", -1.0, float("nan"), float("inf"), None])
+def test_a_trial_that_cannot_be_is_made_again(entry: object, new_process: Callable[[], None]) -> None:
+    call = AttentionCall(8, 2, 64, 64, mx.float32, "causal")
+    found = bytes_per_pair([call])
+    (key,) = RESULTS.load()
+    RESULTS.save(key, {"bytes_per_pair": entry})
+    new_process()
+    assert bytes_per_pair([call]) == found
+
+
+def test_a_gpu_tries_in_every_process(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]) -> None:
+    monkeypatch.setattr(attention.mx, "default_device", lambda: mx.gpu)
+    assert bytes_per_pair([AttentionCall(8, 2, 64, 64, mx.float32, "causal")]) > 0
+    assert not RESULTS.load()
 
 
 def test_observing_leaves_attention_as_it_was() -> None:

@@ -31,6 +31,8 @@ def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace:
         parameters: every array of the model.
         trace: of a rehearsal.
     """
+    if not trace.routes:
+        return []
     places = {(id(parameter.container), parameter.key): parameter for parameter in parameters}
     names = {id(module): f"{unit.name}.{name}" for unit in layers for name, module in unit.module.named_modules()}
     large = {id(parameter) for unit in layers for parameter in unit.large}

@@ -15,6 +15,9 @@ MOST_BYTES = 1 << 30
 """Of arrays that are not the checkpoint's. More are not looked at, and the model counts as unknown."""
 
 
+_PLAIN = (bool, int, float, str)
+
+
 class ModelIdentity:
     """The modules and arrays of a model at one moment.
 
@@ -24,19 +27,19 @@ class ModelIdentity:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules = list(_modules(model))
-        self._objects = [module for _, module in model.named_modules()]
+        self._modules = model.named_modules()
+        self._settings = [_settings(module) for _, module in self._modules]
         self._arrays = _arrays(model)
 
     @property
     def is_unchanged(self) -> bool:
         """Return True if modules and arrays are the same objects still, with the same settings."""
-        arrays, objects = _arrays(self._model), [module for _, module in self._model.named_modules()]
+        modules, arrays = self._model.named_modules(), _arrays(self._model)
         return (
-            all(self._arrays.get(name) is array for name, array in arrays.items())
+            [(path, id(module)) for path, module in modules] == [(path, id(module)) for path, module in self._modules]
+            and [_settings(module) for _, module in modules] == self._settings
             and len(arrays) == len(self._arrays)
-            and [id(module) for module in objects] == [id(module) for module in self._objects]
-            and list(_modules(self._model)) == self._modules
+            and all(self._arrays.get(name) is array for name, array in arrays.items())
         )
 
     def changes(self) -> str | None:
@@ -47,7 +50,7 @@ class ModelIdentity:
         """
         if self.is_unchanged:
             return ""
-        modules, arrays = list(_modules(self._model)), _arrays(self._model)
+        modules, arrays = list(_described(self._model)), _arrays(self._model)
         new = {name: array for name, array in arrays.items() if self._arrays.get(name) is not array}
         # an array that only has another name now is the checkpoint's, and which one it is must be told
         old = {id(array): name for name, array in self._arrays.items()}
@@ -68,11 +71,20 @@ def _arrays(model: nn.Module) -> dict[str, mx.array]:
     return dict(tree_flatten(model.parameters()))
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
+def _settings(module: nn.Module) -> tuple[str, str, dict[str, tuple[type, object]]]:
+    """Return the class of a module, and its plain settings, each with its type: True is not 1."""
+    plain = {key: value for key, value in (*vars(module).items(), *module.items()) if isinstance(value, _PLAIN)}
+    plain.pop(TRAINING_FLAG, None)
+    return (
+        type(module).__module__,
+        type(module).__qualname__,
+        {key: (type(value), value) for key, value in plain.items()},
+    )
+
+
+def _described(model: nn.Module) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
     """Path, class, and plain settings of every module."""
     for path, module in model.named_modules():
-        plain = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
-        plain |= {key: value for key, value in module.items() if isinstance(value, bool | int | float | str)}
-        kind = type(module)
-        settings = sorted((key, repr(value)) for key, value in plain.items() if key != TRAINING_FLAG)
-        yield path, f"{kind.__module__}.{kind.__qualname__}", settings
+        origin, kind, plain = _settings(module)
+        settings = sorted((key, repr(value)) for key, (_, value) in plain.items())
+        yield path, f"{origin}.{kind}", settings

@@ -96,10 +96,19 @@ class _Watch:
 
 @dataclass(slots=True)
 class _Call:
-    """A call under way: of which module, with what, the arrays used in it so far, and what modules returned to it."""
+    """A call under way.
+
+    Attributes:
+        module: that is called.
+        arguments: with what.
+        inside: the ``id`` of it and of every module whose call it is a part of.
+        used: the arrays used in it so far, but for a call in it that is under way.
+        returned: what modules returned to it.
+    """
 
     module: nn.Module
     arguments: tuple[Any, ...]
+    inside: frozenset[int]
     used: set[Place] = field(default_factory=set)
     returned: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
@@ -113,8 +122,10 @@ class _Watched(SwappedClass):
         watch.trace.called.setdefault(id(self), module)
         if is_expert_stack(module):
             _note_route(watch, module, *args, **kwargs)
-        watch.under_way.append(_Call(module, (*args, *kwargs.values())))
-        for value in watch.under_way[-1].arguments:
+        outer = watch.under_way[-1] if watch.under_way else None
+        call = _Call(module, (*args, *kwargs.values()), frozenset([id(self)]).union(outer.inside if outer else ()))
+        watch.under_way.append(call)
+        for value in call.arguments:
             watch.given.setdefault(id(value), set()).add(id(self))
         try:
             result = own_class(module).__call__(self, *args, **kwargs)
@@ -122,8 +133,9 @@ class _Watched(SwappedClass):
             watch.under_way.pop()
         if isinstance(result, mx.array):
             watch.outputs[id(result)] = result, module
-        if watch.under_way:
-            watch.under_way[-1].returned.append((module, result))
+        if outer is not None:
+            outer.used |= call.used
+            outer.returned.append((module, result))
         return result
 
     def __getattr__(self, key: str) -> Any:
@@ -136,11 +148,11 @@ class _Watched(SwappedClass):
 def _used(module: object, key: Any, value: Any) -> Any:
     if isinstance(value, mx.array):
         watch: _Watch = state_of(module)
-        users = watch.trace.users
-        now = frozenset(id(call.module) for call in watch.under_way)
-        users[id(module), key] = users.get((id(module), key), now) & now
-        for call in watch.under_way:
-            call.used.add((id(module), key))
+        users, place = watch.trace.users, (id(module), key)
+        inside = watch.under_way[-1].inside if watch.under_way else frozenset()
+        users[place] = users.get(place, inside) & inside
+        if watch.under_way:
+            watch.under_way[-1].used.add(place)
     return value
 
 

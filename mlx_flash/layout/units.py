@@ -38,7 +38,7 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
     tree = _Tree(loaded)
     roots = tree.names_of(layers_of_model)
     layers = [unit for root in roots for unit in tree.cover(root)]
-    outside = [name for name in tree.modules if not any(_is_inside(name, root) for root in roots)]
+    outside = tree.names_outside(roots)
     heads = [unit for unit in map(tree.whole, outside) if is_linear(unit.module) and tree.is_covered(unit)]
     embeddings = [unit for unit in map(tree.whole, outside) if is_embedding(unit.module)]
     units = [unit for unit in [*layers, *heads, *embeddings] if unit.large]
@@ -82,8 +82,8 @@ class _Tree:
     """A model's modules by name, with the parameters below each of them."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._names = {id(module): name for name, module in reversed(loaded.model.named_modules())}
         named = loaded.model.named_modules()
+        self._names = {id(module): name for name, module in reversed(named)}
         self.modules = {name: module for name, module in named if self._names[id(module)] == name}
         self.parameters = list(_parameters(loaded))
         self._below: dict[str, list[Parameter]] = {name: [] for name in self.modules}
@@ -107,6 +107,11 @@ class _Tree:
     def names_of(self, modules: list[nn.Module]) -> list[str]:
         """Names of those modules that can be found in the tree."""
         return [self._names[id(module)] for module in modules if id(module) in self._names]
+
+    def names_outside(self, names: list[str]) -> list[str]:
+        """Names of the modules that are none of some others, and in none of them."""
+        found = set(names)
+        return [name for name in self.modules if name not in found and found.isdisjoint(self._ancestors(name))]
 
     def whole(self, name: str) -> Unit:
         """A module with everything below it as a unit."""

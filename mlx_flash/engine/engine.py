@@ -20,6 +20,7 @@ from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.layout.swap import SwappedClass, clone_with, remember, restore_class, swap_class
 from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.storage.placement import Placement, place, place_groups
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
@@ -27,6 +28,8 @@ from mlx_flash.streaming.layers import (
     EmbeddingRows,
     HeadState,
     LayerState,
+    PinnedLayer,
+    PinnedState,
     StreamedLayer,
     TableState,
     Tile,
@@ -75,6 +78,7 @@ class Engine:
         stream: the ring of streamed units.
         loans: the streamed weights that are in memory for as long as nothing else needs it.
         lending: these, and experts.
+        pinned: the layers in memory that calls may have to wait for; none where MLX lets go of results early.
         units: of each unit in the ring, the unit of the layout that it is, or is a tile of.
         experts: what computes experts that are read one by one; None when there are none, and after :meth:`close`.
         reader: the reader.
@@ -94,6 +98,7 @@ class Engine:
         self.stream = WeightStream([], reader, poison, 0)
         self.loans = Loans(self.stream)
         self.lending = Lending(self.loans, None, grows=False)
+        self.pinned = PinnedState()
         self.units: list[Unit] = []
         self.experts: Experts | None = None
         self._alignment = alignment
@@ -113,6 +118,8 @@ class Engine:
             self.stream = WeightStream(slots, reader, poison, plan.streaming.num_units)
             self.loans = Loans(self.stream)
             self._start_streaming(trunk, plan)
+            if has_own_memory():
+                self._watch_pinned(trunk)
             options = experts or ExpertOptions()
             if plan.pool is not None:
                 self._start_experts(layout.experts, plan.pool, poison, options)
@@ -171,6 +178,12 @@ class Engine:
                 self._heads += [head] if head is not None else []
         self.loans.settle()
         self.stream.start()
+
+    def _watch_pinned(self, layout: ModelLayout) -> None:
+        for unit in layout.layers:
+            if not isinstance(unit.module, SwappedClass):
+                self._swap(unit, PinnedLayer, (self.pinned, self.pinned.num_layers), [])
+                self.pinned.num_layers += 1
 
     def _stream_layer(self, unit: Unit, names: set[str]) -> None:
         parameters = [parameter for parameter in unit.large if parameter.name in names]

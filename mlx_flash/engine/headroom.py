@@ -18,6 +18,7 @@ from mlx_flash.kv.options import SLOT_PADDING, slot_memory
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.sizes import update_growth
 from mlx_flash.layout.arrays import arrays_in, nbytes_in
+from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.memory.pagecache import round_up
@@ -54,7 +55,7 @@ def check_headroom(
     if not wish and _has_room(plan, lanes, own):
         return 0
     _settle_batches([entry for lane in lanes for entry in other_entries(lane.call.cache)], loans)
-    need = _need(plan, lanes)
+    need = needed(plan, lanes)
     missing = need.total - plan.budget_bytes
     growth_of_own = _own_growth(plan, own) if wish or loans is not None or may_shrink else 0
     room = (max(0, loans.nbytes) if loans is not None else 0) - missing - growth_of_own
@@ -136,7 +137,7 @@ def check_least(plan: ResidencyPlan, lane: Lane, loans: Lending | None = None) -
         BudgetError, WriteError: as :func:`check_headroom`.
     """
     lanes = [replace(lane, step=1)]
-    need = _need(plan, lanes)
+    need = needed(plan, lanes)
     missing = need.total - plan.budget_bytes - (loans.recallable if loans is not None else 0)
     if own := _own_of(lanes):
         missing = _room_for_kv(plan, own, lanes, missing)[1]
@@ -145,7 +146,7 @@ def check_least(plan: ResidencyPlan, lane: Lane, loans: Lending | None = None) -
 
 
 @dataclass(frozen=True, slots=True)
-class _Need:
+class Need:
     """The memory of the process in a pass, in bytes: itself and buffers, arrays now, and what comes to them."""
 
     elsewhere: int
@@ -158,9 +159,17 @@ class _Need:
         return self.elsewhere + self.in_use + self.activations + self.growth
 
 
-def _need(plan: ResidencyPlan, lanes: Sequence[Lane]) -> _Need:
+def needed(plan: ResidencyPlan, lanes: Sequence[Lane]) -> Need:
+    """Return the memory of a pass."""
+    if (need := _need(plan, lanes)).total <= plan.budget_bytes or not has_own_memory():
+        return need
+    mx.synchronize()  # MLX has not let go of the last results yet
+    return _need(plan, lanes)
+
+
+def _need(plan: ResidencyPlan, lanes: Sequence[Lane]) -> Need:
     states = plan.cache.call_bytes * max(lane.num_at_once for lane in lanes)
-    return _Need(
+    return Need(
         elsewhere=_elsewhere(plan),
         in_use=_in_use({entry.pool for entry, _ in _own_of(lanes)}),
         activations=activation_bytes(plan, lanes),
@@ -198,7 +207,7 @@ def _room_for_kv(plan: ResidencyPlan, own: _Own, lanes: Sequence[Lane], missing:
     return room, wanted
 
 
-def _too_large(plan: ResidencyPlan, lanes: Sequence[Lane], need: _Need, missing: int) -> BudgetError:
+def _too_large(plan: ResidencyPlan, lanes: Sequence[Lane], need: Need, missing: int) -> BudgetError:
     num_tokens, context = sum(lane.call.num_tokens for lane in lanes), max(lane.context for lane in lanes)
     total = plan.budget_bytes + missing
     kv = total - need.elsewhere - need.in_use - need.activations

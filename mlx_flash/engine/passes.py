@@ -20,6 +20,7 @@ from mlx_flash.engine.group import CallGroup, Compute
 from mlx_flash.engine.headroom import check_headroom, check_least
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
+from mlx_flash.engine.recorded import layers_at_once
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.sharing import costs, waiting_bytes
 from mlx_flash.engine.status import PassCounters
@@ -152,6 +153,9 @@ class Passes:
         while waiting:
             lanes = self._choose(plan, waiting, loans)
             if lanes:
+                pinned, calls = self._session.engine.pinned, [call for lane in lanes.values() for call in lane]
+                if pinned.num_layers > 1:
+                    pinned.num_at_once = 1 if len(calls) > 1 else layers_at_once(plan, calls[0], pinned.num_layers)
                 self._run(list(lanes), list(lanes.values()))
             waiting = waiting[max(1, len(lanes)) :]
 

@@ -20,6 +20,7 @@ from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.parts import Parameter, Unit
 from mlx_flash.layout.swap import SwappedClass, clone_with, own_class, state_of
 from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.streaming.stream import GuessEndedError, WeightStream
@@ -51,20 +52,57 @@ def run_resident(stream: WeightStream, index: int, run: Callable[..., Any], args
     if stream.is_guessing:
         raise GuessEndedError
     if stream.wait_turn is not None:
-        mx.eval(arrays_in(args, kwargs))  # now, or the pinned layers of all calls would take memory at once
+        compute(args, kwargs)  # now, or the pinned layers of all calls would take memory at once
         stream.wait_turn(index)
         result = run(*args, **kwargs)
-        mx.eval(arrays_in(result, args, kwargs))
+        compute(result, args, kwargs)
         return result
     if not stream.is_ready(index):
         mx.async_eval(arrays_in(args, kwargs))  # pinned layers before this one compute while we wait
     stream.acquire(index)
     try:
         result = run(*args, **kwargs)
-        mx.eval(arrays_in(result, args, kwargs))
+        compute(result, args, kwargs)
     finally:
         stream.release(index)
     return result
+
+
+def compute(*roots: Any) -> None:
+    """Compute the arrays in some objects, and wait until MLX has let go of their intermediate results.
+
+    On CUDA, MLX lets go of them some time after the results are there, and the next layer's would come meanwhile.
+    """
+    mx.eval(arrays_in(*roots))
+    if has_own_memory():
+        mx.synchronize()
+
+
+@dataclass(slots=True)
+class PinnedState:
+    """State of all layers whose weights stay in memory.
+
+    Attributes:
+        num_layers: how many there are.
+        num_at_once: layers of the next calls that are computed before the next one begins; None for all.
+    """
+
+    num_layers: int = 0
+    num_at_once: int | None = None
+
+
+class PinnedLayer(SwappedClass):
+    """A layer in memory, on a GPU that MLX records work for far ahead.
+
+    MLX keeps the intermediate results of recorded work until it is done: those of all layers, if nobody waits.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state, number = cast("tuple[PinnedState, int]", state_of(self))
+        result = own_class(cast(nn.Module, self)).__call__(self, *args, **kwargs)
+        if state.num_at_once is not None and (number + 1) % state.num_at_once == 0:
+            compute(result, args, kwargs)
+        return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from mlx_flash.compat.caches import CACHE_STEP as CACHE_STEP
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, trunk_of
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
+from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.attention import bytes_per_pair, unfused_bytes_per_pair
 from mlx_flash.residency.hits import expected_hits
@@ -106,6 +107,8 @@ class ActivationSizes:
         embedding_per_token: one row of the embedding tables.
         graph_per_token: what MLX records before it computes, in loops over tokens. Counted for all layers, though
             streamed ones are computed one by one.
+        copies_per_pair: for each pair of new tokens, where states are written one after another into an array that is
+            copied each time.
     """
 
     per_token: int
@@ -114,6 +117,7 @@ class ActivationSizes:
     logits_per_token: int
     embedding_per_token: int
     graph_per_token: int = 0
+    copies_per_pair: int = 0
 
     def nbytes(self, num_tokens: int, context_length: int, *, all_logits: bool, fused: bool = True) -> int:
         """Return the bytes for one call.
@@ -126,7 +130,7 @@ class ActivationSizes:
         """
         rows = 4 + (num_tokens if all_logits else 1)  # sampling makes copies of the last one
         per_pair = self.scores_per_pair if fused else self.unfused_per_pair
-        scores = per_pair * num_tokens * max(context_length, num_tokens)
+        scores = per_pair * num_tokens * max(context_length, num_tokens) + self.copies_per_pair * num_tokens**2
         per_token = self.per_token + self.embedding_per_token + self.graph_per_token
         return num_tokens * per_token + scores + rows * self.logits_per_token
 
@@ -321,9 +325,10 @@ def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes
     heads = [int(unit.module["weight"].shape[0]) for unit in [*layout.heads, *layout.embeddings]]
     rows = sum(p.nbytes // p.array.shape[0] for unit in layout.embeddings for p in unit.large)
     states = _SCAN_COPIES * layout.cache.largest_scan
-    if mx.default_device() == mx.cpu:
-        # It has no kernels for recurrences, and holds a state and a decay for each token. Mamba 2 also has two numbers
-        # for each pair of tokens of a chunk of 256 and each head, which take at most two states for each token.
+    if mx.default_device() == mx.cpu or not mx.metal.is_available():
+        # mlx-lm's kernels for recurrences are Metal's. Without them it holds a state and a decay for each token. Mamba
+        # 2 also has two numbers for each pair of tokens of a chunk of 256 and each head, which take at most two states
+        # for each token.
         states += 4 * layout.cache.largest_state
     return ActivationSizes(
         per_token=2 * itemsize * max(widths, default=0) + states,
@@ -332,6 +337,8 @@ def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes
         logits_per_token=max(heads, default=0) * max(itemsize, 4),
         embedding_per_token=2 * rows,
         graph_per_token=_NODE_BYTES * layout.nodes_per_token,
+        # MLX on CUDA keeps the array before each token until all are computed, so it cannot write in place.
+        copies_per_pair=layout.cache.largest_scan if has_own_memory() else 0,
     )
 
 

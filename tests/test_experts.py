@@ -36,6 +36,7 @@ from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import SlotArena, kernel_alignment
+from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.residency.search import make_plan
@@ -102,9 +103,12 @@ def test_experts_stream_exactly(
         assert stats.num_calls
 
 
+QUANTIZED = QWEN3_MOE | ({"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64} if has_own_memory() else {})
+"""MLX's CUDA kernel for 4 bits reads past the end of matrices of at most 128 columns, and may end the process."""
+
 CONFIGS: dict[str, tuple[dict[str, Any], mx.Dtype, int | None]] = {
     "qwen3_moe": (QWEN3_MOE, mx.float32, None),
-    "qwen3_moe-4bit": (QWEN3_MOE, mx.bfloat16, 4),
+    "qwen3_moe-4bit": (QUANTIZED, mx.bfloat16, 4),
     "mixtral": (MIXTRAL, mx.float32, None),
 }
 PROMPT = [(37 * i + i * i) % 1000 for i in range(40)]
@@ -153,6 +157,7 @@ def with_pool(
         model.plan = replace(model.plan, prefill_step_size=2048, budget_bytes=10**11)
         return model
     prepared = prepare(directory, config(**settings))
+    exact_rows = exact_rows and mx.default_device() == mx.cpu
     prepared = replace(prepared, machine=replace(prepared.machine, exact_tiles=exact_rows))
     model = FlashLLM(prepared, config(**settings), "test")
     plan = pooled(prepared.plan, prepared.layout, pool_slots, trunk)
@@ -210,6 +215,7 @@ ONE_WAY, OTHER_WAY = [(0, True), (11, False), (999, True)], [(0, False), (11, Tr
 )
 def test_any_pool_gives_stock_bits(tiny: Any, name: str, trunk: str, pool_slots: int, exact_rows: bool) -> None:
     directory, expected = tiny(name)
+    exact_rows = exact_rows and mx.default_device() == mx.cpu
     with with_pool(directory, pool_slots, trunk, exact_rows=exact_rows) as model:
         pool = pool_of(model)
         assert not find_difference(expected, trace(model, CALLS))
@@ -250,6 +256,7 @@ def test_unknown_expert_is_an_index_error(tiny: Any) -> None:
         assert not find_difference(expected, trace(model, CALLS))
 
 
+@pytest.mark.skipif(has_own_memory(), reason="MLX's CUDA kernel takes no empty arrays: mlx-lm ends the process too")
 def test_stack_called_without_tokens(tiny: Any) -> None:
     with with_pool(tiny("qwen3_moe")[0], 8) as model:
         module = model.layout.experts[1].unit.module
@@ -319,6 +326,8 @@ GENERATION: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", GENERATION)
 def test_generation_gives_stock_tokens(tiny: Any, name: str) -> None:
+    if has_own_memory() and "kv_bits" in GENERATION[name]:
+        pytest.skip("MLX has no CUDA kernel for these keys")
     directory, _ = tiny("qwen3_moe")
     options = {"max_tokens": 10, "prefill_step_size": 2048, **GENERATION[name]}
     expected = list(generate_step(mx.array(PROMPT), stock(directory), **options))
@@ -614,4 +623,4 @@ def test_rows_compute_alone_only_where_that_is_exact(
         model.engine.experts.listeners.append(lambda layer, routing: routed.append(routing.shape))
         assert not find_difference(expected, trace(model, CALLS))
         assert pool_of(model).stats.num_evicted
-    assert (set(computed) <= set(routed)) == (not exact_rows)
+    assert (set(computed) <= set(routed)) == (not exact_rows or mx.default_device() == mx.gpu)

@@ -56,7 +56,7 @@ def make_pooled(
     tried.pool.close()
     del tried
     if not all(takes):
-        gc.collect()  # what a refused call left refers to the slots in a cycle (seen on CUDA)
+        gc.collect()  # in case the error of a refused call refers to the slots: they would count against the budget
     mx.synchronize()
     mx.clear_cache()
     if all(takes) or any(layer.widths != widths for layer in layers):

@@ -88,15 +88,16 @@ def clone_tree(module: nn.Module, arrays: Mapping[tuple[int, Any], mx.array]) ->
         module: what to copy; settings and other arrays are shared.
         arrays: by ``id`` of the module they are for, and key.
     """
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            return clone_tree(value, arrays)
-        return [copied(item) for item in value] if isinstance(value, list) else value
-
     clone = clone_with(module, {key: array for (owner, key), array in arrays.items() if owner == id(module)})
-    dict.update(clone, {key: copied(value) for key, value in clone.items()})
+    dict.update(clone, {key: _copied(value, arrays) for key, value in clone.items()})
     return clone
+
+
+def _copied(value: Any, arrays: Mapping[tuple[int, Any], mx.array]) -> Any:
+    # Inside clone_tree() it would refer to itself, and hold the arrays until Python's collector comes.
+    if isinstance(value, nn.Module):
+        return clone_tree(value, arrays)
+    return [_copied(item, arrays) for item in value] if isinstance(value, list) else value
 
 
 @cache

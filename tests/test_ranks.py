@@ -37,7 +37,7 @@ PROGRAM = Path(__file__).with_name("ranks_program.py")
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "qwen3_moe": QWEN3_MOE}
 MODELS |= {name: configuration(name) | {"vocab_size": VOCAB_SIZE} for name in ("jamba", "rwkv7", "afm7", "gpt_oss")}
 
-SPEEDS = st.builds(RankSpeed, st.floats(0, 1e12), st.floats(1e6, 1e11), st.floats(1e6, 1e13))
+SPEEDS = st.builds(RankSpeed, st.floats(0, 1e12), st.floats(1e6, 1e11), st.floats(1e6, 1e13), st.floats(1e6, 1e13))
 
 
 @pytest.fixture(scope="module")
@@ -175,17 +175,18 @@ def test_every_layer_has_a_rank_and_every_rank_a_layer(layer_bytes: list[int], r
 
 def test_ranks_take_turns_only_if_they_read() -> None:
     layers = [100] * 12
-    assert share_layers(layers, [RankSpeed(1e4, 1e9, 1e9)] * 3) == [0] * 4 + [1] * 4 + [2] * 4
-    assert share_layers(layers, [RankSpeed(100, 1e9, 1e12)] * 3) == [0, 1, 2] * 4
+    assert share_layers(layers, [RankSpeed(1e4, 1e9, 1e9, 1e9)] * 3) == [0] * 4 + [1] * 4 + [2] * 4
+    assert share_layers(layers, [RankSpeed(100, 1e9, 1e12, 1e12)] * 3) == [0, 1, 2] * 4
 
 
 @pytest.mark.parametrize(
     ("fast", "slow"),
     [
-        (RankSpeed(0, 3e9, 1e15), RankSpeed(0, 1e9, 1e15)),
-        (RankSpeed(1e12, 1e9, 3e12), RankSpeed(1e12, 1e9, 1e12)),
+        (RankSpeed(0, 3e9, 1e15, 1e15), RankSpeed(0, 1e9, 1e15, 1e15)),
+        (RankSpeed(1e12, 1e9, 3e12, 3e12), RankSpeed(1e12, 1e9, 1e12, 1e12)),
+        (RankSpeed(1e12, 1e9, 1e11, 3e12), RankSpeed(1e12, 1e9, 1e11, 1e12)),
     ],
-    ids=["disk", "processor"],
+    ids=["disk", "processor", "memory"],
 )
 def test_a_faster_machine_gets_more_layers(fast: RankSpeed, slow: RankSpeed) -> None:
     assert Counter(share_layers([10**8] * 40, [slow, fast])) == {0: 10, 1: 30}

@@ -230,12 +230,16 @@ def _rank_speed(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Ran
     try:
         return _speed_of(make_plan(sizes, config, machine), machine)
     except BudgetError:  # the whole model may be too much for a budget that has room for a part
-        return RankSpeed(0.0, machine.disk.bytes_per_second, machine.compute_bytes_per_second)
+        return _machine_speed(machine, 0.0)
 
 
 def _speed_of(plan: ResidencyPlan, machine: Machine) -> RankSpeed:
-    memory_bytes = plan.resident_bytes + plan.pinned_bytes + plan.pool_bytes
-    return RankSpeed(memory_bytes, machine.disk.bytes_per_second, machine.compute_bytes_per_second)
+    return _machine_speed(machine, plan.resident_bytes + plan.pinned_bytes + plan.pool_bytes)
+
+
+def _machine_speed(machine: Machine, memory_bytes: float) -> RankSpeed:
+    speeds = machine.disk.bytes_per_second, machine.compute_bytes_per_second, machine.kept_bytes_per_second
+    return RankSpeed(memory_bytes, *speeds)
 
 
 def _layer_bytes(loaded: LoadedModel) -> list[int]:

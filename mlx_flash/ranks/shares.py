@@ -18,20 +18,22 @@ class RankSpeed:
     Attributes:
         memory_bytes: weights that it can keep in memory.
         disk_bytes_per_second: how fast it reads the others.
-        compute_bytes_per_second: how fast it computes with weights.
+        compute_bytes_per_second: how fast it computes with weights that it has just read.
+        kept_bytes_per_second: how fast it computes with those in memory.
     """
 
     memory_bytes: float
     disk_bytes_per_second: float
     compute_bytes_per_second: float
+    kept_bytes_per_second: float
 
     def bytes_within(self, seconds: float) -> float:
         """Return the weight bytes that it gets through in a pass of so many seconds of its own."""
-        in_memory = seconds * self.compute_bytes_per_second
+        in_memory = seconds * self.kept_bytes_per_second
         if in_memory <= self.memory_bytes:
             return in_memory
         seconds_a_byte = 1 / self.disk_bytes_per_second + 1 / self.compute_bytes_per_second
-        return (seconds + self.memory_bytes / self.disk_bytes_per_second) / seconds_a_byte
+        return self.memory_bytes + (seconds - self.memory_bytes / self.kept_bytes_per_second) / seconds_a_byte
 
 
 def share_layers(layer_bytes: Sequence[int], ranks: Sequence[RankSpeed]) -> list[int]:
@@ -81,7 +83,8 @@ def follow_files(owners: Sequence[int], layer_bytes: Sequence[int], able: Sequen
 
 def _equal_times(total: int, ranks: Sequence[RankSpeed]) -> list[float]:
     """Return bytes for each rank, so that all of them take the same time."""
-    low, high = 0.0, total * max(1 / r.disk_bytes_per_second + 1 / r.compute_bytes_per_second for r in ranks)
+    slowest = min(min(r.compute_bytes_per_second, r.kept_bytes_per_second) for r in ranks)
+    low, high = 0.0, total * (1 / min(r.disk_bytes_per_second for r in ranks) + 1 / slowest)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(rank.bytes_within(middle) for rank in ranks) >= total else (middle, high)

@@ -224,7 +224,7 @@ class Calls(RuleBasedStateMachine):
         self.pool.restore_head()
         self.cleared = set()
 
-    @precondition(lambda self: not self.cleared)
+    @precondition(lambda self: self.pool.slots.can_resize and not self.cleared)
     @rule(num_slots=st.integers(1, CAPACITY))
     def resize(self, num_slots: int) -> None:
         self.let_go()

@@ -71,20 +71,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 def sampled(steps: Iterator[None], count: int) -> Iterator[Sample]:
     """Yield a sample after each twentieth of the steps."""
-    process, began = psutil.Process(), time.perf_counter()
+    process, began, fewest = psutil.Process(), time.perf_counter(), sys.maxsize
     for number in range(1, count + 1):
         next(steps)
         if number % max(1, count // SAMPLES) == 0:
             now = time.perf_counter()
-            taken = process.memory_info().rss, descriptors(process), process.num_threads()
-            yield Sample(number, *taken, now - began)
+            fewest = descriptors(process, fewest)
+            yield Sample(number, process.memory_info().rss, fewest, process.num_threads(), now - began)
             began = now
 
 
-def descriptors(process: psutil.Process) -> int:
-    """Return the fewest of some counts: other threads open files for moments."""
-    counts = []
-    for _ in range(5):
+def descriptors(process: psutil.Process, before: int) -> int:
+    """Return the fewest of some counts: other threads open files for moments. Counts above ``before`` are repeated."""
+    counts: list[int] = []
+    while len(counts) < 5 or (min(counts) > before and len(counts) < 100):
         counts.append(process.num_fds())
         time.sleep(0.001)
     return min(counts)

@@ -46,7 +46,8 @@ def peak_of_parts(model: FlashLLM) -> tuple[int, int, int]:
         cache = model.make_cache()
         tokens = mx.zeros((1, STEP * NUM_PARTS), mx.int32)
         model.advance([model.row(mx.zeros((1, CONTEXT), mx.int32), cache, CONTEXT, wants_logits=False)])
-        model.advance([model.row(tokens[:, :STEP], cache, STEP, wants_logits=False)])  # has grown by a step
+        model.advance([model.row(tokens[:, :STEP], cache, STEP, wants_logits=False)])
+        mx.eval([entry.state for entry in cache])  # it grows by a step now, and not while the peak is taken
         row = model.row(tokens, cache, STEP, wants_logits=False)
         counted, num_passes = waiting_bytes(model.plan, list(row.left)), model.counters.num_passes
         mx.reset_peak_memory()
@@ -63,11 +64,10 @@ def test_parts_leave_nothing_behind_in_layers_that_are_in_memory(
     """Logits that nobody wants referred to the keys and values of the last layer, which each part then copied."""
     num_passes, peak, _ = peak_of_parts(streamed_head(directory, monkeypatch))
     layer_bytes = 2 * 4 * 64 * 4 * CONTEXT
-    assert num_passes == 1 and peak < 2.5 * layer_bytes
+    assert num_passes == 1 and peak < layer_bytes / 4
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2])
 def test_copies_of_keys_and_values_are_counted(directory: Path, cut: int) -> None:
     num_passes, peak, counted = peak_of_parts(streamed_whole(directory, cut=cut, context_length=4096))
-    layer_bytes = 2 * 4 * 64 * 4 * CONTEXT
-    assert num_passes == 1 and peak < counted + 2.5 * layer_bytes
+    assert num_passes == 1 and peak <= counted

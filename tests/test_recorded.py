@@ -98,5 +98,7 @@ def test_scores_count_for_single_tokens_that_have_no_kernel(directory: Path) -> 
         many = 10**9
         fused = replace(model.plan.activations, scores_per_pair=many, unfused_per_pair=2 * many)
         stored = replace(fused, unfused_per_pair=many)
-        assert layers_at_once(replace(model.plan, activations=fused), run_call, NUM_LAYERS) is None
-        assert layers_at_once(replace(model.plan, activations=stored), run_call, NUM_LAYERS) == 1
+        assert layers_at_once(replace(model.plan, activations=fused), [run_call], NUM_LAYERS) is None
+        assert layers_at_once(replace(model.plan, activations=stored), [run_call], NUM_LAYERS) == 1
+        assert layers_at_once(replace(model.plan, activations=stored), [run_call], 1) is None
+        assert layers_at_once(replace(model.plan, activations=fused), [run_call] * 2, NUM_LAYERS) == 1

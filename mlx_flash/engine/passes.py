@@ -154,8 +154,7 @@ class Passes:
             lanes = self._choose(plan, waiting, loans)
             if lanes:
                 pinned, calls = self._session.engine.pinned, [call for lane in lanes.values() for call in lane]
-                if pinned.num_layers > 1:
-                    pinned.num_at_once = 1 if len(calls) > 1 else layers_at_once(plan, calls[0], pinned.num_layers)
+                pinned.num_at_once = layers_at_once(plan, calls, pinned.num_layers)
                 self._run(list(lanes), list(lanes.values()))
             waiting = waiting[max(1, len(lanes)) :]
 

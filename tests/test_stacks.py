@@ -90,6 +90,30 @@ def test_bytes_of_stacks_are_compared_with_the_files(quantized: Path) -> None:
         assert list(check.wrong) == [segments[0].pieces[0].name]
 
 
+def test_slots_in_a_cycle_leave_after_a_refused_trial(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If something that the trial left refers to them in a cycle, they would count against the budget."""
+    left: list[weakref.ref[SlotArena]] = []
+    found: list[bool] = []
+
+    def refused(self: PooledStacks, stacks: Any, pool: Any, takes: Any = None) -> None:
+        init(self, stacks, pool, [not isinstance(pool.slots, SlotArena)] * len(stacks))
+        if isinstance(pool.slots, SlotArena):
+            left.append(weakref.ref(pool.slots))
+            cycle: list[Any] = [pool.slots]
+            cycle.append(cycle)
+
+    def stacks(*args: Any) -> StackArena:
+        found.append(left[0]() is None)
+        return StackArena(*args)
+
+    init = PooledStacks.__init__
+    monkeypatch.setattr(PooledStacks, "__init__", refused)
+    monkeypatch.setattr(rows, "StackArena", stacks)
+    with with_pool(quantized, 24) as model:
+        assert isinstance(pool_of(model).slots, StackArena)
+    assert found == [True]
+
+
 @pytest.mark.parametrize("accepts", [False, True])
 def test_slots_of_a_trial_leave_before_the_pool_comes(
     quantized: Path, monkeypatch: pytest.MonkeyPatch, accepts: bool

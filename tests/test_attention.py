@@ -41,18 +41,21 @@ def seen_per_pair(directory: Path, *, quantized: bool = False) -> float:
     for layer in model.layers if has_own_memory() else ():  # as where memory is short: else the scores of all are kept
         swap_class(layer, PinnedLayer, (PinnedState(num_at_once=1), 0))
     for context in (SHORT, LONG):
-        cache = make_prompt_cache(model)
-        if quantized:
-            cache = [QuantizedKVCache(group_size=32) for _ in cache]
-        for start in range(0, context, CACHE_STEP):
-            mx.eval(model(mx.zeros((1, min(CACHE_STEP, context - start)), mx.int32), cache=cache))
-        tokens = mx.zeros((1, NUM_TOKENS), mx.int32)
-        mx.eval(tokens, [entry.state for entry in cache])
-        mx.synchronize()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        mx.eval(model(tokens, cache=cache))
-        peaks.append(mx.get_peak_memory() - before)
+        found = []
+        for _ in range(3):  # MLX may let go of small arrays later, and the peak is some kilobytes higher then
+            cache = make_prompt_cache(model)
+            if quantized:
+                cache = [QuantizedKVCache(group_size=32) for _ in cache]
+            for start in range(0, context, CACHE_STEP):
+                mx.eval(model(mx.zeros((1, min(CACHE_STEP, context - start)), mx.int32), cache=cache))
+            tokens = mx.zeros((1, NUM_TOKENS), mx.int32)
+            mx.eval(tokens, [entry.state for entry in cache])
+            mx.synchronize()
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            mx.eval(model(tokens, cache=cache))
+            found.append(mx.get_peak_memory() - before)
+        peaks.append(min(found))
     return (peaks[1] - peaks[0]) / (LONG - SHORT) / NUM_TOKENS
 
 
@@ -102,9 +105,8 @@ def test_a_later_process_does_not_try_again(monkeypatch: pytest.MonkeyPatch, new
     monkeypatch.setattr(attention, "_tried", trial)
     found = bytes_per_pair([call])
     assert set(tried) == {call} and found == bytes_per_pair([call]) > 0
-    assert [entry["bytes_per_pair"] for entry in RESULTS.load().values()] == [
-        stock_trial(call) + len(tried)
-    ]  # the most
+    (entry,) = RESULTS.load().values()
+    assert entry["bytes_per_pair"] == stock_trial(call) + len(tried)  # of the last trial, which found the most
     tried.clear()
     new_process()
     assert bytes_per_pair([call]) == found and not tried
@@ -112,7 +114,7 @@ def test_a_later_process_does_not_try_again(monkeypatch: pytest.MonkeyPatch, new
 
 
 @pytest.mark.parametrize("entry", ["many", -1.0, float("nan"), float("inf"), None])
-def test_a_trial_that_cannot_be_is_made_again(entry: object, new_process: Callable[[], None]) -> None:
+def test_a_remembered_result_that_makes_no_sense_is_tried_again(entry: object, new_process: Callable[[], None]) -> None:
     call = AttentionCall(8, 2, 64, 64, mx.float32, "causal")
     found = bytes_per_pair([call])
     (key,) = RESULTS.load()

@@ -14,7 +14,6 @@ from mlx_flash.compat.arrays import TRAINING_FLAG, memory_of
 MOST_BYTES = 1 << 30
 """Of arrays that are not the checkpoint's. More are not looked at, and the model counts as unknown."""
 
-
 _PLAIN = (bool, int, float, str)
 
 

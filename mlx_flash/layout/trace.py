@@ -99,10 +99,10 @@ class _Call:
     """A call under way.
 
     Attributes:
-        module: that is called.
-        arguments: with what.
-        inside: the ``id`` of it and of every module whose call it is a part of.
-        used: the arrays used in it so far, but for a call in it that is under way.
+        module: the module that is called.
+        arguments: its arguments.
+        inside: the ``id`` of this module, and of all modules whose calls this one is a part of.
+        used: the arrays used so far; those of an inner call are added when that call ends.
         returned: what modules returned to it.
     """
 

@@ -109,7 +109,7 @@ class _Tree:
         return [self._names[id(module)] for module in modules if id(module) in self._names]
 
     def names_outside(self, names: list[str]) -> list[str]:
-        """Names of the modules that are none of some others, and in none of them."""
+        """Names of all modules except some, and except those inside them."""
         found = set(names)
         return [name for name in self.modules if name not in found and found.isdisjoint(self._ancestors(name))]
 

@@ -11,7 +11,7 @@ BACKEND ?= $(if $(filter-out Linux,$(shell uname -s)),metal,$(if $(CUDA),$(if $(
 EXTRAS := dev$(if $(filter-out metal,$(BACKEND)),$(comma)$(BACKEND))
 INSTALLED := $(VENV)/.installed-$(BACKEND)
 
-.PHONY: demo verify test test-quick test-compat zoo check format clean
+.PHONY: demo verify test test-quick test-optimized test-compat zoo check format clean
 
 demo: $(INSTALLED)  ## build a model of 1 GB, run it in a third of that, then in memory
 	$(BIN)/python scripts/demo.py
@@ -27,6 +27,10 @@ test: $(INSTALLED)  ## run all tests
 
 test-quick: $(INSTALLED)  ## run a fast part of the tests, some of every folder, in a minute or so
 	$(PYTEST) -m quick
+
+# Assertions of the tests still run, since pytest rewrites them; those of the package do not.
+test-optimized: $(INSTALLED)  ## run some tests of generation without the package's assertions, as `python -O` does
+	$(BIN)/python -O -m pytest -W 'ignore:assertions not in test modules' tests/test_loans.py tests/test_generation.py -k 'trimmed or random or speculative'
 
 # The oldest release that pyproject.toml allows; `make test-compat MLX_LM=0.32.1` runs another one.
 MLX_LM ?= 0.32.0

@@ -198,7 +198,8 @@ class Calls(RuleBasedStateMachine):
         assert found == {expert: int(self.pool.slot_of[layer][expert]) for expert in found}
         assert self.slots(layer, [expert for _, expert in kept]) == kept
         if fails:
-            self.pool.drop(layer, found)
+            for expert in found:
+                self.pool.leave((layer, expert))
         else:
             for expert in found:
                 self.checkpoint.fill(self.pool, layer, expert)
@@ -322,7 +323,8 @@ def test_misses_are_read_in_file_order(
     bring(checkpoint.pool(6, reader), STACKED, 4, 0, 5, 2)
     offsets = [offset for offset, _ in started]
     assert offsets == sorted(offsets) and len(offsets) == 4
-    assert all(options == {"caching": "shared", "urgent": True, "num_tasks": None} for _, options in started)
+    expected = {"caching": "shared", "urgent": True, "num_tasks": None, "starts": False}
+    assert all(options == expected for _, options in started)
 
 
 def test_an_expert_is_cached_when_it_was_read_often(

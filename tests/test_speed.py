@@ -22,7 +22,7 @@ from mlx_flash.residency.plan import Machine, Pool, ResidencyPlan
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import ModelSizes
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
-from mlx_flash.storage.prefetcher import ReadStats
+from mlx_flash.storage.ranges import ReadStats
 from mlx_flash.streaming.stream import StreamStats
 from models import LLAMA, run, save
 from test_plan import FIXED, GB, LLAMA_LAYER, MB, make_machine, make_mixture, make_model, minimum_of, with_budget
@@ -106,7 +106,7 @@ def test_meter_finds_the_speed_of_disk_and_processor(monkeypatch: pytest.MonkeyP
     found = SpeedMeter(plan, lambda: replace(read), stream)
     assert found.speed(PROBED) is None
     for num_tokens in [64] + [1] * MIN_PASSES:
-        found.begin()
+        found.begin(is_comparable=True)
         stream.wait_seconds += 3.0
         clock.now += 3.0 + num_tokens * 2 * plan.streaming.compute_seconds
         read.nbytes += MIN_READ_BYTES
@@ -168,7 +168,7 @@ def test_short_run_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
     read = ReadStats()
     found = SpeedMeter(plan_of(), lambda: replace(read), StreamStats())
     for _ in range(MIN_PASSES):
-        found.begin()
+        found.begin(is_comparable=True)
         found.end(1, 1)
     read.busy_seconds, read.nbytes = 1.0, MIN_READ_BYTES - 1
     found.save("one", PROBED)

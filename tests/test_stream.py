@@ -25,7 +25,11 @@ class FakeTicket:
         self.reader, self.unit, self.buffer = reader, unit, buffer
         assert buffer.obj is not None
         self.cancelled = False
-        reader.num_started += 1
+
+    def start(self) -> FakeTicket:
+        self.reader.num_started += 1
+        self.reader.started.append(self.unit)
+        return self
 
     def wait(self) -> None:
         if self.unit in self.reader.failing:
@@ -45,10 +49,9 @@ class FakeReader:
         self.failing: set[int] = set()
         self.started: list[int] = []
 
-    def submit(self, segments: Any, buffer: memoryview) -> FakeTicket:
-        unit = int(segments[0].pieces[0].name)
-        self.started.append(unit)
-        return FakeTicket(self, unit, buffer)
+    def submit(self, segments: Any, buffer: memoryview, *, starts: bool) -> FakeTicket:
+        assert not starts
+        return FakeTicket(self, int(segments[0].pieces[0].name), buffer)
 
 
 def placement_of(unit: int) -> Placement:
@@ -151,7 +154,7 @@ def test_a_read_that_cannot_be_started_is_not_taken_for_done() -> None:
     assert arenas[0].memory[0] == 1
 
 
-def raise_interrupt(*args: Any) -> None:
+def raise_interrupt(*args: Any, **options: Any) -> None:
     raise KeyboardInterrupt
 
 

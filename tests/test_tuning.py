@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import load_model
 from mlx_flash.engine import tuning
@@ -32,7 +34,7 @@ class Disk:
 
     def run(self, num_passes: int, factor: float = 1.0) -> None:
         for _ in range(num_passes):
-            self.tuner.begin()
+            self.tuner.begin(may_try=True)
             self.tuner.end(self.seconds[self.used[-1]] * factor, 1)
 
 
@@ -73,11 +75,41 @@ def test_passes_of_another_kind_begin_a_trial_anew() -> None:
     disk.run(37)
     for _ in range(20):  # calls of one and of two sequences in turn
         disk.run(1)
-        disk.tuner.begin()
+        disk.tuner.begin(may_try=True)
         disk.tuner.end(9.0, 2)
     assert disk.tuner.way == WAYS[0]
     disk.run(30)
     assert disk.tuner.way != WAYS[0]
+
+
+@given(st.lists(st.sampled_from(["decode", "shared", "failed"]), min_size=200, max_size=300))
+def test_only_passes_that_are_compared_read_in_another_way(kinds: list[str]) -> None:
+    disk = Disk([1.0, 1.3, 1.3])
+    for kind in kinds:
+        if kind == "decode":
+            disk.run(1)
+        else:  # whose time is not told
+            disk.tuner.begin(may_try=False)
+            assert disk.used[-1] == disk.tuner.way == WAYS[0]
+
+
+def test_sequences_that_share_passes_are_read_in_the_usual_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_PASSES_BETWEEN", 1)
+    directory = save(tmp_path / "model", LLAMA, mx.float32)
+    with load_model(directory, config(io="auto", ram_budget_gb="min", num_slots=2))[0] as model:
+        model.start()
+        assert model.engine is not None
+        usual, used = model.engine.reader.way, set()
+        run(model, [[i] for i in range(6)])  # from now on a trial is due
+        model.plan = replace(model.plan, budget_bytes=10**10)
+        caches = [make_prompt_cache(model) for _ in range(2)]
+        for number in range(20):
+            rows = [model.row(mx.array([[number]]), cache, 2048) for cache in caches]
+            before = model.counters.num_passes
+            model.advance(rows)
+            assert model.counters.num_passes == before + 1
+            used.add(model.engine.reader.way)
+        assert used == {usual}
 
 
 @pytest.mark.parametrize("io", ["auto", "direct"])

@@ -19,7 +19,7 @@ from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
-from mlx_flash.storage.prefetcher import ReadStats
+from mlx_flash.storage.ranges import ReadStats
 
 Json = dict[str, Any]
 

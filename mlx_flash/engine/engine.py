@@ -248,6 +248,12 @@ class Engine:
         for head in self._heads:
             head.is_dropped = is_dropped
 
+    def recover(self) -> None:
+        """Put right what an exception in a pass, or in a change of what is lent, has cut in two."""
+        self.stream.recover()
+        if self.experts is not None:
+            self.experts.recover()
+
     def is_streamed(self, container: object, key: object) -> bool:
         """Return True if the array that a module holds under a key is not in memory all the time."""
         return (id(container), key) in self._streamed

@@ -93,5 +93,7 @@ class Lending:
 
     def _resize(self, num_slots: int) -> None:
         assert self._experts is not None
-        if self._experts.pool.slots.can_resize and num_slots != self._experts.pool.slots.num_slots:
+        slots = self._experts.pool.slots
+        is_right = num_slots == slots.num_slots and slots.num_touched <= num_slots
+        if slots.can_resize and not is_right:
             self._experts.resize(num_slots)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from mlx_flash.engine.tuning import ReadTuner
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.speed import Speed, save_speed
-from mlx_flash.storage.prefetcher import ReadStats
+from mlx_flash.storage.ranges import ReadStats
 from mlx_flash.streaming.stream import StreamStats
 
 MIN_PASSES = 8
@@ -49,14 +49,19 @@ class SpeedMeter:
         self._decode = _Passes()
         self._prompt = _Passes()
 
-    def begin(self) -> None:
-        """Note that a pass begins."""
+    def begin(self, *, is_comparable: bool) -> None:
+        """Note that a pass begins. :meth:`end` follows, unless it fails.
+
+        Args:
+            is_comparable: whether its time is compared with that of others; another way of reading is tried then.
+        """
         if self._tuner is not None:
-            self._tuner.begin()
+            self._tuner.begin(may_try=is_comparable)
+        self._decode_ended = self._decode_ended if is_comparable else None
         self._began, self._waited = time.perf_counter(), self._stream.wait_seconds
 
     def end(self, num_tokens: int, num_sequences: int, num_guesses: int = 0) -> None:
-        """Note that the pass ended well.
+        """Note that the pass ended well. Not called for passes of several sequences with caches of their own.
 
         Args:
             num_tokens: new tokens in it, over all sequences.

@@ -107,7 +107,8 @@ class Row:
     def finish(self, calls: Sequence[ForwardCall], outputs: Sequence[Any]) -> None:
         """Take the outputs of the next parts."""
         for call, output in zip(calls, outputs, strict=True):
-            assert self.left.popleft() is call
+            first = self.left.popleft()
+            assert first is call
             if call.wants_logits or (len(self.parts) == 1 and not self.is_cut):
                 self.outputs.append(output)
         self.tell(0)
@@ -322,15 +323,13 @@ class Passes:
         sizes = [sum(call.num_tokens for call in lane) for lane in certain]
         num_tokens, num_sequences = sum(sizes), sum(lane[0].batch_size for lane in lanes)
         num_decoding = sum(n for n, lane in zip(sizes, lanes, strict=True) if n == lane[0].batch_size)
-        experts = self._session.engine.experts
         self._counters.begin(num_tokens, num_sequences, num_decoding)
-        self._session.meter.begin()
+        self._session.meter.begin(is_comparable=len(lanes) == 1 and num_tokens == num_sequences)
         try:
             output = run()
         except BaseException:
             self._counters.end(failed=True)
-            if experts is not None:
-                experts.let_go()
+            self._session.engine.recover()
             raise
         if self._kv is not None:
             self._kv.note()

@@ -55,9 +55,13 @@ class ReadTuner:
     def _is_trial(self) -> bool:
         return not self._num_left and len(self._usual) == _TRIAL_PASSES
 
-    def begin(self) -> None:
-        """Choose the way for a pass."""
-        self._choose(self._untried[0] if self._is_trial else self.way)
+    def begin(self, *, may_try: bool) -> None:
+        """Choose the way for a pass.
+
+        Args:
+            may_try: whether :meth:`end` will be told the time of the pass. If not, it is read in the usual way.
+        """
+        self._choose(self._untried[0] if self._is_trial and may_try else self.way)
 
     def end(self, seconds: float, kind: int) -> None:
         """Note a decoding pass.

@@ -323,10 +323,12 @@ class Experts:
         self._evaluate_pending()
         self.pool.resize(num_slots)
 
-    def let_go(self) -> None:
-        """Drop what was not computed: the pass has failed, and the next may come from another thread."""
+    def recover(self) -> None:
+        """Put right what a failed pass has left. Drop what was not computed: the next may come from another thread."""
         self._pending.clear()
         self._ahead.let_go()
+        self._stage.recover()
+        self.pool.recover()
 
     def _evaluate_pending(self, others: Sequence[mx.array] = ()) -> None:
         pending, self._pending = self._pending, []  # dropped even after an error: they may be of another thread

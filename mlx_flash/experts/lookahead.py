@@ -279,4 +279,5 @@ class Lookahead:
         """Drop the residuals and guesses of a pass that has failed."""
         for state in self._states:
             state.residual.before = state.residual.after = None
+            state.said.is_asked, state.said.result = False, None
             state.unsettled.clear()

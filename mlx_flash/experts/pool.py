@@ -128,9 +128,10 @@ class ExpertPool(ExpertSlots):
             segments, memory = self.reads(key)
             caching: Caching = "none" if self._num_reads[key] < self._reads_past_cache else "shared"
             self._num_reads[key] += 1
-            self._tickets[key] = self._reader.submit(
-                segments, memory, caching=caching, urgent=urgent, num_tasks=num_tasks
+            ticket = self._tickets[key] = self._reader.submit(
+                segments, memory, caching=caching, urgent=urgent, num_tasks=num_tasks, starts=False
             )
+            ticket.start()
         except BaseException:
             self.leave(key)
             raise
@@ -163,6 +164,7 @@ class ExpertPool(ExpertSlots):
             for key in in_flight:
                 if not came or self._tickets[key].done():
                     self._tickets[key].wait()
+                    self.filling.discard(key)
                     del self._tickets[key]
                     came.append(key[1])
         except BaseException:
@@ -176,22 +178,27 @@ class ExpertPool(ExpertSlots):
 
     def leave(self, key: Expert) -> None:
         """Take an expert's slot away. Cancel its read."""
-        ticket = self._tickets.pop(key, None)
+        ticket = self._tickets.get(key)
         if ticket is not None:
             ticket.cancel()
-        self._predicted[key[0]].discard(key[1])
         super().leave(key)
+        self._tickets.pop(key, None)
+        self._predicted[key[0]].discard(key[1])
+
+    def recover(self) -> None:
+        """Drop all reads in flight, and everything that an exception has cut in two."""
+        for ticket in self._tickets.values():
+            ticket.cancel()
+        self._tickets.clear()
+        for predicted in self._predicted:
+            predicted.clear()
+        super().recover()
 
     def resize(self, num_slots: int) -> None:
         """Change the number of slots. Experts in flight to slots that go are dropped."""
         for key in [key for key in self._tickets if self.slot_of[key[0]][key[1]] >= num_slots]:
             self.leave(key)
         super().resize(num_slots)
-
-    def drop(self, layer: int, experts: Iterable[int]) -> None:
-        """Take the slots of some experts away."""
-        for expert in experts:
-            self.leave((layer, expert))
 
     def drop_failed(self, layer: int, experts: Iterable[int]) -> None:
         """Take the slots away from those of some experts whose reads have failed."""
@@ -203,12 +210,15 @@ class ExpertPool(ExpertSlots):
                 except ReadError:  # it is read again
                     self.leave((layer, expert))
                 else:
+                    self.filling.discard((layer, expert))
                     del self._tickets[layer, expert]
 
     def drop_unread(self, layer: int, experts: Sequence[int]) -> None:
         """Take the slots away from those of some experts that are in flight."""
         self.drop_failed(layer, experts)
-        self.drop(layer, [expert for expert in experts if (layer, expert) in self._tickets])
+        for expert in experts:
+            if (layer, expert) in self._tickets:
+                self.leave((layer, expert))
 
     def close(self) -> None:
         """Cancel all reads, and wait until none writes to a slot. Free the slots where the system can do that."""

@@ -128,7 +128,9 @@ class ExpertSlots:
     Attributes:
         slots: as given.
         layers: as given.
-        slot_of: for each layer the slot of each expert, or ``ABSENT``.
+        slot_of: for each layer the slot of each expert, or ``ABSENT``. Everything else follows from it, so that
+            :meth:`recover` can put it right after an exception at any point.
+        filling: experts whose slots do not hold all of their bytes yet. The caller of :meth:`enter` takes them out.
         stats: the counters.
     """
 
@@ -136,6 +138,7 @@ class ExpertSlots:
         self.slots = slots
         self.layers = layers
         self.slot_of: list[Numbers] = [np.full(layer.num_experts, ABSENT) for layer in layers]
+        self.filling: set[Expert] = set()
         self.stats = ExpertStats()
         self._poison = poison
         self._free = list(reversed(range(slots.num_slots)))
@@ -179,7 +182,7 @@ class ExpertSlots:
         self._uses.refresh(layer, there, self.slot_of[layer][there])
 
     def enter(self, key: Expert, spared: Mask) -> int | None:
-        """Give an expert a slot, and copy into it the arrays that are always in memory.
+        """Give an expert a slot, and copy into it the arrays that are always in memory. The caller fills the rest.
 
         Args:
             key: the expert.
@@ -200,6 +203,7 @@ class ExpertSlots:
         for offset, rows in self.layers[layer].kept:
             row = rows[expert]
             np.frombuffer(self.slots.part(slot, offset, len(row)), np.uint8)[:] = row
+        self.filling.add(key)
         self.slot_of[layer][expert] = slot
         self._uses.enter(slot, key)
         spared[slot] = True
@@ -218,8 +222,11 @@ class ExpertSlots:
         """Take an expert's slot away."""
         layer, expert = key
         slot = int(self.slot_of[layer][expert])
-        self._uses.leave(slot)
+        if slot == ABSENT:  # an exception has cut an earlier call in two
+            return
         self.slot_of[layer][expert] = ABSENT
+        self.filling.discard(key)
+        self._uses.leave(slot)
         if self._poison:
             self.slots.fill(slot, POISON)
         self._free.append(slot)
@@ -236,6 +243,26 @@ class ExpertSlots:
         """Give the slots of :meth:`clear_head` back."""
         self._free = [*reversed(range(self._cleared)), *self._free]
         self._cleared = 0
+
+    def recover(self) -> None:
+        """Take the slots of experts away that are not all there, and make everything that follows from the table anew.
+
+        For an exception that cut a change in two. No read may be in flight.
+        """
+        for layer, expert in self.filling:
+            self.slot_of[layer][expert] = ABSENT
+        self.filling.clear()
+        self._held = np.empty(0, np.int64)
+        self._cleared = 0
+        for slot in range(self.slots.capacity):
+            self._uses.leave(slot)
+        taken = set()
+        for layer, table in enumerate(self.slot_of):
+            for expert in np.flatnonzero(table != ABSENT).tolist():
+                slot = int(table[expert])
+                taken.add(slot)
+                self._uses.enter(slot, (layer, expert))
+        self._free = [slot for slot in reversed(range(self.slots.num_slots)) if slot not in taken]
 
     def resize(self, num_slots: int) -> None:
         """Change the number of slots. Of all experts, those that were used most stay.
@@ -259,18 +286,16 @@ class ExpertSlots:
         if not self._free and (least := self._uses.least(going)) is not None and self._uses.is_more(key, least):
             self.leave(least)
         if self._free:
-            self._move(key, slot, self._free.pop())
+            to = self._free.pop()
+            assert isinstance(self.slots, SlotArena)  # the others keep their size
+            self.slots.touch(to)
+            self.slots.memory(to)[:] = self.slots.memory(slot)
+            self.slot_of[key[0]][key[1]] = to
+            self._uses.leave(slot)
+            self._uses.enter(to, key)
         else:
             self.leave(key)
             self._free.pop()
-
-    def _move(self, key: Expert, slot: int, to: int) -> None:
-        assert isinstance(self.slots, SlotArena)  # the others keep their size
-        self.slots.touch(to)
-        self.slots.memory(to)[:] = self.slots.memory(slot)
-        self._uses.leave(slot)
-        self._uses.enter(to, key)
-        self.slot_of[key[0]][key[1]] = to
 
     def adopt(self, layer: int, experts: Iterable[int], spared: Mask) -> dict[int, int]:
         """Give slots to experts that the caller will fill: free ones, and those of experts that were used less.

@@ -156,12 +156,18 @@ class Stage:
             module = self._copies[layer]
             result = cast(mx.array, own_class(module).__call__(module, x, indices))
             mx.eval(result)
+            pool.filling.difference_update((layer, expert) for expert in call.adopted)
         except BaseException:
-            pool.drop(layer, call.adopted)
+            for expert in call.adopted:
+                pool.leave((layer, expert))
             raise
         finally:
             self._end()
         return result
+
+    def recover(self) -> None:
+        """Let go of what an interrupted call has left, before the pool does."""
+        self._end()
 
     def _end(self) -> None:
         for _, ticket in self._regions.values():
@@ -176,7 +182,7 @@ class Stage:
         if region is None:  # called in another order than the one they were found in
             region = 0
             if region in self._regions:
-                other, ticket = self._regions.pop(region)
+                other, ticket = self._regions[region]
                 ticket.cancel()
                 self._running.waiting.append(other)
             if matrix in self._running.waiting:
@@ -210,8 +216,9 @@ class Stage:
             dict.__setitem__(matrix.module, parameter.key, view)
         missing = [expert for expert in call.experts if expert not in call.present]
         segments = rows_in_place(matrix.placement, matrix.rows, missing)
-        ticket = self._reader.submit(segments, memory, urgent=True)
+        ticket = self._reader.submit(segments, memory, urgent=True, starts=False)
         self._regions[region] = matrix, ticket
+        ticket.start()
         self._pool.stats.read_bytes += sum(piece.nbytes for segment in segments for piece in segment.pieces)
         for expert in call.present:
             slot = int(self._pool.slot_of[call.layer][expert])

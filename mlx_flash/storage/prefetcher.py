@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,7 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, is_cached, round_up
 from mlx_flash.storage.cached import CachedShare
 from mlx_flash.storage.gate import Gate
 from mlx_flash.storage.placement import Segment
-from mlx_flash.storage.ranges import Arrival, RangeReader, Way
+from mlx_flash.storage.ranges import Arrival, RangeReader, ReadStats, Way
 from mlx_flash.storage.source import SourceFile
 
 DEFAULT_READ_SIZE = 4 << 20
@@ -26,26 +26,6 @@ DEFAULT_QUEUE_DEPTH = 4
 
 LOAD_READ_SIZE = 16 << 20
 """Reads of what stays in memory, where it needs no bounce buffer: fewer reads take less of the processor."""
-
-
-@dataclass(slots=True)
-class ReadStats:
-    """Counters of a prefetcher.
-
-    Attributes:
-        nbytes: bytes of tensors that were read; the rest of their pages is not counted.
-        busy_seconds: time during which at least one read was in flight.
-        num_reads: ranges of at most ``read_size`` bytes of one segment whose reading ended, retries not counted.
-        num_retries: reads that were repeated after an I/O error.
-        cached_bytes: those of ``nbytes`` that came through the page cache, because memory has room for them or because
-            they were there when the model was loaded.
-    """
-
-    nbytes: int = 0
-    busy_seconds: float = 0.0
-    num_reads: int = 0
-    num_retries: int = 0
-    cached_bytes: int = 0
 
 
 Caching = Literal["shared", "kept", "found", "none"]
@@ -57,7 +37,7 @@ _Range = tuple[Segment, int, int]
 
 
 class Ticket:
-    """Reads in flight that fill one buffer. Made by :meth:`BackgroundPrefetcher.submit`."""
+    """Reads that fill one buffer, in flight from :meth:`start` on. Made by :meth:`BackgroundPrefetcher.submit`."""
 
     def __init__(
         self,
@@ -75,14 +55,22 @@ class Ticket:
         self._caching = caching
         self._gate = Gate()  # an interrupt may hide a future from us, the gate knows its task all the same
         self._futures: list[Future[None]] = []
+        self._tasks = list(prefetcher._tasks(segments, caching, num_tasks))
+
+    def start(self) -> Ticket:
+        """Start reading, once. Return the ticket.
+
+        Raises:
+            ClosedError: the prefetcher was closed.
+        """
         try:
-            prefetcher._check_open()
-            self._tasks = list(prefetcher._tasks(segments, caching, num_tasks))
+            self._prefetcher._check_open()
             for task in self._tasks:
                 self._futures.append(self._submit(task))
         except BaseException:
             self.cancel()
             raise
+        return self
 
     def _submit(self, task: Sequence[_Range]) -> Future[None]:
         return self._pool.submit(self._prefetcher._read_all, task, self._buffer, self._caching, self._gate)
@@ -93,9 +81,13 @@ class Ticket:
             return
         self._prefetcher._check_open()
         self._pool = self._prefetcher._urgent_pool
-        for i, future in enumerate(self._futures):
-            if future.cancel():
-                self._futures[i] = self._submit(self._tasks[i])
+        try:
+            for i, future in enumerate(self._futures):
+                if future.cancel():
+                    self._futures[i] = self._submit(self._tasks[i])
+        except BaseException:
+            self.cancel()
+            raise
 
     def done(self) -> bool:
         """Return whether no read is in flight."""
@@ -119,6 +111,8 @@ class Ticket:
 
     def _gather(self) -> ReadError | None:
         try:
+            if len(self._futures) != len(self._tasks):  # an interrupt came before all reads had started
+                raise CancelledError
             for future in self._futures:
                 future.result()
         except ReadError as error:
@@ -214,6 +208,7 @@ class BackgroundPrefetcher:
         caching: Caching = "shared",
         urgent: bool = False,
         num_tasks: int | None = None,
+        starts: bool = True,
     ) -> Ticket:
         """Start reading.
 
@@ -226,6 +221,8 @@ class BackgroundPrefetcher:
             urgent: do not queue behind reads ahead, since the caller waits.
             num_tasks: number of threads that share the work; None for all. Each gets at most ``read_size`` bytes
                 at a time.
+            starts: False leaves the start to the caller, who keeps the ticket first. For buffers that are read into
+                again: an exception before the ticket is kept would leave reads in flight that nobody waits for.
 
         Raises:
             ClosedError: the prefetcher was closed.
@@ -238,7 +235,8 @@ class BackgroundPrefetcher:
                 )
         self.cached.refresh()
         pool = self._urgent_pool if urgent else self._pool
-        return Ticket(self, pool, segments, buffer, caching, num_tasks or self.queue_depth)
+        ticket = Ticket(self, pool, segments, buffer, caching, num_tasks or self.queue_depth)
+        return ticket.start() if starts else ticket
 
     def _check_open(self) -> None:
         if self._closed:

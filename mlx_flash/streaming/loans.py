@@ -59,20 +59,28 @@ class Loans:
     Args:
         stream: the stream of the units.
 
-    Attributes:
-        nbytes: memory of all loans in bytes.
-        saved_bytes: bytes of weights that a pass need not read, because of them.
+    An exception may fall between any two writes: an array that a module takes from its slot is always read with its
+    unit, or was copied back, and is in no loan.
     """
 
     def __init__(self, stream: WeightStream) -> None:
-        self.nbytes = 0
-        self.saved_bytes = 0
         self._stream = stream
         self._units: dict[int, _Unit] = {}
         self._order: list[Lendable] = []
         self._promised: dict[int, list[Lendable]] = {}
         self._lent: dict[Lendable, Arena] = {}
+        self._moving: Lendable | None = None
         stream.before_release = self._copy_out
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all loans in bytes."""
+        return sum(array.nbytes for array in self._lent)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of weights that a pass need not read, because they are lent."""
+        return sum(array.view.nbytes for array in self._lent)
 
     def add(self, module: nn.Module, placement: Placement, arrays: Sequence[Lendable]) -> None:
         """Add the arrays of a unit.
@@ -97,6 +105,7 @@ class Loans:
             The bytes that no weight has use for.
         """
         self._promised.clear()
+        self._settle_moving()
         for array in self._order:
             if array.nbytes <= nbytes and array not in self._lent:
                 nbytes -= array.nbytes
@@ -106,6 +115,7 @@ class Loans:
     def recall(self, nbytes: int) -> None:
         """Free at least so much memory, or all that is lent. Units that are not in a slot now give first."""
         self._promised.clear()
+        self._settle_moving()
         if nbytes <= 0 or not self._lent:
             return
         for array in sorted(self._lent, key=lambda array: self._stream.is_in_slot(array.unit)):
@@ -120,7 +130,7 @@ class Loans:
         self._stream.before_release = None
         for forgotten in (self._units, self._order, self._promised, self._lent):
             forgotten.clear()
-        self.nbytes = self.saved_bytes = 0
+        self._moving = None
 
     def _copy_out(self, index: int, memory: memoryview) -> None:
         """Copy arrays out of a slot that is about to be released."""
@@ -135,26 +145,36 @@ class Loans:
         for array in arrays:
             arena = Arena(array.view.nbytes, is_read_into=False)
             arena.memory[:] = memory[array.start : array.start + array.view.nbytes]
-            array.bind(arena.view(0, array.view.shape, array.view.dtype))
+            view = arena.view(0, array.view.shape, array.view.dtype)
+            self._moving = array
+            array.bind(view)
             self._lent[array] = arena
-            self._count(array, 1)
+            self._moving = None
         self._change_reads(index)
 
     def _end(self, array: Lendable) -> None:
-        arena = self._lent.pop(array)
-        self._count(array, -1)
-        array.bind(array.view)
-        self._change_reads(array.unit)
+        """Read an array with its unit again, copy it back to the slot, forget the loan, bind the array: in this order.
+
+        Until it is bound, its module computes with the copy.
+        """
+        arena = self._lent[array]
 
         def put_back(memory: memoryview) -> None:
             memory[array.start : array.start + array.view.nbytes] = arena.memory
 
+        self._change_reads(array.unit, without_loan=array)
         self._stream.complete(array.unit, put_back)
+        self._moving = array
+        del self._lent[array]
+        self._settle_moving()
 
-    def _count(self, array: Lendable, sign: int) -> None:
-        self.nbytes += sign * array.nbytes
-        self.saved_bytes += sign * array.view.nbytes
+    def _settle_moving(self) -> None:
+        """Bind the array whose loan ended last, or did not quite begin, to its place in the slot."""
+        if self._moving is not None and self._moving not in self._lent:
+            self._moving.bind(self._moving.view)
+        self._moving = None
 
-    def _change_reads(self, index: int) -> None:
-        lent = [range(a.start, a.start + a.view.nbytes) for a in self._lent if a.unit == index]
+    def _change_reads(self, index: int, without_loan: Lendable | None = None) -> None:
+        loans = [array for array in self._lent if array.unit == index and array is not without_loan]
+        lent = [range(array.start, array.start + array.view.nbytes) for array in loans]
         self._stream.change_reads(index, without(self._units[index].placement, lent))

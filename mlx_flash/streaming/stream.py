@@ -72,6 +72,13 @@ class _Slot:
     held: bool = False
     ready_at: float = 0.0
 
+    def empty(self) -> None:
+        """Forget the unit, first of all, and wait until nothing writes to the slot."""
+        self.unit, self.held = None, False
+        if self.ticket is not None:
+            self.ticket.cancel()
+            self.ticket = None
+
 
 def take_turns(num_units: int, num_slots: int) -> list[int]:
     """The slot of each unit, so that neighbours are in different ones, the last unit and the first included.
@@ -156,14 +163,13 @@ class WeightStream:
         self.stats.num_acquired += 1
         if slot.unit != index:
             self.stats.num_unpredicted += 1
-            self._empty(slot)
             self._fill(slot, index)
         began = time.perf_counter()
         try:
             if slot.ticket is not None:
                 slot.ticket.wait()
         except BaseException:
-            self._empty(slot)
+            slot.empty()
             raise
         finally:
             slot.ready_at = time.perf_counter()
@@ -208,10 +214,12 @@ class WeightStream:
         try:
             if slot.ticket is not None:
                 slot.ticket.wait()
-        except ReadError:
-            self._empty(slot)  # acquire() reads it again
-        else:
             write(slot.arena.memory)
+        except ReadError:
+            slot.empty()  # acquire() reads it again
+        except BaseException:
+            slot.empty()
+            raise
 
     def states(self, since: float) -> list[UnitState]:
         """Return the state of each unit. Any thread may ask at any time, and may get slightly stale states.
@@ -230,10 +238,17 @@ class WeightStream:
             if self.stats.num_acquired == before:  # else a unit and its successor may both seem to be computing
                 return found
 
+    def recover(self) -> None:
+        """Let go of what an interrupted pass held, between passes."""
+        self.wait_turn, self.is_guessing = None, False
+        for slot in self._slots:
+            if slot.held:
+                slot.empty()
+
     def close(self) -> None:
         """Wait until nothing writes to a slot any more."""
         for slot in self._slots:
-            self._empty(slot)
+            slot.empty()
 
     def _read_ahead(self, after: int) -> None:
         """Start to fill every empty slot with the first unit expected after this one that lives in it."""
@@ -249,10 +264,8 @@ class WeightStream:
                 num_empty -= 1
 
     def _fill(self, slot: _Slot, index: int) -> None:
-        ticket = self._reader.submit(self.units[index].placement.segments, slot.arena.memory)
-        slot.unit, slot.ticket = index, ticket  # not before: a slot with a unit and no ticket counts as read
-
-    def _empty(self, slot: _Slot) -> None:
-        if slot.ticket is not None:
-            slot.ticket.cancel()
-        slot.unit, slot.ticket, slot.held = None, None, False
+        """Start to read a unit. Whatever exception falls in between, no read is in flight without its ticket."""
+        slot.empty()
+        slot.ticket = self._reader.submit(self.units[index].placement.segments, slot.arena.memory, starts=False)
+        slot.ticket.start()
+        slot.unit = index  # not before: a slot with a unit counts as read, or as being read

@@ -18,7 +18,7 @@ from mlx_flash import FileChangedError, FlashLLM
 from mlx_flash.convert import derived
 from mlx_flash.convert.copies import derived_directory, list_copies
 from mlx_flash.convert.parameters import derived_parameters
-from mlx_flash.convert.writer import ShardWriter
+from mlx_flash.convert.writer import ShardPlan, TensorSpec, cut
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.storage.safetensors import read_checkpoint
 from models import stock
@@ -50,12 +50,11 @@ def write(directory: Path, config: Config, weights: Weights, fp8: frozenset[str]
         arrays = {name: mx.contiguous(weights[name]) for name in part}
         mx.eval(list(arrays.values()))
         specs = [
-            (name, "F8_E4M3" if name in fp8 else CODES[array.dtype], array.shape, array.nbytes)
+            TensorSpec(name, "F8_E4M3" if name in fp8 else CODES[array.dtype], tuple(array.shape))
             for name, array in arrays.items()
         ]
-        with ShardWriter(directory / f"model-{i + 1:05}-of-00002.safetensors", specs, {"format": "pt"}) as shard:
-            for name, array in arrays.items():
-                shard.write(name, memoryview(array))  # type: ignore[arg-type]
+        shard = ShardPlan(f"model-{i + 1:05}-of-00002.safetensors", specs, {"format": "pt"})
+        shard.write(directory, lambda tensor, arrays=arrays: cut(memoryview(arrays[tensor.name])))  # type: ignore[misc]
 
 
 def random_weights(config: Config, variant: str) -> Weights:
@@ -319,7 +318,7 @@ def test_computed_tensors_are_streamed_from_a_copy(
     directory = tmp_path / "model"
     DERIVED[name](directory)
     expected = expected_of(directory)
-    computed = {p.name for p in derived_parameters(load_lazily(directory, read_checkpoint(directory)))}
+    computed = {p.spec.name for p in derived_parameters(load_lazily(directory, read_checkpoint(directory)))}
     assert computed
 
     model = streamed(directory)
@@ -331,7 +330,7 @@ def test_computed_tensors_are_streamed_from_a_copy(
     assert from_copy == computed & sources.keys()
     assert from_copy
 
-    monkeypatch.setattr(derived, "write_parameter", never)
+    monkeypatch.setattr(derived, "compute", never)
     again, last = streamed(directory), trace(model, GENERATIONS[-1:])
     assert not find_difference(expected[-len(last) :], last)
     assert not find_difference(last, trace(again, GENERATIONS[-1:]))

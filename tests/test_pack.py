@@ -26,7 +26,8 @@ from mlx_flash import FlashConfig, load_model
 from mlx_flash.convert import pack as pack_module
 from mlx_flash.convert.order import UnitTensors, streaming_order
 from mlx_flash.convert.pack import PackReport, pack
-from mlx_flash.convert.writer import DATA_ALIGNMENT, ShardWriter
+from mlx_flash.convert.rewrite import STATE_NAME
+from mlx_flash.convert.writer import DATA_ALIGNMENT, ShardPlan, TensorSpec, cut
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.units import make_layout
@@ -385,7 +386,7 @@ def finished(source: Path, target: Path, **options: Any) -> PackReport:
     assert (dones[0], dones[-1]) == (report.resumed_bytes, total)
     assert contents(read_checkpoint(target)) == contents(read_checkpoint(source))
     assert not target.with_name(f"{target.name}.partial").exists()
-    assert not (target / pack_module.STATE_NAME).exists()
+    assert not (target / STATE_NAME).exists()
     return report
 
 
@@ -538,12 +539,11 @@ def save_zeros(directory: Path, config: dict[str, Any]) -> Path:
     """A model without the time that random numbers take; its data begins at an odd offset."""
     model_class, args_class = mlx_lm_utils._get_classes(config)
     parameters = tree_flatten(model_class(args_class.from_dict(config)).parameters())  # never evaluated
-    tensors = [(name, "F32", array.shape, array.nbytes) for name, array in parameters]
+    tensors = [TensorSpec(name, "F32", tuple(array.shape)) for name, array in parameters]
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
-    with ShardWriter(directory / "model.safetensors", tensors, alignment=5) as shard:
-        for name, _, _, nbytes in tensors:
-            shard.write(name, bytes(nbytes))
+    shard = ShardPlan("model.safetensors", tensors, alignment=5)
+    shard.write(directory, lambda tensor: cut(memoryview(bytes(tensor.nbytes))))
     return directory
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,30 +18,39 @@ from mlx_flash.convert import writer
 from mlx_flash.convert.writer import (
     COPY_BYTES,
     DATA_ALIGNMENT,
-    ShardWriter,
+    ShardPlan,
     TensorSpec,
     aligned_order,
-    is_complete,
-    make_head,
+    copy_buffer,
+    cut,
+    read_pieces,
 )
 from mlx_flash.errors import ReadError, TruncatedFileError, WriteError
-from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, read_shard
+from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, TensorRecord, read_shard
 
 
 def spec(name: str, dtype: str, *shape: int) -> TensorSpec:
-    return TensorSpec(name, dtype, shape, DTYPE_SIZES[dtype] * math.prod(shape))
+    return TensorSpec(name, dtype, shape)
 
 
 def content(tensor: TensorSpec) -> bytes:
     return bytes((len(tensor.name) * 31 + i * 7) % 251 for i in range(tensor.nbytes))
 
 
-def write_all(
-    path: Path, tensors: Sequence[TensorSpec], metadata: dict[str, str] | None = None, **options: Any
-) -> None:
-    with ShardWriter(path, tensors, metadata, **options) as shard:
-        for tensor in tensors:
-            shard.write(tensor.name, content(tensor))
+def pieces(tensor: TensorSpec) -> Iterator[memoryview]:
+    return cut(memoryview(content(tensor)))
+
+
+def plan(path: Path, tensors: Sequence[TensorSpec], *rest: Any) -> ShardPlan:
+    return ShardPlan(path.name, tensors, *rest)
+
+
+def write_all(path: Path, tensors: Sequence[TensorSpec], *rest: Any) -> None:
+    plan(path, tensors, *rest).write(path.parent, pieces)
+
+
+def from_file(path: Path, offset: int, tensor: TensorSpec) -> Iterator[memoryview]:
+    return read_pieces(TensorRecord(*tensor, Extent(path, offset, tensor.nbytes)), copy_buffer())
 
 
 SPECS = st.builds(
@@ -64,13 +72,14 @@ def test_any_tensors_read_back(
     alignment: int,
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "model.safetensors"
-    write_all(path, tensors, metadata, alignment=alignment)
+    write_all(path, tensors, metadata, alignment)
     data = path.read_bytes()
     expected = {tensor.name: (tensor.dtype, list(tensor.shape), content(tensor)) for tensor in tensors}
 
     shard = read_shard(path)
     assert shard.data_offset % alignment == 0
     assert shard.metadata == (metadata or {})
+    assert {*plan(path, tensors, metadata, alignment).records(path.parent)} == {*shard.tensors}
     assert {
         record.name: (record.dtype, list(record.shape), data[record.extent.offset : record.extent.end])
         for record in shard.tensors
@@ -117,12 +126,9 @@ def test_mlx_loads_what_was_written_from_its_arrays(tmp_path: Path) -> None:
     arrays |= {"scalar": mx.array(2.5), "empty": mx.zeros((0, 4))}
     mx.eval(arrays)
     tensors = [
-        TensorSpec(name, name if name in DTYPE_SIZES else "F32", array.shape, array.nbytes)
-        for name, array in arrays.items()
+        TensorSpec(name, name if name in DTYPE_SIZES else "F32", tuple(array.shape)) for name, array in arrays.items()
     ]
-    with ShardWriter(path, tensors, {"format": "mlx"}) as shard:
-        for name, array in arrays.items():
-            shard.write(name, memoryview(cast(Any, array)))
+    plan(path, tensors, {"format": "mlx"}).write(tmp_path, lambda t: cut(memoryview(cast(Any, arrays[t.name]))))
     loaded, metadata = cast(tuple[dict[str, mx.array], dict[str, str]], mx.load(str(path), return_metadata=True))
     assert metadata == {"format": "mlx"}
     assert loaded.keys() == arrays.keys()
@@ -137,32 +143,44 @@ def test_copied_and_written_tensors_take_turns_and_are_counted(tmp_path: Path) -
     source.write_bytes(os.urandom(2 * COPY_BYTES + 1000))
     copied = spec("copied", "U8", 2 * COPY_BYTES + 5)
     written = spec("written", "F32", COPY_BYTES // 4 + 1)
-    pieces: list[int] = []
-    with ShardWriter(tmp_path / "out", [copied, written], progress=pieces.append) as shard:
-        shard.copy("copied", Extent(source, 77, copied.nbytes))
-        shard.write("written", bytes(range(4)) * (written.nbytes // 4))
+    sizes: list[int] = []
+
+    def both(tensor: TensorSpec) -> Iterator[memoryview]:
+        if tensor is copied:
+            return from_file(source, 77, tensor)
+        return cut(memoryview(bytes(range(4)) * (written.nbytes // 4)))
+
+    ShardPlan("out", [copied, written]).write(tmp_path, both, sizes.append)
     data = (tmp_path / "out").read_bytes()
     assert data[DATA_ALIGNMENT:][: copied.nbytes] == source.read_bytes()[77:][: copied.nbytes]
     assert data[DATA_ALIGNMENT + copied.nbytes :] == bytes(range(4)) * (written.nbytes // 4)
-    assert sum(pieces) == copied.nbytes + written.nbytes
-    assert max(pieces) == COPY_BYTES
+    assert sum(sizes) == copied.nbytes + written.nbytes
+    assert max(sizes) == COPY_BYTES
 
 
 def test_a_file_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = [spec("a", "F32", 4), spec("b", "F32", 4)]
-    with ShardWriter(path, tensors) as shard:
-        shard.write("a", content(tensors[0]))
-        shard.write("b", content(tensors[1]))
-        assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors.partial"]
+    found: list[list[str]] = []
+
+    def look() -> None:
+        found.append([entry.name for entry in tmp_path.iterdir()])
+
+    plan(path, tensors).write(tmp_path, pieces, check=look)
+    assert found == [["model.safetensors.partial"]]
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_a_block_that_raises_leaves_the_older_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"older")
-    with pytest.raises(RuntimeError, match="stop"), ShardWriter(path, [spec("a", "F32", 4)]):
+
+    def stop(*_: object) -> Any:
         raise RuntimeError("stop")
+
+    for options in ({"pieces": stop}, {"pieces": pieces, "progress": stop}, {"pieces": pieces, "check": stop}):
+        with pytest.raises(RuntimeError, match="stop"):
+            plan(path, [spec("a", "F32", 4)]).write(tmp_path, **cast(Any, options))
     assert path.read_bytes() == b"older"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -170,46 +188,29 @@ def test_a_block_that_raises_leaves_the_older_file(tmp_path: Path) -> None:
 def test_what_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = [spec("a", "F32", 4), spec("b", "U8", 3)]
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    head = make_head(tensors, {"format": "mlx"})
-    assert not is_complete(path, head, nbytes)
-    write_all(path, tensors, {"format": "mlx"})
-    assert is_complete(path, head, nbytes)
-    assert not is_complete(path, make_head(tensors[::-1], {"format": "mlx"}), nbytes)
-    assert not is_complete(path, make_head(tensors), nbytes)
+    written = plan(path, tensors, {"format": "mlx"})
+    assert not written.is_written(tmp_path)
+    written.write(tmp_path, pieces)
+    assert written.is_written(tmp_path)
+    assert not plan(path, tensors[::-1], {"format": "mlx"}).is_written(tmp_path)
+    assert not plan(path, tensors).is_written(tmp_path)
     os.truncate(path, path.stat().st_size - 1)
-    assert not is_complete(path, head, nbytes)
+    assert not written.is_written(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "words"),
-    [
-        ([("a", "F32", (2, 2), 15)], "takes 16 bytes, nbytes is 15"),
-        ([("a", "F32", (-2, -2), 16)], "takes 16 bytes"),
-        ([("a", "F33", (2,), 8)], "dtype is 'F33', must be one of BOOL"),
-        ([("a", "U8", (1,), 1), ("a", "U8", (1,), 1)], "'a': the name is taken"),
-        ([("__metadata__", "U8", (1,), 1)], "the name is taken"),
-    ],
-)
-def test_tensors_that_make_no_header(tmp_path: Path, tensors: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ShardWriter(tmp_path / "model.safetensors", tensors)
+@pytest.mark.parametrize("names", [["a", "a"], ["__metadata__"]])
+def test_tensors_that_make_no_header(tmp_path: Path, names: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"'{names[0]}': the name is taken"):
+        write_all(tmp_path / "model.safetensors", [spec(name, "U8", 1) for name in names])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_turns_and_sizes_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    a, b = spec("a", "F32", 4), spec("b", "F32", 4)
-    words = "got 'b' of 16 bytes when it was the turn of 'a' of 16 bytes"
-    with pytest.raises(ValueError, match=words), ShardWriter(path, [a, b]) as shard:
-        shard.write("b", content(b))
-    with pytest.raises(ValueError, match="got 'a' of 15 bytes"), ShardWriter(path, [a]) as shard:
-        shard.write("a", content(a)[:-1])
-    with pytest.raises(ValueError, match="turn of no tensor"), ShardWriter(path, [a]) as shard:
-        shard.write("a", content(a))
-        shard.write("a", content(a))
-    with pytest.raises(ValueError, match="1 tensors left to write"), ShardWriter(path, [a, b]) as shard:
-        shard.write("a", content(a))
+@pytest.mark.parametrize("nbytes", [0, 15, 17])
+def test_a_tensor_of_another_size_than_planned(tmp_path: Path, nbytes: int) -> None:
+    with pytest.raises(ValueError, match=f"got {nbytes} of 16 bytes of 'a'"):
+        plan(tmp_path / "out", [spec("a", "F32", 4), spec("b", "F32", 4)]).write(
+            tmp_path, lambda _: cut(memoryview(bytes(nbytes)))
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -217,15 +218,15 @@ def test_a_source_that_ends_early(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(bytes(10))
     words = r"read 6 of 16 bytes of 'a' at offset 4 in .*source"
-    with pytest.raises(TruncatedFileError, match=words), ShardWriter(tmp_path / "out", [spec("a", "F32", 4)]) as shard:
-        shard.copy("a", Extent(source, 4, 16))
+    with pytest.raises(TruncatedFileError, match=words):
+        ShardPlan("out", [spec("a", "F32", 4)]).write(tmp_path, lambda tensor: from_file(source, 4, tensor))
     assert list(tmp_path.iterdir()) == [source]
 
 
 def test_a_source_that_is_gone(tmp_path: Path) -> None:
     words = r"cannot read 'a' .*: No such file"
-    with pytest.raises(ReadError, match=words), ShardWriter(tmp_path / "out", [spec("a", "F32", 4)]) as shard:
-        shard.copy("a", Extent(tmp_path / "gone", 0, 16))
+    with pytest.raises(ReadError, match=words):
+        ShardPlan("out", [spec("a", "F32", 4)]).write(tmp_path, lambda tensor: from_file(tmp_path / "gone", 0, tensor))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -239,8 +240,8 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(writer.os, "pwrite", short)
     words = r"cannot write .*out\.partial: No space left .* Hint: make room"
-    with pytest.raises(WriteError, match=words), ShardWriter(tmp_path / "out", [tensor]) as shard:
-        shard.write("a", bytes(tensor.nbytes))
+    with pytest.raises(WriteError, match=words):
+        write_all(tmp_path / "out", [tensor])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -253,4 +254,4 @@ def test_writes_that_take_only_a_part(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match="No such file or directory"):
-        ShardWriter(tmp_path / "nowhere" / "out", [])
+        write_all(tmp_path / "nowhere" / "out", [])

@@ -28,7 +28,7 @@ from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.convert.pack import pack
 from mlx_flash.experts.trace import RoutingTrace
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.layout.load import load_lazily
+from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.prefixes.pages import Blob
 from mlx_flash.prefixes.store import PrefixStore
@@ -104,8 +104,12 @@ class DerivedCopy(Writer):
         if any(copy.is_complete for copy in list_copies()):
             os.utime(self.source / "model.safetensors")  # so that the next copy is another one
         checkpoint = read_checkpoint(self.source)
-        self.loaded = load_lazily(self.source, checkpoint)
-        adopt_derived(self.loaded, checkpoint, self.source)
+
+        def load() -> LoadedModel:
+            return load_lazily(self.source, checkpoint)
+
+        self.loaded = load()
+        adopt_derived(self.loaded, load, checkpoint, self.source)
 
     def look(self) -> bool:
         return all(map(self._is_whole, [copy.folder for copy in list_copies() if copy.is_complete]))

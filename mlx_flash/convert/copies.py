@@ -1,8 +1,8 @@
 """The packed copies of derived parameters on disk: which there are, who uses them, and room for another one.
 
 A copy is a folder ``derived/<fingerprint>`` in the cache folder. While it is being written it is called
-``<fingerprint>.partial``. Whoever writes or uses a copy holds a shared lock on its folder; only a copy that nobody
-holds is removed.
+``<fingerprint>.partial``. Its writer has an exclusive lock on the folder, its users have shared ones; only a copy
+without locks is removed.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlx_flash.convert.writer import write_errors
-from mlx_flash.files import PARTIAL_SUFFIX, cache_directory, make_private, nearest, open_locked, write_atomically
+from mlx_flash.files import PARTIAL_SUFFIX, cache_directory, nearest, open_locked, write_atomically
 
 MANIFEST_NAME = "copy.json"
+
+COPY_HINT = "or set derived_cache_gb=0"
+"""Ends the hints of errors when a copy cannot be written."""
 
 FREE_SHARE = 1 / 10
 """Share of the disk that stays free if no limit is set."""
@@ -30,18 +33,7 @@ _log = logging.getLogger("mlx_flash")
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A packed copy on disk.
-
-    Attributes:
-        folder: where it is.
-        source: the model directory that it was made from; empty when that cannot be read any more.
-        model: the model's name.
-        versions: of the programs that computed it.
-        nbytes: what its files take, in bytes.
-        created: when it was begun, in seconds since 1970.
-        last_used: when it was last used, likewise.
-        is_complete: False while it is written, and after that was interrupted.
-    """
+    """A packed copy on disk. Times are in seconds since 1970; ``source`` is empty when it cannot be read."""
 
     folder: Path
     source: str
@@ -54,12 +46,12 @@ class Copy:
 
 
 def derived_directory() -> Path:
-    """The folder of all copies; it need not exist."""
+    """Return the folder of all copies; it need not exist."""
     return cache_directory() / "derived"
 
 
 def list_copies() -> list[Copy]:
-    """Every copy there is, interrupted ones too, the one used last first."""
+    """Return all copies, interrupted ones too, the one used last first."""
     try:
         folders = [path for path in derived_directory().iterdir() if path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -99,11 +91,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Replaces what a copy says of itself.
-
-    Raises:
-        WriteError: it cannot be written.
-    """
+    """Replace the description of a copy."""
     with copy_errors(folder):
         write_atomically(folder / MANIFEST_NAME, json.dumps(manifest, indent=1), mode=0o666, durable=True)
 
@@ -115,11 +103,7 @@ def note_use(folder: Path) -> None:
 
 
 def remove(copy: Copy) -> bool:
-    """Remove a copy, unless somebody holds it. Return whether it is gone.
-
-    Raises:
-        WriteError: it cannot be removed.
-    """
+    """Remove a copy, unless somebody holds it. Return True if it is gone."""
     fd = _lock(copy.folder)
     if fd is None:
         return not copy.folder.exists()
@@ -131,22 +115,14 @@ def remove(copy: Copy) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove a copy, whoever uses it.
-
-    Raises:
-        WriteError: it cannot be removed.
-    """
+    """Remove a copy, whoever uses it."""
     with copy_errors(folder):
         (folder / MANIFEST_NAME).unlink(missing_ok=True)  # from here on it is not complete
         shutil.rmtree(folder)
 
 
 def hold(folder: Path) -> int | None:
-    """Keep a copy from being removed by others.
-
-    Returns:
-        A descriptor; the copy is held until it is closed. None when there is no such folder.
-    """
+    """Keep a copy from being removed until the returned descriptor is closed. Return None if there is no copy."""
     return _lock(folder, shared=True, wait=True)
 
 
@@ -164,29 +140,6 @@ def _lock(folder: Path, *, shared: bool = False, wait: bool = False) -> int | No
         return open_locked(folder, shared=shared, wait=wait, required=False)
     except (FileNotFoundError, NotADirectoryError, BlockingIOError):
         return None
-
-
-@contextmanager
-def only_one(fingerprint: str) -> Iterator[None]:
-    """Let one process after another into the block; make the folder of all copies.
-
-    Raises:
-        WriteError: the folder cannot be written.
-    """
-    path = derived_directory() / f"{fingerprint}.lock"
-    with copy_errors(path):
-        make_private(path.parent)
-        try:
-            fd = open_locked(path, create=0o600, wait=False, required=False)
-        except BlockingIOError:
-            _log.warning("another process computes the same parameters: waiting for it (%s)", path)
-            fd = open_locked(path, create=0o600, required=False)
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # a lock that is left over locks nothing
-            path.unlink()
-        os.close(fd)
 
 
 class Room:
@@ -214,7 +167,7 @@ class Room:
         return self._excess <= sum(copy.nbytes for copy in self._removable)
 
     def make(self, source: str) -> bool:
-        """Remove other copies until there is room; none when that would not be enough. Return whether there is.
+        """Remove other copies until there is room; none when that would not be enough. Return True if there is.
 
         Those of the same source, which are of no use any more, go first, then those used longest ago.
         """
@@ -236,4 +189,4 @@ def remove_older(source: str, fingerprint: str) -> None:
 
 def copy_errors(path: Path) -> AbstractContextManager[None]:
     """Turn the system's errors while a copy is written into ours."""
-    return write_errors(f"cannot write {path}", "or set derived_cache_gb=0")
+    return write_errors(f"cannot write {path}", COPY_HINT)

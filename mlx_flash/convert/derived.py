@@ -10,14 +10,14 @@ A copy is good for one state of the checkpoint, the configuration, and the code:
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, groupby
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import cast
 
@@ -26,56 +26,37 @@ import mlx.core as mx
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.config import GB
 from mlx_flash.convert.copies import (
+    COPY_HINT,
     Room,
     copy_errors,
     derived_directory,
     discard,
     hold,
     note_use,
-    only_one,
     read_manifest,
     remove_older,
     write_manifest,
 )
-from mlx_flash.convert.parameters import DerivedParameter, derived_parameters, renew
-from mlx_flash.convert.writer import ByteCounter, ShardPlan, ShardWriter, aligned_order
-from mlx_flash.errors import FileChangedError
-from mlx_flash.files import PARTIAL_SUFFIX, rename_durably
+from mlx_flash.convert.parameters import DerivedParameter, derived_parameters
+from mlx_flash.convert.rewrite import Progress, Rewrite, counting, plan_shards
+from mlx_flash.convert.writer import TensorSpec, cut
+from mlx_flash.files import make_private
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of, versions
 from mlx_flash.layout.load import LoadedModel, model_name
-from mlx_flash.storage.safetensors import Checkpoint, Extent, TensorRecord
+from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
 
 LEAST_BYTES = 32_000_000
 """Derived parameters that take less, all together, are computed anew each time, and stay in memory."""
 
 SHARD_BYTES = 2 * 10**9
-"""A file of a copy ends after the layer that makes it this large. An interrupted run is taken up at a file's start."""
-
-Progress = Callable[[int, int], object]
+"""Size of a copy's file, unless one layer is larger. An interrupted run goes on at the start of a file."""
 
 _log = logging.getLogger("mlx_flash")
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard(ShardPlan):
-    parameters: list[DerivedParameter]
-
-    def parameter(self, name: str) -> DerivedParameter:
-        return next(parameter for parameter in self.parameters if parameter.name == name)
-
-    def records(self, folder: Path) -> dict[str, TensorRecord]:
-        """Places of its parameters, written or not."""
-        sizes = [tensor.nbytes for tensor in self.tensors]
-        starts = accumulate(sizes, initial=len(self.head))
-        extents = [Extent(folder / self.name, start, nbytes) for start, nbytes in zip(starts, sizes, strict=False)]
-        return {
-            tensor.name: TensorRecord(tensor.name, tensor.dtype, tensor.shape, extent)
-            for tensor, extent in zip(self.tensors, extents, strict=True)
-        }
-
-
 def adopt_derived(
     loaded: LoadedModel,
+    load: Callable[[], LoadedModel],
     checkpoint: Checkpoint,
     directory: Path,
     limit_gb: float | None = None,
@@ -87,11 +68,12 @@ def adopt_derived(
     """Give derived parameters a place on disk to be read from: they become direct ones.
 
     Nothing is done when they are small all together. Where there is no room for a copy they stay as they are, and a
-    warning says so.
+    warning says so. After an error the model is as it was.
 
     Args:
-        loaded: the model; changed in place. After an error it must not be used.
-        checkpoint: what it was loaded from.
+        loaded: the model; changed in place.
+        load: loads it once more. What a copy is computed from belongs to that model, and is dropped with it.
+        checkpoint: the files of both.
         directory: the model directory.
         limit_gb: size of all copies together, in decimal GB; older ones are removed to keep it. None leaves a tenth of
             the disk free; 0 does nothing at all.
@@ -108,33 +90,125 @@ def adopt_derived(
     total = sum(parameter.spec.nbytes for parameter in derived)
     if limit_gb == 0 or not derived or total < LEAST_BYTES:
         return
-    copying = _Copying(loaded, checkpoint, os.path.realpath(directory), derived, share)
-    held = copying.use()
-    if held is None and not write:
-        copying.assume(limit_gb)
-        return
-    if held is None:
-        held = copying.make(limit_gb, progress or (lambda done, total: None))
-    if held is not None:
+    copying = _Copying(loaded, checkpoint, os.path.realpath(directory), derived, share, limit_gb)
+    if (held := copying.use()) is not None or (write and (held := copying.make(load, progress)) is not None):
         weakref.finalize(loaded.model, os.close, held)
         copying.adopt()
+    elif not write:
+        copying.assume()
 
 
-def _shards(derived: Sequence[DerivedParameter], fingerprint: str) -> list[_Shard]:
-    parts: list[list[DerivedParameter]] = [[]]
-    size = 0
-    for _, group in groupby(derived, lambda parameter: _layer_of(parameter.name)):
-        layer = list(group)
-        if size >= SHARD_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1] += layer
-        size += sum(parameter.spec.nbytes for parameter in layer)
-    metadata = {"format": "mlx", "fingerprint": fingerprint}
-    return [
-        _Shard(f"model-{i:05}.safetensors", aligned_order([p.spec for p in part]), metadata, part)
-        for i, part in enumerate(parts, 1)
-    ]
+class _Copying:
+    """The copy for a model as it was loaded, used or made."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        checkpoint: Checkpoint,
+        source: str,
+        derived: Sequence[DerivedParameter],
+        share: str,
+        limit_gb: float | None,
+    ) -> None:
+        self._loaded, self._source, self._limit_gb = loaded, source, limit_gb
+        state = state_of(checkpoint)
+        self._fingerprint = fingerprint_of(loaded, state) + share
+        self._parameters = {parameter.spec.name: parameter for parameter in derived}
+        self._folder = derived_directory() / self._fingerprint
+        layers = groupby((parameter.spec for parameter in derived), lambda spec: _layer_of(spec.name))
+        metadata = {"format": "mlx", "fingerprint": self._fingerprint}
+        shards = plan_shards([[*group] for _, group in layers], SHARD_BYTES, metadata, "model-{number:05}.safetensors")
+        self._rewrite = Rewrite(self._folder, shards, checkpoint, state, 0o700, COPY_HINT)
+
+    def use(self) -> int | None:
+        """Hold the copy if it is complete and unchanged. Return the descriptor, or None."""
+        held = hold(self._folder)
+        if held is None:
+            return None
+        files, shards = read_manifest(self._folder).get("files"), self._rewrite.shards
+        if files == self._stamps(self._folder) and all(shard.is_written(self._folder) for shard in shards):
+            note_use(self._folder)
+            return held
+        os.close(held)
+        return None
+
+    def make(self, load: Callable[[], LoadedModel], progress: Progress | None) -> int | None:
+        """Make the copy, or what is left of it, and hold it. Return None when there is no room."""
+        with copy_errors(self._folder):
+            make_private(derived_directory())
+        while (held := self.use()) is None:  # another process may remove a copy before it is held
+            with self._rewrite.locked(self._tell_busy):
+                if (held := self.use()) is not None:
+                    return held  # another process was faster
+                if not self._room().make(self._source):
+                    self._tell_no_room()
+                    return None
+                self._write(load, progress)
+        return held
+
+    def _write(self, load: Callable[[], LoadedModel], progress: Progress | None) -> None:
+        partial = self._rewrite.partial
+        self._rewrite.clear()
+        name = model_name(self._source)
+        manifest = {"source": self._source, "model": name, "versions": versions(), "created": time.time()}
+        write_manifest(partial, manifest)
+        missing = {tensor for shard in self._rewrite.missing for tensor in shard.tensors}
+        arrays = {p.spec.name: p.array for p in derived_parameters(load()) if p.spec in missing}
+        gc.collect()  # the rest of that model, which is in cycles
+        self._rewrite.write(lambda tensor: compute(tensor, arrays), counting(self._rewrite.nbytes, progress))
+        write_manifest(partial, {**manifest, "files": self._stamps(partial)})
+        if self._folder.exists():
+            discard(self._folder)  # damaged
+        self._rewrite.finish()
+        remove_older(self._source, self._fingerprint)
+
+    def assume(self) -> None:
+        """Treat the copy as made, if there is room for it."""
+        if not self._room().is_enough():
+            self._tell_no_room()
+            return
+        for shard in self._rewrite.shards:
+            for record in shard.records(self._folder):
+                self._note(self._parameters[record.name].array, record)
+
+    def adopt(self) -> None:
+        """Bind the lazily loaded arrays of the copy."""
+        for shard in self._rewrite.shards:
+            arrays = cast(dict[str, mx.array], mx.load(str(self._folder / shard.name)))
+            for record in shard.records(self._folder):
+                self._parameters[record.name].bind(arrays[record.name])
+                self._note(arrays[record.name], record)
+
+    def _note(self, array: mx.array, record: TensorRecord) -> None:
+        self._loaded.sources[id(array)] = (record,)
+        self._loaded.keep_alive.append(array)
+
+    def _room(self) -> Room:
+        limit = None if self._limit_gb is None else round(self._limit_gb * GB)
+        return Room(self._rewrite.missing_bytes, self._fingerprint, limit)
+
+    def _stamps(self, folder: Path) -> dict[str, list[int]]:
+        """Return size and time of each file, by which a change is found out; empty when one is missing."""
+        try:
+            found = {shard.name: (folder / shard.name).stat() for shard in self._rewrite.shards}
+        except FileNotFoundError:
+            return {}
+        return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
+
+    def _tell_busy(self) -> None:
+        _log.warning("another process computes the same parameters: waiting for it (%s)", self._rewrite.partial)
+
+    def _tell_no_room(self) -> None:
+        limit = self._limit_gb
+        _log.warning(
+            "%.2f GB of the parameters of %s are computed while loading and stay in memory: there is no room to write "
+            "%.2f GB to %s (%s). Hint: mlx-flash cache list shows what is there.",
+            self._rewrite.nbytes / GB,
+            self._source,
+            self._rewrite.missing_bytes / GB,
+            derived_directory(),
+            "a tenth of its disk is to stay free" if limit is None else f"derived_cache_gb is {limit:g}",
+        )
 
 
 def _layer_of(name: str) -> str:
@@ -142,140 +216,10 @@ def _layer_of(name: str) -> str:
     return found[0] if found else name
 
 
-class _Copying:
-    """The copy for a model as it was loaded, used or made."""
-
-    def __init__(
-        self, loaded: LoadedModel, checkpoint: Checkpoint, source: str, derived: Sequence[DerivedParameter], share: str
-    ) -> None:
-        self._loaded = loaded
-        self._checkpoint = checkpoint
-        self._source = source
-        self._state = state_of(checkpoint)
-        self._fingerprint = fingerprint_of(loaded, self._state) + share
-        self.folder = derived_directory() / self._fingerprint
-        self._partial = self.folder.with_name(self.folder.name + PARTIAL_SUFFIX)
-        self.shards = _shards(derived, self._fingerprint)
-
-    def use(self) -> int | None:
-        """Holds a copy that is complete and unchanged; None when there is none."""
-        held = hold(self.folder)
-        if held is None:
-            return None
-        files = read_manifest(self.folder).get("files")
-        if files == self._stamps(self.folder) and all(shard.is_written(self.folder) for shard in self.shards):
-            note_use(self.folder)
-            return held
-        os.close(held)
-        return None
-
-    def make(self, limit_gb: float | None, progress: Progress) -> int | None:
-        """Make the copy, or what is left of it, and hold it; None when there is no room."""
-        with only_one(self._fingerprint):
-            if (held := self.use()) is not None:
-                return held  # another process was faster
-            if self._room(limit_gb).make(self._source):
-                return self._make(progress)
-        self._tell_no_room(limit_gb)
-        return None
-
-    def assume(self, limit_gb: float | None) -> None:
-        """Treat the copy as made, if there is room for it."""
-        if not self._room(limit_gb).is_enough():
-            self._tell_no_room(limit_gb)
-            return
-        for shard in self.shards:
-            for name, record in shard.records(self.folder).items():
-                self._note(shard.parameter(name).array, record)
-
-    def adopt(self) -> None:
-        """Binds the lazily loaded arrays of the copy."""
-        for shard in self.shards:
-            arrays = cast(dict[str, mx.array], mx.load(str(self.folder / shard.name)))
-            for name, record in shard.records(self.folder).items():
-                shard.parameter(name).bind(arrays[name])
-                self._note(arrays[name], record)
-
-    def _note(self, array: mx.array | None, record: TensorRecord) -> None:
-        assert array is not None
-        self._loaded.sources[id(array)] = (record,)
-        self._loaded.keep_alive.append(array)
-
-    def _room(self, limit_gb: float | None) -> Room:
-        limit = None if limit_gb is None else round(limit_gb * GB)
-        return Room(self._needed(), self._fingerprint, limit)
-
-    def _needed(self) -> int:
-        return sum(shard.nbytes for shard in self.shards if not shard.is_written(self._partial))
-
-    def _make(self, progress: Progress) -> int:
-        if self.folder.exists():
-            discard(self.folder)  # damaged
-        held = None
-        while held is None:  # another process may remove a folder that has no manifest yet
-            with copy_errors(self._partial):
-                self._partial.mkdir(mode=0o700, exist_ok=True)
-            held = hold(self._partial)
-        try:
-            name = model_name(self._source)
-            manifest = {"source": self._source, "model": name, "versions": versions(), "created": time.time()}
-            write_manifest(self._partial, manifest)
-            self._write(progress)
-            write_manifest(self._partial, {**manifest, "files": self._stamps(self._partial)})
-            with copy_errors(self.folder):
-                rename_durably(self._partial, self.folder)
-            remove_older(self._source, self._fingerprint)
-        except BaseException:
-            os.close(held)
-            raise
-        return held
-
-    def _write(self, progress: Progress) -> None:
-        total = sum(shard.nbytes for shard in self.shards)
-        left = [shard for shard in self.shards if not shard.is_written(self._partial)]
-        counter = ByteCounter(total, progress)
-        counter.add(total - sum(shard.nbytes for shard in left))
-        renew(self._loaded, self._checkpoint)
-        for shard in self.shards:
-            for parameter in shard.parameters if shard not in left else ():
-                parameter.let_go()
-        for shard in left:
-            with ShardWriter(self._partial / shard.name, shard.tensors, shard.metadata, progress=counter.add) as writer:
-                for tensor in shard.tensors:
-                    write_parameter(writer, shard.parameter(tensor.name))
-                self._check_source()
-
-    def _check_source(self) -> None:
-        if state_of(self._checkpoint) != self._state:
-            raise FileChangedError(
-                f"the files of {self._checkpoint.directory} changed while parameters were computed from them. "
-                "Hint: start it again."
-            )
-
-    def _stamps(self, folder: Path) -> dict[str, list[int]]:
-        """Size and time of each file, by which a change is found out; empty when one is missing."""
-        try:
-            found = {shard.name: (folder / shard.name).stat() for shard in self.shards}
-        except FileNotFoundError:
-            return {}
-        return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
-
-    def _tell_no_room(self, limit_gb: float | None) -> None:
-        _log.warning(
-            "%.2f GB of the parameters of %s are computed while loading and stay in memory: there is no room to write "
-            "%.2f GB to %s (%s). Hint: mlx-flash cache list shows what is there.",
-            sum(shard.nbytes for shard in self.shards) / GB,
-            self._source,
-            self._needed() / GB,
-            derived_directory(),
-            "a tenth of its disk is to stay free" if limit_gb is None else f"derived_cache_gb is {limit_gb:g}",
-        )
-
-
-def write_parameter(writer: ShardWriter, parameter: DerivedParameter) -> None:
-    """Evaluates a parameter, writes it, and lets it go."""
-    array = mx.contiguous(parameter.let_go())
+def compute(tensor: TensorSpec, arrays: dict[str, mx.array]) -> Iterator[memoryview]:
+    """Take an array, evaluate it, yield its bytes, and drop it."""
+    array = mx.contiguous(arrays.pop(tensor.name))
     mx.eval(array)
-    writer.write(parameter.name, memory_of(array))
+    yield from cut(memory_of(array))
     del array
     mx.clear_cache()  # the next one may be of another size

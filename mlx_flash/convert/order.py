@@ -16,12 +16,9 @@ from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
 
 @dataclass(frozen=True, slots=True)
 class UnitTensors:
-    """Names of the tensors of a unit.
+    """Names of the tensors of a unit. Streamed ones go by size, the largest first: the plan pins small ones.
 
-    Attributes:
-        streamed: those that are streamed, the largest first: the plan streams these rather than small ones.
-        others: the rest.
-        is_read_whole: whether every pass needs all of the streamed ones.
+    Every pass needs all of the streamed tensors of a unit that is read whole.
     """
 
     streamed: tuple[str, ...]

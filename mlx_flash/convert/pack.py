@@ -4,9 +4,6 @@ mlx saves the tensors of a file in the order of a hash table, after a header of 
 pieces and each goes through a bounce buffer. Here a unit's streamed tensors are one run of bytes, and every tensor
 starts where kernels can use it. The result is a checkpoint like any other: same names, dtypes, shapes and bytes, same
 files beside the weights.
-
-Everything is written to ``<target>.partial``, which is renamed at the end. A run that was interrupted is taken up at
-the first shard that is not complete.
 """
 
 from __future__ import annotations
@@ -16,40 +13,26 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
 from mlx_flash.convert.order import ReadPattern, UnitTensors, read_pattern, streaming_order
-from mlx_flash.convert.writer import (
-    ByteCounter,
-    ShardPlan,
-    ShardWriter,
-    TensorSpec,
-    aligned_order,
-    copy_buffer,
-    read_pieces,
-    write_errors,
-)
-from mlx_flash.errors import CheckpointNotFoundError, ConfigError, FileChangedError, WriteError
-from mlx_flash.files import PARTIAL_SUFFIX, open_locked, rename_durably
+from mlx_flash.convert.rewrite import STATE_NAME, Progress, Rewrite, counting, plan_shards, write_text
+from mlx_flash.convert.writer import ShardPlan, TensorSpec, copy_buffer, read_pieces, write_errors
+from mlx_flash.errors import CheckpointNotFoundError, ConfigError, WriteError
+from mlx_flash.layout.fingerprint import state_of
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.units import make_layout
 from mlx_flash.storage.safetensors import INDEX_NAME, Checkpoint, read_checkpoint, read_shard
-from mlx_flash.storage.source import identity_of
 
 SHARD_BYTES = 5 * 10**9
 """Shards are as large as mlx-lm's."""
 
 NOT_COPIED = frozenset({".git", ".hg", ".svn", ".cache", "__pycache__", ".ipynb_checkpoints"})
 """Folders that belong to tools, not to the model."""
-
-STATE_NAME = ".mlx-flash-pack.json"
-"""In the partial folder: which source its shards come from."""
-
-Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +89,19 @@ def pack(
     target = Path(os.path.realpath(target))
     _check_target(source, target)
     checkpoint = read_checkpoint(source)
-    state = _state(checkpoint)
+    state = state_of(checkpoint)
     units = streaming_order(make_layout(load_lazily(source, checkpoint)), checkpoint)
-    folder = target.with_name(f"{target.name}{PARTIAL_SUFFIX}")
-    with _locked(folder):
-        shards = _plan_shards(units, checkpoint, shard_bytes)
-        _clear_unless(folder, state, {shard.name for shard in shards})
-        resumed = _write(checkpoint, state, folder, shards, verify, progress)
-        with write_errors(f"cannot rename {folder} to {target}"):
-            rename_durably(folder, target)
-            (target / STATE_NAME).unlink()
+    rewrite = Rewrite(target, _plan_shards(units, checkpoint, shard_bytes), checkpoint, state)
+    with rewrite.locked(lambda: _refuse(rewrite.partial)):
+        _check_unused(rewrite.partial)
+        rewrite.clear()
+        resumed = rewrite.nbytes - rewrite.missing_bytes
+        _fill(rewrite, checkpoint, verify, progress)
+        rewrite.finish()
     return PackReport(
         target=target,
         num_tensors=len(checkpoint.tensors),
-        num_shards=len(shards),
+        num_shards=len(rewrite.shards),
         nbytes=checkpoint.nbytes,
         resumed_bytes=resumed,
         seconds=time.perf_counter() - began,
@@ -139,76 +121,13 @@ def _check_target(source: Path, target: Path) -> None:
         raise ConfigError(f"{target} is inside of the source {source}. Hint: name a folder beside it.")
 
 
-def _plan_shards(units: Sequence[UnitTensors], checkpoint: Checkpoint, shard_bytes: int) -> list[ShardPlan]:
-    parts: list[list[TensorSpec]] = [[]]
-    size = 0
-    for unit in units:
-        records = [checkpoint.tensors[name] for name in unit.names]
-        nbytes = sum(record.nbytes for record in records)
-        if size and size + nbytes > shard_bytes:
-            parts.append([])
-            size = 0
-        parts[-1] += [TensorSpec(record.name, record.dtype, record.shape, record.nbytes) for record in records]
-        size += nbytes
-    metadata = {key: value for shard in checkpoint.shards for key, value in shard.metadata.items()}
-    names = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
-    names = names if len(parts) > 1 else ["model.safetensors"]
-    return [ShardPlan(name, aligned_order(part), metadata or None) for name, part in zip(names, parts, strict=True)]
+def _refuse(folder: Path) -> NoReturn:
+    raise ConfigError(f"another run is writing {folder}. Hint: wait for it, or name another target.")
 
 
-# --- the files -------------------------------------------------------------------------------------------------------
-
-
-def _write(
-    checkpoint: Checkpoint,
-    state: str,
-    folder: Path,
-    shards: Sequence[ShardPlan],
-    verify: bool,
-    progress: Progress | None,
-) -> int:
-    """Fills the folder. Returns how many bytes an earlier run had written."""
-    others = list(_other_files(checkpoint, checkpoint.directory))
-    left = [shard for shard in shards if not shard.is_written(folder)]
-    _check_room(folder, sum(shard.nbytes for shard in left) + sum(path.stat().st_size for path in others))
-    resumed = checkpoint.nbytes - sum(shard.nbytes for shard in left)
-    counter = ByteCounter(checkpoint.nbytes * (2 if verify else 1), progress)
-    counter.add(resumed)
-    for shard in left:
-        _write_shard(folder, shard, checkpoint, state, counter)
-    for shard in shards if verify else ():
-        _compare(folder / shard.name, checkpoint, counter)
-    for path in others:
-        _copy_file(path, folder / path.relative_to(checkpoint.directory))
-    if len(shards) > 1:
-        _write_text(folder / INDEX_NAME, _index(shards))
-    return resumed
-
-
-def _state(checkpoint: Checkpoint) -> str:
-    """Return a text that identifies the source; another one, or a changed one, gives another text."""
-    try:
-        files = {str(shard.path): asdict(identity_of(shard.path)) for shard in checkpoint.shards}
-    except OSError as error:
-        raise FileChangedError(
-            f"{error.filename} was there a moment ago: {error.strerror}. Hint: start it again."
-        ) from error
-    return json.dumps({"source": os.path.realpath(checkpoint.directory), "files": files}, indent=1)
-
-
-def _clear_unless(folder: Path, state: str, keep: set[str]) -> None:
-    """Empties the folder, but for the shards of an earlier run from the same source."""
-    path = folder / STATE_NAME
-    if not path.exists() and (found := sorted(entry.name for entry in folder.iterdir())):
+def _check_unused(folder: Path) -> None:
+    if not (folder / STATE_NAME).exists() and (found := sorted(entry.name for entry in folder.iterdir())):
         raise ConfigError(f"{folder} is in the way: it holds {found[0]!r}, and no run made it. Hint: move it away.")
-    is_same = path.exists() and path.read_text() == state
-    with write_errors(f"cannot empty {folder}"):
-        for entry in folder.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            elif not (is_same and entry.name in keep):
-                entry.unlink()
-    _write_text(path, state)
 
 
 def _check_room(folder: Path, nbytes: int) -> None:
@@ -220,34 +139,45 @@ def _check_room(folder: Path, nbytes: int) -> None:
         )
 
 
-def _write_shard(folder: Path, shard: ShardPlan, checkpoint: Checkpoint, state: str, counter: ByteCounter) -> None:
-    with ShardWriter(folder / shard.name, shard.tensors, shard.metadata, progress=counter.add) as writer:
-        for tensor in shard.tensors:
-            writer.copy(tensor.name, checkpoint.tensors[tensor.name].extent)
-        if _state(checkpoint) != state:
-            raise FileChangedError(
-                f"the files of {checkpoint.directory} changed while they were copied. Hint: start it again."
-            )
+def _plan_shards(units: Sequence[UnitTensors], checkpoint: Checkpoint, shard_bytes: int) -> list[ShardPlan]:
+    records = [[checkpoint.tensors[name] for name in unit.names] for unit in units]
+    groups = [[TensorSpec(record.name, record.dtype, record.shape) for record in group] for group in records]
+    metadata = {key: value for shard in checkpoint.shards for key, value in shard.metadata.items()}
+    shards = plan_shards(groups, shard_bytes, metadata or None, "model-{number:05}-of-{count:05}.safetensors")
+    return shards if len(shards) > 1 else [replace(shard, name="model.safetensors") for shard in shards]
 
 
-def _compare(shard: Path, checkpoint: Checkpoint, counter: ByteCounter) -> None:
-    """Compares a shard with its source, byte for byte; one that differs is removed, so that the next run writes it."""
+# --- the files -------------------------------------------------------------------------------------------------------
+
+
+def _fill(rewrite: Rewrite, checkpoint: Checkpoint, verify: bool, progress: Progress | None) -> None:
+    """Write everything of the folder that an earlier run has not written."""
+    folder, buffer = rewrite.partial, copy_buffer()
+    others = list(_other_files(checkpoint, checkpoint.directory))
+    _check_room(folder, rewrite.missing_bytes + sum(path.stat().st_size for path in others))
+    count = counting(checkpoint.nbytes * (2 if verify else 1), progress)
+    rewrite.write(lambda tensor: read_pieces(checkpoint.tensors[tensor.name], buffer), count)
+    for shard in rewrite.shards if verify else ():
+        _compare(folder / shard.name, checkpoint, count)
+    for path in others:
+        _copy_file(path, folder / path.relative_to(checkpoint.directory))
+    if len(rewrite.shards) > 1:
+        write_text(folder / INDEX_NAME, _index(rewrite))
+
+
+def _compare(shard: Path, checkpoint: Checkpoint, count: Callable[[int], object]) -> None:
+    """Compare a shard with its source, byte for byte; one that differs is removed, so that the next run writes it."""
     buffers = copy_buffer(), copy_buffer()
     for written in read_shard(shard).tensors:
         original = checkpoint.tensors[written.name]
-        pairs = zip(
-            read_pieces(original.name, original.extent, buffers[0]),
-            read_pieces(written.name, written.extent, buffers[1]),
-            strict=True,
-        )
-        for theirs, ours in pairs:
+        for theirs, ours in zip(read_pieces(original, buffers[0]), read_pieces(written, buffers[1]), strict=True):
             if not np.array_equal(np.frombuffer(theirs, np.uint8), np.frombuffer(ours, np.uint8)):
                 shard.unlink()
                 raise WriteError(
                     f"{written.name!r} in {shard} is not what {original.extent.path} holds. "
                     "Hint: check disk and memory of this machine, then start it again."
                 )
-            counter.add(len(ours))
+            count(len(ours))
 
 
 def _other_files(checkpoint: Checkpoint, folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
@@ -270,39 +200,11 @@ def _copy_file(source: Path, target: Path) -> None:
     with write_errors(f"cannot copy {source} to {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target)
-        _sync(target)
+        with target.open("rb") as file:
+            os.fsync(file.fileno())
 
 
-def _write_text(path: Path, text: str) -> None:
-    with write_errors(f"cannot write {path}"):
-        path.write_text(text)
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _index(shards: Sequence[ShardPlan]) -> str:
-    places = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
-    total = sum(shard.nbytes for shard in shards)
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}, indent=4) + "\n"
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Make the folder, and keep a second run out of it."""
-    with write_errors(f"cannot make {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            fd = open_locked(folder, wait=False, required=False)
-        except BlockingIOError:
-            raise ConfigError(f"another run is writing {folder}. Hint: wait for it, or name another target.") from None
-    try:
-        yield
-    finally:
-        os.close(fd)
+def _index(rewrite: Rewrite) -> str:
+    places = {tensor.name: shard.name for shard in rewrite.shards for tensor in shard.tensors}
+    header = {"metadata": {"total_size": rewrite.nbytes}, "weight_map": dict(sorted(places.items()))}
+    return json.dumps(header, indent=4) + "\n"

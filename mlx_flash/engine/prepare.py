@@ -155,14 +155,19 @@ def prepare(
     folder = None if peers is None else complete_folder(path, peers)
     path = path if folder is None else folder.path
     checkpoint = read_checkpoint(path)
-    loaded = load_lazily(path, checkpoint, model_config, **loading)
-    _check_kernels(loaded.model, path)
     share = ""
     if peers is not None and folder is not None and config.ranks_mode == "tensor":
         folder.check_complete()
-        loaded, share = divide(loaded, checkpoint, peers), f"-{peers.rank}of{peers.size}"
+        share = f"-{peers.rank}of{peers.size}"
+
+    def load() -> LoadedModel:
+        loaded = load_lazily(path, checkpoint, model_config, **loading)
+        return divide(loaded, checkpoint, peers) if peers is not None and share else loaded
+
+    loaded = load()
+    _check_kernels(loaded.model, path)
     if folder is None or folder.is_complete:
-        adopt_derived(loaded, checkpoint, path, config.derived_cache_gb, progress, write=writes, share=share)
+        adopt_derived(loaded, load, checkpoint, path, config.derived_cache_gb, progress, write=writes, share=share)
     layout = make_layout(loaded)
     shards = [shard for shard in checkpoint.shards if folder is None or folder.has(shard.path)]
     machine = look_at_machine(probe or max(shards, key=lambda shard: shard.nbytes).path, layout, config)

@@ -21,7 +21,7 @@ FORMAT = 1
 """Of the packed copies; another one is never taken for this one."""
 
 State = list[list[object]]
-"""Files of a checkpoint: name, size, time of the last change, digest of the header."""
+"""Files of a checkpoint: path, size, modification time, change time, digest of the header."""
 
 
 def state_of(checkpoint: Checkpoint) -> State:
@@ -42,7 +42,8 @@ def _state_of_file(path: Path, head_bytes: int) -> list[object]:
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         head = hashlib.sha256(file.read(head_bytes)).hexdigest()
-    return [path.name, status.st_size, status.st_mtime_ns, head]
+    # Programs set modification times, some of them all to one value. Only the system sets change times.
+    return [os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, head]
 
 
 def versions() -> dict[str, str]:

@@ -10,7 +10,8 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Progress
-from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
+from mlx_flash.engine.prepare import prepare, resolve
+from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import ConfigError
 from mlx_flash.layout.load import model_name
 from mlx_flash.model import FlashLLM
@@ -48,8 +49,9 @@ def load(
         CheckpointError: the model directory is not a usable checkpoint.
         ConfigError: a setting is wrong; BudgetError when the budget is too small.
     """
+    config = config or FlashConfig.resolve()
     path = resolve(path_or_hf_repo, revision)
-    tokenizer = load_tokenizer(path, tokenizer_config)
+    tokenizer = load_tokenizer(path, tokenizer_config, config)
     model, _ = load_model(
         path, config, adapter_path=adapter_path, model_config=model_config, progress=progress, group=group
     )

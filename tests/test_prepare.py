@@ -10,7 +10,8 @@ from mlx_lm import utils as mlx_lm_utils
 
 import mlx_flash
 from mlx_flash import CheckpointError, CheckpointNotFoundError, FlashConfig, apply_flash_patch
-from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
+from mlx_flash.engine.prepare import prepare, resolve
+from mlx_flash.engine.tokenizer import load_tokenizer
 from models import LLAMA, QWEN3_MOE, save
 
 CONFIG = FlashConfig(ram_budget_gb=1, context_length=256)

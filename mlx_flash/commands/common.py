@@ -29,11 +29,16 @@ def make_config(args: argparse.Namespace) -> FlashConfig:
     return FlashConfig.resolve(**dial(args))
 
 
-def load_tokenizer(path: Path, args: argparse.Namespace, settings: Mapping[str, Any] | None = None) -> Any:
-    """Return mlx-lm's tokenizer, as ``mlx_lm.generate`` loads it."""
-    from mlx_flash.engine import prepare
+def load_tokenizer(
+    path: Path,
+    args: argparse.Namespace,
+    settings: Mapping[str, Any] | None = None,
+    config: FlashConfig | None = None,
+) -> Any:
+    """Return mlx-lm's tokenizer, as ``mlx_lm.generate`` loads it. With a config, its budget is checked first."""
+    from mlx_flash.engine import tokenizer
 
-    return prepare.load_tokenizer(path, {**(settings or {}), "trust_remote_code": args.trust_remote_code})
+    return tokenizer.load_tokenizer(path, {**(settings or {}), "trust_remote_code": args.trust_remote_code}, config)
 
 
 def note(words: str) -> None:

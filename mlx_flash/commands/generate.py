@@ -48,7 +48,7 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
         out = rank_output(group, out)
         args.verbose = args.verbose and group.rank() == 0
     saved = open_prompt_cache(args)
-    tokenizer = load_tokenizer(path, args, saved.tokenizer_config)
+    tokenizer = load_tokenizer(path, args, saved.tokenizer_config, None if args.resident else make_config(args))
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     prompt = encode_prompt(tokenizer, args)

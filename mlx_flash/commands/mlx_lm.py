@@ -14,7 +14,8 @@ from typing import TextIO
 from mlx_flash.commands.chat import HELP, chat_habits
 from mlx_flash.commands.common import dial, make_config, note
 from mlx_flash.config import GB, FlashConfig
-from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
+from mlx_flash.engine.prepare import prepare, resolve
+from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import ConfigError
 from mlx_flash.integration.guard import make_access
 from mlx_flash.integration.http import Listener
@@ -120,7 +121,7 @@ def _plan(model: str | None, config: FlashConfig) -> ResidencyPlan | None:
     if model is None or not config.enabled:
         return None
     path = resolve(model)
-    tokenizer = load_tokenizer(path)  # takes memory too
+    tokenizer = load_tokenizer(path, config=config)  # takes memory too
     plan = prepare(path, config, writes=False).plan
     del tokenizer
     expected = f", about {speed(1 / plan.opening_seconds)}" if plan.opening_seconds else ""

@@ -23,7 +23,8 @@ from mlx_flash.commands.mlx_lm import serve_with
 from mlx_flash.commands.render import render_generation
 from mlx_flash.commands.report import Recorder, make_report
 from mlx_flash.config import FlashConfig, did_you_mean
-from mlx_flash.engine.prepare import load_tokenizer, resolve
+from mlx_flash.engine.prepare import resolve
+from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import ConfigError
 from mlx_flash.loading import load
 from mlx_flash.model import FlashLLM

@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm import utils as mlx_lm_utils
 
 from mlx_flash.compat import loading
 from mlx_flash.compat.experts import has_kernel
@@ -19,10 +18,11 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.manager import free_closed_models
+from mlx_flash.engine.tokenizer import reached_bytes
 from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError, ConfigError
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of
 from mlx_flash.layout.identity import ModelIdentity
-from mlx_flash.layout.load import LoadedModel, iter_parameters, load_config, load_lazily
+from mlx_flash.layout.load import LoadedModel, iter_parameters, load_lazily
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import layers_of, make_layout
 from mlx_flash.memory.arena import kernel_alignment
@@ -171,6 +171,7 @@ def prepare(
     layout = make_layout(loaded)
     shards = [shard for shard in checkpoint.shards if folder is None or folder.has(shard.path)]
     machine = look_at_machine(probe or max(shards, key=lambda shard: shard.nbytes).path, layout, config)
+    machine = replace(machine, reached_bytes=reached_bytes(Path(model_path)))
     fingerprint = None if config.kv_prefixes == "off" else fingerprint_of(loaded, state_of(checkpoint))
     chain: Spread | None = None
     if folder is not None and peers is not None:
@@ -309,26 +310,3 @@ def _check_kernels(model: nn.Module, path: Path) -> None:
                 f"{str(module.weight.dtype).removeprefix('mlx.core.')}. Hint: convert the model with "
                 "`mlx_lm.convert --dtype float32`, or quantize it (`mlx_lm.convert -q`), or use a GPU."
             )
-
-
-def load_tokenizer(path: Path, settings: dict[str, Any] | None = None) -> Any:
-    """Return mlx-lm's tokenizer of a model folder.
-
-    Args:
-        path: the folder.
-        settings: of the tokenizer. Unless they say ``trust_remote_code``, code in the folder is not run;
-            transformers would ask on the terminal, and take piped input for an answer.
-
-    Raises:
-        CheckpointError: there is none, or it cannot be loaded.
-    """
-    settings = {"trust_remote_code": False, **(settings or {})}
-    eos_token_ids = load_config(path).get("eos_token_id")
-    try:
-        return mlx_lm_utils.load_tokenizer(path, settings, eos_token_ids=eos_token_ids)
-    except (OSError, ValueError, KeyError) as error:
-        found = sorted(file.name for file in path.iterdir() if "token" in file.name or "vocab" in file.name)
-        raise CheckpointError(
-            f"cannot load the tokenizer of {path}, which holds {', '.join(found) or 'no tokenizer files'}. Hint: copy "
-            f"tokenizer.json and tokenizer_config.json from the model's repository. ({' '.join(str(error).split())})"
-        ) from error

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.batching import SharingGenerator
+from mlx_flash.compat import tokenizers
 from mlx_flash.compat.batches import StockBatchGenerator, current_batch_generator, replace_batch_generator
 from mlx_flash.compat.callers import calling_modules
 from mlx_flash.compat.generation import (
@@ -35,8 +36,10 @@ from mlx_flash.compat.loading import (
     replace_sharded_load,
     stock_sharded_load,
 )
+from mlx_flash.compat.tokenizers import replace_load_tokenizer
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
+from mlx_flash.engine.prepare import prepare, resolve
+from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import ConfigError, StreamedWeightsError
 from mlx_flash.generation import generate_step, speculative_generate_step
 from mlx_flash.layout.load import model_name
@@ -111,6 +114,7 @@ def _put_in_force(config: FlashConfig | None) -> None:
             _State.replacement = _make_replacement(_State.original)
             replace_load_model(_State.replacement)
             replace_sharded_load(_sharded_load)
+            replace_load_tokenizer(tokenizers.load_tokenizer)
             _swap_loops(_STOCK_LOOPS, _LOOPS)
             _swap_batches(StockBatchGenerator, SharingGenerator)
 
@@ -121,6 +125,7 @@ def _restore() -> None:
     if _State.replacement is None or _State.original is None:
         return
     replace_sharded_load(stock_sharded_load)
+    replace_load_tokenizer(tokenizers.stock_load_tokenizer)
     if current_load_model() is _State.replacement:
         replace_load_model(_State.original)
         _State.original = _State.replacement = None
@@ -189,8 +194,8 @@ def _sharded_load(
         )
     group = pipeline_group or tensor_group or mx.distributed.init()
     path = resolve(repo)
-    tokenizer = load_tokenizer(path, tokenizer_config)
     settings = _State.config
+    tokenizer = load_tokenizer(path, tokenizer_config, settings)
     if settings is not None and tensor_group is not None and "mlx_lm.server" not in calling_modules():
         settings = replace(settings, ranks_mode="tensor")
     model, config = load_model(path, settings, group=group)

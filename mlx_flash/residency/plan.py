@@ -48,6 +48,7 @@ class Machine:
         prompt_speedup: time to compute a token that is decoded, over that of a token in a call of many.
         speed_key: the name under which the speeds of this model on this disk are kept.
         resident_bytes_per_second, operation_seconds: as in :class:`Speed`.
+        reached_bytes: the peak of the process while it loaded the tokenizer; 0 for none that counts.
     """
 
     total_memory: int
@@ -69,6 +70,7 @@ class Machine:
     speed_key: str = ""
     resident_bytes_per_second: float = 0.0
     operation_seconds: float = 0.0
+    reached_bytes: int = 0
 
     @property
     def kept_bytes_per_second(self) -> float:

@@ -11,10 +11,12 @@ from dataclasses import replace
 
 from mlx_flash.config import GB, FlashConfig, Profile
 from mlx_flash.errors import BudgetError, ConfigError
+from mlx_flash.memory.pagecache import round_up
 from mlx_flash.memory.pressure import MemoryReading
 from mlx_flash.residency.assemble import Task, cache_limit_of, everything_pinned, most_slots, timed
 from mlx_flash.residency.candidates import ENOUGH_CONTEXT, best, least_reserve, smallest
 from mlx_flash.residency.kv import KV_SHARE, check_kv, most_on_disk
+from mlx_flash.residency.machine import BASE_STEP
 from mlx_flash.residency.opening import opening_seconds
 from mlx_flash.residency.plan import MB, Machine, ResidencyPlan, in_gb
 from mlx_flash.residency.sizes import ModelSizes
@@ -87,9 +89,16 @@ def _preferred(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
 def _plan_with_kv(task: Task) -> ResidencyPlan:
     """Return the fastest plan, given the place of the KV cache."""
     machine, options = task.machine, _options(task)
-    minimum = min(plan.peak_bytes for _, plan in options)
+    reached = _told(machine.reached_bytes)
+    minimum = max(reached, min(plan.peak_bytes for _, plan in options))
     # A word is never a budget at which whole layers would be read because a pool is a little too large for it.
-    budget = _budget(task.config, machine, options[0][1].peak_bytes)
+    budget = _budget(task.config, machine, max(reached, options[0][1].peak_bytes))
+    if budget < machine.reached_bytes:
+        raise BudgetError(
+            f"ram_budget_gb is {budget / GB:g}, but loading the tokenizer took this process to "
+            f"{in_gb(machine.reached_bytes)} GB. Hint: give {in_gb(minimum)} or more, or 'min'.",
+            minimum,
+        )
     usable = _usable(options, budget)
     if not usable:
         raise BudgetError(_too_small(budget, min((p for _, p in options), key=lambda p: p.peak_bytes)), minimum)
@@ -167,6 +176,11 @@ def _budget(config: FlashConfig, machine: Machine, least: int) -> int:
         return max(least, MemoryReading(machine.total_memory, machine.available_memory).room(machine.base_bytes))
     of_free, of_all = PROFILE_SHARES[budget]
     return max(least, min(int(machine.available_memory * of_free), int(machine.total_memory * of_all)))
+
+
+def _told(reached_bytes: int) -> int:
+    """Return the peak of loading a tokenizer as a budget that is enough next time too: it varies a little."""
+    return round_up(reached_bytes, BASE_STEP) + BASE_STEP if reached_bytes else 0
 
 
 def _smaller(minimum: int, machine: Machine) -> str:

@@ -109,14 +109,15 @@ def _put_in_force(config: FlashConfig | None) -> None:
         _State.config = config
         if config is None:
             _restore()
-        elif _State.replacement is None:
+            return
+        if _State.replacement is None:
             _State.original = current_load_model()
             _State.replacement = _make_replacement(_State.original)
             replace_load_model(_State.replacement)
-            replace_sharded_load(_sharded_load)
-            replace_load_tokenizer(tokenizers.load_tokenizer)
-            _swap_loops(_STOCK_LOOPS, _LOOPS)
-            _swap_batches(StockBatchGenerator, SharingGenerator)
+        replace_sharded_load(_sharded_load)
+        replace_load_tokenizer(tokenizers.load_tokenizer)
+        _swap_loops(_STOCK_LOOPS, _LOOPS)
+        _swap_batches(StockBatchGenerator, SharingGenerator)
 
 
 def _restore() -> None:

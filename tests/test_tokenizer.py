@@ -12,6 +12,7 @@ from transformers import tokenization_utils_base
 
 import children
 from mlx_flash import BudgetError, CheckpointError, FlashConfig, apply_flash_patch, load
+from mlx_flash.compat import tokenizers
 from mlx_flash.compat.tokenizers import without_model
 from mlx_flash.engine import tokenizer
 from mlx_flash.engine.prepare import prepare
@@ -62,7 +63,7 @@ def test_budget_below_the_cost_of_the_tokenizer_is_refused_before_it_is_loaded(
     large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "footprint", lambda: 150_000_000)
-    monkeypatch.setattr("mlx_flash.compat.tokenizers.stock_load_tokenizer", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(tokenizers, "stock_load_tokenizer", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(BudgetError, match=r"0\.3, but loading the tokenizer .*tokenizer\.json holds 7.* values\. Hint"):
         load(str(large), FlashConfig(ram_budget_gb=0.3))
 
@@ -88,7 +89,7 @@ def test_a_tokenizer_is_mlx_lms(small: Path) -> None:
 
 def test_the_patch_spares_mlx_lm_the_copies(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr("mlx_flash.compat.tokenizers.without_model", lambda path: seen.append(path.name))
+    monkeypatch.setattr(tokenizers, "without_model", lambda path: seen.append(path.name))
     stock = mlx_lm_utils.load_tokenizer
     with apply_flash_patch(FlashConfig(ram_budget_gb=1)):
         mlx_lm_utils.load_tokenizer(small)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache
 
 from mlx_flash.compat.require import require, require_that
@@ -31,6 +32,12 @@ def entries_of(cache: Iterable[Any]) -> list[Any]:
     """Return the entries of a prompt cache, and those of its lists of caches in their place."""
     parts = (entries_of(entry.caches) if isinstance(entry, CacheList) else [entry] for entry in cache)
     return [entry for part in parts for entry in part]
+
+
+def recurrent_states(cache: Iterable[Any]) -> list[mx.array]:
+    """Return the arrays of those entries of a prompt cache that are replaced by every token."""
+    states = (entry.cache for entry in entries_of(cache) if isinstance(entry, ArraysCache))
+    return [array for state in states for array in state if array is not None]
 
 
 def num_tokens(entry: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -29,7 +30,7 @@ _SAVE_MODEL = _code_of(utils, "save_model")
 """Asks for ``parameters()`` in order to write them: refused."""
 
 _LOAD_ADAPTERS = _code_of(tuner_utils, "load_adapters", "model", "adapter_path")
-"""Asks for ``parameters()`` to compare their names with an adapter's: gets all of them."""
+"""Asks for ``parameters()`` to compare their names with an adapter's, gets all of them, and loads tensors into them."""
 
 _MAKE_PROMPT_CACHE = _code_of(cache, "make_prompt_cache", "model", "max_kv_size")
 """Calls ``make_cache()`` without what it was asked for: that is read from its frame."""
@@ -46,6 +47,11 @@ def is_save_model(frame: FrameType) -> bool:
 def is_load_adapters(frame: FrameType) -> bool:
     """Return whether a frame is ``load_adapters``'s."""
     return frame.f_code is _LOAD_ADAPTERS
+
+
+def adapter_file(frame: FrameType) -> Path | None:
+    """Return the tensors that ``load_adapters`` gives a model; None if the frame is another's."""
+    return Path(frame.f_locals["adapter_path"], "adapters.safetensors") if is_load_adapters(frame) else None
 
 
 def requested_kv_size(frame: FrameType) -> int | None:

@@ -93,7 +93,8 @@ def adopt_derived(
     copying = _Copying(loaded, checkpoint, os.path.realpath(directory), derived, share, limit_gb)
     if (held := copying.use()) is not None or (write and (held := copying.make(load, progress)) is not None):
         weakref.finalize(loaded.model, os.close, held)
-        copying.adopt()
+        with loaded.streams.in_force():
+            copying.adopt()
     elif not write:
         copying.assume()
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 import mlx.nn as nn
 
 from mlx_flash.compat.arrays import TRAINING_FLAG
-from mlx_flash.compat.callers import is_load_adapters, is_save_model
+from mlx_flash.compat.callers import adapter_file, is_load_adapters, is_save_model
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.errors import StreamedWeightsError
@@ -80,6 +80,18 @@ class ModelFacade(nn.Module):
 
         return cast(dict[str, Any], self._model.filter_and_map(in_memory))
 
+    def load_weights(self, file_or_weights: Any, strict: bool = True) -> ModelFacade:
+        """As ``nn.Module.load_weights``; refused once weights are streamed.
+
+        An adapter's tensors are loaded again: those that mlx-lm loaded belong to this thread until they are computed.
+        """
+        adapter = adapter_file(sys._getframe(1))
+        if self.engine is not None:
+            raise _refusal("load_weights()")
+        with self._life.prepared.loaded.streams.in_force():
+            self._model.load_weights(file_or_weights if adapter is None else str(adapter), strict)
+        return self
+
     def trainable_parameters(self) -> dict[str, Any]:
         """None: weights that are read again on every pass cannot be trained."""
         return {}
@@ -111,7 +123,8 @@ def _delegate_before_start(name: str) -> Callable[..., Any]:
     def method(self: ModelFacade, *args: Any, **kwargs: Any) -> Any:
         if self.engine is not None:
             raise _refusal(f"{name}()")
-        getattr(self._model, name)(*args, **kwargs)
+        with self._life.prepared.loaded.streams.in_force():
+            getattr(self._model, name)(*args, **kwargs)
         return self
 
     method.__name__, method.__doc__ = name, f"As ``nn.Module.{name}``; refused once weights are streamed."
@@ -128,7 +141,7 @@ def _refuse(name: str) -> Callable[..., Any]:
 
 for _name in ("children", "leaf_modules", "modules", "named_modules", "train", "eval", "freeze", "unfreeze"):
     setattr(ModelFacade, _name, _delegate(_name))
-for _name in ("load_weights", "update", "update_modules", "apply_to_modules"):
+for _name in ("update", "update_modules", "apply_to_modules"):
     setattr(ModelFacade, _name, _delegate_before_start(_name))
 for _name in ("save_weights", "apply", "set_dtype"):
     setattr(ModelFacade, _name, _refuse(_name))

@@ -101,7 +101,7 @@ class Lifecycle:
         self.passes = Passes(prepared.loaded.model, session, self.kv, self.counters)
         expert_seconds = self.plan.pool.seconds if self.plan.pool is not None else 0.0
         self.times = Times(self.plan.seconds, self.plan.streaming.compute_seconds + expert_seconds)
-        self._release = finalize(self, session.end)
+        self._release = finalize(self, session.end, waits=True)
 
     @contextmanager
     def turn(self) -> Iterator[Passes]:

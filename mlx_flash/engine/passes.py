@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_flash.compat.caches import recurrent_states
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.engine import Progress
@@ -313,7 +314,11 @@ class Passes:
     def _call(self, call: ForwardCall) -> Any:
         chain = self._session.chain
         with contextlib.nullcontext() if chain is None else chain.computing(call.cache):
-            return self._model(*call.arguments, **call.keywords)
+            output = self._model(*call.arguments, **call.keywords)
+        mx.async_eval(
+            recurrent_states(call.cache or ())
+        )  # no logits need the last one, nor could other threads compute it
+        return output
 
     def _counted(
         self, calls: Sequence[ForwardCall], lanes: Sequence[Sequence[ForwardCall]], run: Callable[[], Any]

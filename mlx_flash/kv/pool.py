@@ -132,7 +132,7 @@ class KVPool(Residence):
         self._clock = count(1)
         self._closed = False
         if options.always_on_disk:  # nobody closes these pools
-            finalize(self, self.files.close)
+            finalize(self, self.files.close, waits=True)
 
     def new_group(self) -> int:
         """Return a number for another list of caches."""

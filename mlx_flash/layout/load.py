@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_flash.compat.loading import LoadModel, ModelClasses, model_classes
+from mlx_flash.compat.streams import LoadingStreams
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError
 from mlx_flash.files import check_regular
 from mlx_flash.layout.sources import Sources
@@ -41,12 +42,14 @@ class LoadedModel:
         sources: where the bytes of each direct parameter lie, by the ``id`` of its array: the tensors, or rows of them,
             that it is made of, one after another.
         keep_alive: those arrays, so that no ``id`` is used twice.
+        streams: the streams of its lazily loaded arrays, which any thread may evaluate.
     """
 
     model: nn.Module
     config: dict[str, Any]
     sources: dict[int, tuple[TensorRecord, ...]]
     keep_alive: list[mx.array]
+    streams: LoadingStreams
 
 
 def load_config(directory: Path) -> dict[str, Any]:
@@ -146,13 +149,16 @@ def load_lazily(
         original.append(model_class)
         return _recording_class(model_class, sources), args_class
 
-    model, config = load_model(
-        directory, lazy=True, model_config=model_config, get_model_classes=recording_classes, **loading
-    )
+    streams = LoadingStreams()
+    with streams.in_force():
+        model, config = load_model(
+            directory, lazy=True, model_config=model_config, get_model_classes=recording_classes, **loading
+        )
+    streams.belong_to(model)
     model.__class__ = original[0]
     arrays = [array for _, _, _, array in iter_parameters(model, "")]
     direct = [array for array in arrays if sources.of(array)]  # what went into the others would be held for nothing
-    return LoadedModel(model, config, {id(array): sources.of(array) for array in direct}, direct)
+    return LoadedModel(model, config, {id(array): sources.of(array) for array in direct}, direct, streams)
 
 
 def _recording_class(model_class: type[nn.Module], sources: Sources) -> type[nn.Module]:

@@ -6,7 +6,7 @@ import threading
 
 import mlx.core as mx
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # the collector may end another model while it is held
 _held: dict[int, int] = {}
 _before = 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -39,7 +40,7 @@ def divide(loaded: LoadedModel, checkpoint: Checkpoint, peers: Peers) -> LoadedM
     sources = Sources(checkpoint)
     sources.adopt(loaded.keep_alive, loaded.sources)
     try:
-        with sources.watching({}):
+        with sources.watching({}), loaded.streams.in_force():
             shard(peers.group)
     except ValueError as error:
         raise ConfigError(
@@ -48,7 +49,7 @@ def divide(loaded: LoadedModel, checkpoint: Checkpoint, peers: Peers) -> LoadedM
         ) from error
     gc.collect()  # the class that watched sanitize() is in a cycle, and holds whole tensors
     arrays = [array for _, _, _, array in iter_parameters(loaded.model, "") if sources.of(array)]
-    return LoadedModel(loaded.model, loaded.config, {id(array): sources.of(array) for array in arrays}, arrays)
+    return replace(loaded, sources={id(array): sources.of(array) for array in arrays}, keep_alive=arrays)
 
 
 class Shards(Spread):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -34,10 +34,14 @@ def entries_of(cache: Iterable[Any]) -> list[Any]:
     return [entry for part in parts for entry in part]
 
 
-def recurrent_states(cache: Iterable[Any]) -> list[mx.array]:
-    """Return the arrays of those entries of a prompt cache that are replaced by every token."""
-    states = (entry.cache for entry in entries_of(cache) if isinstance(entry, ArraysCache))
-    return [array for state in states for array in state if array is not None]
+def recurrent_states(cache: Iterable[Any]) -> Iterator[mx.array]:
+    """Yield the arrays of those entries of a prompt cache that every token replaces."""
+    for entry in cache:
+        kind = type(entry)  # entries that calls share refuse to be asked for a class
+        if issubclass(kind, CacheList):
+            yield from recurrent_states(entry.caches)
+        elif issubclass(kind, ArraysCache):
+            yield from (array for array in entry.cache if array is not None)
 
 
 def num_tokens(entry: Any) -> int:

@@ -315,9 +315,8 @@ class Passes:
         chain = self._session.chain
         with contextlib.nullcontext() if chain is None else chain.computing(call.cache):
             output = self._model(*call.arguments, **call.keywords)
-        mx.async_eval(
-            recurrent_states(call.cache or ())
-        )  # no logits need the last one, nor could other threads compute it
+        if chain is None:  # no logits need the last state, and another thread could not compute it
+            mx.async_eval(*recurrent_states(call.cache or ()))
         return output
 
     def _counted(

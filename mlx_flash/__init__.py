@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from mlx_flash.engine.manager import FlashManager
     from mlx_flash.errors import (
         BudgetError,
+        CacheError,
         CheckpointError,
         CheckpointNotFoundError,
         ClosedError,
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "CacheError",
     "CheckpointError",
     "CheckpointNotFoundError",
     "ClosedError",

@@ -11,6 +11,7 @@
     │   ├── TruncatedFileError                the file ends before the tensor does
     │   └── FileChangedError                  the file is not the one the model was loaded from
     ├── WriteError (OSError)                  a checkpoint could not be written
+    ├── CacheError (RuntimeError)             a prompt cache does not hold the tokens that it should
     ├── StreamedWeightsError (RuntimeError)   an operation that would see slot contents as weights
     ├── ClosedError (RuntimeError)            the model was closed
     ├── SelfTestError (RuntimeError)          MLX's device loses bytes that threads write to its memory
@@ -77,6 +78,10 @@ class FileChangedError(ReadError):
 
 class WriteError(FlashError, OSError):
     """A checkpoint could not be written, or does not hold what was written to it."""
+
+
+class CacheError(FlashError, RuntimeError):
+    """A prompt cache does not hold the tokens that it should, because a call was interrupted."""
 
 
 class StreamedWeightsError(FlashError, RuntimeError):

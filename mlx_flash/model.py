@@ -22,8 +22,8 @@ from mlx_flash.engine.facade import ModelFacade, OfLifecycle
 from mlx_flash.engine.forecast import Forecast
 from mlx_flash.engine.guesses import GuessedRows, guessed_row
 from mlx_flash.engine.lifecycle import Lifecycle
-from mlx_flash.engine.passes import Row
 from mlx_flash.engine.prepare import Prepared
+from mlx_flash.engine.row import Row
 from mlx_flash.engine.warn import Warnings
 from mlx_flash.errors import BudgetError, WriteError
 from mlx_flash.kv.cache import make_caches

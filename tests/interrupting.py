@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_flash import CacheError, FlashLLM
+from models import run, same_bits
 
 
 class Strike:
@@ -45,6 +51,15 @@ class Strike:
                 raise KeyboardInterrupt
         return self._trace
 
+    def run(self, change: Callable[[], Any]) -> bool:
+        """Run a change. Return whether it was interrupted."""
+        with self:
+            try:
+                change()
+            except KeyboardInterrupt:
+                assert self.where is not None
+        return self.where is not None
+
     def __enter__(self) -> Strike:
         self._before = sys.gettrace()
         sys.settrace(self._trace)
@@ -82,12 +97,121 @@ def every_interrupt(
     at = 0
     while True:
         prepare()
-        with Strike(functions, at) as strike:
-            try:
-                change()
-            except KeyboardInterrupt:
-                assert strike.where is not None
-        if strike.where is None:
+        strike = Strike(functions, at)
+        if not strike.run(change) or strike.where is None:
             return
         yield strike.where
         at += step
+
+
+PROMPT = [5, 17, 290, 3, 42, 64]
+STEP = 2
+LAST = 9
+
+
+class Victim:
+    """A streamed model whose changes are interrupted, and what mlx-lm's own model computes.
+
+    Args:
+        model: the streamed model.
+        plain: mlx-lm's, with the same weights.
+    """
+
+    def __init__(self, model: FlashLLM, plain: Any) -> None:
+        self.model = model
+        self._plain = plain
+        self._known: dict[tuple[tuple[int, ...], ...], mx.array] = {}
+        self.caches: list[list[Any]] = []
+
+    def expected(self, chunks: Sequence[Sequence[int]]) -> mx.array:
+        """Return mlx-lm's logits of the last chunk."""
+        key = tuple(map(tuple, chunks))
+        if key not in self._known:
+            self._known[key] = run(self._plain, chunks)[-1]
+        return self._known[key]
+
+    def is_right(self) -> bool:
+        """Return whether a fresh prompt cache gives mlx-lm's logits."""
+        return same_bits(run(self.model, [PROMPT[:STEP], [LAST]])[-1:], [self.expected([PROMPT[:STEP], [LAST]])])
+
+    def goes_on(self, cache: list[Any], chunks: Sequence[Sequence[int]]) -> str:
+        """Return how an interrupted cache goes on: ``right`` after some of the chunks, ``refused`` or ``wrong``."""
+        try:
+            found = self.model(mx.array([[LAST]]), cache=cache)
+            mx.eval(found)
+        except CacheError:
+            return "refused"
+        for count in range(len(chunks) + 1):
+            if same_bits([found], [self.expected([*chunks[:count], [LAST]])]):
+                return "right"
+        return "wrong"
+
+    def filled(self) -> list[Any]:
+        """Return a prompt cache with the prompt in it."""
+        cache = make_prompt_cache(self.model)
+        for start in range(0, len(PROMPT), STEP):
+            mx.eval(self.model(mx.array([PROMPT[start : start + STEP]]), cache=cache))
+        return cache
+
+
+CHUNKS = [PROMPT[start : start + STEP] for start in range(0, len(PROMPT), STEP)]
+
+
+def decode(victim: Victim) -> tuple[list[Any], list[list[int]], Callable[[], Any]]:
+    """A pass of one token."""
+    cache = victim.filled()
+    return [cache], [*CHUNKS, [7]], lambda: victim.model(mx.array([[7]]), cache=cache)
+
+
+def prompt(victim: Victim) -> tuple[list[Any], list[list[int]], Callable[[], Any]]:
+    """A prompt whose parts share a pass."""
+    cache = make_prompt_cache(victim.model)
+    tokens = mx.array([[*PROMPT, 7]])
+    return [cache], [*CHUNKS, [7]], lambda: victim.model.prompt(tokens, cache, STEP)
+
+
+def guesses(victim: Victim) -> tuple[list[Any], list[list[int]], Callable[[], Any]]:
+    """A token and two guesses, one of which is kept."""
+    cache = victim.filled()
+    return [cache], [*CHUNKS, [7], [8], [8]], lambda: victim.model.rows([7, 8, 8], cache).keep(2)
+
+
+def sharing(victim: Victim) -> tuple[list[Any], list[list[int]], Callable[[], Any]]:
+    """Two sequences that share a pass."""
+    caches = [victim.filled(), victim.filled()]
+    rows = [victim.model.row(mx.array([[7]]), cache, STEP) for cache in caches]
+    return caches, [*CHUNKS, [7]], lambda: victim.model.advance(rows)
+
+
+def lending(victim: Victim) -> tuple[list[Any], list[list[int]], Callable[[], Any]]:
+    """Memory that is lent and recalled around a pass."""
+    cache = victim.filled()
+    engine = victim.model.engine
+    assert engine is not None
+
+    def change() -> None:
+        assert engine is not None
+        engine.lending.lend(400_000)
+        victim.model(mx.array([[7]]), cache=cache)
+        engine.lending.recall(200_000)
+        engine.lending.recall(400_000)
+
+    return [cache], [*CHUNKS, [7]], change
+
+
+CHANGES = {change.__name__: change for change in (decode, prompt, guesses, sharing, lending)}
+
+
+def outcomes(victim: Victim, change: str, strike: Callable[[Callable[[], Any]], bool]) -> list[str]:
+    """Interrupt a change, and return what it has left: of the model, and of each prompt cache.
+
+    Args:
+        victim: the model.
+        change: name of the change.
+        strike: runs it and interrupts it; returns False if no interrupt came.
+    """
+    caches, chunks, run_it = CHANGES[change](victim)
+    if not strike(run_it):
+        return []
+    fresh = "right" if victim.is_right() else "wrong model"
+    return [fresh, *(victim.goes_on(cache, chunks) for cache in caches)]

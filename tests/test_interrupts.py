@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import save_prompt_cache
+from mlx_lm.models.mamba2 import Mamba2Block
 
-from interrupting import every_interrupt
-from mlx_flash import FlashLLM
+from interrupting import CHANGES, Strike, Victim, every_interrupt, outcomes
+from mlx_flash import CacheError, FlashLLM
 from mlx_flash.memory.arena import Arena
 from mlx_flash.streaming.loans import Loans
 from mlx_flash.streaming.stream import WeightStream, _Slot
-from models import LLAMA, run, same_bits, save, stock
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock
+from test_experts import with_pool
 from test_model import streamed_whole
 
 CALLS = [[1, 2, 3]]
@@ -113,3 +119,64 @@ def test_a_model_that_a_reader_thread_frees(directory: Path, monkeypatch: pytest
             time.sleep(0.01)
     finally:
         gc.enable()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": LLAMA | {"num_hidden_layers": 2},
+    "sliding window": GEMMA3 | {"num_hidden_layers": 3},
+    "recurrent": MAMBA2 | {"num_hidden_layers": 2},
+    "mixture": QWEN3_MOE | {"num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_interrupts_of_passes(tmp_path: Path, name: str) -> None:
+    """Some of the instructions of each kind of pass; `scripts/interrupts.py` takes them all."""
+    folder = save(tmp_path / "model", KINDS[name], mx.float32)
+    with with_pool(folder, 6) if name == "mixture" else streamed_whole(folder, tile_rows=10**9) as model:
+        model.start()
+        model.plan = replace(model.plan, budget_bytes=10**11, prefill_step_size=2048)
+        victim = Victim(model, stock(folder))
+        for change in CHANGES:
+            strike = Strike(None, None)
+            outcomes(victim, change, strike.run)
+            for at in range(0, strike.count, strike.count // 5):
+                strike = Strike(None, at)
+                found = outcomes(victim, change, strike.run)
+                assert set(found) <= {"right", "refused"}, (change, at, strike.where)
+                assert "refused" not in found or name in ("sliding window", "recurrent")
+
+
+def test_a_cache_that_cannot_be_put_back_refuses_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path / "model", KINDS["recurrent"], mx.float32)
+    with streamed_whole(folder) as model:
+        victim = Victim(model, stock(folder))
+        cache = victim.filled()
+        with monkeypatch.context() as patch:
+            patch.setattr(Mamba2Block, "__call__", interrupted(Mamba2Block.__call__, 2))
+            with pytest.raises(KeyboardInterrupt):
+                model(mx.array([[7]]), cache=cache)
+        words = "interrupted or failed .* ArraysCache .*Hint: start again with a fresh prompt cache"
+        uses: list[Callable[[], Any]] = [
+            lambda: model(mx.array([[7]]), cache=cache),
+            lambda: model.prompt(mx.array([[7, 8]]), cache, 2048),
+            lambda: copy.deepcopy(cache)[0][0],
+            lambda: save_prompt_cache(str(tmp_path / "cache.safetensors"), cache),
+        ]
+        for use in uses:
+            with pytest.raises(CacheError, match=words):
+                use()
+        assert victim.is_right()
+
+
+def interrupted(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """Return a function that is interrupted after a call."""
+    calls = iter(range(1, 1 << 30))
+
+    def call(*args: Any, **options: Any) -> Any:
+        result = function(*args, **options)
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return result
+
+    return call

@@ -19,7 +19,7 @@ import children
 import test_exact_serving as exact_serving
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.batching import RowGenerator
-from mlx_flash.engine.passes import Row
+from mlx_flash.engine.row import Row
 from mlx_flash.kv import stored
 from mlx_flash.kv.wear import FILE_NAME
 from mlx_flash.prefixes.cache import prefix_directory

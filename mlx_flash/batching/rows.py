@@ -23,7 +23,7 @@ from mlx_flash.compat.batches import (
     wants_caches,
 )
 from mlx_flash.compat.generation import with_names
-from mlx_flash.engine.passes import Row
+from mlx_flash.engine.row import Row
 from mlx_flash.errors import BudgetError, WriteError
 from mlx_flash.model import FlashLLM
 

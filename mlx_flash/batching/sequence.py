@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_flash.compat.batches import Progress, Response, Waiting
 from mlx_flash.engine.guesses import GuessedRows, guessed_row
-from mlx_flash.engine.passes import Row
+from mlx_flash.engine.row import Row
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.generation import Chooser
 from mlx_flash.kv.views import trimmer

@@ -32,9 +32,7 @@ _MODEL = re.compile(rb',\s*"model"\s*:\s*\{')
 _KEPT = ("added_tokens", "decoder")
 _lock = threading.Lock()
 
-stock_load_tokenizer = require(
-    mlx_lm_utils, "load_tokenizer", "model_path", "tokenizer_config_extra", "eos_token_ids"
-)
+stock_load_tokenizer = require(mlx_lm_utils, "load_tokenizer", "model_path", "tokenizer_config_extra", "eos_token_ids")
 for _module in _READERS:
     require_that(vars(_module).get("json") is json, f"{_module.__name__}.json is not the standard library's module")
 

@@ -13,6 +13,7 @@ from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.engine import Engine
+from mlx_flash.engine.undo import break_cache
 from mlx_flash.errors import PeerError, StreamedWeightsError
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.views import CacheViews, SharedEntryError, can_be_viewed, snapshot, trimmer
@@ -60,9 +61,8 @@ class _Lane:
     def outcome(self, found: list[Any] | Exception) -> Outcome:
         """Return the outcome of the calls. Put the cache back if one has failed."""
         if isinstance(found, Exception):
-            undo = self.put_back or self.trim
-            if undo is not None:
-                undo()
+            undo = self.put_back or self.trim or partial(break_cache, self.cache)
+            undo()
             if isinstance(found, SharedEntryError):
                 return None if self.put_back is not None else _out_of_order(found)
         return found
@@ -129,7 +129,7 @@ class CallGroup:
                 the pass.
 
         Raises:
-            ReadError: weights could not be read. Caches that can be trimmed are put back.
+            ReadError: weights could not be read. The caller puts the caches back.
             PeerError: the ranks were called differently, or one was lost.
         """
         if self._chain is None:
@@ -154,13 +154,7 @@ class CallGroup:
             num_groups=1 if self._chain is None else min(self._chain.peers.size, len(made)),
         )
         tasks = [[partial(lane.task, index, compute) for index in range(len(lane.calls))] for lane in made]
-        try:
-            found = lockstep.run(tasks)
-        except BaseException:
-            for lane in made:
-                if lane.trim is not None:
-                    lane.trim()
-            raise
+        found = lockstep.run(tasks)
         outcomes = [lane.outcome(each) for lane, each in zip(made, found, strict=True)]
         for lane, outcome in zip(made, outcomes, strict=True):
             self._is_proven |= lane.views is not None and isinstance(outcome, list)

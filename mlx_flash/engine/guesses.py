@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.passes import Row
+from mlx_flash.engine.row import Row
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.kv.checkpoints import Checkpoints
 

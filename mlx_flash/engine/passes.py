@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -16,103 +14,24 @@ import mlx.core as mx
 from mlx_flash.compat.caches import recurrent_states
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
-from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.group import CallGroup, Compute
 from mlx_flash.engine.headroom import check_headroom, check_least
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.recorded import layers_at_once
+from mlx_flash.engine.row import Row
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.sharing import costs, waiting_bytes
 from mlx_flash.engine.status import PassCounters
+from mlx_flash.engine.undo import broken
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.views import trimmer
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.prefixes.leaves import forget
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
 from mlx_flash.streaming.lockstep import CALL_ERRORS
 
 _log = logging.getLogger("mlx_flash")
-
-
-@dataclass(eq=False, slots=True)
-class Row:
-    """New tokens of one prompt cache: a call, or the parts of a prompt, on their way through the model.
-
-    Args:
-        whole: all of it as one call.
-        parts: the calls that it consists of.
-
-    Attributes:
-        report: called with (tokens done, tokens to do). What it raises ends a pass in which the row is alone, where the
-            cache can be put back.
-        left: the parts that are not computed yet.
-        outputs: of the parts whose logits are wanted, or of the only part.
-        error: the reason why it cannot be computed.
-        is_cut: whether there are more parts than at first.
-    """
-
-    whole: ForwardCall
-    parts: Sequence[ForwardCall]
-    report: Progress = lambda done, total: None
-    left: deque[ForwardCall] = field(init=False)
-    outputs: list[Any] = field(default_factory=list)
-    error: Exception | None = None
-    is_cut: bool = False
-
-    def __post_init__(self) -> None:
-        self.left = deque(self.parts)
-
-    @property
-    def is_done(self) -> bool:
-        """True if nothing is left to compute."""
-        return self.error is not None or not self.left
-
-    def lane(self, num_parts: int = 1) -> Lane:
-        """Return the next parts, as the budget sees them."""
-        first = self.left[0]
-        if num_parts == 1:
-            return Lane(first)
-        num_tokens = sum(part.num_tokens for part in islice(self.left, num_parts))
-        return Lane(replace(first, num_tokens=num_tokens), first.num_tokens // first.batch_size)
-
-    @property
-    def length(self) -> int:
-        """New tokens of each sequence in the next part; 0 if it cannot be cut."""
-        first = self.left[0]
-        return first.num_tokens // first.batch_size if first.is_plain else 0
-
-    @property
-    def num_done(self) -> int:
-        """Tokens of each sequence that are computed."""
-        return (self.whole.num_tokens - self.num_left) // self.whole.batch_size
-
-    def cut(self) -> int:
-        """Cut the parts that are left to half or a little more. Return the new tokens of each sequence in a part."""
-        step = 1 << (self.length - 1).bit_length() - 1
-        self.left = deque(part for call in self.left for part in call.parts(step))
-        self.is_cut = True
-        return step
-
-    @property
-    def num_left(self) -> int:
-        """Tokens that are not computed yet."""
-        return sum(part.num_tokens for part in self.left)
-
-    def tell(self, more: int, share: float = 1.0) -> None:
-        """Report the tokens that are done, and a share of the next ones."""
-        total = self.whole.num_tokens
-        self.report(total - self.num_left + int(share * more), total)
-
-    def finish(self, calls: Sequence[ForwardCall], outputs: Sequence[Any]) -> None:
-        """Take the outputs of the next parts."""
-        for call, output in zip(calls, outputs, strict=True):
-            first = self.left.popleft()
-            assert first is call
-            if call.wants_logits or (len(self.parts) == 1 and not self.is_cut):
-                self.outputs.append(output)
-        self.tell(0)
 
 
 class Passes:
@@ -132,6 +51,7 @@ class Passes:
         self._kv = kv
         self._counters = counters
         self._told_steps: set[int] = set()
+        self._under_way: dict[Row, Callable[[], None]] = {}
         chain = session.chain
         self._all_have_room = contextlib.nullcontext if chain is None else chain.all_have_room
         self._least: Callable[[int], int] = int if chain is None else chain.least
@@ -150,6 +70,9 @@ class Passes:
             ReadError: weights could not be read, and no row went on.
             PeerError: the ranks were called differently, or one was lost.
         """
+        self._put_back()
+        for row in rows:
+            row.error = row.error or broken(row.whole.cache)
         waiting = sorted((row for row in rows if not row.is_done), key=lambda row: len(row.left))
         loans = self._session.engine.lending if lends else None
         while waiting:
@@ -208,23 +131,13 @@ class Passes:
         extra = extra[:tried]
         while extra:
             chosen = {row: [row.left[0], *(part for owner, part in extra if owner is row)] for row in rows}
-            if self._least(self._fit(plan, chosen, loans)):
+            if self._least(_fit(plan, chosen, loans)):
                 return chosen
             extra = extra[: len(extra) // 2]
         if tried:
             with self._all_have_room():
                 check_headroom(plan, [row.lane() for row in rows], loans)
         return {row: [row.left[0]] for row in rows}
-
-    @staticmethod
-    def _fit(plan: ResidencyPlan, chosen: dict[Row, list[ForwardCall]], loans: Lending | None) -> bool:
-        """Return whether parts of rows may share a pass. What is lent, and on disk, is as they need it then."""
-        lanes = [row.lane(len(parts)) for row, parts in chosen.items()]
-        waiting = sum(waiting_bytes(plan, parts) for parts in chosen.values())
-        try:
-            return check_headroom(plan, lanes, loans, waiting, may_shrink=True) == waiting
-        except BudgetError:
-            return False
 
     def _tell_step(self, row: Row, step: int) -> None:
         """Log that the parts of a row get smaller; warn once of each size."""
@@ -257,6 +170,24 @@ class Passes:
         return "prompts are cached" if self._session.prefixes is not None else self.group.refusal(cache)
 
     def _run(self, rows: list[Row], lanes: list[list[ForwardCall]]) -> None:
+        """Compute parts of some rows in a pass. It ends with one assignment, before which an exception undoes it."""
+        self._under_way = {row: row.undo(lane) for row, lane in zip(rows, lanes, strict=True)}
+        try:
+            self._compute_parts(rows, lanes)
+        except BaseException:
+            self._put_back()
+            raise
+        self._under_way = {}
+
+    def _put_back(self) -> None:
+        """Undo a pass that was interrupted. Repeated before the next one, in case that was interrupted too."""
+        if self._under_way:
+            for undo in self._under_way.values():
+                undo()
+            self._session.engine.recover()
+            self._under_way = {}
+
+    def _compute_parts(self, rows: list[Row], lanes: list[list[ForwardCall]]) -> None:
         calls = [call for lane in lanes for call in lane]
         if len(calls) == 1:
             self._run_alone(rows[0], calls[0])
@@ -272,24 +203,29 @@ class Passes:
             elif outcome is not None:
                 row.finish(lane, outcome)
             else:  # its parts need an order
+                self._under_way[row] = row.undo(lane[:1])
                 self._run_alone(row, lane[0])
 
     def _run_alone(self, row: Row, call: ForwardCall) -> None:
-        trim = trimmer(call.cache or ())
         try:
             output = self._with_prefixes(call, self._compute)
             if len(row.left) > 1:  # lets the intermediate results go
                 mx.eval(arrays_in(call.cache), arrays_in(output if call.wants_logits else ()))
         except CALL_ERRORS as error:
-            if trim is not None:
-                trim()
+            self._under_way[row]()
             row.error = error
         else:
             row.finish([call], [output])
 
     def _compute(self, call: ForwardCall) -> Any:
         self._session.engine.drop_logits(not call.wants_logits)
-        return self._counted([call], [[call]], partial(self._call_alone, call))
+        chain = self._session.chain
+
+        def run() -> Any:
+            with contextlib.nullcontext() if chain is None else chain.calls([call.tokens], [call.cache]):
+                return self._call(call)
+
+        return self._counted([call], [[call]], run)
 
     def _with_prefixes(self, call: ForwardCall, compute: Compute) -> Any:
         """Compute the part of a call that the prefix cache does not answer."""
@@ -305,11 +241,6 @@ class Passes:
         output = None if cached.is_answered else compute(call.part(cached.num_restored))
         prefixes.end(cached)
         return DroppedResult() if cached.num_restored else output
-
-    def _call_alone(self, call: ForwardCall) -> Any:
-        chain = self._session.chain
-        with contextlib.nullcontext() if chain is None else chain.calls([call.tokens], [call.cache]):
-            return self._call(call)
 
     def _call(self, call: ForwardCall) -> Any:
         chain = self._session.chain
@@ -341,3 +272,13 @@ class Passes:
         if len(lanes) == 1:
             self._session.meter.end(num_tokens, num_sequences, len(calls) - sum(map(len, certain)))
         return output
+
+
+def _fit(plan: ResidencyPlan, chosen: dict[Row, list[ForwardCall]], loans: Lending | None) -> bool:
+    """Return whether parts of rows may share a pass. What is lent, and on disk, is as they need it then."""
+    lanes = [row.lane(len(parts)) for row, parts in chosen.items()]
+    waiting = sum(waiting_bytes(plan, parts) for parts in chosen.values())
+    try:
+        return check_headroom(plan, lanes, loans, waiting, may_shrink=True) == waiting
+    except BudgetError:
+        return False

@@ -64,6 +64,8 @@ def kept_bytes(entry: Any) -> int:
 
 
 def _trim(entry: Any, offset: int) -> None:
+    if isinstance(entry, PooledCache) and entry.rows.length > entry.size():  # rows come before they are counted
+        entry.rows.truncate(entry.size())
     if entry.offset > offset:
         entry.trim(entry.offset - offset)
 

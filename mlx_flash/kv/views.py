@@ -135,6 +135,8 @@ def trimmer(cache: Sequence[Any]) -> Callable[[], None] | None:
 
     def trim() -> None:
         for entry, offset in zip(cache, offsets, strict=True):
+            if isinstance(entry, PooledCache) and entry.rows.length > entry.size():  # rows come before they are counted
+                entry.rows.truncate(entry.size())
             entry.trim(entry.offset - offset)
 
     return trim

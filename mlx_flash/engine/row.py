@@ -1,0 +1,104 @@
+"""New tokens of one prompt cache on their way through a model."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from mlx_flash.engine.call import ForwardCall
+from mlx_flash.engine.engine import Progress
+from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.undo import undo_of
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """New tokens of one prompt cache: a call, or the parts of a prompt, on their way through the model.
+
+    Args:
+        whole: all of it as one call.
+        parts: the calls that it consists of.
+
+    Attributes:
+        report: called with (tokens done, tokens to do). What it raises ends a pass in which the row is alone, where the
+            cache can be put back.
+        left: the parts that are not computed yet.
+        outputs: of the parts whose logits are wanted, or of the only part.
+        error: the reason why it cannot be computed.
+        is_cut: whether there are more parts than at first.
+    """
+
+    whole: ForwardCall
+    parts: Sequence[ForwardCall]
+    report: Progress = lambda done, total: None
+    left: deque[ForwardCall] = field(init=False)
+    outputs: list[Any] = field(default_factory=list)
+    error: Exception | None = None
+    is_cut: bool = False
+
+    def __post_init__(self) -> None:
+        self.left = deque(self.parts)
+
+    @property
+    def is_done(self) -> bool:
+        """True if nothing is left to compute."""
+        return self.error is not None or not self.left
+
+    def lane(self, num_parts: int = 1) -> Lane:
+        """Return the next parts, as the budget sees them."""
+        first = self.left[0]
+        if num_parts == 1:
+            return Lane(first)
+        num_tokens = sum(part.num_tokens for part in islice(self.left, num_parts))
+        return Lane(replace(first, num_tokens=num_tokens), first.num_tokens // first.batch_size)
+
+    @property
+    def length(self) -> int:
+        """New tokens of each sequence in the next part; 0 if it cannot be cut."""
+        first = self.left[0]
+        return first.num_tokens // first.batch_size if first.is_plain else 0
+
+    @property
+    def num_done(self) -> int:
+        """Tokens of each sequence that are computed."""
+        return (self.whole.num_tokens - self.num_left) // self.whole.batch_size
+
+    def cut(self) -> int:
+        """Cut the parts that are left to half or a little more. Return the new tokens of each sequence in a part."""
+        step = 1 << (self.length - 1).bit_length() - 1
+        self.is_cut = True
+        self.left = deque(part for call in self.left for part in call.parts(step))
+        return step
+
+    def undo(self, calls: Sequence[ForwardCall]) -> Callable[[], None]:
+        """Return what makes the row, and its prompt cache, as they are before some of its calls."""
+        left, num_outputs, error, put_back = deque(self.left), len(self.outputs), self.error, undo_of(calls)
+
+        def undo() -> None:
+            put_back()
+            self.left, self.error = deque(left), error
+            del self.outputs[num_outputs:]
+
+        return undo
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are not computed yet."""
+        return sum(part.num_tokens for part in self.left)
+
+    def tell(self, more: int, share: float = 1.0) -> None:
+        """Report the tokens that are done, and a share of the next ones."""
+        total = self.whole.num_tokens
+        self.report(total - self.num_left + int(share * more), total)
+
+    def finish(self, calls: Sequence[ForwardCall], outputs: Sequence[Any]) -> None:
+        """Take the outputs of the next parts."""
+        for call, output in zip(calls, outputs, strict=True):
+            first = self.left.popleft()
+            assert first is call
+            if call.wants_logits or (len(self.parts) == 1 and not self.is_cut):
+                self.outputs.append(output)
+        self.tell(0)

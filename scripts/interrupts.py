@@ -1,0 +1,116 @@
+"""Interrupt passes and changes of tiny models at random moments, and count what is left.
+
+    python scripts/interrupts.py [--seconds 20] [--kinds dense,mixture] [--changes decode,prompt] [--seed 1]
+
+For each kind of model and of change it prints the number of interrupts, and how often the model and the prompt cache
+were `right` afterwards (mlx-lm's logits, bit for bit) or `refused` to go on. Half of the interrupts come from a trace,
+before a random instruction; the others from a timer. The exit status is 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import mlx.core as mx
+
+from interrupting import CHANGES, Strike, Victim, outcomes
+from mlx_flash import FlashLLM
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save, stock
+from test_experts import with_pool
+from test_model import streamed_whole
+
+KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], FlashLLM]]] = {
+    "dense": (LLAMA | {"num_hidden_layers": 2}, lambda folder: streamed_whole(folder, tile_rows=10**9)),
+    "finer cut": (LLAMA | {"num_hidden_layers": 2}, lambda folder: streamed_whole(folder, cut=1)),
+    "sliding window": (GEMMA3 | {"num_hidden_layers": 3}, streamed_whole),
+    "recurrent": (MAMBA2 | {"num_hidden_layers": 2}, streamed_whole),
+    "mixture": (QWEN3_MOE | {"num_hidden_layers": 2}, lambda folder: with_pool(folder, 6)),
+    "streamed mixture": (QWEN3_MOE | {"num_hidden_layers": 2}, lambda folder: with_pool(folder, 6, "streamed")),
+    "full shape": (QWEN3_MOE | {"num_hidden_layers": 2}, lambda folder: with_pool(folder, 12, exact_rows=False)),
+}
+
+
+def alarm(seconds: float) -> Callable[[Callable[[], Any]], bool]:
+    """Return what runs a change and interrupts it after some time."""
+
+    def strike(change: Callable[[], Any]) -> bool:
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            change()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        return False
+
+    return strike
+
+
+def attack(victim: Victim, change: str, seconds: float, dice: random.Random) -> Counter[str]:
+    """Interrupt a change again and again."""
+    strike = Strike(None, None)
+    outcomes(victim, change, strike.run)
+    began = time.perf_counter()
+    outcomes(victim, change, lambda run_it: bool(run_it()))
+    duration = time.perf_counter() - began
+    counts = Counter[str]()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        by_trace = Strike(None, dice.randrange(strike.count))
+        found = outcomes(victim, change, by_trace.run)
+        found += outcomes(victim, change, alarm(dice.uniform(1e-5, duration)))
+        counts.update(found)
+        counts["interrupts"] += by_trace.where is not None
+        if not set(found) <= {"right", "refused"}:
+            print(f"{change}: {found} after an interrupt in {by_trace.where}", flush=True)
+    return counts
+
+
+def main() -> int:
+    """Return 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=20, help="time for each kind of change (20)")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of models")
+    parser.add_argument("--changes", default=",".join(CHANGES), help="kinds of changes")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    dice, total = random.Random(options.seed), Counter[str]()
+    for kind in options.kinds.split(","):
+        architecture, make = KINDS[kind]
+        with tempfile.TemporaryDirectory() as name:
+            folder = save(Path(name) / "model", architecture, mx.float32)
+            with make(folder) as model:
+                model.start()
+                model.plan = replace(model.plan, budget_bytes=10**11, prefill_step_size=2048)
+                victim = Victim(model, stock(folder))
+                for change in options.changes.split(","):
+                    counts = attack(victim, change, options.seconds, dice)
+                    print(f"{kind}, {change}: {dict(counts)}", flush=True)
+                    total += counts
+            del model, victim
+            gc.collect()
+    print(f"all: {dict(total)}")
+    return int(not total.keys() <= {"interrupts", "right", "refused"})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlx_flash.errors import WriteError
@@ -120,21 +120,27 @@ class AtomicFile:
         fd: descriptor of the partial file.
         partial: path of the partial file.
         nbytes: bytes written so far.
-        is_open: False after :meth:`commit` or :meth:`abort`.
     """
 
     def __init__(self, path: Path, *, mode: int = 0o600, durable: bool = False) -> None:
         self.partial = path.with_name(f"{path.name}{PARTIAL_SUFFIX}")
         self._path = path
         self._durable = durable
-        self.is_open = True
         self.nbytes = 0
-        self.fd = open_locked(self.partial, create=mode, required=False)
+        self._descriptors: list[int] = []
+        finalize(self, _abandon, self.partial, self._descriptors)  # an interrupt may hide this file from its user
+        self._descriptors.append(open_locked(self.partial, create=mode, required=False))
+        self.fd = self._descriptors[0]
         try:
             os.ftruncate(self.fd, 0)
         except BaseException:
             self.abort()
             raise
+
+    @property
+    def is_open(self) -> bool:
+        """False after :meth:`commit` or :meth:`abort`."""
+        return bool(self._descriptors)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
@@ -146,20 +152,13 @@ class AtomicFile:
         if self._durable:
             os.fsync(self.fd)
         self.partial.replace(self._path)  # before the lock is released, or the next writer would empty this file
-        self._close()
+        os.close(self._descriptors.pop())
         if self._durable:
             flush_folder(self._path.parent)
 
     def abort(self) -> None:
         """Remove the partial file. Does nothing after :meth:`commit` or another call, and never fails."""
-        if self.is_open:
-            with suppress(OSError):  # the next writer uses it again
-                self.partial.unlink()
-            self._close()
-
-    def _close(self) -> None:
-        self.is_open = False
-        os.close(self.fd)
+        _abandon(self.partial, self._descriptors)
 
     def __enter__(self) -> AtomicFile:
         return self
@@ -170,6 +169,14 @@ class AtomicFile:
                 self.commit()
         finally:
             self.abort()
+
+
+def _abandon(partial: Path, descriptors: list[int]) -> None:
+    while descriptors:
+        with suppress(OSError):  # the next writer uses it again
+            if _is_at(partial, descriptors[0]):
+                partial.unlink()
+        os.close(descriptors.pop())
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -300,28 +307,14 @@ class PrivateFolder:
             raise WriteError(
                 f"cannot make a folder for {purpose} in {base}: {error.strerror}. Hint: set another directory."
             ) from error
-        self.close = finalize(self, _remove, self.path, fd)
+        self._end = finalize(self, _remove, self.path, fd)
+        self._owner = os.getpid()
 
-
-@contextmanager
-def temporary_file(base: Path, purpose: str, pieces: Iterable[bytes | memoryview]) -> Iterator[Path]:
-    """Yield a file with some bytes in a :class:`PrivateFolder`, which is removed after the block.
-
-    Raises:
-        WriteError: it cannot be written.
-    """
-    with closing(PrivateFolder(base, purpose)) as folder:
-        path = folder.path / "file"
-        try:
-            with path.open("wb") as file:
-                file.writelines(pieces)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise WriteError(
-                f"cannot write the file for {purpose} in {base}: {error.strerror}. Hint: free some space."
-            ) from error
-        yield path
+    def close(self) -> None:
+        """Remove the folder. Further calls do nothing, unless an interrupt ended the first."""
+        if self._owner == os.getpid():
+            shutil.rmtree(self.path, ignore_errors=True)  # first: a finalizer runs once
+        self._end()
 
 
 def remove_orphans(base: Path) -> None:

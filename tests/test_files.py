@@ -24,9 +24,9 @@ from mlx_flash.files import (
     open_regular,
     read_regular,
     rename_durably,
-    temporary_file,
     write_atomically,
 )
+from mlx_flash.storage.samples import temporary_file
 
 
 def names(folder: Path) -> list[str]:

@@ -282,7 +282,7 @@ def test_an_evicted_prefix_stays_with_those_who_refer_to_it(directory: Path, pre
         assert model.prefixes is not None and model.kv is not None
         cache = make_prompt_cache(model)
         advance(model, model.row(mx.array([SHARED]), cache, STEP, wants_logits=False))
-        assert any(entry.rows.disk is not None and entry.rows.disk.head for entry in cache)
+        assert any(entry.rows.disk is not None and entry.rows.disk.head_tokens for entry in cache)
         nbytes = sum(each.nbytes for each in list_prefixes(prefixes))
         clear_prefixes(prefixes)
         assert list_prefixes(prefixes)[0].tokens == len(SHARED) and nbytes  # in use

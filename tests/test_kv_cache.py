@@ -213,7 +213,7 @@ class Against(RuleBasedStateMachine):
             return
         for mine, theirs in zip(self.mine, self.theirs, strict=True):
             mine.rows.drop(start, stop)
-            mine.offset -= stop - start
+            mine.rows.store.num_forgotten = 0  # as if they had never been
             theirs.keys, theirs.values = tree_map(
                 lambda a, end=theirs.offset: mx.concatenate([a[..., :start, :], a[..., stop:end, :]], axis=2),
                 (theirs.keys, theirs.values),

@@ -300,7 +300,7 @@ def test_what_is_pinned_stays(opened: Opener) -> None:
     put(other, [5] * 2 * STEP)
     put(other, [6] * 2 * STEP)
     assert found(store, TOKENS) == 2 and stats(store)["pinned_pages"] == 2
-    store.release(prefix)
+    store.release(again)
     assert stats(store)["pinned_pages"] == 0
     put(other, [7] * 4 * STEP)
     assert store.find(TOKENS).num_tokens == 0
@@ -714,7 +714,8 @@ for line in sys.stdin:
     elif what == "put":
         answer = t.put(store, tokens)
     elif what == "pin":
-        answer = len(store.pin(store.find(tokens)).pages)
+        pinned = store.pin(store.find(tokens))
+        answer = len(pinned.pages)
     else:
         answer = t.read_all(store, tokens, store.find(tokens))
     print(json.dumps(answer), flush=True)

@@ -19,23 +19,28 @@ from mlx_flash.kv.stored import StoredRows
 C = TypeVar("C", bound="PooledCache")
 
 
-class PooledCache:
-    """A cache of one layer, plain or quantized, whose rows belong to a pool.
+class RowsHolder:
+    """The sizes of a cache whose rows belong to a pool. All are computed from the rows, so none can contradict them.
 
     Attributes:
         rows: the tokens' rows.
-        offset: position of the next token.
-        num_forgotten: tokens that were dropped to stay within ``max_tokens``.
     """
 
     rows: LayerRows
-    offset: int
-    num_forgotten: int
-    _form: ClassVar[tuple[str, ...]] = ()
-    """Attributes that follow the offset in ``state``."""
 
     def _start(self, rows: LayerRows) -> None:
-        self.rows, self.offset, self.num_forgotten = rows, 0, 0
+        self.rows = rows
+
+    @property
+    def offset(self) -> int:
+        """Position of the next token."""
+        store = self.rows.store
+        return store.length + store.num_forgotten
+
+    @property
+    def num_forgotten(self) -> int:
+        """Number of tokens that were dropped to stay within ``max_tokens``."""
+        return self.rows.num_forgotten
 
     @property
     def pool(self) -> KVPool:
@@ -55,11 +60,18 @@ class PooledCache:
 
     def size(self) -> int:
         """Return the number of tokens that are kept."""
-        return self.offset - self.num_forgotten
+        return self.rows.length
 
     def empty(self) -> bool:
         """Return whether the cache never held a token."""
         return self.rows.layout is None
+
+
+class PooledCache(RowsHolder):
+    """A cache of one layer, plain or quantized, whose rows belong to a pool."""
+
+    _form: ClassVar[tuple[str, ...]] = ()
+    """Attributes that follow the offset in ``state``."""
 
     def is_trimmable(self) -> bool:
         """Return whether any number of tokens can be trimmed. False once tokens were dropped.
@@ -73,10 +85,9 @@ class PooledCache:
 
     def trim(self, n: int) -> int:
         """Remove up to ``n`` of the newest tokens. Return how many were removed."""
-        n = min(self.size(), n)
+        n = max(0, min(self.size(), n))
         if n:
             self.rows.truncate(self.size() - n)
-            self.offset -= n
         return n
 
     def make_mask(self, N: int, *args: Any, **kwargs: Any) -> Any:  # noqa: N803  (mlx-lm's name)
@@ -100,10 +111,7 @@ class PooledCache:
         forgotten = options.forgotten_tokens(self.size(), num_new)
         if forgotten:
             self.rows.drop(options.kept_tokens, options.kept_tokens + forgotten)
-            self.num_forgotten += forgotten
-        found = self.rows.append(new, stored)
-        self.offset += num_new
-        return found
+        return self.rows.append(new, stored)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """Return all tokens that are kept."""
@@ -124,12 +132,13 @@ class PooledCache:
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
-        keys, values, self.offset, *rest = state
+        keys, values, offset, *rest = state
         for name in self._form:
             setattr(self, name, rest.pop(0))
-        self.num_forgotten = rest[0] if rest else 0
+        num_forgotten = rest[0] if rest else 0
         if keys is not None:
-            self.rows.set([keys, values] if isinstance(keys, mx.array) else [*keys, *values], self.size())
+            arrays = [keys, values] if isinstance(keys, mx.array) else [*keys, *values]
+            self.rows.set(arrays, offset - num_forgotten, num_forgotten)
 
     @classmethod
     def from_state(cls: type[C], state: Sequence[Any]) -> C:
@@ -146,7 +155,7 @@ class PooledCache:
             memo[key] = self.pool.new_group()
         other = type(self).__new__(type(self))
         other._start(self.rows.fork(memo[key]))
-        for name in ("offset", "num_forgotten", *self._form):
+        for name in self._form:
             setattr(other, name, getattr(self, name))
         pass_on(self, other)
         return other

@@ -10,11 +10,12 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_flash.errors import BudgetError
+from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, slot_memory
 from mlx_flash.kv.parking import Parking
 from mlx_flash.kv.ring import SlotRing
-from mlx_flash.kv.rows import OnDisk, Rows
+from mlx_flash.kv.rows import Rows
 from mlx_flash.memory.lazy import commits_lazily
 from mlx_flash.memory.pagecache import round_up
 
@@ -55,19 +56,20 @@ class KVBudget:
     Args:
         options: the settings.
         layers: every layer of every cache.
-        on_disk: those whose rows are on disk.
         slots: the slots that these layers are computed from.
         parking: the parts that layers share.
     """
 
-    def __init__(
-        self, options: KVOptions, layers: Collection[Rows], on_disk: OnDisk, slots: SlotRing, parking: Parking
-    ) -> None:
+    def __init__(self, options: KVOptions, layers: Collection[Rows], slots: SlotRing, parking: Parking) -> None:
         self._options = options
         self._layers = layers
-        self._on_disk = on_disk
         self._slots = slots
         self._parking = parking
+
+    @property
+    def on_disk(self) -> dict[Rows, DiskRows]:
+        """The layers whose rows are on disk."""
+        return {rows: disk for rows in self._layers if (disk := rows.disk) is not None}
 
     @property
     def memory_bytes(self) -> int:
@@ -87,19 +89,20 @@ class KVBudget:
             asking: the layer that new tokens come to; None before a call.
             used: when each list of caches was used last.
         """
-        layers = [r for r in self._layers if r not in self._on_disk and (r.memory.length or r is asking)]
+        layers = [r for r in self._layers if r.disk is None and (r.memory.length or r is asking)]
         return min(layers, key=lambda r: (used.get(r.group, 0), _spread(r.index), r.index), default=None)
 
     def _disk_overhead(self, new: Mapping[Rows, int] = MappingProxyType({})) -> int:
         """Return the memory of layers on disk: slots for the largest, and the last tokens of each."""
-        if not self._on_disk:
+        on_disk = self.on_disk
+        if not on_disk:
             return self._slots.held
-        tails = sum(disk.tail_bytes for disk in self._on_disk.values())
+        tails = sum(disk.tail_bytes for disk in on_disk.values())
         return max(self.slots_needed(new), self._slots.held) + tails
 
     def slots_needed(self, new: Mapping[Rows, int]) -> int:
         """Return the bytes of all slots, for the largest layer on disk after new tokens came to some."""
-        layers = [(disk, new.get(rows, 0)) for rows, disk in self._on_disk.items()]
+        layers = [(disk, new.get(rows, 0)) for rows, disk in self.on_disk.items()]
         slot = max((self._slot_bytes(disk.layout, disk.length + more) for disk, more in layers), default=0)
         return len(self._slots.slots) * slot
 
@@ -111,14 +114,14 @@ class KVBudget:
 
     def grows(self, rows: Rows, new: Sequence[mx.array]) -> bool:
         """Return whether new tokens of a layer take more memory."""
-        if rows not in self._on_disk:
+        if rows.disk is None:
             return rows.memory.takes_more(new[0].shape[2])
         step = self._options.step
         return round_up(rows.length, step) != round_up(rows.length + new[0].shape[2], step)
 
     def needed(self, rows: Rows, new: Sequence[mx.array]) -> int:
         """Return the peak memory while new tokens come to one layer."""
-        is_on_disk = rows in self._on_disk
+        is_on_disk = rows.disk is not None
         others = sum(layer.memory.held for layer in self._layers if layer is not rows)
         num_new = new[0].shape[2] if new else 0
         nbytes = rows.token_bytes or sum(array.nbytes for array in new) // max(1, num_new)
@@ -130,7 +133,7 @@ class KVBudget:
     def needed_for(self, coming: Mapping[Rows, Coming]) -> int:
         """Return the peak memory while new tokens come to some layers, one layer after another."""
         new = {rows: max(0, each.held - rows.length) for rows, each in coming.items()}
-        within = [rows for rows in coming if rows not in self._on_disk]
+        within = [rows for rows in coming if rows.disk is None]
         held = {rows: coming[rows].nbytes * rows.memory.capacity_after(new[rows]) for rows in within}
         growing = [rows for rows in held if rows.memory.takes_more(new[rows])]
         shared = self._parking.shared_bytes(but=growing)
@@ -177,17 +180,17 @@ class KVBudget:
         if options.budget_bytes is None:
             return Way(max(0, needed - limit))
         eviction = options.eviction_bytes(sizes)
-        if not self._on_disk and needed + eviction <= limit:
+        if not self.on_disk and needed + eviction <= limit:
             return Way(0, eviction)
         tokens = max((each.held for each in coming.values()), default=0)
         for num_slots in (NUM_SLOTS, 1):
             under_way = options.under_way_bytes(sizes, tokens, step, num_slots)
             least = self.least(coming, num_slots) + under_way
             if least <= limit:
-                fresh = sum(each.num_new * each.nbytes for rows, each in coming.items() if rows in self._on_disk)
+                fresh = sum(each.num_new * each.nbytes for rows, each in coming.items() if rows.disk is not None)
                 return Way(0, under_way, num_slots, fresh + max(0, needed + under_way - limit))
         # nothing can be evicted
-        return Way(max(0, min(least, needed + under_way * bool(self._on_disk)) - limit))
+        return Way(max(0, min(least, needed + under_way * bool(self.on_disk)) - limit))
 
     def least(self, coming: Mapping[Rows, Coming], num_slots: int) -> int:
         """Return the memory needed with every layer on disk after new tokens came to some."""

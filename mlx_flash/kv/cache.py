@@ -84,7 +84,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
                 "keys or values of a KV cache that is on disk cannot be replaced one at a time. Hint: set state."
             )
         arrays = [array if i == index else other for i, other in enumerate(buffers(self.rows))]
-        self.rows.set(arrays, self.size())
+        self.rows.set(arrays, self.size(), self.num_forgotten)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
         """Return a cache of quantized keys and values in the same pool. This one must not be used afterwards."""
@@ -92,11 +92,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         rows = self.pool.new_rows(self.rows.group, self.rows.index)
         cache = DiskQuantizedKVCache(rows, group_size, bits)
         if not self.empty():
-            arrays = _quantized(self.rows.fetch(), group_size, bits)
-            mx.eval(arrays)
-            self.rows.clear()
-            rows.set(arrays, self.size())
-            cache.offset = self.offset
+            rows.succeed(self.rows, _quantized(self.rows.fetch(), group_size, bits))
         pass_on(self, cache)
         return cache
 

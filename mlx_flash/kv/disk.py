@@ -6,39 +6,67 @@ A layer may begin with rows of the prefix cache's files, which are read where th
 from __future__ import annotations
 
 import mmap
+from typing import NamedTuple
 
 import numpy as np
 
-from mlx_flash.forks import finalize
 from mlx_flash.kv.layout import RowBytes
 from mlx_flash.kv.pages import LayerFile
 from mlx_flash.kv.stored import OpenFile, StoredRows, cut_stored
+from mlx_flash.layout.arrays import Opaque
 from mlx_flash.storage.placement import Segment
 
 
-class DiskRows:
+class _Held(NamedTuple):
+    """Everything that a layer on disk holds. It is replaced as a whole, so an interrupt leaves the old or the new one.
+
+    Attributes:
+        tail: room for a page in memory. Rows behind the last token mean nothing.
+        length: number of tokens.
+        pages: the pages in the order of their tokens, which follow those of the head.
+        head: the first tokens, in files of the prefix cache.
+        head_tokens: number of tokens in it.
+        files: the open files of the head.
+    """
+
+    tail: RowBytes
+    length: int = 0
+    pages: tuple[int, ...] = ()
+    head: tuple[StoredRows, ...] = ()
+    head_tokens: int = 0
+    files: tuple[OpenFile, ...] = ()
+
+
+class DiskRows(Opaque):
     """The tokens of one layer on disk; the last ones, which do not fill a page, in memory.
 
     Args:
-        file: the file of the pages.
-
-    Attributes:
-        head: the first tokens, in files of the prefix cache.
-        head_tokens: number of tokens in it.
-        pages: the pages in the order of their tokens, which follow those of the head.
-        length: number of tokens.
+        file: the file of the pages. A page is free when no layer that uses the file has it.
+        num_forgotten: number of tokens that were dropped from between them.
     """
 
-    def __init__(self, file: LayerFile) -> None:
+    def __init__(self, file: LayerFile, num_forgotten: int = 0) -> None:
         self.file = file
         self.layout = file.layout
-        self.head: tuple[StoredRows, ...] = ()
-        self.head_tokens = 0
-        self.pages: list[int] = []
-        self.length = 0
-        self._tail = [np.empty((c.heads, self.layout.step, c.width_bytes), np.uint8) for c in self.layout.components]
-        self._files: list[OpenFile] = []
-        finalize(self, file.release_later, self.pages)
+        self.num_forgotten = num_forgotten
+        components, step = self.layout.components, self.layout.step
+        self._held = _Held([np.empty((c.heads, step, c.width_bytes), np.uint8) for c in components])
+        file.users.add(self)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self._held.length
+
+    @property
+    def head_tokens(self) -> int:
+        """Number of first tokens in files of the prefix cache."""
+        return self._held.head_tokens
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """The pages in the order of their tokens, which follow those of the prefix cache."""
+        return self._held.pages
 
     @property
     def paged_tokens(self) -> int:
@@ -52,44 +80,43 @@ class DiskRows:
 
     def refer(self, rows: StoredRows, file: OpenFile) -> None:
         """Add stored tokens behind those of the head; there are no others yet."""
-        self.head += (rows,)
-        self._files.append(file)
-        self.head_tokens += rows.length
-        self.length += rows.length
+        held, length = self._held, self.length + rows.length
+        self._held = held._replace(
+            head=(*held.head, rows), files=(*held.files, file), head_tokens=length, length=length
+        )
 
     @property
     def tail_bytes(self) -> int:
         """Bytes in memory."""
-        return sum(part.nbytes for part in self._tail)
+        return sum(part.nbytes for part in self._held.tail)
 
     @property
     def tail(self) -> RowBytes:
         """The rows of tokens that are in no page."""
-        return [part[:, : self.length - self.paged_tokens] for part in self._tail]
+        return [part[:, : self.length - self.paged_tokens] for part in self._held.tail]
 
     def append(self, rows: RowBytes) -> None:
         """Add tokens, ``(heads, tokens, bytes)`` for each array. Their bytes are copied.
 
+        An interrupt may leave some of them added: those that fill pages.
+
         Raises:
             WriteError: the disk is full, or fails.
         """
-        num_new = rows[0].shape[1]
+        held, num_new = self._held, rows[0].shape[1]
         waiting = self.length - self.paged_tokens
         num_full = (waiting + num_new) // self.layout.step
         used = num_full * self.layout.step - waiting if num_full else 0
         if num_full:
             block = [np.concatenate([tail, new[:, :used]], axis=1) for tail, new in zip(self.tail, rows, strict=True)]
             pages = self.file.allocate(num_full)
-            try:
-                self.file.write(pages, block)
-            except BaseException:
-                self.file.release(pages)
-                raise
-            self.pages += pages
+            self.file.write(pages, block)
+            # now, because the tail is about to be written over
+            self._held = held = held._replace(pages=(*held.pages, *pages), length=held.length + used)
         start = 0 if num_full else waiting
-        for part, new in zip(self._tail, rows, strict=True):
+        for part, new in zip(held.tail, rows, strict=True):
             part[:, start : start + num_new - used] = new[:, used:]
-        self.length += num_new
+        self._held = held._replace(length=held.length + num_new - used)
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from ``length`` on.
@@ -97,21 +124,16 @@ class DiskRows:
         Raises:
             ReadError: tokens that do not fill a page any more could not be read.
         """
-        if length < self.head_tokens:
-            self.head, self.head_tokens = cut_stored(self.head, length), length
-        num_pages, rest = divmod(length - self.head_tokens, self.layout.step)
-        if num_pages < len(self.pages):
+        held = self._held
+        if length < held.head_tokens:
+            held = held._replace(head=cut_stored(held.head, length), head_tokens=length)
+        num_pages, rest = divmod(length - held.head_tokens, self.layout.step)
+        if num_pages < len(held.pages):
             if rest:
-                self._read_tail(num_pages)
-            self.file.release(self.pages[num_pages:])
-            del self.pages[num_pages:]
-        self.length = length
-
-    def _read_tail(self, number: int) -> None:
-        """Read the rows of one page into memory."""
-        start = self.head_tokens + number * self.layout.step
-        for tail, page in zip(self._tail, self._read_files(start, start + self.layout.step), strict=True):
-            tail[:] = page
+                start = held.head_tokens + num_pages * self.layout.step
+                held = held._replace(tail=self._read_files(start, start + self.layout.step))
+            held = held._replace(pages=held.pages[:num_pages])
+        self._held = held._replace(length=length)
 
     def read(self, start: int, stop: int) -> RowBytes:
         """Return copies of the rows of some tokens.
@@ -136,7 +158,7 @@ class DiskRows:
             base: the token at its beginning.
         """
         offsets, at, found = self.layout.slot_offsets(capacity), 0, list[Segment]()
-        for rows in cut_stored(self.head, stop):
+        for rows in cut_stored(self._held.head, stop):
             skipped = max(0, start - at)
             if skipped < rows.length:
                 found.append(rows.segment(skipped, offsets, capacity, at + skipped - base))
@@ -158,20 +180,12 @@ class DiskRows:
             for at, c in zip(self.layout.slot_offsets(capacity), self.layout.components, strict=True)
         ]
 
-    def drop(self, start: int, stop: int) -> None:
-        """Remove whole pages; the tokens behind them move up."""
-        first, last = start // self.layout.step, stop // self.layout.step
-        self.file.release(self.pages[first:last])
-        del self.pages[first:last]
-        self.length -= stop - start
-
-    def fork(self) -> DiskRows:
-        """Return a copy that shares the files."""
-        other = DiskRows(self.file)
-        other.head, other.head_tokens, other._files = self.head, self.head_tokens, list(self._files)
-        self.file.retain(self.pages)
-        other.pages += self.pages
-        other.length = self.length
-        for mine, copy in zip(self._tail, other._tail, strict=True):
+    def fork(self, start: int = 0, stop: int = 0) -> DiskRows:
+        """Return a copy that shares the files, without some whole pages; the tokens behind them move up."""
+        other, held = DiskRows(self.file, self.num_forgotten + stop - start), self._held
+        for mine, copy in zip(held.tail, other._held.tail, strict=True):
             copy[:] = mine
+        first, last = start // self.layout.step, stop // self.layout.step
+        pages, length = (*held.pages[:first], *held.pages[last:]), held.length - (stop - start)
+        other._held = held._replace(tail=other._held.tail, pages=pages, length=length)
         return other

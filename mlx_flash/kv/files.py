@@ -78,6 +78,7 @@ class PageFiles:
             fresh = self._new_rows(RowLayout.of(memory.examples or new, step))
             all(self.refer(fresh, rows) for rows in stored)  # up to the first that is gone
             disk = disk if disk is not None and disk.length >= fresh.length else fresh
+        disk.num_forgotten = memory.num_forgotten
         for start in range(disk.length, memory.length, step):
             part = [mx.contiguous(a) for a in memory.read(start, min(start + step, memory.length))]
             mx.eval(part)
@@ -116,8 +117,8 @@ class PageFiles:
             # Some pages are read to memory of the host, where the driver does not copy to.
             arrival: Arrival = "in place" if way == "in place" else "bounced"
             self._reader = PageReader((), direct=direct, read_size=READ_SIZE, queue_depth=QUEUE_DEPTH, arrival=arrival)
-            self._writer = WriteBehind(self._count_written)
             self._stored = StoredFiles(self._reader, direct)
+            self._writer = WriteBehind(self._count_written)
             self.limit_queue(self._num_slots)
         path = self._folder.path / f"layer-{next(self._numbers)}.kv"
         return DiskRows(LayerFile(path, layout, self._reader, self._writer, self._options.direct))

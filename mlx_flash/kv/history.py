@@ -43,10 +43,9 @@ class History:
         unread: tuple[tuple[Unread, int], ...] = (),
         num_unread: int = 0,
     ) -> None:
-        self._labels = labels
-        self._unread = unread
+        self._parts = labels, unread
         self.ends = ends
-        self.length = len(self._labels) + num_unread
+        self.length = len(labels) + num_unread
 
     def __deepcopy__(self, memo: dict[int, Any]) -> History:
         return self
@@ -54,15 +53,16 @@ class History:
     @property
     def labels(self) -> Labels:
         """Labels of all tokens; reads the unread ones."""
-        if self._unread:
-            read = [make_labels(tokens(), 0, 0, form) for tokens, form in self._unread]
-            self._labels, self._unread = np.concatenate([self._labels, *read]), ()
-        return self._labels
+        labels, unread = self._parts
+        if unread:
+            labels = np.concatenate([labels, *(make_labels(tokens(), 0, 0, form) for tokens, form in unread)])
+            self._parts = labels, ()
+        return labels
 
     def with_unread(self, tokens: Unread, count: int, form: int) -> History:
         """Return this history with more tokens, which are read when they are needed."""
-        unread = (*self._unread, (tokens, form))
-        return History(self._labels, self.ends, unread, self.length - len(self._labels) + count)
+        labels, unread = self._parts
+        return History(labels, self.ends, (*unread, (tokens, form)), self.length - len(labels) + count)
 
     def with_labels(self, labels: Labels, ends: Sequence[int]) -> History:
         """Return this history with more tokens and pages."""

@@ -112,7 +112,6 @@ class KeptCaches:
         behind = (Part(SharedRows([array[..., length:, :] for array in arrays]), rest),) if rest else ()
         rows.memory.park((*known, *behind))
         cache = DiskKVCache(rows=rows)
-        cache.offset = entry.offset
         pass_on(entry, cache)
         return cache
 

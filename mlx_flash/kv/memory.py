@@ -4,6 +4,9 @@ New rows are assigned to a slice of the buffer. MLX does that in place while not
 copies it otherwise. So pending computations keep the values that they were given.
 
 A parked sequence is a list of immutable parts that its copies share. It gets a buffer of its own when tokens come.
+
+An interrupt may end any method at any point. While there are parts, they alone count; otherwise the number of tokens
+decides how much of the buffers does. Each method changes these last.
 """
 
 from __future__ import annotations
@@ -22,18 +25,30 @@ class MemoryRows:
 
     Args:
         options: the form of the cache, and its growth.
+        arrays: the buffers to begin with, which are evaluated.
+        length: number of tokens in them.
+        num_forgotten: number of tokens that were dropped from between them.
 
     Attributes:
         arrays: the buffers, with room behind the tokens; empty before the first tokens and while parked.
         parts: the tokens while parked.
-        length: number of tokens.
+        num_forgotten: as given.
     """
 
-    def __init__(self, options: KVOptions) -> None:
-        self.arrays: list[mx.array] = []
+    def __init__(
+        self, options: KVOptions, arrays: Sequence[mx.array] = (), length: int = 0, num_forgotten: int = 0
+    ) -> None:
+        mx.eval(arrays)
+        self.arrays = list(arrays)
         self.parts: Parts = ()
-        self.length = 0
+        self.num_forgotten = num_forgotten
+        self._length = length
         self._options = options
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return num_tokens(self.parts) if self.parts else self._length
 
     @property
     def capacity(self) -> int:
@@ -48,7 +63,7 @@ class MemoryRows:
     def capacity_after(self, num_new: int) -> int:
         """Return the capacity after new tokens came."""
         end = self.length + num_new
-        if self.arrays and end <= self.capacity:
+        if self.arrays and not self.parts and end <= self.capacity:
             return self.capacity
         if self._options.form == "step":
             return self.length + round_up(num_new, self._options.step)
@@ -58,7 +73,7 @@ class MemoryRows:
 
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens take more memory. Called for each token."""
-        return not self.arrays or self.length + num_new > self.capacity
+        return bool(self.parts) or not self.arrays or self._length + num_new > self.capacity
 
     @property
     def held(self) -> int:
@@ -68,27 +83,27 @@ class MemoryRows:
     def append(self, new: Sequence[mx.array]) -> None:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each buffer."""
         end = self.length + new[0].shape[2]
-        if not self.arrays or end > self.capacity:
+        if self.takes_more(new[0].shape[2]):
             self._grow(new)
         for array, rows in zip(self.arrays, new, strict=True):
-            array[..., self.length : end, :] = rows
-        self.length = end
+            array[..., self._length : end, :] = rows
+        self._length = end
 
     def _grow(self, new: Sequence[mx.array]) -> None:
-        capacity, parts = self.capacity_after(new[0].shape[2]), self.parts
+        capacity, parts, length = self.capacity_after(new[0].shape[2]), self.parts, self.length
         if parts:
-            old = slices(parts, 0, self.length)
+            old = slices(parts, 0, length)
         else:
-            old = [[array[..., : self.length, :]] for array in self.arrays] if self.length else [[] for _ in new]
+            old = [[array[..., :length, :]] for array in self.arrays] if length else [[] for _ in new]
         examples = self.examples or new
-        self.arrays = [_longer(pieces, capacity, like) for pieces, like in zip(old, examples, strict=True)]
+        arrays = [_longer(pieces, capacity, like) for pieces, like in zip(old, examples, strict=True)]
         if parts:
-            mx.eval(self.arrays)  # frees unshared parts now, instead of after all layers have grown
-            self.parts = ()
+            mx.eval(arrays)  # frees unshared parts now, instead of after all layers have grown
+        self.arrays, self._length, self.parts = arrays, length, ()
 
     def fetch(self) -> list[mx.array]:
         """Return all tokens, without the room behind them. Copy them if parked."""
-        if self.arrays and self.length == self.capacity:
+        if self.arrays and not self.parts and self._length == self.capacity:
             return list(self.arrays)
         return self.read(0, self.length)
 
@@ -104,22 +119,18 @@ class MemoryRows:
         if self.parts:
             self.park(cut(self.parts, length))
         else:
-            self.length = length
+            self._length = length
 
-    def drop(self, start: int, stop: int) -> None:
-        """Remove tokens; those behind them move up. Evaluate the rest."""
-        if self.parts:
-            rest = self.length - stop
-            behind = (Part(SharedRows(self.read(stop, self.length)), rest),) if rest else ()
-            self.park((*cut(self.parts, start), *behind))
-            return
-        kept = [mx.concatenate([a[..., :start, :], a[..., stop : self.length, :]], axis=2) for a in self.arrays]
-        self.set(kept, self.length - stop + start)
-
-    def set(self, arrays: Sequence[mx.array], length: int) -> None:
-        """Replace the contents by arrays that hold ``length`` tokens, and evaluate them."""
-        mx.eval(arrays)
-        self.arrays, self.parts, self.length = list(arrays), (), length
+    def without(self, start: int, stop: int) -> MemoryRows:
+        """Return the rows without some tokens; those behind them move up. Evaluate them."""
+        if not self.parts:
+            kept = [mx.concatenate([a[..., :start, :], a[..., stop : self.length, :]], axis=2) for a in self.arrays]
+            return MemoryRows(self._options, kept, self.length - stop + start, self.num_forgotten + stop - start)
+        other = MemoryRows(self._options, num_forgotten=self.num_forgotten + stop - start)
+        rest = self.length - stop
+        behind = (Part(SharedRows(self.read(stop, self.length)), rest),) if rest else ()
+        other.park((*cut(self.parts, start), *behind), self.examples)
+        return other
 
     def as_parts(self, known: Parts) -> Parts:
         """Return all tokens as parts. Copy and evaluate those that are in none.
@@ -139,9 +150,12 @@ class MemoryRows:
             parts: all tokens.
             examples: arrays with the same shapes except for tokens, if there were no tokens before.
         """
-        # with no tokens left, buffers without room keep the shapes
-        none = [] if parts else [mx.zeros((*a.shape[:2], 0, a.shape[3]), a.dtype) for a in examples or self.examples]
-        self.arrays, self.parts, self.length = none, parts, num_tokens(parts)
+        if parts:
+            self.parts = parts
+            self.arrays = []
+        else:  # buffers without room keep the shapes
+            none = [mx.zeros((*a.shape[:2], 0, a.shape[3]), a.dtype) for a in examples or self.examples]
+            self._length, self.arrays, self.parts = 0, none, ()
 
 
 def _joined(pieces: Sequence[mx.array], like: mx.array) -> mx.array:

@@ -1,18 +1,20 @@
 """Files of pages: written once, in the background, and read into slots.
 
-A page holds the rows of ``step`` tokens of one layer. Copies of a cache share pages, which are counted by reference and
-never written again.
+A page holds the rows of ``step`` tokens of one layer. Copies of a cache share pages. While one has a
+page, it is never written again.
 """
 
 from __future__ import annotations
 
-import heapq
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count, islice
 from pathlib import Path
+from typing import Protocol
+from weakref import WeakSet
 
 import numpy as np
 
@@ -74,7 +76,8 @@ class WriteBehind:
         self.nbytes += nbytes
         limit = min(self.limit_bytes, WRITE_BEHIND_BYTES)
         while self._waiting and sum(size for _, size in self._waiting) + nbytes > limit:
-            self._waiting.popleft()[0].exception()  # raised where its file is used next
+            self._waiting[0][0].exception()  # raised where its file is used next
+            self._waiting.popleft()
         future = self._pool.submit(_write_blocks, file, blocks, self._count)  # it holds the file, whose end closes it
         self._waiting.append((future, nbytes))
         while self._waiting and self._waiting[0][0].done():
@@ -100,8 +103,16 @@ def _write_blocks(file: LayerFile, blocks: Sequence[tuple[int, memoryview]], cou
     count(sum(len(block) for _, block in blocks))
 
 
+class PageUser(Protocol):
+    """A layer that has pages in a file."""
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """The pages."""
+
+
 class LayerFile:
-    """A file of pages with a reference count each. The file is removed with the object.
+    """A file of pages. It is removed with the object.
 
     Args:
         path: the file, which must not exist.
@@ -109,6 +120,9 @@ class LayerFile:
         reader: the reader that reads it.
         writer: the thread that writes it.
         direct: whether reads bypass the page cache.
+
+    Attributes:
+        users: the layers that have pages in it.
 
     Raises:
         WriteError: the file cannot be created.
@@ -123,41 +137,21 @@ class LayerFile:
         reader.add(path, direct)
         self._writer = writer
         self._pending: deque[Future[None]] = deque()
-        self._holders: list[int] = []
-        self._free: list[int] = []
-        self._dead: deque[list[int]] = deque()
+        self.users: WeakSet[PageUser] = WeakSet()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pages that are in use."""
-        return (len(self._holders) - len(self._free)) * self.layout.step * self.layout.token_bytes
+        return len(self._used) * self.layout.step * self.layout.token_bytes
 
-    def allocate(self, count: int) -> list[int]:
-        """Return the first free pages of the file."""
-        while self._dead:
-            self.release(self._dead.popleft())
-        found = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
-        first, missing = len(self._holders), count - len(found)
-        found += range(first, first + missing)
-        self._holders += [0] * missing
-        self.retain(found)
-        return found
+    @property
+    def _used(self) -> set[int]:
+        return {page for rows in self.users for page in rows.pages}
 
-    def retain(self, pages: Iterable[int]) -> None:
-        """Add a reference to each page."""
-        for page in pages:
-            self._holders[page] += 1
-
-    def release(self, pages: Iterable[int]) -> None:
-        """Remove a reference from each page."""
-        for page in pages:
-            self._holders[page] -= 1
-            if not self._holders[page]:
-                heapq.heappush(self._free, page)
-
-    def release_later(self, pages: list[int]) -> None:
-        """Release pages from a finalizer, which may run at any point of another call."""
-        self._dead.append(pages)
+    def allocate(self, num_pages: int) -> list[int]:
+        """Return the first free pages of the file. They are free until a layer has them."""
+        used = self._used
+        return list(islice((page for page in count() if page not in used), num_pages))
 
     def write(self, pages: Sequence[int], rows: RowBytes) -> None:
         """Write rows ``(heads, tokens, bytes)`` that fill pages. Their memory must not change any more.

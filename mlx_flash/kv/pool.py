@@ -28,7 +28,7 @@ class LayerRows(Rows):
     """The rows of one layer's cache, with what changes them. Made by :meth:`KVPool.new_rows`."""
 
     def __init__(self, pool: KVPool, group: int, index: int) -> None:
-        super().__init__(pool.options, pool.on_disk, group, index)
+        super().__init__(pool.options, group, index)
         self._pool: Callable[[], KVPool] = lambda: pool  # hides other caches from a search for arrays in attributes
 
     @property
@@ -51,9 +51,10 @@ class LayerRows(Rows):
             if (disk := self.disk) is not None:
                 is_referred = stored is not None and self.pool.files.refer(disk, stored)
                 return [] if is_referred else self.pool.ring.append(disk, new)
-            if stored is not None and sum(rows.length for rows in self.stored) == self.length:
-                self.stored += (stored,)
+            follows = stored is not None and sum(rows.length for rows in self.stored) == self.length
             self.memory.append(new)
+            if stored is not None and follows:
+                self.stored += (stored,)
             return self.memory.fetch()
 
     def fetch(self) -> list[mx.array]:
@@ -72,31 +73,31 @@ class LayerRows(Rows):
         """Remove the tokens from ``length`` on. Raises: ReadError."""
         with self.pool.lock:
             self.cut(length)
-            store = self.disk or self.memory
-            store.truncate(length)
-            self.pool.ring.forget(store, length)
+            if (disk := self.disk) is not None:
+                self.pool.ring.forget(disk, length)
+            self.store.truncate(length)
 
     def drop(self, start: int, stop: int) -> None:
         """Remove whole pages; the tokens behind them move up."""
         with self.pool.lock:
             self.cut(start)
-            store = self.disk or self.memory
-            store.drop(start, stop)
-            self.pool.ring.forget(store, start)
+            disk = self.disk
+            self.store = self.memory.without(start, stop) if disk is None else disk.fork(start, stop)
 
-    def set(self, arrays: Sequence[mx.array], length: int) -> None:
+    def set(self, arrays: Sequence[mx.array], length: int, num_forgotten: int = 0) -> None:
         """Replace all tokens by those in some arrays. Raises: BudgetError, WriteError."""
         with self.pool.lock:
             self.cut(0)
-            self.pool.on_disk.pop(self, None)
-            self.memory.set(arrays, length)
+            self.store = MemoryRows(self.pool.options, arrays, length, num_forgotten)
             self.pool.make_room(self, ())
 
-    def clear(self) -> None:
-        """Remove all tokens, of which another cache has a copy."""
+    def succeed(self, other: LayerRows, arrays: Sequence[mx.array]) -> None:
+        """Hold the tokens of another layer in another form. The next append makes room, when the other is dropped.
+
+        The other layer keeps its tokens: an interrupt may leave it in use.
+        """
         with self.pool.lock:
-            self.pool.on_disk.pop(self, None)
-            self.memory, self.stored = MemoryRows(self.pool.options), ()
+            self.store = MemoryRows(self.pool.options, arrays, other.length)
 
     def fork(self, group: int) -> LayerRows:
         """Return a copy in another list of caches that shares the rows."""
@@ -104,9 +105,10 @@ class LayerRows(Rows):
             other = self.pool.new_rows(group, self.index)
             self.pool.make_room_for_copy(self, group)  # which may send this one to disk
             if (disk := self.disk) is not None:
-                self.pool.on_disk[other] = disk.fork()
+                other.store = disk.fork()
             else:
                 other.memory.park(self.pool.parking.as_parts(self), self.memory.examples)
+                other.memory.num_forgotten = self.num_forgotten
                 other.stored = self.stored
             self.lineage.copy_to(other.lineage, self.length)
             self.pool.park_idle(self)
@@ -152,7 +154,7 @@ class KVPool(Residence):
             WriteError: the disk is full, or fails.
         """
         self._begin(self._current_groups if rows.group in self._current_groups else {rows.group})
-        if self.options.always_on_disk and rows not in self.on_disk and (new or rows.memory.length):
+        if self.options.always_on_disk and rows.disk is None and (new or rows.memory.length):
             self._spill(rows, new)
         if self.budget_bytes is not None and not (new and not self._sums.grows(rows, new)):
             self._make_fit(lambda: self._sums.needed(rows, new), rows.group, rows, new)
@@ -242,5 +244,4 @@ class KVPool(Residence):
         with self.lock:
             self._closed = True
             self.ring.release()
-            self.on_disk.clear()
             self.files.close()

@@ -9,12 +9,12 @@ from math import inf
 import mlx.core as mx
 
 from mlx_flash.kv.budget import KVBudget, no_room
+from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.files import PageFiles
-from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.parking import Parking
 from mlx_flash.kv.ring import SlotRing
-from mlx_flash.kv.rows import OnDisk, Rows
+from mlx_flash.kv.rows import Rows
 from mlx_flash.kv.stats import KVStats, KVUsage
 from mlx_flash.memory.footprint import release_freed_memory
 
@@ -30,7 +30,6 @@ class Residence:
         options: the settings.
         budget_bytes: the most memory of all caches together; None for no limit. May be changed.
         under_way_bytes: the part of it that is kept free: for reads and writes, or for the eviction of a layer.
-        on_disk: the layers whose rows are on disk.
         ring: the slots that layers on disk are computed from.
         stats: counters.
         usage: sizes at the last :meth:`note`. Any thread may read it.
@@ -42,15 +41,19 @@ class Residence:
         self.options = options
         self.budget_bytes = options.budget_bytes
         self.under_way_bytes = 0
-        self.on_disk: OnDisk = weakref.WeakKeyDictionary()
         self.stats = KVStats()
         self.usage = KVUsage()
         self.ring = SlotRing(options, self.stats)
         self._layers: weakref.WeakSet[Rows] = weakref.WeakSet()
         self.parking = Parking(self._layers, options.step)
-        self._sums = KVBudget(options, self._layers, self.on_disk, self.ring, self.parking)
+        self._sums = KVBudget(options, self._layers, self.ring, self.parking)
         self.files = PageFiles(options, count_written)
         self._used: dict[int, int] = {}
+
+    @property
+    def on_disk(self) -> dict[Rows, DiskRows]:
+        """The layers whose rows are on disk."""
+        return self._sums.on_disk
 
     @property
     def memory_bytes(self) -> int:
@@ -65,7 +68,7 @@ class Residence:
     def note(self) -> KVUsage:
         """Bring :attr:`usage` up to date, and return it."""
         files, stats = self.files, self.stats
-        disk_bytes = sum({id(disk.file): disk.file.nbytes for disk in self.on_disk.values()}.values())
+        disk_bytes = sum(file.nbytes for file in {disk.file for disk in self.on_disk.values()})
         sizes = self.memory_bytes, disk_bytes, self.reserved_bytes, files.read_bytes, files.written_bytes
         self.usage = KVUsage(*sizes, stats.num_spilled, stats.wait_seconds)
         return self.usage
@@ -102,7 +105,6 @@ class Residence:
 
     def _spill(self, rows: Rows, new: Sequence[mx.array]) -> None:
         others = [(disk, length) for other, length in rows.lineage.relatives() if (disk := other.disk)]
-        disk = self.files.write(rows.memory, new, others, rows.stored)
-        rows.memory, rows.stored = MemoryRows(self.options), ()
-        self.on_disk[rows] = disk
+        rows.store = self.files.write(rows.memory, new, others, rows.stored)
+        rows.stored = ()
         self.stats.num_spilled += 1

@@ -80,7 +80,7 @@ class SlotRing:
         """Return all tokens of a layer, in a slot. Raises: ReadError."""
         return self._hand_out(disk, self._filled_slot(disk, disk.length), 0)
 
-    def forget(self, disk: object, length: int) -> None:
+    def forget(self, disk: DiskRows, length: int) -> None:
         """Invalidate a layer's tokens from ``length`` on."""
         for slot in self.slots:
             if slot.belongs_to(disk):
@@ -136,8 +136,7 @@ class SlotRing:
         """Start reading from the page with the token ``start`` on."""
         disk.file.flush()
         segments = disk.segments(start, disk.paged_tokens, slot.capacity)
-        ticket = disk.file.reader.submit(segments, slot.memory, urgent=urgent)
-        slot.expect(ticket, disk, disk.paged_tokens)
+        slot.read(lambda: disk.file.reader.submit(segments, slot.memory, urgent=urgent), disk, disk.paged_tokens)
 
     def _read_ahead(self, disk: DiskRows, busy: Slot, num_new: int) -> None:
         """Prefetch the layer that is expected next into the other slot."""

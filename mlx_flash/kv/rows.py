@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
@@ -18,26 +15,26 @@ class Rows:
 
     Args:
         options: the settings.
-        on_disk: the layers of all caches whose rows are on disk.
         group: number of the list of caches that the layer belongs to.
         index: its place in that list.
 
     Attributes:
-        memory: the rows while they are in memory; empty while they are on disk.
+        store: the rows, in memory or on disk. What cannot change in one step is replaced as a whole, so that an
+            interrupt leaves the old rows or the new ones.
         group, index: as given.
         lineage: the layers with the same first tokens.
         stored: the first tokens in files of the prefix cache, while the rows are in memory. They go to disk without a
             copy, as far as these files are still there.
     """
 
-    def __init__(self, options: KVOptions, on_disk: OnDisk, group: int, index: int) -> None:
-        self.memory = MemoryRows(options)
+    def __init__(self, options: KVOptions, group: int, index: int) -> None:
+        self.store: MemoryRows | DiskRows = MemoryRows(options)
         self.group = group
         self.index = index
         self.lineage = Lineage(self)
         self.stored: tuple[StoredRows, ...] = ()
         self._step = options.step
-        self._on_disk: Callable[[], OnDisk] = lambda: on_disk  # hides other caches from a search for arrays
+        self._no_rows = MemoryRows(options)
 
     def cut(self, length: int) -> None:
         """Record that the tokens from ``length`` on were changed or removed."""
@@ -45,14 +42,24 @@ class Rows:
         self.stored = cut_stored(self.stored, length)
 
     @property
+    def memory(self) -> MemoryRows:
+        """The rows while they are in memory; empty while they are on disk."""
+        return self.store if isinstance(self.store, MemoryRows) else self._no_rows
+
+    @property
     def disk(self) -> DiskRows | None:
         """The rows on disk; None while they are in memory."""
-        return self._on_disk().get(self)
+        return self.store if isinstance(self.store, DiskRows) else None
 
     @property
     def length(self) -> int:
         """Number of tokens."""
-        return (self.disk or self.memory).length
+        return self.store.length
+
+    @property
+    def num_forgotten(self) -> int:
+        """Number of tokens that were dropped."""
+        return self.store.num_forgotten
 
     @property
     def layout(self) -> RowLayout | None:
@@ -72,6 +79,3 @@ class Rows:
     def is_parked(self) -> bool:
         """True when the rows are in memory only as parts that copies may share."""
         return bool(self.memory.parts)
-
-
-OnDisk = weakref.WeakKeyDictionary[Rows, DiskRows]

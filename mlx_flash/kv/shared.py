@@ -119,8 +119,8 @@ class Lineage(Generic[T]):
         """Record that the tokens from ``length`` on were changed or removed."""
         for origin, end in list(self._ends.items()):
             if not length:
+                origin.holders.discard(self)  # first: what a holder has in common is looked up
                 del self._ends[origin]
-                origin.holders.discard(self)
             elif end > length:
                 self._ends[origin] = length
 

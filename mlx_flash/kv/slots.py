@@ -3,13 +3,15 @@
 MLX does not report when it is done with an array. But it writes in place only while nothing else refers to the array's
 memory, and into a copy otherwise. So before a slot is reused, MLX writes one byte of it: if a pending computation needs
 the slot, that computation keeps the old memory, and the slot continues in the copy.
+
+A slot that is interrupted while it changes belongs to no layer until it is assigned again.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -52,6 +54,7 @@ class Slot:
         self._is_large = False
         self._owner: weakref.ref[DiskRows] | None = None
         self._reading: tuple[Ticket, DiskRows] | None = None
+        self._is_torn = False
 
     @property
     def nbytes(self) -> int:
@@ -88,26 +91,42 @@ class Slot:
         if commits_lazily() and not self._is_large and rows.layout.slot_bytes(capacity) >= LARGE_SLOT_BYTES:
             use_huge_pages(self.memory, at_once=False)
             self._is_large = True
-        self._owner, self.capacity = weakref.ref(rows), capacity
+        self.capacity = capacity
+        self._owner = weakref.ref(rows)
 
     def release(self) -> None:
         """Empty the slot, and free its memory."""
         self.clear()
         if self._pages is None:
             return
-        self._arena, self._pages, self._is_handed_out, self.touched = None, None, False, 0
-        self._is_large = False
+        self._forget_memory()
         release_freed_memory()
+
+    def _forget_memory(self) -> None:
+        self._arena, self._pages, self._is_handed_out, self.touched, self._is_large = None, None, False, 0, False
 
     def clear(self) -> None:
         """Empty the slot, and cancel reads into it."""
+        self._owner, self.tokens, self.capacity = None, 0, 0
         if self._reading is not None:
             self._reading[0].cancel()
-        self._owner, self._reading, self.tokens, self.capacity = None, None, 0, 0
+            self._reading = None
+        if self._is_torn:
+            self._forget_memory()
+            self._is_torn = False
 
-    def expect(self, ticket: Ticket, rows: DiskRows, tokens: int) -> None:
-        """Note reads in flight that fill the slot up to so many tokens."""
-        self._reading, self.tokens = (ticket, rows), tokens
+    def read(self, start: Callable[[], Ticket], rows: DiskRows, tokens: int) -> None:
+        """Start reads that fill the slot up to so many of the owner's tokens.
+
+        If an interrupt hides the ticket, the reads cannot be waited for: then they keep the memory, and the slot gets
+        other memory.
+        """
+        owner, self._owner = self._owner, None
+        self._is_torn = True
+        self._reading = (start(), rows)
+        self._is_torn = False
+        self.tokens = tokens
+        self._owner = owner
 
     def wait(self) -> float:
         """Wait for the reads in flight. Return the seconds waited.
@@ -131,6 +150,7 @@ class Slot:
         if not self._is_handed_out or self._pages is None or self._arena is None:
             return
         nbytes, address = self._arena.nbytes, address_of(self._arena.memory)
+        owner, self._owner = self._owner, None
         self._arena = None
         pages = self._pages
         pages[-1:, -1:] = mx.array(0, mx.uint8)  # the last byte is unused: an extra page aligns the others
@@ -142,6 +162,7 @@ class Slot:
             self._is_large, self.touched = False, 0
             if commits_lazily():
                 give_back(pages)  # a copy is committed as a whole
+        self._owner = owner
 
     def write(self, layout: RowLayout, rows: RowBytes, at: int) -> None:
         """Write rows, ``(heads, tokens, bytes)`` for each array, from token ``at`` on. The slot must be claimed."""

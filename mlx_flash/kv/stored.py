@@ -83,8 +83,8 @@ class OpenFile:
 
     def __init__(self, source: SourceFile, reader: PageReader) -> None:
         self.inode = source.identity.inode
-        reader.keep(source)
         finalize(self, reader.remove, source.path)
+        reader.keep(source)
 
 
 class StoredFiles:
@@ -114,7 +114,7 @@ class StoredFiles:
             fcntl.flock(source.buffered_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if identity_of(path).inode != source.identity.inode:
                 raise FileNotFoundError(path)
-        except OSError:
+            return OpenFile(source, self._reader)
+        except BaseException:
             source.close()
             raise
-        return OpenFile(source, self._reader)

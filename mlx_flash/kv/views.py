@@ -169,6 +169,8 @@ def _advanced(entry: Any, num_tokens: int) -> Any:
 
 def _contents(entry: Any) -> list[Any]:
     """Return what an entry holds, to compare it by."""
+    if isinstance(entry, PooledCache):
+        return [entry.rows, entry.offset]
     values = vars(entry).values()
     return [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]
 

@@ -14,7 +14,7 @@ _MAX_DEPTH = 8
 
 
 class Opaque:
-    """Base of classes whose objects hold nothing, and raise when they are asked for it."""
+    """Base of classes whose objects hold no arrays. Some raise when they are asked for them."""
 
 
 def arrays_in(*roots: Any) -> list[mx.array]:

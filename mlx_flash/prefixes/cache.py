@@ -163,12 +163,19 @@ class PrefixCache:
                 end = prefix.num_tokens
                 if not begin < end <= limit or (self._is_exact and end < call.end):
                     return 0
-                if (not call.states or prefix.snapshot) and self._fill(call, prefix):
+                start = max((page_end for page_end in prefix.ends if page_end <= begin), default=0)
+                put_backs = [leaf.checkpoint(start) for leaf in call.leaves]
+                is_filled = False
+                try:
+                    is_filled = (not call.states or bool(prefix.snapshot)) and self._fill(call, prefix)
+                finally:
+                    if not is_filled:
+                        for put_back in put_backs:
+                            put_back()
+                if is_filled:
                     return end - begin
             finally:
                 self.store.release(prefix)
-            for leaf in call.rows:
-                leaf.trim(begin)
             limit = end - 1  # a page is damaged; the pages before it may be used
 
     def _fill(self, call: Call, prefix: Prefix) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mlx_flash.errors import WriteError
 from mlx_flash.files import PARTIAL_SUFFIX, flush_folder, locked, make_private, open_locked
+from mlx_flash.forks import finalize
 from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.prefixes.listing import Page, PageListing
 from mlx_flash.prefixes.pages import EncodedPage, PageKey, path_of
@@ -43,6 +44,38 @@ class StoredModel:
     tokens: int
     nbytes: int
     last_used: float
+
+
+class Hold:
+    """A shared lock on a page file, until it is released or dropped: an interrupt may hide it from its user.
+
+    Args:
+        path: the file.
+        pages: the names of the pages that it keeps from being evicted.
+
+    Raises:
+        OSError: the page is being evicted, or cannot be read.
+    """
+
+    def __init__(self, path: Path, pages: Sequence[str]) -> None:
+        self.pages = pages
+        descriptors: list[int] = []
+        self._release = finalize(self, _close_all, descriptors)
+        descriptors.append(open_locked(path, shared=True, wait=False, required=False))
+
+    @property
+    def is_held(self) -> bool:
+        """False once it was released."""
+        return self._release.alive
+
+    def release(self) -> None:
+        """Unlock the file. Does nothing when called again."""
+        self._release()
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 class PageFolder:
@@ -82,24 +115,24 @@ class PageFolder:
         text = "nothing more is stored in %s: %s. Cached pages are still read. Hint: make room, or check who may write."
         _log.warning(text, self._directory, error)
 
-    def hold(self, pages: Sequence[str]) -> tuple[int, int | None]:
-        """Keep pages that follow one another from being evicted, and note that they were used.
+    def hold(self, pages: Sequence[str]) -> Hold | None:
+        """Keep pages that follow one another, up to the first that is not cached, from being evicted.
 
-        Return how many are cached, up to the first that is not; and a descriptor that holds them until it is closed.
+        Note that they were used. Return None if none is cached.
         """
         while count := self.listing.num_leading(pages):
             pages = pages[:count]
             try:
-                fd = open_locked(path_of(self.path, pages[-1]), shared=True, wait=False, required=False)
+                hold = Hold(path_of(self.path, pages[-1]), pages)
             except OSError:  # it is being evicted, or cannot be read
                 pages = pages[:-1]
                 continue
             if self.listing.num_leading(pages) == count:
                 if self.is_writable:
                     self.listing.touch(pages[-1], time.time_ns())
-                return count, fd
-            os.close(fd)
-        return 0, None
+                return hold
+            hold.release()
+        return None
 
     def add(self, page: EncodedPage, claim: Callable[[int], bool]) -> str:
         """Write a page, unless it is cached. After an error nothing is left of it.
@@ -132,6 +165,7 @@ class PageFolder:
                     return "parent"
                 if not self.listing.has(page.key.page):
                     os.utime(fd, ns=(time.time_ns(),) * 2)
+                    self.listing.remove(page.key.page)  # a damaged one, whose removal was interrupted
                     partial.replace(path_of(self.path, page.key.page))
             flush_folder(self.path)
             return ""

@@ -23,6 +23,7 @@ from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, num_tokens
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
+from mlx_flash.kv.checkpoints import PutBack, checkpoint
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
 from mlx_flash.kv.layout import Component
 from mlx_flash.kv.stored import StoredRows
@@ -95,6 +96,10 @@ class Leaf:
         """Note the content, until :func:`forget`."""
         vars(self.entry)[ATTRIBUTE] = (history, self._anchor())
 
+    def checkpoint(self, start: int) -> PutBack:
+        """Return what puts the entry back as it is now, after its state or the rows from ``start`` on were replaced."""
+        raise NotImplementedError
+
     def _anchor(self) -> object:
         """Return an object that the entry replaces when sequences are added or removed."""
         entry = self.entry
@@ -116,11 +121,7 @@ class RowLeaf(Leaf):
 
     def read(self, start: int, stop: int) -> dict[str, Blob]:
         """Return the rows of some tokens, ``(1, heads, tokens, width)`` for each array."""
-        if isinstance(self.entry, PooledCache):
-            arrays = self.entry.rows.read(start, stop)
-        else:
-            arrays = [array[..., start:stop, :] for array in self._arrays()]
-        return {str(i): to_blob(array) for i, array in enumerate(arrays)}
+        return {str(i): to_blob(array) for i, array in enumerate(self._read(start, stop))}
 
     def append(self, arrays: Sequence[mx.array], stored: StoredRows | None = None) -> None:
         """Add rows as :meth:`read` returned them, and evaluate them.
@@ -150,6 +151,23 @@ class RowLeaf(Leaf):
         """Remove the newest tokens."""
         self.entry.trim((self.length or 0) - length)
 
+    def checkpoint(self, start: int) -> PutBack:
+        length = self.length or 0
+        replaced = [mx.contiguous(array) for array in self._read(start, length)] if start < length else []
+        mx.eval(replaced)
+
+        def put_back() -> None:
+            self.trim(min(start, length))
+            if replaced:
+                self.append(replaced)
+
+        return put_back
+
+    def _read(self, start: int, stop: int) -> list[mx.array]:
+        if isinstance(self.entry, PooledCache):
+            return self.entry.rows.read(start, stop)
+        return [array[..., start:stop, :] for array in self._arrays()]
+
     def _arrays(self) -> list[mx.array]:
         entry = self.entry
         if entry.keys is None:
@@ -171,6 +189,9 @@ class StateLeaf(Leaf):
         """Replace the state by one that :meth:`read_state` returned."""
         others = json.loads(bytes(memory_of(found[_OTHERS])))
         self.entry.state = tree_unflatten([*((path, found[path]) for path in found if path != _OTHERS), *others])
+
+    def checkpoint(self, start: int) -> PutBack:
+        return checkpoint(self.entry)
 
 
 def _is_zero(padding: mx.array | None) -> bool:

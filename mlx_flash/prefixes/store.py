@@ -7,55 +7,51 @@ disk costs a page, or the storing of new ones, and a warning; never a run.
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from weakref import WeakSet
 
 from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.prefixes.folder import PageFolder
+from mlx_flash.prefixes.folder import Hold, PageFolder
 from mlx_flash.prefixes.pages import (
     Blob,
     PageFile,
     PageKey,
     Place,
     Tokens,
-    encode_page,
     full_pages,
     page_names,
     root_name,
     snapshot_name,
 )
+from mlx_flash.prefixes.writer import PageWriter
 
 QUEUE_BYTES = 64 << 20
 """Two pages of an 8B model at 16 bits."""
-
-REASONS = ("stopped", "parent", "queue", "room", "wear")
-"""Reasons for not storing a page: storing has stopped, the page before it is missing, too much waits to be written, the
-disk or the limit is full, the cap of daily writes is reached."""
-
-_WARNINGS = {
-    "room": "the disk, or the cache's share of it, is full, and all of its pages are in use.",
-    "wear": "the cap of today's disk writes is reached. Hint: it is ssd_write_gb_per_day.",
-}
-"""Texts for reasons that users can change."""
 
 _log = logging.getLogger("mlx_flash")
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A cached prefix of a prompt: with how many tokens its pages end, and the names of pages and snapshot, if any."""
+    """A cached prefix of a prompt.
+
+    Attributes:
+        ends: with how many tokens its pages end.
+        pages: their names.
+        snapshot: name of its snapshot, if any.
+        hold: keeps them from being evicted.
+    """
 
     ends: tuple[int, ...] = ()
     pages: tuple[str, ...] = ()
     snapshot: str = ""
+    hold: Hold | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -66,92 +62,6 @@ class Prefix:
     def names(self) -> tuple[str, ...]:
         """Names of its pages and of its snapshot."""
         return (*self.pages, self.snapshot) if self.snapshot else self.pages
-
-
-class PageWriter:
-    """A queue of pages and the thread that writes them. Threads may share it."""
-
-    def __init__(self, folder: PageFolder, governor: WriteGovernor, queue_bytes: int) -> None:
-        self._folder = folder
-        self._governor = governor
-        self._queue_bytes = queue_bytes
-        self._pending: dict[str, int] = {}
-        self._changed = threading.Condition()
-        self._executor = ThreadPoolExecutor(1, "mlx-flash-prefixes")
-        self._is_closed = False
-        self._counts: Counter[str] = Counter()
-
-    def put(self, key: PageKey, blobs: Mapping[str, Blob], *, waits: bool, only_new: bool) -> bool:
-        """Queue a page, see :meth:`PrefixStore.put`."""
-        nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
-        with self._changed:
-            if self._has(key.page):
-                return not only_new
-            reason = self._reason_against(key, nbytes)
-            if not reason and waits and nbytes <= self._queue_bytes:
-                self._changed.wait_for(lambda: self._is_closed or self._fits(nbytes))
-            if not reason and (self._is_closed or not self._fits(nbytes)):
-                reason = "queue"
-            self._count(reason)
-            if reason:
-                return False
-            copies = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
-            self._pending[key.page] = nbytes
-            self._executor.submit(self._write, key, copies).add_done_callback(Future.result)  # raises what it raised
-            return True
-
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until the queue is empty, at most so many seconds. Return whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._pending, timeout)
-
-    def close(self) -> None:
-        """Write what is queued, and end the thread. Further calls do nothing."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._executor.shutdown()
-
-    def telemetry(self) -> dict[str, int]:
-        """Return how many pages were stored and not stored, by reason, and the bytes that wait."""
-        with self._changed:
-            refused = {f"refused_{reason}": self._counts[reason] for reason in REASONS}
-            return {"queued_bytes": sum(self._pending.values()), "stored": self._counts["stored"], **refused}
-
-    def _has(self, page: str) -> bool:
-        return page in self._pending or self._folder.listing.has(page)
-
-    def _fits(self, nbytes: int) -> bool:
-        return sum(self._pending.values()) + nbytes <= self._queue_bytes
-
-    def _reason_against(self, key: PageKey, nbytes: int) -> str:
-        if not self._folder.is_writable:
-            return "stopped"
-        if key.parent and not self._has(key.parent):
-            return "parent"
-        return "" if self._governor.may_write(sum(self._pending.values()) + nbytes) else "wear"
-
-    def _count(self, reason: str) -> None:
-        """Count a page that is not stored. Warn about the first one of a reason that users can change."""
-        self._counts[reason] += 1
-        if self._counts[reason] == 1 and reason in _WARNINGS:
-            _log.warning("%s: pages are not stored for now: %s", self._folder.path, _WARNINGS[reason])
-
-    def _write(self, key: PageKey, blobs: Mapping[str, Blob]) -> None:
-        reason = ""
-        try:
-            if self._folder.is_writable:
-                reason = self._folder.add(encode_page(key, blobs), self._governor.claim) or "stored"
-            else:
-                reason = "stopped"
-        except OSError as error:
-            self._folder.stop(error)
-            reason = "stopped"
-        finally:
-            with self._changed:
-                self._count(reason)
-                del self._pending[key.page]
-                self._changed.notify_all()
 
 
 class PrefixStore(AbstractContextManager["PrefixStore"]):
@@ -191,7 +101,7 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         self._root = root_name(model, settings, tenant, page_tokens)
         self._model, self._title = model, title
         self._lock = threading.Lock()
-        self._pins: list[tuple[Prefix, int]] = []
+        self._holds: WeakSet[Hold] = WeakSet()
         self._num_damaged = 0
         self._is_closed = False
         self._folder = PageFolder(directory, limit_bytes, free_space_floor)
@@ -256,29 +166,29 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         return False
 
     def pin(self, prefix: Prefix) -> Prefix:
-        """Keep a prefix from being evicted until it is released, the store is closed, or the process ends.
+        """Keep a prefix from being evicted until it is released or dropped, or the store is closed.
 
         Return the part of it that is still cached, to be released later. A shorter part has no snapshot.
         """
         self._check_open()
-        count, fd = self._folder.hold(prefix.names)
+        hold = self._folder.hold(prefix.names)
+        count = 0 if hold is None else len(hold.pages)
         if count < len(prefix.names):
             count = min(count, len(prefix.pages))
             prefix = Prefix(prefix.ends[:count], prefix.pages[:count])
-        if fd is not None:
+        if hold is not None:
             with self._lock:
-                self._pins.append((prefix, fd))
-        return prefix
+                self._holds.add(hold)
+        return replace(prefix, hold=hold)
 
     def release(self, prefix: Prefix) -> None:
         """Release what :meth:`pin` returned. Does nothing after the store was closed."""
         with self._lock:
             if self._is_closed or not prefix.pages:
                 return
-            number = next((i for i, (pinned, _) in enumerate(self._pins) if pinned == prefix), None)
-            if number is None:
+            if prefix.hold is None or not prefix.hold.is_held:
                 raise ValueError(f"a prefix of {prefix.num_tokens} tokens is released that is not pinned")
-            os.close(self._pins.pop(number)[1])
+            prefix.hold.release()
 
     def put(
         self,
@@ -321,13 +231,13 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         self._writer.close()
         with self._lock:
             self._is_closed = True
-            while self._pins:
-                os.close(self._pins.pop()[1])
+            for hold in self._holds:
+                hold.release()
 
     def telemetry(self) -> dict[str, int]:
         """Return how many pages were stored, not stored by reason, damaged, and are pinned; uses no disk."""
         with self._lock:
-            pinned = {name for prefix, _ in self._pins for name in prefix.names}
+            pinned = {name for hold in self._holds if hold.is_held for name in hold.pages}
             return {**self._writer.telemetry(), "damaged": self._num_damaged, "pinned_pages": len(pinned)}
 
     def _check_open(self) -> None:

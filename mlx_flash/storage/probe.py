@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mlx_flash.files import temporary_file
 from mlx_flash.memory.hugepages import use_huge_pages
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file, round_up
 from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher, Ticket
+from mlx_flash.storage.samples import temporary_file
 
 CANDIDATES = ((2 << 20, 4), (1 << 20, 8), (2 << 20, 8), (4 << 20, 4), (8 << 20, 2))
 """(read size in bytes, queue depth). Small reads and a depth of 1 are far from any SSD's bandwidth; 16 MiB in flight

@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.errors import SelfTestError, WriteError
-from mlx_flash.files import cache_directory, temporary_file
+from mlx_flash.files import cache_directory
 from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.memory.driver import DriverError
 from mlx_flash.memory.footprint import release_freed_memory
@@ -31,6 +31,7 @@ from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import Arrival
+from mlx_flash.storage.samples import temporary_file
 
 ROUNDS = 20
 NUM_FILE_BYTES = 24 << 20

@@ -1,0 +1,130 @@
+"""The queue of pages that are written in the background."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from mlx_flash.kv.wear import WriteGovernor
+from mlx_flash.prefixes.folder import PageFolder
+from mlx_flash.prefixes.pages import Blob, PageKey, encode_page
+
+REASONS = ("stopped", "parent", "queue", "room", "wear")
+"""Reasons for not storing a page: storing has stopped, the page before it is missing, too much waits to be written, the
+disk or the limit is full, the cap of daily writes is reached."""
+
+_WARNINGS = {
+    "room": "the disk, or the cache's share of it, is full, and all of its pages are in use.",
+    "wear": "the cap of today's disk writes is reached. Hint: it is ssd_write_gb_per_day.",
+}
+"""Texts for reasons that users can change."""
+
+_log = logging.getLogger("mlx_flash")
+
+
+class PageWriter:
+    """A queue of pages and the thread that writes them. Threads may share it.
+
+    A page is queued by one step. The thread is asked to write it after that, and again whenever somebody waits for it:
+    an interrupt may hide the first time.
+    """
+
+    def __init__(self, folder: PageFolder, governor: WriteGovernor, queue_bytes: int) -> None:
+        self._folder = folder
+        self._governor = governor
+        self._queue_bytes = queue_bytes
+        self._pending: dict[str, tuple[PageKey, Mapping[str, Blob], int]] = {}
+        self._changed = threading.Condition()
+        self._executor = ThreadPoolExecutor(1, "mlx-flash-prefixes")
+        self._is_closed = False
+        self._counts: Counter[str] = Counter()
+
+    def put(self, key: PageKey, blobs: Mapping[str, Blob], *, waits: bool, only_new: bool) -> bool:
+        """Queue a page, see :meth:`PrefixStore.put`."""
+        nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
+        with self._changed:
+            if self._has(key.page):
+                return not only_new
+            reason = self._reason_against(key, nbytes)
+            if not reason and waits and nbytes <= self._queue_bytes:
+                self._start_writing()
+                self._changed.wait_for(lambda: self._is_closed or self._fits(nbytes))
+            if not reason and (self._is_closed or not self._fits(nbytes)):
+                reason = "queue"
+            self._count(reason)
+            if reason:
+                return False
+            copies = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
+            self._pending[key.page] = key, copies, nbytes
+            self._start_writing()
+            return True
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until the queue is empty, at most so many seconds. Return whether it is."""
+        with self._changed:
+            self._start_writing()
+            return self._changed.wait_for(lambda: not self._pending, timeout)
+
+    def close(self) -> None:
+        """Write what is queued, and end the thread. Further calls do nothing."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self.flush()
+        self._executor.shutdown()
+
+    def _start_writing(self) -> None:
+        for _ in self._pending:  # each writes one page, or none if all are written
+            self._executor.submit(self._write_first).add_done_callback(Future.result)  # raises what it raised
+
+    def telemetry(self) -> dict[str, int]:
+        """Return how many pages were stored and not stored, by reason, and the bytes that wait."""
+        with self._changed:
+            refused = {f"refused_{reason}": self._counts[reason] for reason in REASONS}
+            return {"queued_bytes": self._queued_bytes, "stored": self._counts["stored"], **refused}
+
+    def _has(self, page: str) -> bool:
+        return page in self._pending or self._folder.listing.has(page)
+
+    @property
+    def _queued_bytes(self) -> int:
+        return sum(nbytes for _, _, nbytes in self._pending.values())
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._queued_bytes + nbytes <= self._queue_bytes
+
+    def _reason_against(self, key: PageKey, nbytes: int) -> str:
+        if not self._folder.is_writable:
+            return "stopped"
+        if key.parent and not self._has(key.parent):
+            return "parent"
+        return "" if self._governor.may_write(self._queued_bytes + nbytes) else "wear"
+
+    def _count(self, reason: str) -> None:
+        """Count a page that is not stored. Warn about the first one of a reason that users can change."""
+        self._counts[reason] += 1
+        if self._counts[reason] == 1 and reason in _WARNINGS:
+            _log.warning("%s: pages are not stored for now: %s", self._folder.path, _WARNINGS[reason])
+
+    def _write_first(self) -> None:
+        with self._changed:
+            if not self._pending:
+                return
+            key, blobs, _ = next(iter(self._pending.values()))
+        reason = ""
+        try:
+            if self._folder.is_writable:
+                reason = self._folder.add(encode_page(key, blobs), self._governor.claim) or "stored"
+            else:
+                reason = "stopped"
+        except OSError as error:
+            self._folder.stop(error)
+            reason = "stopped"
+        finally:
+            with self._changed:
+                self._count(reason)
+                del self._pending[key.page]
+                self._changed.notify_all()

@@ -1,0 +1,161 @@
+"""Interrupts like Ctrl-C at chosen points of the code, or at random moments.
+
+CPython raises what a signal handler raises after a call, at the beginning of a function, and at the end of a loop's
+round. A point is one of these, or the place behind an instruction that changes an object. Left out is the end of a
+``with`` block, where CPython raises nothing before ``__exit__`` was called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import mlx_flash
+
+PACKAGE = Path(mlx_flash.__file__).parent
+
+THOROUGH = int(os.environ.get("MLX_FLASH_INTERRUPTS", "0"))
+"""Points to interrupt in each scenario; 0 for the few that the suite has time for."""
+
+_BEFORE_POINT = ("CALL", "RESUME", "JUMP_BACKWARD", "STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "DELETE_ATTR")
+
+
+class Interrupt(KeyboardInterrupt):
+    """An interrupt that a test raises."""
+
+
+class Tracer:
+    """Counts the points that this thread passes, and raises at one of them.
+
+    Args:
+        number: of the point that raises, from 0; None for none.
+        folders: of the package, whose code has the points.
+
+    Attributes:
+        count: points passed.
+        where: function and line that was interrupted; None if none was.
+    """
+
+    def __init__(self, number: int | None, folders: Sequence[str]) -> None:
+        self.count = 0
+        self.where: str | None = None
+        self._number = number
+        self._paths = tuple(str(PACKAGE / folder) for folder in folders)
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Trace this thread while a block runs."""
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(self._paths):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode" and frame.f_lasti in _points(frame.f_code):
+            self.count += 1
+            if self.count - 1 == self._number:
+                self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}" if sys.version_info >= (3, 11) else "?"
+                raise Interrupt(self.where)
+        return self._step
+
+
+@functools.cache
+def _points(code: CodeType) -> frozenset[int]:
+    instructions = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
+    found = set()
+    for number in range(1, len(instructions)):
+        previous, here = instructions[number - 1], instructions[number]
+        if not previous.opname.startswith(_BEFORE_POINT):
+            continue
+        following = [(i.opname, i.argval) for i in instructions[number : number + 3]]
+        if following != [("LOAD_CONST", None)] * 3:  # the call of __exit__
+            found.add(here.offset)
+    return frozenset(found)
+
+
+Operation = Callable[[], object]
+Program = Callable[[Callable[[Operation], bool]], None]
+"""Calls what it is given with each operation that may be interrupted, and learns whether it was."""
+
+
+def total_points(program: Program, folders: Sequence[str]) -> int:
+    """Run a program without an interrupt. Return the points that its operations pass."""
+    tracer = Tracer(None, folders)
+
+    def run(operation: Operation) -> bool:
+        with tracer.tracing():
+            operation()
+        return False
+
+    program(run)
+    return tracer.count
+
+
+def interrupted_in(program: Program, number: int, folders: Sequence[str]) -> str | None:
+    """Run a program, one of whose operations is interrupted at a point. Return where; None if none came there.
+
+    An interrupt in a finalizer ends only that, as Python has it.
+    """
+    tracer, hook = Tracer(number, folders), sys.unraisablehook
+
+    def run(operation: Operation) -> bool:
+        try:
+            with tracer.tracing():
+                operation()
+        except Interrupt:
+            return True
+        return False
+
+    sys.unraisablehook = lambda event: None if isinstance(event.exc_value, Interrupt) else hook(event)
+    try:
+        program(run)
+    except BaseException:
+        print(f"interrupted at point {number}, {tracer.where}")
+        raise
+    finally:
+        sys.unraisablehook = hook
+    return tracer.where
+
+
+def sample(total: int, few: int, seed: int = 0) -> list[int]:
+    """Return some of so many points: ``few`` of them, or what :data:`THOROUGH` says; always the same."""
+    most = THOROUGH or few
+    return list(range(total)) if total <= most else sorted(random.Random(seed).sample(range(total), most))
+
+
+@contextlib.contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise :class:`Interrupt` from a signal handler after some seconds, if the block still runs. Main thread only."""
+    assert threading.current_thread() is threading.main_thread()
+
+    def ring(*_: object) -> None:
+        if armed:
+            raise Interrupt
+
+    armed = True
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

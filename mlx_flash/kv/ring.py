@@ -117,7 +117,7 @@ class SlotRing:
 
     def _assign(self, slot: Slot, disk: DiskRows, tokens: int) -> None:
         """Empty a slot for a layer of so many tokens."""
-        most, least = self._options.slot_tokens(tokens), round_up(tokens, self._options.step)
+        most, least = self._options.slot_tokens(tokens), round_up(max(tokens, 1), self._options.step)
         # Lazily committed large pages would be committed for the room behind each head too.
         has_room = not commits_lazily() or disk.layout.slot_bytes(least) < LARGE_SLOT_BYTES
         if len(self.slots) == 1:  # memory is short

@@ -1,9 +1,13 @@
 """Run mlx-lm models larger than memory, bit for bit."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False
+"""That of ``typing``, which takes longer to import than this module."""
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from mlx_flash.batching import batch_generate
     from mlx_flash.config import FlashConfig, parse_budget
     from mlx_flash.engine.manager import FlashManager
@@ -80,8 +84,8 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Imports what is asked for when it is: the monitor and the like need no MLX."""
+def __getattr__(name: str) -> "Any":
+    """Import a public name at its first use: the monitor and the like need no MLX."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = next((module for module, names in _HOMES.items() if name in names), "mlx_flash.errors")

@@ -1,146 +1,37 @@
 """The command line, ``mlx-flash COMMAND``.
 
-Results go to stdout, everything else to stderr.
+This module imports next to nothing, so that Ctrl-C ends the program without a traceback while everything else is
+imported.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import logging
-import os
-import signal
 import sys
-import threading
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
-from typing import TextIO
 
-from mlx_flash.commands.arguments import EXIT_USAGE, LOG, make_parser, parse_arguments
-from mlx_flash.commands.completion import REQUEST_VARIABLE, complete, completion
-from mlx_flash.errors import FlashError
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 1, 130, 141, 143
-"""The last three are what a shell reports for programs that the signals end."""
-
-TRACEBACK_VARIABLE = "MLX_FLASH_TRACEBACK"
+EXIT_INTERRUPTED = 130
+"""The exit status that a shell reports for programs that SIGINT ends."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: the arguments; None takes those of the process.
+        argv: the arguments; None takes those of the process, which ends after this call.
 
     Returns:
         The exit status.
     """
-    if REQUEST_VARIABLE in os.environ:
-        complete()
-    args = parse_arguments(list(sys.argv[1:] if argv is None else argv))
-    if args.command is None:
-        make_parser()[0].print_help(sys.stderr)
-        return EXIT_USAGE
-    out = sys.stdout
-    _set_loudness(args)
     try:
-        with _ended_by_sigterm(), contextlib.redirect_stdout(sys.stderr):  # libraries print warnings
-            return _load_command(args.command)(args, out)
-    except _TerminatedError:
-        print("mlx-flash: terminated", file=sys.stderr)
-        return EXIT_TERMINATED
+        from mlx_flash.commands.dispatch import end_silently, run_command
+
+        status = run_command(sys.argv[1:] if argv is None else argv)
+        if argv is None:
+            end_silently()
     except KeyboardInterrupt:
-        print("mlx-flash: interrupted", file=sys.stderr)
+        sys.stderr.write("mlx-flash: interrupted\n")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # for the flush when Python ends
-        return EXIT_BROKEN_PIPE
-    except Exception as error:  # noqa: BLE001 the last line of defence: every error is printed
-        return _report(error, args.traceback or bool(os.environ.get(TRACEBACK_VARIABLE)))
-
-
-def _load_command(name: str) -> Callable[[argparse.Namespace, TextIO], int]:
-    """Import a command. Most of them import MLX, which takes seconds; ``ps``, ``stop`` and ``completion`` do not."""
-    if name in ("ps", "stop"):
-        from mlx_flash.commands.engines import ps, stop
-
-        return {"ps": ps, "stop": stop}[name]
-    return completion if name == "completion" else _load_commands_of_models()[name]
-
-
-def _load_commands_of_models() -> dict[str, Callable[[argparse.Namespace, TextIO], int]]:
-    from mlx_flash.commands.bench import bench
-    from mlx_flash.commands.cache import cache
-    from mlx_flash.commands.doctor import doctor
-    from mlx_flash.commands.generate import generate
-    from mlx_flash.commands.mlx_lm import chat, execute, serve
-    from mlx_flash.commands.models import list_
-    from mlx_flash.commands.pack import pack
-    from mlx_flash.commands.plan import plan
-    from mlx_flash.commands.run import run
-    from mlx_flash.commands.verify import verify
-
-    return {
-        "generate": generate,
-        "run": run,
-        "chat": chat,
-        "serve": serve,
-        "plan": plan,
-        "bench": bench,
-        "verify": verify,
-        "doctor": doctor,
-        "list": list_,
-        "exec": execute,
-        "pack": pack,
-        "cache": cache,
-    }
-
-
-def _set_loudness(args: argparse.Namespace) -> None:
-    """Choose what the logger of mlx-flash prints. Programs of mlx-lm set up logging themselves."""
-    log = logging.getLogger("mlx_flash")
-    if args.quiet:
-        args.verbose = False
-        log.setLevel(logging.ERROR)
-    elif args.verbose == LOG:
-        log.addHandler(logging.StreamHandler())
-        log.setLevel(logging.INFO)
-
-
-class _TerminatedError(KeyboardInterrupt):
-    """SIGTERM came."""
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let the first SIGTERM end the command as Ctrl-C does, so that files are closed and removed."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise _TerminatedError
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _report(error: Exception, with_traceback: bool) -> int:
-    if with_traceback:
-        traceback.print_exception(error)
-    print(f"mlx-flash: error: {_one_line(error)}", file=sys.stderr)
-    return EXIT_ERROR
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.strerror}: {error.filename}"
-    text = " ".join(str(error).split())
-    if isinstance(error, FlashError | ValueError | OSError):
-        return text
-    return f"{type(error).__name__}: {text}. Hint: --traceback or {TRACEBACK_VARIABLE}=1 shows its origin."
+    return status

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file, save_file
 
 import children
 from mlx_flash import __version__, cli
-from mlx_flash.commands import cache
+from mlx_flash.commands import cache, dispatch
 from mlx_flash.commands.arguments import COMMANDS, parse_arguments
 from mlx_flash.commands.render import render_plan
 from mlx_flash.config import GB, FlashConfig
@@ -440,7 +440,7 @@ def test_errors_are_one_line(
     text = capsys.readouterr().err
     assert words in text and text.count("\n") == 1
     if status == 1:
-        monkeypatch.setenv(cli.TRACEBACK_VARIABLE, "1")
+        monkeypatch.setenv(dispatch.TRACEBACK_VARIABLE, "1")
         cli.main(["plan", "--model", str(ROOT)])
         assert "Traceback" in capsys.readouterr().err
 

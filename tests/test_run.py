@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
-import pty
-import select
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_flash import FlashConfig, FlashLLM, cli
-from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
+from mlx_flash.commands.interrupt import AnswerStoppedError
 from mlx_flash.commands.run import loaded, opening, server_flags
 from mlx_flash.config import GB
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.modelfile.conversation import Conversation, cut_at, first_messages, sampling
 from mlx_flash.modelfile.parse import Modelfile, parse_modelfile
 from models import GEMMA3, MAMBA2, make_random_model, save
+from terminals import Shell
 
 ROOT = Path(__file__).parents[1]
 SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
@@ -159,27 +153,6 @@ def test_server_flags_say_what_they_can_and_stderr_the_rest(
     assert "PARAMETER seed" in told and "PARAMETER num_predict" in told
 
 
-@pytest.fixture
-def _handled_sigint() -> Iterator[None]:
-    """Ctrl-C as in a terminal, also where pytest runs in the background and ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_handled_sigint")
-def test_the_first_ctrl_c_sets_a_flag_and_the_second_ends_the_program() -> None:
-    with Interrupts() as interrupts:
-        interrupts.check(0, 10)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupts.stopped
-        with pytest.raises(AnswerStoppedError):
-            interrupts.check(5, 10)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_a_stopped_answer_stays_in_the_conversation_and_a_stopped_prompt_does_not(model_dir: Path) -> None:
     described = modelfile(model_dir, "PARAMETER num_predict 12")
     config = FlashConfig.resolve(modelfile=described.flash, environment={})
@@ -202,41 +175,23 @@ def test_a_stopped_answer_stays_in_the_conversation_and_a_stopped_prompt_does_no
         assert conversation.messages == []
 
 
-class Shell:
-    """A command in a pseudo-terminal."""
-
-    def __init__(self, *command: object) -> None:
-        self.master, slave = pty.openpty()
-        words = [sys.executable, "-m", "mlx_flash", *map(str, command)]
-        start = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-        self.process = subprocess.Popen(words, stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, preexec_fn=start)
-        os.close(slave)
-        self.text = ""
-
-    def wait_for(self, words: str, seconds: float = 100) -> None:
-        """Read until words come that were not seen yet, and forget what came before them."""
-        end = time.monotonic() + seconds
-        while words not in self.text:
-            assert time.monotonic() < end, self.text
-            if select.select([self.master], [], [], 0.5)[0]:
-                self.text += os.read(self.master, 10_000).decode(errors="replace")
-        self.text = self.text[self.text.index(words) + len(words) :]
-
-    def wait_for_more(self, seconds: float = 100) -> None:
-        """Read until some text comes, such as the begin of an answer."""
-        end = time.monotonic() + seconds
-        while not self.text.strip():
-            assert time.monotonic() < end
-            if select.select([self.master], [], [], 0.5)[0]:
-                self.text += os.read(self.master, 10_000).decode(errors="replace")
-
-    def type(self, text: str) -> None:
-        os.write(self.master, text.encode())
-
-    def end(self) -> int:
-        status = self.process.wait(60)
-        os.close(self.master)
-        return status
+def test_a_stopped_answer_begins_no_further_pass(model_dir: Path) -> None:
+    """Not even to complete a text that may become a stop text, which is held back."""
+    described = modelfile(model_dir, "PARAMETER num_predict 12")
+    config = FlashConfig.resolve(modelfile=described.flash, environment={})
+    with loaded(described, config) as (model, tokenizer):
+        (answer,) = ["".join(Conversation(model, tokenizer, described).answer("Hello"))]
+        held = replace(described, stop=(answer[:3] + "never",))
+        passes: list[int] = []
+        conversation = Conversation(model, tokenizer, held)
+        text = "".join(
+            conversation.answer(
+                "Hello",
+                on_response=lambda response: passes.append(model.counters.num_passes),
+                is_stopped=lambda: len(passes) == 1,
+            )
+        )
+        assert len(passes) == 1 and answer.startswith(text)
 
 
 MLX_LM_PROMPT = "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
@@ -247,7 +202,7 @@ MLX_LM_PROMPT = "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
     [(["run", "--max-tokens", "-1"], ">>> "), (["chat", "--max-tokens", "100000", "--model"], MLX_LM_PROMPT)],
 )
 def test_ctrl_c_stops_an_answer_and_slash_commands_work(model_dir: Path, command: list[str], prompt: str) -> None:
-    shell = Shell(*command, model_dir)
+    shell = Shell("-m", "mlx_flash", *command, model_dir)
     shell.wait_for(prompt)
     shell.type("/?\n")
     shell.wait_for("/clear forget the conversation")
@@ -255,8 +210,8 @@ def test_ctrl_c_stops_an_answer_and_slash_commands_work(model_dir: Path, command
     shell.type("Hello\n")
     shell.wait_for("Hello")
     shell.wait_for_more()
-    shell.process.send_signal(signal.SIGINT)
-    shell.wait_for("stopping; Ctrl-C again ends the program")
+    shell.interrupt()
+    shell.wait_for("Ctrl-C again ends the program")
     shell.wait_for(prompt)
     shell.type("/clear\n")
     shell.wait_for(prompt)

@@ -16,7 +16,7 @@ from huggingface_hub import scan_cache_dir
 
 import children
 from mlx_flash import cli, telemetry
-from mlx_flash.commands import models
+from mlx_flash.commands import dispatch, models
 from mlx_flash.commands.arguments import COMMANDS
 from mlx_flash.commands.engines import choose, running
 from mlx_flash.config import FlashConfig, parse_budget
@@ -118,7 +118,7 @@ def test_ps_shows_an_engine_and_stop_ends_it(folder: Path, private: Path, capsys
         assert cli.main(["stop", str(process.pid)]) == 0
         assert f"stopped process {process.pid} (" in capsys.readouterr().out
         process.join(20)
-        assert process.exitcode == cli.EXIT_TERMINATED and not running()
+        assert process.exitcode == dispatch.EXIT_TERMINATED and not running()
         assert b"Peak memory" in files[2].read_bytes() and b"terminated" in files[2].read_bytes()
     finally:
         process.kill()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 import threading
 from types import FrameType
 from typing import Any
+
+_WORDS = "\n(stopping after the pass under way; Ctrl-C again ends the program)\n"
+_STDERR = 2
 
 
 class AnswerStoppedError(Exception):
@@ -16,7 +19,8 @@ class AnswerStoppedError(Exception):
 class Interrupts:
     """A context in which the first Ctrl-C only sets a flag, so that no forward pass breaks off halfway.
 
-    A process that ignores SIGINT, as background jobs do, goes on ignoring it.
+    Python calls a handler once for all signals that come during one operation of MLX. So signals are counted in a pipe
+    that they are written to as they come. A process that ignores SIGINT, as background jobs do, goes on ignoring it.
 
     Attributes:
         stopped: the user pressed Ctrl-C.
@@ -24,17 +28,28 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.stopped = False
+        self._count = 0
         self._old: Any = None
+        self._old_fd = -1
+        self._pipe: tuple[int, int] | None = None
 
     def __enter__(self) -> Interrupts:
         is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         if threading.current_thread() is threading.main_thread() and not is_ignored:
+            self._pipe = os.pipe()
+            for fd in self._pipe:
+                os.set_blocking(fd, False)
+            self._old_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             self._old = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._old is not None:
+        if self._pipe is not None:
             signal.signal(signal.SIGINT, self._old)
+            signal.set_wakeup_fd(self._old_fd)
+            for fd in self._pipe:
+                os.close(fd)
+            self._pipe = None
 
     def check(self, done: int, total: int) -> None:
         """End the prompt's computation after Ctrl-C. A ``prompt_progress_callback`` of mlx-lm.
@@ -46,7 +61,17 @@ class Interrupts:
             raise AnswerStoppedError
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.stopped:
+        self._count += self._num_written()
+        if self.stopped or self._count > 1:
             raise KeyboardInterrupt
         self.stopped = True
-        print("\n(stopping; Ctrl-C again ends the program)", file=sys.stderr, flush=True)
+        os.write(_STDERR, _WORDS.encode())  # not print(), which fails in a handler that interrupts a print()
+
+    def _num_written(self) -> int:
+        """Return how often SIGINT came since the last look."""
+        if self._pipe is None:
+            return 0
+        try:
+            return os.read(self._pipe[0], 4096).count(signal.SIGINT)
+        except BlockingIOError:
+            return 0

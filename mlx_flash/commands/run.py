@@ -84,12 +84,12 @@ def _answer(
 ) -> None:
     """Print the answer to a message until it ends or the user presses Ctrl-C."""
     recorder = Recorder(model, 0, load_seconds)
-    with Interrupts() as interrupts, closing(conversation.answer(text, interrupts.check, recorder.add)) as pieces:
+    with Interrupts() as interrupts:
+        pieces = conversation.answer(text, interrupts.check, recorder.add, lambda: interrupts.stopped)
         try:
-            for piece in pieces:
-                print(piece, end="", file=out, flush=True)
-                if interrupts.stopped:
-                    break
+            with closing(pieces):
+                for piece in pieces:
+                    print(piece, end="", file=out, flush=True)
         except AnswerStoppedError:
             pass  # stopped before the first token
     print(file=out, flush=True)

@@ -18,6 +18,7 @@ from mlx_flash.modelfile.parse import Modelfile, Parameters
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 Progress = Callable[[int, int], None]
 Listener = Callable[[Any], None]
+Question = Callable[[], bool]
 
 DEFAULT_MAX_TOKENS = 512
 DEFAULT_REPEAT_LAST_N = 64
@@ -59,7 +60,11 @@ class Conversation:
         self.messages = first_messages(self._modelfile)
 
     def answer(
-        self, text: str, on_progress: Progress | None = None, on_response: Listener | None = None
+        self,
+        text: str,
+        on_progress: Progress | None = None,
+        on_response: Listener | None = None,
+        is_stopped: Question = lambda: False,
     ) -> Generator[str, None, None]:
         """Yield the model's answer to a message, piece by piece.
 
@@ -69,6 +74,7 @@ class Conversation:
             text: the user's message.
             on_progress: called with the prompt tokens done and to do. What it raises ends the answer.
             on_response: called with each response of ``mlx_lm.stream_generate``.
+            is_stopped: asked after each token; True ends the answer, and no further pass begins.
 
         Raises:
             ConfigError: the conversation has no tokens.
@@ -79,7 +85,7 @@ class Conversation:
             prompt = self._encode()
             rest = self._trim(prompt)
             self.num_new_tokens = len(rest)
-            for piece in cut_at(self._generate(prompt, rest, on_progress, on_response), self._stop):
+            for piece in cut_at(self._generate(prompt, rest, on_progress, on_response, is_stopped), self._stop):
                 said += piece
                 yield piece
             self.messages.append({"role": "assistant", "content": said})
@@ -111,7 +117,12 @@ class Conversation:
         return prompt[common:]
 
     def _generate(
-        self, prompt: list[int], rest: list[int], on_progress: Progress | None, on_response: Listener | None
+        self,
+        prompt: list[int],
+        rest: list[int],
+        on_progress: Progress | None,
+        on_response: Listener | None,
+        is_stopped: Question,
     ) -> Iterator[str]:
         parameters = self._parameters
         if parameters.seed is not None:
@@ -138,6 +149,8 @@ class Conversation:
                 if on_response is not None:
                     on_response(response)
                 yield response.text
+                if is_stopped():
+                    break
         finally:
             responses.close()
             self._agree_with_cache()

@@ -1,0 +1,214 @@
+"""One command: its arguments, its import, its signals, its errors and its exit status.
+
+Results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NoReturn, TextIO
+
+from mlx_flash.commands.arguments import EXIT_USAGE, LOG, make_parser, parse_arguments
+from mlx_flash.commands.completion import REQUEST_VARIABLE, complete, completion
+from mlx_flash.errors import FlashError
+
+EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 1, 130, 141, 143
+"""The last three are what a shell reports for programs that the signals end."""
+
+TRACEBACK_VARIABLE = "MLX_FLASH_TRACEBACK"
+
+_REPEAT_SECONDS = 0.01
+
+Run = Callable[[argparse.Namespace, TextIO], int]
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Run the command of the arguments. Return the exit status."""
+    if REQUEST_VARIABLE in os.environ:
+        complete()
+    args = parse_arguments(list(argv))
+    if args.command is None:
+        make_parser()[0].print_help(sys.stderr)
+        return EXIT_USAGE
+    out = sys.stdout
+    _set_loudness(args)
+    try:
+        with _ended_by_sigterm(), _interrupts_repeated(), contextlib.redirect_stdout(sys.stderr):  # libraries print
+            with _ended_at_once():
+                run = _load_command(args.command)
+            return run(args, out)
+    except _TerminatedError:
+        print("mlx-flash: terminated", file=sys.stderr)
+        return EXIT_TERMINATED
+    except KeyboardInterrupt:
+        print("mlx-flash: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # for the flush when Python ends
+        return EXIT_BROKEN_PIPE
+    except Exception as error:  # noqa: BLE001 the last line of defence: every error is printed
+        return _report(error, args.traceback or bool(os.environ.get(TRACEBACK_VARIABLE)))
+
+
+def end_silently() -> None:
+    """Let a later Ctrl-C end the process without a traceback, while Python ends it."""
+    if _handles_signals():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _load_command(name: str) -> Run:
+    """Import a command. Most of them import MLX, which takes seconds; ``ps``, ``stop`` and ``completion`` do not."""
+    if name in ("ps", "stop"):
+        from mlx_flash.commands.engines import ps, stop
+
+        return {"ps": ps, "stop": stop}[name]
+    return completion if name == "completion" else _load_commands_of_models()[name]
+
+
+def _load_commands_of_models() -> dict[str, Run]:
+    from mlx_flash.commands.bench import bench
+    from mlx_flash.commands.cache import cache
+    from mlx_flash.commands.doctor import doctor
+    from mlx_flash.commands.generate import generate
+    from mlx_flash.commands.mlx_lm import chat, execute, serve
+    from mlx_flash.commands.models import list_
+    from mlx_flash.commands.pack import pack
+    from mlx_flash.commands.plan import plan
+    from mlx_flash.commands.run import run
+    from mlx_flash.commands.verify import verify
+
+    return {
+        "generate": generate,
+        "run": run,
+        "chat": chat,
+        "serve": serve,
+        "plan": plan,
+        "bench": bench,
+        "verify": verify,
+        "doctor": doctor,
+        "list": list_,
+        "exec": execute,
+        "pack": pack,
+        "cache": cache,
+    }
+
+
+def _set_loudness(args: argparse.Namespace) -> None:
+    """Choose what the logger of mlx-flash prints. Programs of mlx-lm set up logging themselves."""
+    log = logging.getLogger("mlx_flash")
+    if args.quiet:
+        args.verbose = False
+        log.setLevel(logging.ERROR)
+    elif args.verbose == LOG:
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
+
+
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+def _handles_signals() -> bool:
+    """Return False in other threads, and where SIGINT has a handler of its own or is ignored, as in background jobs."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise _TerminatedError
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let the first SIGTERM end the command as Ctrl-C does, so that files are closed and removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _ended_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process during imports, where C code may turn an exception into another one or drop it."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        os.write(2, b"mlx-flash: interrupted\n")
+        os._exit(EXIT_INTERRUPTED)
+
+    if not _handles_signals():
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def _interrupts_repeated() -> Iterator[None]:
+    """Repeat an interrupt that Python dropped because it came in a finalizer or in a callback of a weak reference."""
+    report = sys.unraisablehook
+
+    def repeat(found: sys.UnraisableHookArgs) -> None:
+        if isinstance(found.exc_value, _TerminatedError):
+            _repeat(signal.SIGTERM, _interrupt)
+        elif isinstance(found.exc_value, KeyboardInterrupt):
+            _repeat(signal.SIGINT, signal.getsignal(signal.SIGINT))
+        else:
+            report(found)
+
+    sys.unraisablehook = repeat
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
+
+
+def _repeat(number: int, handler: Any) -> None:
+    """Send a signal to the main thread until its handler runs. One that comes just before a wait would not end it."""
+    seen = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        seen.set()
+        signal.signal(number, handler)
+        handler(number, frame)
+
+    def send() -> None:
+        while not seen.wait(_REPEAT_SECONDS):
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+            if signal.getsignal(number) is not handle:
+                return  # another handler took its place, and got the signal
+
+    signal.signal(number, handle)
+    threading.Thread(target=send, daemon=True).start()
+
+
+def _report(error: Exception, with_traceback: bool) -> int:
+    if with_traceback:
+        traceback.print_exception(error)
+    print(f"mlx-flash: error: {_one_line(error)}", file=sys.stderr)
+    return EXIT_ERROR
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename}"
+    text = " ".join(str(error).split())
+    if isinstance(error, FlashError | ValueError | OSError):
+        return text
+    return f"{type(error).__name__}: {text}. Hint: --traceback or {TRACEBACK_VARIABLE}=1 shows its origin."

@@ -189,6 +189,13 @@ def test_verbose_false_writes_text_alone(model: Path) -> None:
     assert done.stderr == b"" and done.stdout.endswith(b"\n")
 
 
+def test_verbose_false_still_says_that_a_smaller_step_changes_last_bits(model: Path) -> None:
+    command = ["generate", "--model", model, "-m", 2, "--prefill-step-size", 4, "--verbose", "False"]
+    told = run(*command).stderr
+    assert told.count(b"\n") == 1 and b"output is mlx-lm's own for --prefill-step-size 4" in told
+    assert run(*command, "--quiet").stderr == b""
+
+
 def test_prompt_from_stdin(model: Path) -> None:
     command = ["generate", "--model", model, "-m", 3]
     piped = run_json(*command, "--prompt", "-", stdin="good morning")
@@ -315,6 +322,11 @@ def test_model_that_is_not_there(tmp_path: Path) -> None:
     assert f"no directory '{tmp_path}/none'" in error_of("generate", "--model", tmp_path / "none")
     assert f"{tmp_path}/config.json" in error_of("generate", "--model", tmp_path)
     assert str(tmp_path) in error_of("plan", "--model", tmp_path)
+    for command in (["generate", "--model"], ["run"]):
+        line = error_of(*command, "llama3.2:3b")
+        assert "'llama3.2:3b' is a name of Ollama" in line and "look for llama3.2 in MLX's format" in line
+    line = error_of("generate", "--model", "no/such")
+    assert "HF_HUB_OFFLINE" in line and len(line) < 300
     (tmp_path / "config.json").write_text("{")
     assert "config.json is not JSON" in error_of("generate", "--model", tmp_path)
 

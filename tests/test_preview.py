@@ -122,7 +122,7 @@ def test_plan_is_that_of_the_downloaded_model(folder: Path) -> None:
 def test_missing_repository_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (folder / "model-00001-of-00002.safetensors").unlink()
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"no header")
-    with pytest.raises(CheckpointNotFoundError, match="headers cannot be had"), preview(name):
+    with pytest.raises(CheckpointNotFoundError, match="Hugging Face has no such model here"), preview(name):
         pass
 
 

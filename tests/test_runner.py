@@ -16,7 +16,7 @@ from huggingface_hub import scan_cache_dir
 
 import children
 from mlx_flash import cli, telemetry
-from mlx_flash.commands import dispatch, models
+from mlx_flash.commands import dispatch, engines, models
 from mlx_flash.commands.arguments import COMMANDS
 from mlx_flash.commands.engines import choose, running
 from mlx_flash.config import FlashConfig, parse_budget
@@ -105,11 +105,11 @@ def test_ps_shows_an_engine_and_stop_ends_it(folder: Path, private: Path, capsys
     process = children.start("-m", "mlx_flash", *words, files=files, env={"MLX_FLASH_SPECULATION": "false"})
     try:
         deadline = time.monotonic() + 60
-        engines: list[Any] = []
-        while not any(engine["tokens"] > 2 for engine in engines) and time.monotonic() < deadline:
+        found: list[Any] = []
+        while not any(engine["tokens"] > 2 for engine in found) and time.monotonic() < deadline:
             time.sleep(0.05)
-            engines = answer(capsys, "ps")["engines"]
-        (engine,) = engines
+            found = answer(capsys, "ps")["engines"]
+        (engine,) = found
         assert engine["pid"] == process.pid and engine["state"] == "running"
         assert 0 < engine["footprint_bytes"] <= engine["budget_bytes"] == 300_000_000
         assert engine["tokens_per_second"] > 0
@@ -125,17 +125,59 @@ def test_ps_shows_an_engine_and_stop_ends_it(folder: Path, private: Path, capsys
         process.join()
 
 
-def test_stop_names_its_process() -> None:
-    def published(pid: int, name: str, number: int = 0) -> telemetry.Published:
-        return telemetry.Published(Path(), pid, number, 0.0, 1, 0.0, 0.0, {"model": {"name": name}})
+def published(pid: int, name: str, number: int = 0) -> telemetry.Published:
+    return telemetry.Published(Path(), pid, number, 0.0, 1, 0.0, 0.0, {"model": {"name": name}})
 
-    engines = [published(5, "a"), published(6, "a"), published(7, "b"), published(7, "draft", 1)]
-    assert [choose(word, engines).pid for word in ("5", "6", "b", "draft")] == [5, 6, 7, 7]
-    for word, count in {"a": 2, "c": 0, "": 0}.items():
-        with pytest.raises(ConfigError, match=f"{count} running engines match. Running: 5 .a., 6 .a., 7"):
-            choose(word, engines)
+
+def test_stop_names_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = {5: "mlx-flash run", 6: "mlx-flash serve", 7: "mlx-flash serve", 8: "chat.py"}
+    monkeypatch.setattr(engines, "program_of", programs.__getitem__)
+    shown = [published(5, "a"), published(6, "a"), published(7, "b"), published(7, "draft", 1), published(8, "c")]
+    assert [choose(word, shown).pid for word in ("5", "6", "b", "draft", "8")] == [5, 6, 7, 7, 8]
+    for word, count in {"a": 2, "d": 0, "": 0}.items():
+        with pytest.raises(
+            ConfigError, match=rf"{count} running engines match.*: 5 \(a, mlx-flash run\), 6 .a.*8 .c, chat"
+        ):
+            choose(word, shown)
+    with pytest.raises(ConfigError, match=r"process 8 of user .*program is chat.py. Hint: `mlx-flash stop 8` ends"):
+        choose("c", shown)
     with pytest.raises(SystemExit):
         cli.main(["stop"])  # nothing is stopped that was not named
+
+
+def test_programs_have_names() -> None:
+    with subprocess.Popen([sys.executable, "-X", "dev", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert engines.program_of(process.pid).startswith("python")
+        process.communicate(b"\n")
+    assert engines.program_of(process.pid) == "?"
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert engines.program_of(process.pid) == "sleep"
+        process.kill()
+
+
+@pytest.mark.parametrize("columns", [100, 80, 72, 59, 40])
+def test_ps_fits_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {
+        "model": {"name": "Qwen2.5-Coder-1.5B-Instruct-4bit-with-a-long-name"},
+        "memory": {"footprint": 123_456_789_012},
+        "budget": {"bytes": 123_456_789_012},
+        "passes": {"num_tokens_out": 1_234_567},
+    }
+    one = telemetry.Published(Path(), os.getpid(), 0, time.time() - 100_000, 1, time.time(), 0.0, state)
+    programs = iter(["LM Studio Helper", "mlx-flash serve"])
+    monkeypatch.setattr(engines, "program_of", lambda pid: next(programs))
+    monkeypatch.setattr(engines, "find", lambda: [one, one])
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert cli.main(["ps"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= columns or columns < 60
+    assert text.index("mlx-flash") < text.index("LM") and "user" in text
+    if columns < 60:
+        assert f"process  {os.getpid()}\n" in text and "memory   123.5 GB\n" in text
+    else:
+        assert str(os.getpid()) in text and text.count("123.5 GB") == 4
 
 
 def complete(tmp_path: Path, line: str, **env: str) -> list[str]:

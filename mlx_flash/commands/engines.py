@@ -1,42 +1,49 @@
-"""``mlx-flash ps`` and ``stop``: the running engines of this user. Needs no MLX."""
+"""``mlx-flash ps`` and ``stop``: the running engines of this user, in whichever program. Needs no MLX."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import pwd
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
+import psutil
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from mlx_flash.commands.common import print_json, print_rich
 from mlx_flash.errors import ConfigError
 from mlx_flash.monitor.history import History
-from mlx_flash.monitor.state import model_name, number
+from mlx_flash.monitor.state import model_name, number, printable
 from mlx_flash.monitor.words import duration, rate, size
 from mlx_flash.telemetry import Json, Published, find
 
+OWN_PROGRAM = "mlx-flash"
+
 _LOOK_SECONDS = 0.1
+_NARROW = 72
+"""Columns below which ``ps`` shows one field a line."""
+
+_FIELDS = ("process", "program", "model", "state", "memory", "budget", "tokens", "tok/s", "for")
+_LEFT = ("program", "model", "state")
 
 
 def ps(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash ps``."""
-    engines = running()
+    """Run ``mlx-flash ps``. Engines of mlx-flash's own commands come first."""
+    entries = sorted(map(_to_json, running()), key=lambda entry: not _is_own(entry["program"]))
     if args.json:
-        print_json({"engines": [_to_json(engine) for engine in engines]}, out)
-        return 0
-    if not engines:
-        print("no engine is running", file=out)
-        return 0
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("process", "model", "state", "memory", "budget", "tokens", "tokens/s", "running for"):
-        table.add_column(heading, justify="left" if heading in ("model", "state") else "right")
-    for engine in engines:
-        table.add_row(*_cells(_to_json(engine)))
-    print_rich(table, out)
+        print_json({"engines": entries}, out)
+    elif not entries:
+        print(f"no engine of user {_user()} is running", file=out)
+    elif Console(file=out).width < _NARROW:
+        _print_fields(entries, out)
+    else:
+        _print_table(entries, out)
     return 0
 
 
@@ -47,18 +54,18 @@ def stop(args: argparse.Namespace, out: TextIO) -> int:
         ConfigError: not exactly one running process is meant, or it does not end in time.
     """
     engine = choose(args.engine, running())
-    name = f"process {engine.pid} ({model_name(engine.state)})"
+    name = _describe(engine)
     os.kill(engine.pid, signal.SIGTERM)
     deadline = time.monotonic() + args.timeout
     while engine.pid in (left.pid for left in running()):
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"{name} has not ended {duration(args.timeout)} after SIGTERM. Hint: it ends after the pass under way; "
-                f"`kill -9 {engine.pid}` ends it at once."
+                f"process {name} has not ended {duration(args.timeout)} after SIGTERM. Hint: it ends after the pass "
+                f"under way; `kill -9 {engine.pid}` ends it at once."
             )
         time.sleep(_LOOK_SECONDS)
     if not args.quiet:
-        print(f"stopped {name}", file=out)
+        print(f"stopped process {name}", file=out)
     return 0
 
 
@@ -68,22 +75,69 @@ def running() -> list[Published]:
 
 
 def choose(wanted: str, engines: Sequence[Published]) -> Published:
-    """Return the engine of a process or model. Nothing is chosen for the user, who may have other engines running.
+    """Return the engine of a process or model. The name of a model chooses no other program than mlx-flash.
 
     Raises:
-        ConfigError: no process, or more than one, has it.
+        ConfigError: no process, or more than one, has it; or the process is another program's.
     """
     found = [engine for engine in engines if wanted in (str(engine.pid), model_name(engine.state))]
-    if len({engine.pid for engine in found}) == 1:
-        return found[0]
-    names = ", ".join(f"{engine.pid} ({model_name(engine.state)})" for engine in engines) or "none"
-    raise ConfigError(f"stop {wanted}: {len(found)} running engines match. Running: {names}. Hint: name one process.")
+    if len({engine.pid for engine in found}) != 1:
+        names = ", ".join(map(_describe, engines)) or "none"
+        raise ConfigError(
+            f"stop {wanted}: {len(found)} running engines match. Running for user {_user()}: {names}. "
+            "Hint: name one process."
+        )
+    (engine, *_) = found
+    program = program_of(engine.pid)
+    if wanted != str(engine.pid) and not _is_own(program):
+        raise ConfigError(
+            f"stop {wanted}: the model runs in process {engine.pid} of user {_user()}, whose program is {program}. "
+            f"Hint: `mlx-flash stop {engine.pid}` ends the whole program."
+        )
+    return engine
+
+
+def program_of(pid: int) -> str:
+    """Return the name of a process's program, for people: of mlx-flash with its command; of Python, the script's."""
+    try:
+        process = psutil.Process(pid)
+        words, name = process.cmdline(), process.name()
+    except psutil.Error:
+        return "?"
+    if words and Path(words[0]).name.startswith("python"):
+        words = words[1:]
+        while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
+            words = words[2 if words[0] in ("-X", "-W") else 1 :]
+        words = words[1:] if words[:1] == ["-m"] else words
+    if not words or words[0] == "-c":
+        return printable(name)
+    script = Path(words[0]).name
+    if script in ("mlx-flash", "mlx_flash", "__main__.py"):
+        return printable(" ".join([OWN_PROGRAM, *words[1:2]]))
+    return printable(script)
+
+
+def _is_own(program: str) -> bool:
+    return program.split(" ")[0] == OWN_PROGRAM
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container's user without a name
+        return str(os.getuid())
+
+
+def _describe(engine: Published) -> str:
+    return f"{engine.pid} ({model_name(engine.state)}, {program_of(engine.pid)})"
 
 
 def _to_json(engine: Published) -> Json:
     history, state = History(engine), engine.state
     return {
         "pid": engine.pid,
+        "program": program_of(engine.pid),
+        "user": _user(),
         "model": model_name(state),
         "state": "idle" if history.is_idle() else "running",
         "footprint_bytes": int(number(state, "memory", "footprint")),
@@ -97,4 +151,24 @@ def _to_json(engine: Published) -> Json:
 def _cells(entry: Json) -> list[str]:
     sizes = [size(entry[name]) for name in ("footprint_bytes", "budget_bytes")]
     speed, seconds = rate(entry["tokens_per_second"]), duration(entry["seconds"])
-    return [str(entry["pid"]), entry["model"], entry["state"], *sizes, str(entry["tokens"]), speed, seconds]
+    words = [str(entry["pid"]), entry["program"], entry["model"], entry["state"]]
+    return [*words, *sizes, str(entry["tokens"]), speed, seconds]
+
+
+def _print_table(entries: Sequence[Json], out: TextIO) -> None:
+    caption = f"engines of user {_user()}"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0), caption=caption, caption_justify="left")
+    for field in _FIELDS:
+        is_folded = field in ("program", "model", "tok/s")
+        table.add_column(field, justify="left" if field in _LEFT else "right", overflow="fold", no_wrap=not is_folded)
+    for entry in entries:
+        table.add_row(*_cells(entry))
+    print_rich(table, out)
+
+
+def _print_fields(entries: Sequence[Json], out: TextIO) -> None:
+    """Print each field of each engine on a line of its own."""
+    for entry in entries:
+        for field, cell in zip(_FIELDS, _cells(entry), strict=True):
+            print(f"{field:8} {cell}", file=out)
+        print(f"{'user':8} {entry['user']}\n", file=out)

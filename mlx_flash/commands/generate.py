@@ -19,7 +19,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import make_sampler
 from rich.progress import DownloadColumn, MofNCompleteColumn
 
-from mlx_flash.commands.common import load_tokenizer, make_config, print_json, print_rich, progress_bar
+from mlx_flash.commands.common import load_tokenizer, make_config, note, print_json, print_rich, progress_bar
 from mlx_flash.commands.render import render_generation
 from mlx_flash.commands.report import GenerationReport, Recorder, make_report
 from mlx_flash.compat.loading import makes_own_cache
@@ -260,3 +260,9 @@ def print_report(args: argparse.Namespace, report: GenerationReport, out: TextIO
         print_json(report.to_json(), out)
     elif args.verbose:
         print_rich(render_generation(report), sys.stderr)
+    elif not report.prefill_as_mlx_lm:
+        step = report.prefill_step_size
+        note(
+            f"mlx-flash: the budget has room for {step} prompt tokens at a time: output is mlx-lm's own for "
+            f"--prefill-step-size {step}"
+        )

@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
-from mlx_flash.errors import CheckpointNotFoundError
+from mlx_flash.layout.hub import not_found
 from mlx_flash.layout.load import METADATA_SUFFIXES
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES
 
@@ -41,9 +41,7 @@ def preview(repository: str) -> Iterator[Path]:
         try:
             _fetch(repository, path)
         except (OSError, ValueError, NotASafetensorsRepoError, SafetensorsParsingError) as error:
-            raise CheckpointNotFoundError(
-                f"there is no directory {repository!r}, and its headers cannot be had from Hugging Face: {error}"
-            ) from error
+            raise not_found(repository, error) from error
         yield path
 
 

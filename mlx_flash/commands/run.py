@@ -26,6 +26,7 @@ from mlx_flash.config import FlashConfig, did_you_mean
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import ConfigError
+from mlx_flash.layout.hub import is_ollama_name
 from mlx_flash.loading import load
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import Conversation, first_messages
@@ -75,8 +76,8 @@ def _described(args: argparse.Namespace) -> tuple[Modelfile, str | None]:
 
 
 def _names_model(word: str) -> bool:
-    """Return True for a folder, and for the form of a Hugging Face repository."""
-    return Path(word).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+", word) is not None
+    """Return True for a folder, and for the form of a Hugging Face repository, or of a name of Ollama."""
+    return Path(word).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+", word) is not None or is_ollama_name(word)
 
 
 def _answer(

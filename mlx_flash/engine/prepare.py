@@ -20,6 +20,7 @@ from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.manager import free_closed_models
 from mlx_flash.engine.tokenizer import reached_bytes
 from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError, ConfigError
+from mlx_flash.layout import hub
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of
 from mlx_flash.layout.identity import ModelIdentity
 from mlx_flash.layout.load import LoadedModel, iter_parameters, load_lazily
@@ -269,12 +270,12 @@ def resolve(path_or_hf_repo: str, revision: str | None = None) -> Path:
         raise CheckpointNotFoundError(
             f"there is no directory {path_or_hf_repo!r}. Hint: check the path; name one on Hugging Face NAMESPACE/NAME."
         )
+    if not path.exists():
+        hub.check_name(path_or_hf_repo)
     try:
         return loading.download(path_or_hf_repo, revision)
     except (OSError, ValueError) as error:
-        raise CheckpointNotFoundError(
-            f"there is no directory {path_or_hf_repo!r}, and it cannot be had from Hugging Face: {error}"
-        ) from error
+        raise hub.not_found(path_or_hf_repo, error) from error
 
 
 def _check_folder(path: Path) -> None:

@@ -155,7 +155,7 @@ def test_programs_have_names() -> None:
         process.kill()
 
 
-@pytest.mark.parametrize("columns", [100, 80, 72, 59, 40])
+@pytest.mark.parametrize("columns", [100, 80, 59, 40])
 def test_ps_fits_the_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

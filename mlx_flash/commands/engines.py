@@ -26,7 +26,7 @@ from mlx_flash.telemetry import Json, Published, find
 OWN_PROGRAM = "mlx-flash"
 
 _LOOK_SECONDS = 0.1
-_NARROW = 72
+_NARROW = 78
 """Columns below which ``ps`` shows one field a line."""
 
 _FIELDS = ("process", "program", "model", "state", "memory", "budget", "tokens", "tok/s", "for")

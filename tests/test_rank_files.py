@@ -31,7 +31,7 @@ OWNERS = {"llama": [2, 2, 1, 0, 0], "qwen3_moe": [1, 2, 0]}
 
 
 def save_by_layer(directory: Path, config: dict[str, object]) -> Path:
-    """Write a model with a shard for each layer, one for the rest, and an index."""
+    """Write a model with a shard for each layer, one for the rest, and the index of an earlier conversion."""
     save(directory, config, mx.float32)
     weights = mx.load(str(directory / "model.safetensors"))
     assert isinstance(weights, dict)
@@ -41,7 +41,8 @@ def save_by_layer(directory: Path, config: dict[str, object]) -> Path:
     for file in set(files.values()):
         own = {name: array for name, array in weights.items() if files[name] == file}
         mx.save_safetensors(str(directory / file), own, {"format": "mlx"})
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    stale = {"weight_map": dict.fromkeys(files, "model-00001-of-00009.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(stale))
     return directory
 
 

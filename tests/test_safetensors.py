@@ -16,17 +16,16 @@ import mlx.nn as nn
 import mlx_lm.utils
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, HeaderError, IndexFileError
+from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, HeaderError
 from mlx_flash.files import open_regular
 from mlx_flash.storage.safetensors import (
     DTYPE_SIZES,
     MAX_HEADER_BYTES,
-    MAX_METADATA_BYTES,
     Extent,
     Shard,
     TensorRecord,
@@ -130,13 +129,6 @@ def _checkpoint(directory: Path, weight_map: object = None) -> Path:
 
 def _index(directory: Path) -> Path:
     return directory / "model.safetensors.index.json"
-
-
-def _expect_index_error(directory: Path, *parts: str) -> None:
-    with pytest.raises(IndexFileError) as caught:
-        read_checkpoint(directory)
-    for part in (_index(directory).name, *parts):
-        assert part in str(caught.value)
 
 
 _GOOD_MAP = {
@@ -668,92 +660,6 @@ def test_a_bad_shard_is_named(tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
 
 
-# --- the index -------------------------------------------------------------------------
-
-
-def test_tensors_beyond_the_index_are_kept(tmp_path: Path) -> None:
-    _checkpoint(tmp_path, {"a": _GOOD_MAP["a"]})
-    assert read_checkpoint(tmp_path).tensors.keys() == set("abcd")
-
-
-def test_index_may_name_files_that_mlx_lm_does_not_load(tmp_path: Path) -> None:
-    save_file({"e": np.zeros(1)}, tmp_path / "extra.safetensors")
-    _checkpoint(tmp_path, {**_GOOD_MAP, "e": "extra.safetensors"})
-    assert read_checkpoint(tmp_path).tensors.keys() == set("abcd")
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("", "not valid UTF-8 JSON"),
-        ("[" * 200_000, "not valid UTF-8 JSON"),
-        ('{"weight_map": {"a": "x", "a": "y"}}', "duplicate key 'a'"),
-        ('{"weight_map": {}, "weight_map": {}}', "duplicate key 'weight_map'"),
-        ("[]", "must be a JSON object"),
-        ("{}", "weight_map must map"),
-        ('{"weight_map": []}', "weight_map must map"),
-        ('{"weight_map": {"a": 1}}', "weight_map must map"),
-    ],
-    ids=range(8),
-)
-def test_malformed_index(tmp_path: Path, text: str, part: str) -> None:
-    _index(_checkpoint(tmp_path)).write_text(text)
-    _expect_index_error(tmp_path, part)
-
-
-def test_index_that_is_not_utf8(tmp_path: Path) -> None:
-    _index(_checkpoint(tmp_path)).write_bytes(b'{"weight_map": {"\xff": "x"}}')
-    _expect_index_error(tmp_path, "UTF-8")
-
-
-def test_unreadable_index(tmp_path: Path) -> None:
-    _index(_checkpoint(tmp_path)).mkdir()
-    _expect_index_error(tmp_path, "cannot be read")
-
-
-@pytest.mark.parametrize(
-    "file_name", ["../model.safetensors", "/model.safetensors", "sub/model.safetensors", "sub\\m", "..", ".", ""]
-)
-def test_index_that_leaves_the_folder(tmp_path: Path, file_name: str) -> None:
-    folder = tmp_path / "folder"
-    (folder / "sub").mkdir(parents=True)
-    for place in (tmp_path, folder / "sub"):
-        _write(place / "model.safetensors", {})
-    _checkpoint(folder, {**_GOOD_MAP, "e": file_name})
-    _expect_index_error(folder, repr(file_name), "outside the folder")
-
-
-@pytest.mark.parametrize("file_name", ["model-00003.safetensors", "x" * 5000, "nul\0", "\ud800"])
-def test_index_that_names_a_missing_file(tmp_path: Path, file_name: str) -> None:
-    _checkpoint(tmp_path, {**_GOOD_MAP, "e": file_name})
-    _expect_index_error(tmp_path, repr(file_name), "not there", "download is incomplete")
-
-
-def test_index_whose_file_is_a_dangling_link(tmp_path: Path) -> None:
-    _checkpoint(tmp_path, {**_GOOD_MAP, "e": "extra.safetensors"})
-    (tmp_path / "extra.safetensors").symlink_to(tmp_path / "gone")
-    _expect_index_error(tmp_path, "'extra.safetensors'", "not there")
-
-
-@pytest.mark.parametrize("stale", [{"layer.weight": "a"}, {"a": "c"}])
-def test_an_index_older_than_its_files_is_no_fault(tmp_path: Path, stale: dict[str, str]) -> None:
-    """mlx-lm reads the headers only; a folder that was quantized again keeps its old index."""
-    _checkpoint(tmp_path, {**_GOOD_MAP, **{name: _GOOD_MAP[of] for name, of in stale.items()}})
-    assert read_checkpoint(tmp_path).tensors.keys() == set("abcd")
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(index=_JSON | st.fixed_dictionaries({"weight_map": st.dictionaries(st.sampled_from("ax"), _JSON)}))
-def test_any_json_index_is_accepted_or_refused(scratch: Path, index: object) -> None:
-    folder = scratch / "indexed"
-    folder.mkdir(exist_ok=True)
-    _index(_checkpoint(folder)).write_text(json.dumps(index))
-    try:
-        assert read_checkpoint(folder).nbytes == 12
-    except IndexFileError as error:
-        assert _index(folder).name in str(error)
-
-
 def _fifo(path: Path) -> None:
     os.mkfifo(path)
 
@@ -767,18 +673,3 @@ def test_shard_must_be_a_regular_file(tmp_path: Path, make: Callable[[Path], Non
     path = tmp_path / "model.safetensors"
     make(path)
     _expect(CheckpointError, path, "not a regular file", "Hint: download it again")
-
-
-@pytest.mark.parametrize("make", [_fifo, _endless])
-def test_index_must_be_a_regular_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    index = _index(_checkpoint(tmp_path))
-    index.unlink(missing_ok=True)
-    make(index)
-    _expect_index_error(tmp_path, "not a regular file")
-
-
-def test_index_has_a_largest_size(tmp_path: Path) -> None:
-    index = _index(_checkpoint(tmp_path))
-    index.touch()
-    os.truncate(index, MAX_METADATA_BYTES + 1)
-    _expect_index_error(tmp_path, "it has 64000001 bytes, at most 64000000 are allowed")

@@ -39,6 +39,14 @@ _load_config = require(utils, "load_config", "model_path")
 require(utils, "load_model", "model_path", "lazy", "strict", "model_config", "get_model_classes")
 
 
+def missing_parameters(error: ValueError | KeyError) -> list[str]:
+    """Return the parameters that mlx-lm found no tensors for, from its error; none if it says something else."""
+    if isinstance(error, KeyError):  # sanitize() took a tensor that is not there
+        return [name for name in error.args if isinstance(name, str)]
+    head, _, names = str(error).partition(" parameters: \n")
+    return names.removesuffix(".").split(",\n") if head.startswith("Missing ") else []
+
+
 def makes_own_cache(path: Path) -> bool:
     """Return whether a model builds its own prompt cache. mlx-lm ignores ``max_kv_size`` then."""
     return hasattr(model_classes(_load_config(path))[0], "make_cache")

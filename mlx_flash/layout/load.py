@@ -9,6 +9,7 @@ parameter: they can be read from the files at any time. Everything else was comp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
-from mlx_flash.compat.loading import LoadModel, ModelClasses, model_classes
+from mlx_flash.compat.loading import LoadModel, ModelClasses, missing_parameters, model_classes
 from mlx_flash.compat.streams import LoadingStreams
-from mlx_flash.errors import CheckpointError, CheckpointNotFoundError
+from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, IndexFileError
 from mlx_flash.files import check_regular
 from mlx_flash.layout.sources import Sources
-from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, Checkpoint, TensorRecord
+from mlx_flash.storage.index import absent_shards
+from mlx_flash.storage.safetensors import INDEX_NAME, MAX_METADATA_BYTES, Checkpoint, TensorRecord
 
 CONFIG_NAMES = {"config.json", "generation_config.json"}
 METADATA_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
@@ -81,7 +83,8 @@ def _check_files(directory: Path) -> None:
     """Check the small files of a model folder: opening a FIFO waits for ever, and reading ``/dev/zero`` has no end."""
     try:
         for path in directory.iterdir():
-            if path.suffix in METADATA_SUFFIXES and path.exists() and not path.is_dir():
+            is_read = path.suffix in METADATA_SUFFIXES and path.name != INDEX_NAME
+            if is_read and path.exists() and not path.is_dir():
                 check_regular(path, MAX_METADATA_BYTES if path.name in CONFIG_NAMES else None)
     except (FileNotFoundError, NotADirectoryError):
         return  # said by whoever needs the folder
@@ -136,7 +139,7 @@ def load_lazily(
         get_model_classes, loading: as in ``mlx_lm.utils.load_model``.
 
     Raises:
-        CheckpointError: the model is built by code of its own, beside the checkpoint.
+        CheckpointError: the model is built by code of its own, beside the checkpoint, or a parameter has no tensor.
     """
     expected = {**load_config(directory), **(model_config or {})}
     _check_code(directory, expected)
@@ -150,7 +153,7 @@ def load_lazily(
         return _recording_class(model_class, sources), args_class
 
     streams = LoadingStreams()
-    with streams.in_force():
+    with streams.in_force(), _missing_explained(directory):
         model, config = load_model(
             directory, lazy=True, model_config=model_config, get_model_classes=recording_classes, **loading
         )
@@ -159,6 +162,26 @@ def load_lazily(
     arrays = [array for _, _, _, array in iter_parameters(model, "")]
     direct = [array for array in arrays if sources.of(array)]  # what went into the others would be held for nothing
     return LoadedModel(model, config, {id(array): sources.of(array) for array in direct}, direct, streams)
+
+
+@contextmanager
+def _missing_explained(directory: Path) -> Iterator[None]:
+    """Raise an error with a hint where mlx-lm finds no tensor for a parameter."""
+    try:
+        yield
+    except (ValueError, KeyError) as error:
+        missing, shards = missing_parameters(error), absent_shards(directory)
+        if not missing or (isinstance(error, KeyError) and not shards):
+            raise
+        found = f"{directory} has no tensor for {len(missing)} of the model's parameters, such as {missing[0]!r}"
+        if not shards:
+            raise CheckpointError(
+                f"{found}. Hint: compare the folder with its repository, or download it again."
+            ) from error
+        raise IndexFileError(
+            f"{found}: the index names {', '.join(shards[:8])}{', ...' if shards[8:] else ''} ({len(shards)} files), "
+            "which are not there. Hint: the download is incomplete; start it again."
+        ) from error
 
 
 def _recording_class(model_class: type[nn.Module], sources: Sources) -> type[nn.Module]:

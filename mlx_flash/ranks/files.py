@@ -14,12 +14,12 @@ from pathlib import Path
 
 import mlx.nn as nn
 
-from mlx_flash.errors import CheckpointError, IndexFileError
-from mlx_flash.files import PrivateFolder, cache_directory, read_regular
+from mlx_flash.errors import CheckpointError
+from mlx_flash.files import PrivateFolder, cache_directory
 from mlx_flash.layout.load import iter_parameters
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.ranks.peers import Peers
-from mlx_flash.storage.safetensors import INDEX_NAME, MAX_METADATA_BYTES, Checkpoint, read_shard
+from mlx_flash.storage.safetensors import Checkpoint, read_shard
 
 _HINT = "Hint: copy it; `mlx-flash plan --model DIR --ranks N` prints the files that each rank needs."
 
@@ -162,13 +162,11 @@ def complete_folder(directory: Path, peers: Peers) -> RankFolder:
     """Return the model folder, with headers for shards that it lacks and another rank has. All ranks call it.
 
     Raises:
-        CheckpointError: no rank has a shard that the index names, or ranks have different ones of a name.
+        CheckpointError: ranks have different shards of a name.
     """
     told = [json.loads(peers.data(_tell(directory), rank)) for rank in range(peers.size)]
-    sizes = _common_sizes([each["shards"] for each in told])
-    for name in sorted({name for each in told for name in each["index"]} - sizes.keys()):
-        raise CheckpointError(f"no rank has {name}, which {directory}'s index names. {_HINT}")
-    missing = [sizes.keys() - each["shards"].keys() for each in told]
+    sizes = _common_sizes(told)
+    missing = [sizes.keys() - shards.keys() for shards in told]
     headers = {}
     for name in sorted(set().union(*missing)):
         owner = next(rank for rank, lacking in enumerate(missing) if name not in lacking)
@@ -182,18 +180,7 @@ def complete_folder(directory: Path, peers: Peers) -> RankFolder:
 
 
 def _tell(directory: Path) -> bytes:
-    sizes = {path.name: path.stat().st_size for path in directory.glob("model*.safetensors")}
-    return json.dumps({"shards": sizes, "index": _names_in_index(directory / INDEX_NAME)}).encode()
-
-
-def _names_in_index(path: Path) -> list[str]:
-    """Return the shards that an index names; none if there is no index."""
-    if not path.exists():
-        return []
-    try:
-        return sorted(set(json.loads(read_regular(path, MAX_METADATA_BYTES))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise IndexFileError(f"{path} cannot be read: {error}. Hint: download it again.") from error
+    return json.dumps({path.name: path.stat().st_size for path in directory.glob("model*.safetensors")}).encode()
 
 
 def _header_of(path: Path) -> bytes:

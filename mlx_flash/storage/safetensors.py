@@ -17,8 +17,8 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import BinaryIO, NoReturn
 
-from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, HeaderError, IndexFileError
-from mlx_flash.files import open_regular, read_regular
+from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, HeaderError
+from mlx_flash.files import open_regular
 
 # fmt: off
 DTYPE_SIZES: Mapping[str, int] = {
@@ -178,18 +178,15 @@ def read_shard(path: Path) -> Shard:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read and validate the headers of all shards of a model folder, and its index if any.
+    """Read and validate the headers of all shards of a model folder. As mlx-lm, it takes no notice of an index.
 
     Raises:
         CheckpointNotFoundError: there is no such folder, or no shard in it.
         HeaderError: a shard is truncated, or its header breaks the format.
-        IndexFileError: the index is malformed or contradicts the files.
         CheckpointError: the folder or a file in it cannot be read.
     """
     names = _list_names(directory)
     shards = tuple(read_shard(path) for path in _find_shards(directory, names))
-    if INDEX_NAME in names:
-        _check_index(directory / INDEX_NAME)
     tensors: dict[str, TensorRecord] = {}
     for shard in shards:
         tensors.update({record.name: record for record in shard.tensors})
@@ -324,27 +321,3 @@ def _find_shards(directory: Path, names: list[str]) -> list[Path]:
             "Hint: give the folder of the downloaded safetensors weights."
         )
     return paths
-
-
-def _check_index(path: Path) -> None:
-    # Which tensor is in which file is not compared: mlx-lm goes by the headers, and so do we.
-    try:
-        raw = read_regular(path, MAX_METADATA_BYTES)
-    except OSError as fault:
-        raise IndexFileError(f"{path}: cannot be read: {fault.strerror or fault}. {_AGAIN}") from fault
-    weight_map = _parse_object(raw, str(path), IndexFileError).get("weight_map")
-    files = _check_str_map(weight_map, f"{path}: weight_map", IndexFileError)
-    for file_name in dict.fromkeys(files.values()):
-        _check_index_file(path, file_name)
-
-
-def _check_index_file(index: Path, file_name: str) -> None:
-    if file_name in ("", ".", "..") or "/" in file_name or "\\" in file_name:
-        raise IndexFileError(f"{index}: weight_map names the file {file_name!r}, which is outside the folder")
-    try:
-        (index.parent / file_name).stat()
-    except (OSError, ValueError) as fault:
-        raise IndexFileError(
-            f"{index}: weight_map names the file {file_name!r}, which is not there. "
-            "Hint: the download is incomplete; start it again."
-        ) from fault

@@ -33,7 +33,7 @@ from check_ranks import REPRODUCIBLE, environments
 
 LIMIT_ROOM = 1.05
 V1, V2 = Path("/sys/fs/cgroup/blkio"), Path("/sys/fs/cgroup")
-"""Where the block-I/O controller of either version of cgroups is."""
+"""Paths of the block-I/O controller in both versions of cgroups."""
 
 SPEEDS = ("generation_tokens_per_second", "time_to_first_token_seconds")
 

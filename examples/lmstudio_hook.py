@@ -27,7 +27,7 @@ class FlashFinder(MetaPathFinder):
 
 
 def patched(execute: Any) -> Any:
-    """What runs a module's code, with the patch after it."""
+    """A loader that runs a module's code and then applies the patch."""
 
     def exec_module(module: ModuleType) -> None:
         execute(module)

@@ -35,7 +35,7 @@ SCHEMA = 1
 
 INTERVAL_SECONDS = 0.25
 HEARTBEAT_SECONDS = 1.0
-"""How often a state that does not change is written again."""
+"""Interval at which a state that does not change is written again."""
 
 SILENT_SECONDS = 5.0
 """Age of the file of an engine that stands still. A process that began at another time than its file says is another

@@ -190,7 +190,7 @@ def main() -> int:
             make = [sys.executable, str(ROOT / "scripts" / "make_random_model.py"), str(model), *SHAPE.split()]
             subprocess.run(make, check=True)
         command = [sys.executable, __file__, "--model", str(model), "--ranks-mode", args.ranks_mode]
-        # What ranks write for a model that is removed is removed with it.
+        # Files that ranks wrote for a model are removed with the model.
         cache = {"XDG_CACHE_HOME": folder} if args.model is None else {}
         found = environments(args.backend, args.ranks, Path(folder))
         started = [subprocess.Popen(command, env=env | cache) for env in found]

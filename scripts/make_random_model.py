@@ -97,7 +97,7 @@ SHAPE_DEFAULTS = {
 }
 LAYER_KEYS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 
-# Where Hugging Face's checkpoints and mlx-lm's differ. An architecture in neither table is refused, not guessed.
+# Differences between Hugging Face's checkpoints and mlx-lm's. An architecture in neither table is refused, not guessed.
 SAME_NAMES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"})
 PROJECTIONS = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
 EXPERT_NAMES: dict[str, tuple[str, str, dict[str, str]]] = {
@@ -250,7 +250,7 @@ def make_all(seed: int, tensors: Iterable[Tensor], pool: ThreadPoolExecutor) -> 
 
 
 NUM_TOPICS = 16
-# What the values of a token's embedding consist of, as shares of their variance; the rest is the token's own.
+# Parts of the variance of a token's embedding; the rest is the token's own.
 COMMON_SHARE, TOPIC_SHARE = 0.05, 0.1
 # Deviations that a router's logits get from a token's topic and from the token itself. Together they are as wide as the
 # Gumbel noise that would make drawing without replacement of them.
@@ -439,7 +439,7 @@ def find_router(stack: str, stacks: list[str], shapes: dict[str, tuple[int, ...]
     return found[0]
 
 
-# Which tensors a model has
+# Tensors of a model
 
 
 def mlx_nn() -> Any:

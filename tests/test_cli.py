@@ -595,3 +595,40 @@ def test_a_trace_of_what_is_not_routed_is_refused(model: Path, mixture: Path, tm
     line = error_of("generate", "--model", mixture, "-m", 2, *POOL, "--routing-trace", tmp_path / "no" / "trace")
     assert "No such file or directory" in line and "trace" in line
     assert not file.exists()
+
+
+WRONG_NUMBERS = [
+    ("run", "--port 70000", "70000 is not between 1 and 65535"),
+    ("run", "--port 0", "0 is not between"),
+    ("serve", "--port 70000", "70000 is not between 1 and 65535"),
+    ("serve", "--top-k -1", "-1 is not between 0"),
+    ("chat", "--temp nan", "nan is not between 0 and 1000"),
+    ("chat", "--max-tokens 0", "0 is not between 1 and 2147483647; -1 sets no limit"),
+    ("generate", "--max-tokens 99999999999999999999", "is not between"),
+    ("generate", "--temp inf", "inf is not between"),
+    ("generate", "--min-p nan", "nan is not between 0 and 1"),
+    ("generate", "--top-p 2", "2 is not between 0 and 1"),
+    ("generate", "--xtc-threshold 0.7", "0.7 is not between 0 and 0.5"),
+    ("generate", "--seed -1", "-1 is not between 0"),
+    ("generate", "--seed 18446744073709551616", "is not between 0"),
+    ("generate", "--kv-bits 7", "'7' is not one of 2, 3, 4"),
+    ("generate", "--num-draft-tokens 0", "0 is not between 1"),
+    ("generate", "--context-length 0", "context_length is 0: it must be at least 1"),
+    ("generate", "--queue-depth 1000", "between 1 and 64"),
+    ("generate", "--kv-ram-gb nan", "kv_ram_gb is nan"),
+    ("plan", "--ranks 1000000000", "is not between 1 and 4096"),
+    ("bench", "--prompt-tokens 1e9", "'1e9' is not a whole number"),
+    ("doctor", "--prompt-tokens 100000000", "is not between 1 and 10000000"),
+    ("stop", "1 --timeout nan", "nan is not between"),
+    ("stop", "1 --timeout -1", "-1 is not between 0 and 86400"),
+]
+
+
+@pytest.mark.parametrize(("command", "flags", "words"), WRONG_NUMBERS)
+def test_numbers_out_of_range_are_usage_errors(
+    command: str, flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([command, *(["--model", "x"] if command not in ("run", "stop") else []), *flags.split()])
+    told = capsys.readouterr().err
+    assert exit_.value.code == 2 and words in told and flags.split()[-2] in told

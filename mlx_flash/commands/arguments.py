@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -17,8 +16,18 @@ from typing import Any, Literal, get_args, get_origin
 
 from mlx_flash import __version__
 from mlx_flash.commands.borrowed import borrow_flags
-from mlx_flash.config import Budget, FlashConfig, did_you_mean, parse_budget, setting_kinds
-from mlx_flash.errors import ConfigError
+from mlx_flash.commands.ranges import (
+    boolean,
+    count,
+    json_object,
+    max_tokens,
+    port,
+    prompt_tokens,
+    ranks,
+    seconds,
+    setting,
+)
+from mlx_flash.config import FlashConfig, did_you_mean, setting_kinds
 
 EXIT_USAGE = 2
 
@@ -105,8 +114,8 @@ def _add_flags(parser: Parser, command: Command) -> None:
         parser.add_argument("--model", help="model directory, or Hugging Face repository")
     if isinstance(command.flags, str):
         borrow_flags(parser, command.flags, "--model")
-    for setting in BASICS if command.streams else ():
-        _add_setting(parser, setting, help_texts.get(setting, ""))
+    for name in BASICS if command.streams else ():
+        _add_setting(parser, name, help_texts.get(name, ""))
     if isinstance(command.flags, str):
         borrow_flags(parser, command.flags)
     elif callable(command.flags):
@@ -119,9 +128,9 @@ def _add_flags(parser: Parser, command: Command) -> None:
     _add_loudness(parser, has_log=not isinstance(command.flags, str))
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     tuning = parser.add_argument_group("tuning")
-    for setting in SETTINGS if command.streams else ():
-        if setting not in BASICS:
-            _add_setting(tuning, setting, help_texts.get(setting, ""))
+    for name in SETTINGS if command.streams else ():
+        if name not in BASICS:
+            _add_setting(tuning, name, help_texts.get(name, ""))
 
 
 def _add_loudness(parser: Parser, *, has_log: bool) -> None:
@@ -152,7 +161,7 @@ def _add_setting(parser: Any, name: str, words: str) -> None:
     else:
         metavar = {int: "N", Path: "DIR", str: "NAME"}.get(kind, name.rpartition("_")[2].upper())
         options |= {"metavar": "GB" if name == "ssd_write_gb_per_day" else metavar}
-        options |= {"type": _budget if name == "ram_budget_gb" else kind if kind in (int, float) else str}
+        options |= {"type": setting(name)}
     parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
@@ -165,49 +174,14 @@ def _add_generate_flags(parser: Parser) -> None:
     words = "tokens to generate at most; -1: no limit"
     add = parser.add_argument
     add("--prompt", "-p", default="hello", metavar="TEXT", help="the prompt ('-' reads it from stdin)")
-    add("--max-tokens", "-m", type=_max_tokens, default=100, metavar="N", help=words)
+    add("--max-tokens", "-m", type=max_tokens, default=100, metavar="N", help=words)
     words = "False: text alone on stdout; without a value: print the log, too"
-    add("--verbose", type=_boolean, nargs="?", const=LOG, default=True, metavar="BOOL", help=words)
-    add("--chat-template-config", type=_json_object, default=None, metavar="JSON", help="for the chat template")
+    add("--verbose", type=boolean, nargs="?", const=LOG, default=True, metavar="BOOL", help=words)
+    add("--chat-template-config", type=json_object, default=None, metavar="JSON", help="for the chat template")
     borrow_flags(parser, "generate", parse=True, without=("--image", "--quantize-activations"))
     add("--json", action="store_true", help="write one JSON object to stdout")
     add("--resident", action="store_true", help="keep everything in memory, by mlx-lm alone, to compare with")
     add("--routing-trace", type=Path, metavar="FILE", help="record the experts of each token, for benchmarks")
-
-
-def _budget(text: str) -> Budget:
-    try:
-        return parse_budget(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _boolean(text: str) -> bool:
-    """Return False for ``false`` and ``f``, as mlx-lm does."""
-    return text.lower() not in {"false", "f"}
-
-
-def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
-    return number
-
-
-def _max_tokens(text: str) -> int:
-    number = int(text)
-    if number == 0 or number < -1:
-        raise argparse.ArgumentTypeError(f"{number} is neither a number of tokens nor -1, which sets no limit")
-    return number
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
 
 
 _JSON = _flag("--json", action="store_true", help="write one JSON object to stdout")
@@ -218,7 +192,7 @@ _ACCESS = (
 _RUN = (
     _flag("words", nargs="*", metavar="MODEL | PROMPT", help="a model to run without a Modelfile; a prompt to answer"),
     _flag("-f", "--file", metavar="MODELFILE", help="default: ./Modelfile"),
-    _flag("--max-tokens", "-m", type=_max_tokens, metavar="N", help="overrides num_predict of the Modelfile"),
+    _flag("--max-tokens", "-m", type=max_tokens, metavar="N", help="overrides num_predict of the Modelfile"),
     _flag(
         "--verbose",
         action="store_const",
@@ -228,23 +202,23 @@ _RUN = (
     ),
     _flag("--serve", action="store_true", help="serve it, as mlx-flash serve does"),
     _flag("--host", default="127.0.0.1", help="for --serve"),
-    _flag("--port", type=int, default=8080, help="for --serve"),
+    _flag("--port", type=port, default=8080, help="for --serve"),
     *_ACCESS,
 )
 _PLAN = (
     _JSON,
     _flag("--budgets", action="store_true", help="compare budgets: peak, speed, first token, longest context"),
-    _flag("--ranks", type=_count, default=1, metavar="N", help="show the layers of each of N machines like this one"),
+    _flag("--ranks", type=ranks, default=1, metavar="N", help="show the layers of each of N machines like this one"),
     _flag("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer"),
 )
 _BENCH = (
-    _flag("--prompt-tokens", type=_count, default=64, metavar="N", help="length of the prompt (default: 64)"),
-    _flag("--max-tokens", "-m", type=_count, default=16, metavar="N", help="tokens to generate (default: 16)"),
+    _flag("--prompt-tokens", type=prompt_tokens, default=64, metavar="N", help="length of the prompt (default: 64)"),
+    _flag("--max-tokens", "-m", type=count, default=16, metavar="N", help="tokens to generate (default: 16)"),
     _JSON,
 )
 _VERIFY = (
-    _flag("--prompt-tokens", type=_count, default=16, metavar="N", help="length of the prompt (default: 16)"),
-    _flag("--max-tokens", "-m", type=_count, default=4, metavar="N", help="tokens after it (default: 4)"),
+    _flag("--prompt-tokens", type=prompt_tokens, default=16, metavar="N", help="length of the prompt (default: 16)"),
+    _flag("--max-tokens", "-m", type=count, default=4, metavar="N", help="tokens after it (default: 4)"),
     _flag(
         "--reference",
         choices=("resident", "layers"),
@@ -256,8 +230,21 @@ _VERIFY = (
 )
 _DOCTOR = (
     _flag("--model", help="model directory, or Hugging Face repository: compare budgets, and measure a short run"),
-    _flag("--prompt-tokens", type=_count, default=16, metavar="N", help="prompt of the measured run (default: 16)"),
-    _flag("--max-tokens", "-m", type=_count, default=12, metavar="N", help="tokens of the measured run (default: 12)"),
+    _flag(
+        "--prompt-tokens",
+        type=prompt_tokens,
+        default=16,
+        metavar="N",
+        help="prompt of the measured run (default: 16)",
+    ),
+    _flag(
+        "--max-tokens",
+        "-m",
+        type=count,
+        default=12,
+        metavar="N",
+        help="tokens of the measured run (default: 12)",
+    ),
     _JSON,
 )
 _EXEC = (_flag("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL"),)
@@ -273,7 +260,7 @@ _LIST = (
 )
 _STOP = (
     _flag("engine", metavar="PID | MODEL", help="process or model, as ps shows it"),
-    _flag("--timeout", type=float, default=30.0, metavar="S", help="seconds to wait for its end (default: 30)"),
+    _flag("--timeout", type=seconds, default=30.0, metavar="S", help="seconds to wait for its end (default: 30)"),
 )
 _COMPLETION = (_flag("shell", choices=("bash", "zsh", "fish"), help="the shell that runs the printed code"),)
 _CACHE = (_flag("action", choices=("list", "clear"), help="clear removes everything that is not in use"), _JSON)

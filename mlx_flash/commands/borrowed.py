@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_flash.commands.ranges import OF_MLX_LM
+
 _TYPES = {"int": int, "float": float, "str": str}
 
 
@@ -24,7 +26,17 @@ class PassOn(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         given = [values] if isinstance(values, str) else list(values or ())
+        self._check(given)
         namespace.rest = [*getattr(namespace, "rest", []), option_string, *given]
+
+    def _check(self, given: Sequence[str]) -> None:
+        """Check the values of numbers."""
+        if parse := OF_MLX_LM.get(self.option_strings[0]):
+            try:
+                for text in given:
+                    parse(text)
+            except argparse.ArgumentTypeError as error:
+                raise argparse.ArgumentError(self, str(error)) from None
 
 
 def borrow_flags(
@@ -46,9 +58,13 @@ def borrow_flags(
     """
     for names, keywords in flags_of(program):
         if only in (None, *names) and names[0] not in without:
-            options = keywords if parse else _passed_on(names, keywords)
+            options = {**keywords, **_type_of(names)} if parse else _passed_on(names, keywords)
             with contextlib.suppress(argparse.ArgumentError):  # the parser has the flag
                 parser.add_argument(*names, **options)
+
+
+def _type_of(names: Sequence[str]) -> dict[str, Any]:
+    return {"type": OF_MLX_LM[names[0]]} if names[0] in OF_MLX_LM else {}
 
 
 def _passed_on(names: Sequence[str], keywords: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from mlx_flash.monitor.words import rate, size
 
 _SHARDS = "model*.safetensors"
 _PLACES = ("config.json", "*/config.json", "*/*/config.json")
-"""Where models are looked for in a folder: in itself, in its folders, and in theirs."""
+"""Patterns of models in a folder: itself, its folders, and theirs."""
 
 _NOT_PLANNED = (FlashError, OSError, ValueError, KeyError, TypeError)
 """Errors of models that mlx-lm does not know, or whose settings it does not understand."""

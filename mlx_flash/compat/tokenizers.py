@@ -27,7 +27,7 @@ _READERS = (tokenizer_utils, tokenization_utils_base)
 """Modules that parse the whole file and use none of its model."""
 
 _MODEL = re.compile(rb',\s*"model"\s*:\s*\{')
-"""Where the vocabulary begins. In a vocabulary, a number follows the word; within a string, quotes are escaped."""
+"""The beginning of the vocabulary. In a vocabulary, a number follows the word; within a string, quotes are escaped."""
 
 _KEPT = ("added_tokens", "decoder")
 _lock = threading.Lock()

@@ -86,7 +86,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_bytes())
     except (OSError, ValueError, RecursionError):
-        return {}  # interrupted, damaged, or no copy: whoever needs it writes it again
+        return {}  # interrupted, damaged, or no copy: it is written again when needed
     return manifest if isinstance(manifest, dict) else {}
 
 
@@ -115,7 +115,7 @@ def remove(copy: Copy) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove a copy, whoever uses it."""
+    """Remove a copy, even one in use."""
     with copy_errors(folder):
         (folder / MANIFEST_NAME).unlink(missing_ok=True)  # from here on it is not complete
         shutil.rmtree(folder)

@@ -148,7 +148,7 @@ class ShardPlan:
             check()
             with write_errors(failure):
                 os.fsync(file.fd)
-                drop_cached(file.fd, 0, file.nbytes)  # whoever reads it next reads what the disk holds
+                drop_cached(file.fd, 0, file.nbytes)  # so that the next read comes from the disk
                 file.commit()
         finally:
             file.abort()

@@ -71,7 +71,7 @@ def _call_at(code: CodeType, offset: int) -> _Call | None:
     height = heights[index]
     if not instructions[index].opname.startswith("CALL") or height is None:
         return None
-    # What is called lies where the result will be: it begins where the stack was that low for the last time.
+    # The callee lies in the place of the result: its first instruction ran when the stack was last that low.
     lowest = height + _effect(instructions[index]) - 1
     start = next((i for i in reversed(range(index)) if heights[i] == lowest), index)
     start += instructions[start].opname == "PUSH_NULL"

@@ -71,7 +71,7 @@ class Engine:
         reader: reads the checkpoint; closed by :meth:`close`.
         alignment: what kernels want addresses to be multiples of.
         poison: fill released slots with NaN bytes.
-        progress: is told how far loading is.
+        progress: called with (bytes done, bytes to do) while weights are loaded.
         experts: how experts are streamed.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The state of a running model in JSON, for whoever watches it."""
+"""The state of a running model in JSON, for flash-monitor and other readers."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class Status:
             "peak": int(mx.get_peak_memory()),
             "lent": lent,
             "pool": pool,
-            # What is left of the arrays; a cache may take less than it reserves.
+            # The other arrays; a cache may take less than it reserves.
             "kv_and_activations": max(0, active - weights - plan.active_bytes - kv.reserved_bytes) + kv.memory_bytes,
         }
 

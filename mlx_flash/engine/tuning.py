@@ -59,7 +59,7 @@ class ReadTuner:
         """Choose the way for a pass.
 
         Args:
-            may_try: whether :meth:`end` will be told the time of the pass. If not, it is read in the usual way.
+            may_try: :meth:`end` will get the time of the pass. If False, the pass is read in the usual way.
         """
         self._choose(self._untried[0] if self._is_trial and may_try else self.way)
 

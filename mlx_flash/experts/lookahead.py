@@ -184,7 +184,7 @@ class Lookahead:
     Args:
         stacks: in the order of calls.
         pool: reads experts.
-        stream: is told during speculative calls.
+        stream: notified during speculative calls.
         least_odds: share of right choices from which on a rank is read.
         enabled: whether to guess at all.
 

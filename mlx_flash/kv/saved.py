@@ -11,7 +11,7 @@ from mlx_flash.errors import CheckpointError
 from mlx_flash.storage.safetensors import read_shard
 
 _MOST_DIGITS = 5
-"""Of an index: caches have fewer layers."""
+"""Most digits of a layer's index: caches have fewer layers."""
 
 
 def load_saved(path: Path) -> tuple[list[Any], dict[str, Any]]:

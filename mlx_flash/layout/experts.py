@@ -17,11 +17,11 @@ from mlx_flash.storage.rows import RowPlacement, place_rows
 from mlx_flash.storage.safetensors import TensorRecord
 
 _MAX_CACHED = 4096
-"""Of what takes seconds for a model with many experts; asked for when a plan is made, and when it is carried out."""
+"""Results that are kept: finding experts takes seconds in large mixtures, and plan and engine both need it."""
 
 
 def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace: CallTrace) -> list[ExpertStack]:
-    """The stacks of experts that can be read expert by expert.
+    """Return the stacks of experts that can be read expert by expert.
 
     A stack is mlx-lm's ``SwitchGLU`` or ``SwitchMLP`` whose arrays, those of adapters included, all have one row an
     expert. Anything else stays part of its layer, which is read whole.

@@ -18,7 +18,7 @@ from mlx_flash.layout.load import LoadedModel
 from mlx_flash.storage.safetensors import Checkpoint
 
 FORMAT = 1
-"""Of the packed copies; another one is never taken for this one."""
+"""Version of the packed copies. Copies of other versions are not used."""
 
 State = list[list[object]]
 """Files of a checkpoint: path, size, modification time, change time, digest of the header."""

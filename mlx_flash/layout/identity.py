@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_flash.compat.arrays import TRAINING_FLAG, memory_of
 
 MOST_BYTES = 1 << 30
-"""Of arrays that are not the checkpoint's. More are not looked at, and the model counts as unknown."""
+"""Most bytes of arrays outside the checkpoint that are compared. With more, the model counts as unknown."""
 
 _PLAIN = (bool, int, float, str)
 
@@ -45,13 +45,13 @@ class ModelIdentity:
         """Return a digest of what was changed since, the bytes of new arrays included; empty if nothing was.
 
         Returns:
-            None when so much was changed that it cannot be told.
+            None when more was changed than is compared.
         """
         if self.is_unchanged:
             return ""
         modules, arrays = list(_described(self._model)), _arrays(self._model)
         new = {name: array for name, array in arrays.items() if self._arrays.get(name) is not array}
-        # an array that only has another name now is the checkpoint's, and which one it is must be told
+        # an array of the checkpoint that has another name now counts with its old name
         old = {id(array): name for name, array in self._arrays.items()}
         moved = {name: old[id(array)] for name, array in new.items() if id(array) in old}
         foreign = {name: array for name, array in new.items() if id(array) not in old}

@@ -87,7 +87,7 @@ def _check_files(directory: Path) -> None:
             if is_read and path.exists() and not path.is_dir():
                 check_regular(path, MAX_METADATA_BYTES if path.name in CONFIG_NAMES else None)
     except (FileNotFoundError, NotADirectoryError):
-        return  # said by whoever needs the folder
+        return  # the caller reports a missing folder
     except OSError as error:
         raise CheckpointError(
             f"cannot read {error.filename}: {error.strerror}. Hint: check the folder, or download it again."

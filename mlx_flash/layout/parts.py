@@ -99,7 +99,7 @@ def _computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 @dataclass(slots=True, eq=False)
 class ExpertStack:
-    """A module that computes each token with the experts it is told.
+    """A module that computes each token with the experts that its caller chose.
 
     Attributes:
         unit: the module; every array below it has one row an expert.

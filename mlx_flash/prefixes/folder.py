@@ -173,7 +173,7 @@ class PageFolder:
             _give_up(partial, fd)
 
     def drop(self, page: str) -> int:
-        """Remove an unreadable page and all that follow it, whoever uses them. Return how many followed it."""
+        """Remove an unreadable page and all that follow it, even those in use. Return how many followed it."""
         self.listing.hide([page])
         if self.is_writable:
             try:

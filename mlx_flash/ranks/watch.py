@@ -40,7 +40,7 @@ _MAX_REASON = 300
 _TOKEN_BITS = 20
 _TOKEN = struct.Struct("!3d")
 _COORDINATORS = ("NCCL_HOST_IP", "MLX_JACCL_COORDINATOR", "MLX_IBV_COORDINATOR")
-"""Where ``mlx.launch`` tells ranks the address of rank 0."""
+"""The variables in which ``mlx.launch`` gives ranks the address of rank 0."""
 
 Gather = Callable[[Sequence[float]], list[list[float]]]
 _log = logging.getLogger("mlx_flash")

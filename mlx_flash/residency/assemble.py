@@ -232,7 +232,7 @@ def pool_of(task: Task, experts: ExpertSizes, num_slots: int) -> Pool:
     hit_rate = experts.hit_rate(num_slots)
     read_bytes = round((1 - hit_rate) * experts.token_bytes)
     machine = task.machine
-    # What is there computes while the rest is read.
+    # Experts in memory compute while the others are read.
     there = hit_rate * experts.token_bytes / machine.kept_bytes_per_second
     read = read_bytes / machine.disk.bytes_per_second
     late = read_bytes / machine.compute_bytes_per_second
@@ -282,7 +282,7 @@ def timed(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
             steps += [(head.nbytes / disk / count, head.nbytes / compute / count + barrier)] * count
         else:
             steps.append((0.0, head.nbytes / kept))
-    # What is kept of layers is computed between what is streamed.
+    # The kept parts of layers are computed between the streamed units.
     between = sum(unit.nbytes for unit in task.sizes.kept) / kept / max(1, len(steps))
     steps = [(read, seconds + between) for read, seconds in steps]
     starting = task.sizes.num_operations * machine.operation_seconds  # while the GPU computes those before

@@ -241,7 +241,7 @@ def _most_pinned(
     task: Task, budget: int, reserve: Reserve, num_slots: int, whole_layers: bool, tile_bytes: int | None
 ) -> ResidencyPlan | None:
     """Find by bisection how few of the layers' bytes can be streamed within the budget."""
-    # Of a small model, many targets stream the same tensors.
+    # In small models, many targets stream the same tensors.
     needed = cache(lambda streamed: assembled_bytes(task, reserve, num_slots, streamed, tile_bytes))
     low, high = 0, task.sizes.layer_bytes
     if needed(task.streamed(high, whole_layers)) > budget:

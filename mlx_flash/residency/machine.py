@@ -38,7 +38,7 @@ _NUM_PRODUCTS = 16
 _NUM_OPERATIONS = 256
 
 BASE_STEP = 4_000_000
-"""The footprint varies a little from run to run; a budget that was told should still do next time."""
+"""Slack for the footprint, which varies from run to run: a budget that an error names must work in the next run."""
 
 RUNTIME_BYTES = {"cpu": 8_000_000, "metal": 64_000_000, "cuda": 640_000_000}
 """Seen: 3 MB on the CPU back end once a matrix product has run. CUDA loads libraries and compiles kernels as it goes:
@@ -46,7 +46,7 @@ RUNTIME_BYTES = {"cpu": 8_000_000, "metal": 64_000_000, "cuda": 640_000_000}
 first time. Metal's is a guess."""
 
 GROWTH_BYTES = {"cpu": BASE_STEP, "metal": BASE_STEP, "cuda": 4 * BASE_STEP}
-"""What earlier loads may add to the process before plans count it: Python keeps what planning took."""
+"""Bytes that earlier loads may add to the process before plans count them: Python keeps the memory of planning."""
 
 _counted: list[int] = []
 """The footprint that plans of this process count; empty before the first one."""

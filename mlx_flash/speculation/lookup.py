@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 MAX_MATCH = 4
-"""Matches longer than this are not told apart."""
+"""Longest match that is compared: longer ones count as equal."""
 
 _WIDTH = 4
 """Bytes of a token."""

@@ -29,7 +29,7 @@ LOAD_READ_SIZE = 16 << 20
 
 
 Caching = Literal["shared", "kept", "found", "none"]
-"""What reads do with the page cache: use it for the part of the files that free memory has room for; use it for all,
+"""Use of the page cache by reads: use it for the part of the files that free memory has room for; use it for all,
 and leave the pages there; use it for what it holds already, for bytes that are read once; go past it."""
 
 _Range = tuple[Segment, int, int]

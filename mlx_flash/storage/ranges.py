@@ -29,7 +29,7 @@ RETRIES = 3
 RETRY_SECONDS = 0.02
 
 Arrival = Literal["in place", "copied by the driver", "bounced", "buffered"]
-"""How bytes get to MLX's memory: the disk writes them there; all reads go to bounce buffers, and CUDA's driver copies
+"""Ways of bytes to MLX's memory: the disk writes them there; all reads go to bounce buffers, and CUDA's driver copies
 them; direct reads go to bounce buffers, and the processor copies them; there are no direct reads."""
 
 

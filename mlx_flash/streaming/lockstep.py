@@ -65,7 +65,7 @@ class _Group:
 
     @property
     def live(self) -> list[_Call]:
-        """Those of them that do not wait for other ranks."""
+        """The running calls that do not wait for other ranks."""
         return [call for call in self.going if call.meeting is None]
 
     @property
@@ -148,7 +148,7 @@ class Lockstep:
         while groups:
             group = groups[0]  # the next one to meet other ranks
             places = [(other, _next_place(live)) for other in groups if (live := other.live)]
-            # Where the next unit of a group is not the held one, other groups go to the held one first.
+            # Groups whose next unit is not the held one let the other groups use the held one first.
             free = [one for one in places if not isinstance(one[1], int) or self._held in (None, one[1])]
             if not group.live and (group.sends or not free):
                 groups = groups[1:] + [group] * self._meet(group)

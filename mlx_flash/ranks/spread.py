@@ -19,8 +19,8 @@ NUM_SPEEDS = 3
 """Numbers that each rank tells the others with each pass."""
 
 HAND_ON, HAND_OVER, HANDED = "hand on", "hand over", "handed"
-"""Points at which calls that share a pass wait: before this rank sends a layer's output; before it receives one, or other
-ranks exchange one; and when it has received one. No call of a group passes the first two before all calls reach them."""
+"""Points at which calls that share a pass wait: before this rank sends a layer's output; before it receives one, or
+other ranks exchange one; and when it has received one. No call of a group passes the first two before all are there."""
 
 _NUM_DIGESTS = 4
 

@@ -24,7 +24,7 @@ from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.assemble import TILE_ROW_MULTIPLE, TILE_SLACK_BYTES, simulate, tile_rows
-from mlx_flash.residency.candidates import ACTIVATION_SHARE, CONTEXT_LENGTHS, MAX_SLOTS
+from mlx_flash.residency.candidates import MAX_SLOTS
 from mlx_flash.residency.hits import DEFAULT_HITS, expected_hits
 from mlx_flash.residency.kv import KV_SHARE
 from mlx_flash.residency.plan import (
@@ -35,6 +35,7 @@ from mlx_flash.residency.plan import (
     in_gb,
     in_mb,
 )
+from mlx_flash.residency.reserve import ACTIVATION_SHARE, CONTEXT_LENGTHS
 from mlx_flash.residency.search import PROFILE_SHARES, make_plan
 from mlx_flash.residency.sizes import (
     CACHE_STEP,

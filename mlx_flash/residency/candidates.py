@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
-from mlx_flash.config import GB, FlashConfig
 from mlx_flash.residency.assemble import (
     LEAST_TILE_BYTES,
     TILE_SLACK_BYTES,
     Reserve,
     Task,
-    activation_bytes,
     assemble,
     assembled_bytes,
     everything_pinned,
@@ -22,31 +20,16 @@ from mlx_flash.residency.assemble import (
     pool_of,
     timed,
 )
-from mlx_flash.residency.kv import KV_SHARE, least_bytes, most_on_disk
-from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
-from mlx_flash.residency.sizes import CACHE_STEP
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.spread import Streamed, spread, spread_whole
-
-ACTIVATION_SHARE = 0.2
-"""Share of the budget that a forward call's activations may take when the plan chooses the prefill step."""
-
-CONTEXT_LENGTHS = (4096, 2048, 1024, 512, 256)
-CONTEXT_LENGTHS_ON_DISK = (131072, 65536, 32768, 16384, 8192)
-"""To try besides when the KV cache is to be on disk, and the length of the context was left open."""
-
-DISK_SHARE = 0.5
-"""Share of the free disk that it may take then."""
-
-ENOUGH_CONTEXT = 1024
-"""All weights in memory and this many tokens beat more tokens and weights that have to be read."""
 
 MAX_SLOTS = 4
 
 WORTH_A_SLOT = 0.99
 """More slots and smaller units must bring the predicted time below this share of what it is without."""
 
-WORTH_MORE_TOKENS = 1.25
-"""A longer context or prefill step may make the predicted time of a token this much longer."""
+NEARLY = 1.25
+"""Row tiles are tried where other plans take so many times the least that is possible."""
 
 SEARCH_STEPS = 16
 
@@ -101,37 +84,16 @@ def _tiled(task: Task, target: int | None = None) -> Task | None:
     return replace(task, sizes=task.sizes.tiled({unit.name for unit in chosen}), cut=len(task.sizes.finer))
 
 
-def least_reserve(config: FlashConfig) -> Reserve:
-    """Return the shortest prefill step and context, where unset. A cache grows by ``CACHE_STEP`` anyway."""
-    step = config.prefill_step_size or PREFILL_STEPS[-1]
-    context = config.context_length or max(CACHE_STEP, step)
-    return Reserve(min(step, context), context)
-
-
-def best(task: Task, budget: int) -> ResidencyPlan | None:
-    """Return the plan with the longest context and prefill step that is nearly as fast as one with the shortest."""
-    reserves = list(_reserves(task, budget))
-    for reserve in reserves:
-        everything = everything_pinned(task, reserve)
-        is_whole = everything.pool is None and everything.peak_bytes <= budget
-        if is_whole and reserve.context_length >= ENOUGH_CONTEXT:
-            return timed(task, everything)
-    good = _least_seconds(task, budget) * WORTH_MORE_TOKENS
-    plans = list(_candidates(task, budget, reserves[0]))
-    if plans and (plan := _fastest(plans)).weights_seconds <= good:
-        return plan
-    least = least_reserve(task.config)
-    plans = list(_candidates(task, budget, least))
-    if task.machine.exact_tiles and task.sizes.linears:
-        plans += _candidates_with_tiles(task, budget, least)
-    if not plans:
-        return None
-    fastest = _fastest(plans)
+def best(task: Task, budget: int, reserves: Iterable[Reserve]) -> ResidencyPlan | None:
+    """Return the fastest plan with the first of some reserves that the budget has room for; None if it has for none."""
     for reserve in reserves:
         plans = list(_candidates(task, budget, reserve))
-        if plans and (plan := _fastest(plans)).weights_seconds <= fastest.weights_seconds * WORTH_MORE_TOKENS:
-            return plan
-    return fastest
+        is_good = plans and _fastest(plans).weights_seconds <= NEARLY * _least_seconds(task, budget)
+        if not is_good and task.machine.exact_tiles and task.sizes.linears:
+            plans += _candidates_with_tiles(task, budget, reserve)
+        if plans:
+            return _fastest(plans)
+    return None
 
 
 def _least_seconds(task: Task, budget: int) -> float:
@@ -146,50 +108,6 @@ def _least_seconds(task: Task, budget: int) -> float:
         return trunk
     most = max(experts.least_slots, (budget - machine.base_bytes) // experts.slot_bytes)
     return trunk + pool_of(task, experts, task.pool_slots or most).seconds
-
-
-def _reserves(task: Task, budget: int) -> Iterator[Reserve]:
-    """Yield reserves for tokens, the largest first. Values that the user set are kept; unset ones shrink."""
-    config, least = task.config, least_reserve(task.config)
-    for context in [config.context_length] if config.context_length else _open_contexts(task):
-        if context < least.prefill_step_size:
-            continue
-        if (
-            not config.context_length
-            and context > CONTEXT_LENGTHS[-1]
-            and not _is_modest_context(task, budget, context)
-        ):
-            continue
-        longest = next((s for s in reversed(PREFILL_STEPS) if s >= context), PREFILL_STEPS[0])
-        steps = [step for step in PREFILL_STEPS if step <= longest]
-        for step in [least.prefill_step_size] if config.prefill_step_size else steps:
-            reserve = Reserve(step, context)
-            if _is_modest(task, budget, reserve):
-                yield reserve
-    yield least
-
-
-def _open_contexts(task: Task) -> tuple[int, ...]:
-    return (*CONTEXT_LENGTHS_ON_DISK, *CONTEXT_LENGTHS) if task.kv_on_disk else CONTEXT_LENGTHS
-
-
-def _is_modest_context(task: Task, budget: int, context: int) -> bool:
-    """Return whether keys and values leave the weights their room, and others theirs on the disk."""
-    sizes, config = task.sizes, task.config
-    if not task.kv_on_disk:
-        return sizes.cache.nbytes(context) <= KV_SHARE * budget
-    if most_on_disk(sizes, config, context) > DISK_SHARE * task.machine.kv_disk_bytes:
-        return False
-    room = KV_SHARE * budget if config.kv_ram_gb is None else config.kv_ram_gb * GB
-    return least_bytes(sizes, config, context, PREFILL_STEPS[0]) <= room
-
-
-def _is_modest(task: Task, budget: int, reserve: Reserve) -> bool:
-    """Return whether the activations leave the weights their room, or are as small as they can be."""
-    if task.config.prefill_step_size or reserve == least_reserve(task.config):
-        return True
-    states = task.sizes.cache.call_bytes * reserve.prefill_step_size
-    return activation_bytes(task, reserve) + states <= ACTIVATION_SHARE * budget
 
 
 def _candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[ResidencyPlan]:

@@ -13,12 +13,13 @@ from mlx_flash.config import GB, FlashConfig, Profile
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.memory.pressure import MemoryReading
-from mlx_flash.residency.assemble import Task, cache_limit_of, everything_pinned, most_slots, timed
-from mlx_flash.residency.candidates import ENOUGH_CONTEXT, best, least_reserve, smallest
+from mlx_flash.residency.assemble import Reserve, Task, cache_limit_of, everything_pinned, most_slots, timed
+from mlx_flash.residency.candidates import best, smallest
 from mlx_flash.residency.kv import KV_SHARE, check_kv, most_on_disk
 from mlx_flash.residency.machine import BASE_STEP
 from mlx_flash.residency.opening import opening_seconds
 from mlx_flash.residency.plan import MB, Machine, ResidencyPlan, in_gb
+from mlx_flash.residency.reserve import least_reserve, reserves
 from mlx_flash.residency.sizes import ModelSizes
 
 PROFILE_SHARES: dict[Profile, tuple[float, float]] = {
@@ -52,8 +53,9 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
     plans: list[ResidencyPlan] = []
     errors: list[BudgetError] = []
     for kv_on_disk in _places_of_kv(sizes, config, machine):
+        task = Task(sizes, config, machine, cache_limit_of(machine, 0), kv_on_disk=kv_on_disk)
         try:
-            plans.append(_plan_with_kv(Task(sizes, config, machine, cache_limit_of(machine, 0), kv_on_disk=kv_on_disk)))
+            plans.append(_plan_with_kv(task, like_memory=bool(plans)))
         except BudgetError as error:
             errors.append(error)
     if not plans:
@@ -86,8 +88,13 @@ def _preferred(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
     return min([plan, *(o for o in others if o.seconds < WORTH_THE_DISK * plan.seconds)], key=lambda p: p.seconds)
 
 
-def _plan_with_kv(task: Task) -> ResidencyPlan:
-    """Return the fastest plan, given the place of the KV cache."""
+def _plan_with_kv(task: Task, *, like_memory: bool) -> ResidencyPlan:
+    """Return the fastest plan, given the place of the KV cache.
+
+    Args:
+        task: with the place.
+        like_memory: take the prefill step and context of a plan with the cache in memory. Times decide between the two.
+    """
     machine, options = task.machine, _options(task)
     reached = _told(machine.reached_bytes)
     minimum = max(reached, min(plan.peak_bytes for _, plan in options))
@@ -99,13 +106,16 @@ def _plan_with_kv(task: Task) -> ResidencyPlan:
             f"{in_gb(machine.reached_bytes)} GB. Hint: give {in_gb(minimum)} or more, or 'min'.",
             minimum,
         )
-    usable = _usable(options, budget)
+    tasks = [(replace(t, cache_limit=cache_limit_of(machine, budget)), least) for t, least in options]
+    wanted = replace(tasks[0][0], kv_on_disk=task.kv_on_disk and not like_memory)
+    tokens = list(reserves(wanted, budget))
+    usable = _usable(tasks, budget, tokens[0])
     if not usable:
         raise BudgetError(_too_small(budget, min((p for _, p in options), key=lambda p: p.peak_bytes)), minimum)
     rooms = (int(KV_SHARE * budget), 0) if task.kv_on_disk else (0,)
-    tasks = [(replace(task, cache_limit=cache_limit_of(machine, budget)), least) for task, least in usable]
-    tasks = [(replace(task, kv_room=room), least) for task, least in tasks for room in rooms]
-    task, plan = min([(task, best(task, budget) or least) for task, least in tasks], key=lambda entry: entry[1].seconds)
+    with_room = [(replace(task, kv_room=room), least) for task, least in usable for room in rooms]
+    plans = [(task, best(task, budget, tokens) or least) for task, least in with_room]
+    task, plan = min(plans, key=lambda entry: entry[1].seconds)
     plan = replace(plan, budget_bytes=budget, minimum_bytes=minimum)
     plan = replace(plan, opening_seconds=opening_seconds(task, plan))
     if plan.peak_bytes > machine.total_memory:
@@ -129,10 +139,10 @@ def _options(task: Task) -> list[Option]:
     return [(by_expert, smallest(by_expert, reserve)), (task, by_layer)]
 
 
-def _usable(options: Sequence[Option], budget: int) -> list[Option]:
-    """Return the options to choose from within a budget."""
+def _usable(options: Sequence[Option], budget: int, reserve: Reserve) -> list[Option]:
+    """Return the options to choose from within a budget: layer by layer, if all weights fit beside a reserve."""
     usable = [(task, least) for task, least in options if least.peak_bytes <= budget]
-    if usable and _fits_whole(options[-1][0], budget):
+    if usable and everything_pinned(options[-1][0], reserve).peak_bytes <= budget:
         return [options[-1]]
     return usable[:1] if options[0][0].config.expert_pool_gb else usable
 
@@ -155,14 +165,6 @@ def _with_experts(task: Task, trunk: ModelSizes) -> Task:
             f"{experts.slot_bytes / MB:.1f} MB. Hint: give more, or 0 to read whole layers."
         )
     return replace(task, sizes=trunk, pool_slots=num_slots)
-
-
-def _fits_whole(task: Task, budget: int) -> bool:
-    """Return whether all weights fit the budget, with room for a conversation."""
-    least = least_reserve(task.config)
-    enough = least.context_length if task.kv_on_disk else max(least.context_length, ENOUGH_CONTEXT)
-    reserve = replace(least, context_length=task.config.context_length or enough)
-    return everything_pinned(task, reserve).peak_bytes <= budget
 
 
 def _budget(config: FlashConfig, machine: Machine, least: int) -> int:

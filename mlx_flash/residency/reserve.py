@@ -1,0 +1,95 @@
+"""The prefill step and the context that memory is set aside for, where they are unset.
+
+Last bits of the output depend on the step. So both come from sizes, settings and the budget, never from measured speeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mlx_flash.config import GB, FlashConfig
+from mlx_flash.residency.assemble import Reserve, Task, activation_bytes, heads_of
+from mlx_flash.residency.kv import KV_SHARE, least_bytes, most_on_disk
+from mlx_flash.residency.plan import PREFILL_STEPS
+from mlx_flash.residency.sizes import CACHE_STEP
+
+ACTIVATION_SHARE = 0.2
+"""Share of the budget that a forward call's activations may take when the plan chooses the prefill step."""
+
+CONTEXT_LENGTHS = (4096, 2048, 1024, 512, 256)
+CONTEXT_LENGTHS_ON_DISK = (131072, 65536, 32768, 16384, 8192)
+"""To try besides when the KV cache is to be on disk, and the length of the context was left open."""
+
+DISK_SHARE = 0.5
+"""Share of the free disk that it may take then."""
+
+PROCESS_BYTES = 128_000_000
+"""The process without models, as the choice counts it. The real one differs a little from run to run."""
+
+WORTH_MORE_TOKENS = 1.25
+"""A longer context or prefill step may make a token read so many times as much."""
+
+
+def least_reserve(config: FlashConfig) -> Reserve:
+    """Return the shortest prefill step and context, where unset. A cache grows by ``CACHE_STEP`` anyway."""
+    step = config.prefill_step_size or PREFILL_STEPS[-1]
+    context = config.context_length or max(CACHE_STEP, step)
+    return Reserve(min(step, context), context)
+
+
+def reserves(task: Task, budget: int) -> Iterator[Reserve]:
+    """Yield the reserve to plan with, then smaller ones, for a process that leaves less room than expected."""
+    least = least_reserve(task.config)
+    most_read = WORTH_MORE_TOKENS * _read_bytes(task, budget, least)
+    for reserve in _all_reserves(task):
+        if _is_modest(task, budget, reserve) and _read_bytes(task, budget, reserve) <= most_read:
+            yield reserve
+    yield least
+
+
+def _all_reserves(task: Task) -> Iterator[Reserve]:
+    """Yield reserves for tokens, the largest first. Values that the user set are kept."""
+    config, least = task.config, least_reserve(task.config)
+    lengths = (*CONTEXT_LENGTHS_ON_DISK, *CONTEXT_LENGTHS) if task.kv_on_disk else CONTEXT_LENGTHS
+    for context in [config.context_length] if config.context_length else lengths:
+        longest = next((step for step in reversed(PREFILL_STEPS) if step >= context), PREFILL_STEPS[0])
+        steps = [step for step in PREFILL_STEPS if step <= longest]
+        if context >= least.prefill_step_size:
+            yield from (Reserve(s, context) for s in ([least.prefill_step_size] if config.prefill_step_size else steps))
+
+
+def _is_modest(task: Task, budget: int, reserve: Reserve) -> bool:
+    """Return whether tokens leave weights their room, and others theirs on the disk."""
+    sizes, config, context = task.sizes, task.config, reserve.context_length
+    if not config.prefill_step_size:
+        states = sizes.cache.call_bytes * reserve.prefill_step_size
+        if activation_bytes(task, reserve) + states > ACTIVATION_SHARE * budget:
+            return False
+    if config.context_length or context <= CONTEXT_LENGTHS[-1]:
+        return True
+    if not task.kv_on_disk:
+        return sizes.cache.nbytes(context) <= KV_SHARE * budget
+    if most_on_disk(sizes, config, context) > DISK_SHARE * task.machine.kv_disk_bytes:
+        return False
+    room = KV_SHARE * budget if config.kv_ram_gb is None else config.kv_ram_gb * GB
+    return least_bytes(sizes, config, context, PREFILL_STEPS[0]) <= room
+
+
+def _read_bytes(task: Task, budget: int, reserve: Reserve) -> float:
+    """Return about how much a token reads beside a reserve: the weights that the rest of the budget does not hold.
+
+    Of a mixture, the trunk is held first, and the pool of experts gets what is left.
+    """
+    sizes, experts = task.sizes, task.sizes.experts
+    kv, activations, prefixes = task.for_tokens(reserve)
+    tokens = max(kv.nbytes + activations, task.promised_bytes) + prefixes
+    room = budget - PROCESS_BYTES - task.machine.runtime_bytes - sizes.resident_bytes - task.cache_limit - tokens
+    if experts is None:
+        tables = [table.unit for table in sizes.tables]
+        weights = sizes.layer_bytes + sum(unit.nbytes for unit in [*sizes.heads, *tables])
+        return min(weights, max(0, weights - room))
+    trunk = sizes.layer_bytes + sum(unit.nbytes for unit in heads_of(sizes))
+    least = experts.least_slots * experts.slot_bytes
+    pool = max(least, room - trunk)
+    missing = (1 - experts.hit_rate(task.pool_slots or pool // experts.slot_bytes)) * experts.token_bytes
+    return min(trunk, max(0, trunk + least - room)) + missing

@@ -297,17 +297,20 @@ class PrivateFolder:
     """
 
     def __init__(self, base: Path, purpose: str = "the KV cache") -> None:
+        made: list[Path] = []
+        descriptors: list[int] = []
+        self._end = finalize(self, _remove_made, made, descriptors)  # first, in case an interrupt ends what follows
         try:
             make_private(base)
             with locked(base):  # or another process might remove the folder before it is locked
                 remove_unheld(base.glob(f"{_PREFIX}*"))
-                self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-                fd = open_locked(self.path)
+                made.append(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base)))
+                self.path = made[0]
+                descriptors.append(open_locked(self.path))
         except OSError as error:
             raise WriteError(
                 f"cannot make a folder for {purpose} in {base}: {error.strerror}. Hint: set another directory."
             ) from error
-        self._end = finalize(self, _remove, self.path, fd)
         self._owner = os.getpid()
 
     def close(self) -> None:
@@ -315,6 +318,13 @@ class PrivateFolder:
         if self._owner == os.getpid():
             shutil.rmtree(self.path, ignore_errors=True)  # first: a finalizer runs once
         self._end()
+
+
+def _remove_made(made: list[Path], descriptors: list[int]) -> None:
+    for path in made:
+        shutil.rmtree(path, ignore_errors=True)  # the next process removes as an orphan whatever is left
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def remove_orphans(base: Path) -> None:

@@ -24,7 +24,7 @@ from mlx_flash.prefixes.folder import clear_prefixes
 from mlx_flash.prefixes.store import PrefixStore
 
 PAGE, HEADS, WIDTH = 8, 2, 16
-FOLDERS = ("kv", "prefixes", "files.py")
+FOLDERS = ("kv", "prefixes")
 
 TOKENS = [(37 * i + 11) % 50 for i in range(33)]
 OTHER = [*TOKENS[:20], *([7] * 13)]

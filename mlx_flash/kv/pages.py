@@ -7,6 +7,7 @@ page, it is never written again.
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,6 +56,9 @@ class PageReader(BackgroundPrefetcher):
 class WriteBehind:
     """A thread that writes blocks in order.
 
+    An executor whose start of a thread was interrupted may have two threads, or a task less. So the order is that of a
+    queue of our own, and each task writes all that is in it.
+
     Args:
         count: called from the thread with the number of bytes written.
 
@@ -69,6 +73,8 @@ class WriteBehind:
         self._count = count
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlx-flash-kv-writer")
         self._waiting: deque[tuple[Future[None], int]] = deque()
+        self._queue: deque[tuple[Future[None], LayerFile, Sequence[tuple[int, memoryview]]]] = deque()
+        self._one_writes = threading.Lock()
 
     def submit(self, file: LayerFile, blocks: Sequence[tuple[int, memoryview]]) -> Future[None]:
         """Queue blocks for writing at their offsets in a file. Wait while too many bytes are queued."""
@@ -78,7 +84,9 @@ class WriteBehind:
         while self._waiting and sum(size for _, size in self._waiting) + nbytes > limit:
             self._waiting[0][0].exception()  # raised where its file is used next
             self._waiting.popleft()
-        future = self._pool.submit(_write_blocks, file, blocks, self._count)  # it holds the file, whose end closes it
+        future = Future[None]()
+        self._queue.append((future, file, blocks))  # it holds the file, whose end closes it
+        self._pool.submit(self._write_queued)
         self._waiting.append((future, nbytes))
         while self._waiting and self._waiting[0][0].done():
             self._waiting.popleft()
@@ -86,7 +94,25 @@ class WriteBehind:
 
     def close(self) -> None:
         """End the thread, and drop the blocks that it has not begun to write."""
+        self._queue.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _write_queued(self) -> None:
+        with self._one_writes:
+            while self._queue:
+                try:
+                    future, file, blocks = self._queue.popleft()
+                except IndexError:
+                    return  # dropped by close
+                try:
+                    _write_blocks(file, blocks, self._count)
+                except BaseException as error:  # raised where the file is used next
+                    future.set_exception(error)
+                    if not isinstance(error, WriteError):
+                        raise
+                else:
+                    future.set_result(None)
+                del future, file, blocks
 
 
 def _write_blocks(file: LayerFile, blocks: Sequence[tuple[int, memoryview]], count: Callable[[int], None]) -> None:

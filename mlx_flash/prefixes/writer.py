@@ -38,6 +38,7 @@ class PageWriter:
         self._queue_bytes = queue_bytes
         self._pending: dict[str, tuple[PageKey, Mapping[str, Blob], int]] = {}
         self._changed = threading.Condition()
+        self._one_writes = threading.Lock()  # an executor whose start of a thread was interrupted may have two
         self._executor = ThreadPoolExecutor(1, "mlx-flash-prefixes")
         self._is_closed = False
         self._counts: Counter[str] = Counter()
@@ -110,6 +111,10 @@ class PageWriter:
             _log.warning("%s: pages are not stored for now: %s", self._folder.path, _WARNINGS[reason])
 
     def _write_first(self) -> None:
+        with self._one_writes:
+            self._write_next()
+
+    def _write_next(self) -> None:
         with self._changed:
             if not self._pending:
                 return

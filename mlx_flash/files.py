@@ -297,21 +297,19 @@ class PrivateFolder:
     """
 
     def __init__(self, base: Path, purpose: str = "the KV cache") -> None:
-        made: list[Path] = []
-        descriptors: list[int] = []
+        made, descriptors = list[Path](), list[int]()
         self._end = finalize(self, _remove_made, made, descriptors)  # first, in case an interrupt ends what follows
         try:
             make_private(base)
             with locked(base):  # or another process might remove the folder before it is locked
                 remove_unheld(base.glob(f"{_PREFIX}*"))
                 made.append(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base)))
-                self.path = made[0]
-                descriptors.append(open_locked(self.path))
+                descriptors.append(open_locked(made[0]))
         except OSError as error:
             raise WriteError(
                 f"cannot make a folder for {purpose} in {base}: {error.strerror}. Hint: set another directory."
             ) from error
-        self._owner = os.getpid()
+        self.path, self._owner = made[0], os.getpid()
 
     def close(self) -> None:
         """Remove the folder. Further calls do nothing, unless an interrupt ended the first."""
@@ -322,7 +320,7 @@ class PrivateFolder:
 
 def _remove_made(made: list[Path], descriptors: list[int]) -> None:
     for path in made:
-        shutil.rmtree(path, ignore_errors=True)  # the next process removes as an orphan whatever is left
+        shutil.rmtree(path, ignore_errors=True)
     while descriptors:
         os.close(descriptors.pop())
 

@@ -106,12 +106,10 @@ class WriteBehind:
                     return  # dropped by close
                 try:
                     _write_blocks(file, blocks, self._count)
-                except BaseException as error:  # raised where the file is used next
-                    future.set_exception(error)
-                    if not isinstance(error, WriteError):
-                        raise
-                else:
-                    future.set_result(None)
+                except BaseException as error:
+                    future.set_exception(error)  # raised where the file is used next; another task goes on
+                    raise
+                future.set_result(None)
                 del future, file, blocks
 
 

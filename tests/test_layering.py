@@ -14,7 +14,7 @@ PACKAGE = ROOT / "mlx_flash"
 FLOORS = [
     ["errors", "forks"],
     ["compat", "config", "files"],
-    ["memory", "telemetry"],
+    ["facts", "memory", "telemetry"],
     ["storage"],
     ["layout"],
     ["convert", "kv", "ranks"],

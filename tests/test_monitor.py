@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import children
+from mlx_flash import facts
 from mlx_flash.monitor import app, system
 from mlx_flash.monitor.glyphs import ASCII, UNICODE, Glyphs, bar, chart, choose, sparkline, strip
 from mlx_flash.monitor.history import IDLE_SECONDS, MINUTE, History
@@ -800,6 +801,6 @@ def test_it_takes_little_of_a_processor(generating: subprocess.Popen[str], termi
 
 def test_guesses_are_told_once_there_are_some() -> None:
     passes = {"num_passes": 7, "began": None, "num_guessed": 0, "num_right": 0}
-    assert pass_words({"passes": passes}, 0.0, None, []) == "7 done"
+    assert pass_words(facts.read({"passes": passes}), 0.0, None, []) == "7 done"
     guessing = {**passes, "num_guessed": 24, "num_right": 15}
-    assert pass_words({"passes": guessing}, 0.0, None, []) == "7 done, 15 of 24 guesses right"
+    assert pass_words(facts.read({"passes": guessing}), 0.0, None, []) == "7 done, 15 of 24 guesses right"

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_flash import FlashConfig, FlashManager, load_model
+from mlx_flash import FlashConfig, FlashManager, facts, load_model
 from mlx_flash.engine.tide import CALM_SECONDS, DEADBAND, HIGH_PRESSURE, MOST_CALM_SECONDS, Tide
 from mlx_flash.engine.watcher import Watcher
 from mlx_flash.memory import footprint as footprint_module
 from mlx_flash.memory.pressure import MemoryReading, darwin_reading, linux_pressure, read_memory
-from mlx_flash.monitor.lines import budget_bytes, change_words
+from mlx_flash.monitor.lines import budget_change, budget_of
 from models import LLAMA, same_bits, save
 
 GB = 10**9
@@ -189,10 +189,10 @@ def test_a_budget_of_auto_follows_the_machine(tmp_path: Path, monkeypatch: pytes
 def test_the_monitor_shows_the_last_change() -> None:
     change = {"at": time.time() - 12, "before": 4e9, "after": 3.1e9, "reason": "others need\x1b memory"}
     state = {"plan": {"budget_bytes": 4e9}, "budget": {"bytes": 3.1e9, "changes": [{}, change]}}
-    assert change_words(state) == ["4.00 GB to 3.10 GB 12.0 s ago: others need? memory"]
-    assert budget_bytes(state) == 3.1e9
+    assert list(budget_change(state)) == [("", "4.00 GB to 3.10 GB 12.0 s ago: others need? memory")]
+    assert budget_of(facts.read(state)) == 3.1e9
     for broken in ({}, {"budget": 3}, {"budget": {"changes": [7]}}, {"budget": {"changes": []}}):
-        assert change_words({**state, "budget": {}, **broken}) == []
+        assert not list(budget_change({**state, "budget": {}, **broken}))
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

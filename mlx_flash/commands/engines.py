@@ -19,7 +19,7 @@ from rich.table import Table
 from mlx_flash.commands.common import print_json, print_rich
 from mlx_flash.errors import ConfigError
 from mlx_flash.monitor.history import History
-from mlx_flash.monitor.state import model_name, number, printable
+from mlx_flash.monitor.state import model_name, printable
 from mlx_flash.monitor.words import duration, rate, size
 from mlx_flash.telemetry import Json, Published, find
 
@@ -133,16 +133,17 @@ def _describe(engine: Published) -> str:
 
 
 def _to_json(engine: Published) -> Json:
-    history, state = History(engine), engine.state
+    history = History(engine)
+    facts = history.facts
     return {
         "pid": engine.pid,
         "program": program_of(engine.pid),
         "user": _user(),
-        "model": model_name(state),
+        "model": model_name(engine.state),
         "state": "idle" if history.is_idle() else "running",
-        "footprint_bytes": int(number(state, "memory", "footprint")),
-        "budget_bytes": int(number(state, "budget", "bytes")),
-        "tokens": int(number(state, "passes", "num_tokens_out")),
+        "footprint_bytes": int(facts["memory.footprint"]),
+        "budget_bytes": int(facts["budget.bytes"]),
+        "tokens": int(facts["passes.num_tokens_out"]),
         "tokens_per_second": history.rates.mean_tokens_per_second,
         "seconds": max(0.0, time.time() - engine.started),
     }

@@ -1,4 +1,4 @@
-"""The last minute of one engine: speeds and shares of time, from differences between published states."""
+"""The last minute of one engine: speeds and shares of time, from the growth of published counters."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from mlx_flash.monitor.experts import Counts, ExpertRates, expert_counts, expert_rates, growth
-from mlx_flash.monitor.state import number, optional
+from mlx_flash.facts import Facts, read
 from mlx_flash.telemetry import Published
 
 MINUTE = 60.0
@@ -40,6 +40,27 @@ class Shares:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertRates:
+    """Rates of a pool of experts. None where they are unknown. Tokens include those of prompts.
+
+    Attributes:
+        hit_rate: share of the needed experts that were in the pool when the call came.
+        predicted_right: share of the prefetched experts that the next call needed.
+        read_per_token: experts read, prefetched ones included.
+        reused_per_token: needed experts that were in the pool already.
+        read_bytes_per_token: bytes of experts read.
+        wait_share: share of the time that calls waited for experts.
+    """
+
+    hit_rate: float | None = None
+    predicted_right: float | None = None
+    read_per_token: float | None = None
+    reused_per_token: float | None = None
+    read_bytes_per_token: float | None = None
+    wait_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Rates:
     """Speeds now. None where they are unknown yet.
 
@@ -66,41 +87,30 @@ class Rates:
     experts: ExpertRates | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Counters at one moment of the engine's clock, as in the published state."""
+class Sample(NamedTuple):
+    """The numbers at one moment of the engine's clock. The call under way counts in ``passes.pass_seconds``."""
 
     clock: float
-    tokens_in: float
-    tokens_out: float
-    last_ended: float
-    nbytes: float
-    cached_bytes: float
-    busy_seconds: float
-    wait_seconds: float
-    held_seconds: float
-    pass_seconds: float
-    experts: Counts
+    facts: Facts
 
     @classmethod
-    def of(cls, published: Published) -> Sample:
-        """Return the sample of a published state."""
-        state = published.state
-        began = optional(state, "passes", "began")
-        under_way = 0.0 if began is None else max(0.0, published.clock - began)
-        return cls(
-            clock=published.clock,
-            tokens_in=number(state, "passes", "num_tokens_in"),
-            tokens_out=number(state, "passes", "num_tokens_out"),
-            last_ended=number(state, "passes", "last_ended"),
-            nbytes=number(state, "read", "nbytes"),
-            cached_bytes=number(state, "read", "cached_bytes"),
-            busy_seconds=number(state, "read", "busy_seconds"),
-            wait_seconds=number(state, "stream", "wait_seconds"),
-            held_seconds=number(state, "stream", "held_seconds"),
-            pass_seconds=number(state, "passes", "pass_seconds") + under_way,
-            experts=expert_counts(state),
-        )
+    def of(cls, clock: float, facts: Facts) -> Sample:
+        """Return the sample of published numbers."""
+        under_way = max(0.0, clock - facts.get("passes.began", clock))
+        return cls(clock, Facts({**facts, "passes.pass_seconds": facts["passes.pass_seconds"] + under_way}))
+
+    @property
+    def last_ended(self) -> float:
+        """End of the last call, by the engine's clock; 0 before the first one."""
+        return self.facts["passes.last_ended"]
+
+    def since(self, before: Sample, name: str) -> float:
+        """Return the growth of a counter; a counter that is missing counts as 0."""
+        return self.facts[name] - before.facts[name]
+
+    def counted(self, before: Sample, name: str) -> float:
+        """Return the growth of a counter; NaN when it is missing or went back."""
+        return _difference(before.facts.get(name, math.nan), self.facts.get(name, math.nan))
 
 
 @dataclass(slots=True)
@@ -109,25 +119,27 @@ class History:
 
     Attributes:
         latest: the last published state.
+        facts: its numbers.
         rates: the speeds at that moment.
         ended: when the engine was found gone, in seconds since the epoch; None while it runs.
     """
 
     latest: Published
     ended: float | None = None
+    facts: Facts = field(default_factory=Facts)
     rates: Rates = field(default_factory=Rates)
     _samples: deque[Sample] = field(default_factory=deque)
-    _values: deque[tuple[float, dict[str, float]]] = field(default_factory=deque)
+    _values: deque[tuple[float, dict[str, float | None]]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.add(self.latest)
 
     def add(self, published: Published) -> None:
         """Add a published state, unless it was added before."""
-        self.latest = published
+        self.latest, self.facts = published, read(published.state)
         if self._samples and published.clock - self._samples[-1].clock < SHORTEST_SECONDS:
             return
-        sample = Sample.of(published)
+        sample = Sample.of(published.clock, self.facts)
         self._samples.append(sample)
         while len(self._samples) > 2 and sample.clock - self._samples[0].clock > MINUTE:
             self._samples.popleft()
@@ -135,19 +147,18 @@ class History:
         values = {
             "tokens": self.rates.tokens_per_second,
             "read": self.rates.read_bytes_per_second,
-            "footprint": optional(published.state, "memory", "footprint"),
+            "footprint": self.facts.get("memory.footprint"),
         }
-        self._values.append((sample.clock, {key: value for key, value in values.items() if value is not None}))
+        self._values.append((sample.clock, values))
         while sample.clock - self._values[0][0] > MINUTE:
             self._values.popleft()
 
     def is_idle(self) -> bool:
         """Return True when no call is under way, and none is likely to follow soon."""
-        state = self.latest.state
-        passes = number(state, "passes", "num_passes")
-        mean = number(state, "passes", "pass_seconds") / passes if passes else 0.0
-        since = self.latest.clock - number(state, "passes", "last_ended")
-        return optional(state, "passes", "began") is None and since > max(IDLE_SECONDS, 2 * mean)
+        passes = self.facts["passes.num_passes"]
+        mean = self.facts["passes.pass_seconds"] / passes if passes else 0.0
+        since = self.latest.clock - self.facts["passes.last_ended"]
+        return "passes.began" not in self.facts and since > max(IDLE_SECONDS, 2 * mean)
 
     def series(self, name: str, num_cells: int) -> list[float | None]:
         """Return means over equal parts of the last minute, the oldest first; None where no sample lies.
@@ -156,36 +167,32 @@ class History:
             name: ``"tokens"``, ``"read"`` or ``"footprint"``.
             num_cells: number of parts.
         """
-        found: dict[int, list[float]] = {}
+        found: list[list[float]] = [[] for _ in range(num_cells)]
         now = self._samples[-1].clock
         for clock, values in self._values:
-            if name in values:
-                cell = max(0, num_cells - 1 - int((now - clock) / MINUTE * num_cells))
-                found.setdefault(cell, []).append(values[name])
-        cells: list[float | None] = [None] * num_cells
-        for cell, numbers in found.items():
-            cells[cell] = sum(numbers) / len(numbers)
-        return cells
+            if (value := values[name]) is not None:
+                found[max(0, num_cells - 1 - int((now - clock) / MINUTE * num_cells))].append(value)
+        return [sum(cell) / len(cell) if cell else None for cell in found]
 
     def _rates_now(self) -> Rates:
-        state, now, before = self.latest.state, self._samples[-1], self._window_start()
+        facts, now, before = self.facts, self._samples[-1], self._window_start()
         seconds = now.clock - before.clock
-        in_decoding, busy = number(state, "passes", "decode_seconds"), number(state, "read", "busy_seconds")
-        decode = in_decoding + number(state, "passes", "decode_gap_seconds")
-        evaluated = optional(state, "passes", "num_prompt_tokens")
-        prompt = now.tokens_in - now.tokens_out if evaluated is None else evaluated
-        nbytes = max(0.0, now.nbytes - before.nbytes)
-        prefill = number(state, "passes", "pass_seconds") - in_decoding + number(state, "passes", "prompt_gap_seconds")
+        busy, in_decoding = facts["read.busy_seconds"], facts["passes.decode_seconds"]
+        decode = in_decoding + facts["passes.decode_gap_seconds"]
+        given = facts["passes.num_tokens_in"] - facts["passes.num_tokens_out"]
+        prompt = facts.get("passes.num_prompt_tokens", given)
+        prefill = facts["passes.pass_seconds"] - in_decoding + facts["passes.prompt_gap_seconds"]
+        nbytes = max(0.0, now.since(before, "read.nbytes"))
         return Rates(
             tokens_per_second=self._tokens_per_second(),
-            mean_tokens_per_second=now.tokens_out / decode if decode > SHORTEST_SECONDS else None,
-            mean_prompt_tokens_per_second=prompt / prefill if prompt > 0 and prefill > SHORTEST_SECONDS else None,
+            mean_tokens_per_second=_rate(facts["passes.num_tokens_out"], decode),
+            mean_prompt_tokens_per_second=_rate(prompt, prefill) if prompt > 0 else None,
             read_bytes_per_second=nbytes / seconds if seconds > 0 else None,
-            reading_bytes_per_second=now.nbytes / busy if busy > SHORTEST_SECONDS else None,
-            cached_share=_cut(now.cached_bytes - before.cached_bytes, nbytes) / nbytes if nbytes > 0 else None,
+            reading_bytes_per_second=_rate(facts["read.nbytes"], busy),
+            cached_share=_part(now.since(before, "read.cached_bytes"), nbytes),
             shares=_shares(before, now) if seconds > 0 else None,
-            reading_share=_cut(now.busy_seconds - before.busy_seconds, seconds) / seconds if seconds > 0 else None,
-            experts=self._expert_rates(before) if isinstance(state.get("experts"), dict) else None,
+            reading_share=_part(now.since(before, "read.busy_seconds"), seconds),
+            experts=self._expert_rates(before) if isinstance(self.latest.state.get("experts"), dict) else None,
         )
 
     def _window_start(self) -> Sample:
@@ -200,59 +207,91 @@ class History:
         if self.is_idle():
             return 0.0
         now = self._samples[-1]
-        start: Sample | None = None
-        for sample in (s for s in reversed(self._samples) if s.tokens_out < now.tokens_out and s.last_ended > 0):
-            if start is not None and now.last_ended - sample.last_ended > WINDOW_SECONDS:
-                break
-            start = sample
-        if start is None or now.last_ended - start.last_ended < SHORTEST_SECONDS:
-            return None
-        return (now.tokens_out - start.tokens_out) / (now.last_ended - start.last_ended)
+        earlier = (s for s in reversed(self._samples) if now.since(s, "passes.num_tokens_out") > 0 and s.last_ended > 0)
+        start = _earliest(earlier, now.last_ended)
+        return (
+            None
+            if start is None
+            else _rate(now.since(start, "passes.num_tokens_out"), now.last_ended - start.last_ended)
+        )
 
     def _expert_rates(self, before: Sample) -> ExpertRates:
         """Return rates over whole calls, so that all layers count alike; over the last seconds until two have ended."""
-        now, calls = self._samples[-1], self._calls()
-        lately, seconds = growth(before.experts, now.experts), now.clock - before.clock
-        if calls is None:
-            return expert_rates(lately, 0.0, lately, seconds)
-        start, end = calls
-        lasted, num_tokens = end.last_ended - start.last_ended, end.tokens_in - start.tokens_in
-        # The very first sample may lie anywhere within a call, so its counters grew for another time.
-        is_known = num_tokens >= 1 and lasted > SHORTEST_SECONDS
-        num_tokens *= (end.clock - start.clock) / lasted if is_known else 0.0
-        return expert_rates(growth(start.experts, end.experts), num_tokens, lately, seconds)
-
-    def _calls(self) -> tuple[Sample, Sample] | None:
-        """Return the samples after the ends of two calls: the earliest in the window, and the last one."""
+        now = self._samples[-1]
+        waited = _share(now.counted(before, "experts.wait_seconds"), now.clock - before.clock, 0)
         ends = self._call_ends()
-        end, start = next(ends, None), None
-        if end is None:
-            return None
-        for sample in ends:
-            if start is not None and end.last_ended - sample.last_ended > WINDOW_SECONDS:
-                break
-            start = sample
-        return None if start is None else (start, end)
+        end, start, num_tokens = now, before, 0.0
+        if (last := next(ends, None)) is not None and (first := _earliest(ends, last.last_ended)) is not None:
+            end, start = last, first
+            lasted, tokens = end.last_ended - start.last_ended, end.since(start, "passes.num_tokens_in")
+            # The very first sample may lie anywhere within a call, so its counters grew for another time.
+            if tokens >= 1 and lasted > SHORTEST_SECONDS:
+                num_tokens = tokens * (end.clock - start.clock) / lasted
+        routed, hits, predicted, right, nbytes = (
+            end.counted(start, f"experts.{name}")
+            for name in ("num_routed", "num_hits", "num_predicted", "num_predicted_right", "read_bytes")
+        )
+        return ExpertRates(
+            hit_rate=_share(hits, routed, 1),
+            predicted_right=_share(right, predicted, 1),
+            read_per_token=_ratio(_difference(hits, routed) + predicted, num_tokens),
+            reused_per_token=_ratio(_difference(right, hits), num_tokens),
+            read_bytes_per_token=_ratio(nbytes, num_tokens),
+            wait_share=waited,
+        )
 
     def _call_ends(self) -> Iterator[Sample]:
         """Yield the first sample after each end of a call, the newest first."""
         samples = list(self._samples)
         for earlier, sample in reversed(list(zip([None, *samples[:-1]], samples, strict=True))):
-            if sample.last_ended > 0 and (earlier is None or earlier.tokens_in != sample.tokens_in):
+            if sample.last_ended > 0 and (earlier is None or sample.since(earlier, "passes.num_tokens_in")):
                 yield sample
+
+
+def _earliest(newest_first: Iterator[Sample], end: float) -> Sample | None:
+    """Return the sample of the earliest end of a call in the window before ``end``; at least the newest of them."""
+    start: Sample | None = None
+    for sample in newest_first:
+        if start is not None and end - sample.last_ended > WINDOW_SECONDS:
+            break
+        start = sample
+    return start
 
 
 def _shares(before: Sample, now: Sample) -> Shares:
     """Return the shares of the time. Counters move at ends, so a share can be too large: cut it to fit."""
     seconds = now.clock - before.clock
-    experts = growth(before.experts, now.experts)["wait_seconds"]
+    experts = now.counted(before, "experts.wait_seconds")
     experts = 0.0 if math.isnan(experts) else experts
-    disk = _cut(now.wait_seconds - before.wait_seconds + experts, seconds)
-    compute = _cut(now.held_seconds - before.held_seconds - experts, seconds - disk)
-    in_calls = _cut(now.pass_seconds - before.pass_seconds, seconds)
+    disk = _cut(now.since(before, "stream.wait_seconds") + experts, seconds)
+    compute = _cut(now.since(before, "stream.held_seconds") - experts, seconds - disk)
+    in_calls = _cut(now.since(before, "passes.pass_seconds"), seconds)
     calls = _cut(in_calls - disk - compute, seconds - disk - compute)
     return Shares(disk / seconds, compute / seconds, calls / seconds, (seconds - disk - compute - calls) / seconds)
 
 
 def _cut(value: float, most: float) -> float:
     return min(max(value, 0.0), max(most, 0.0))
+
+
+def _part(part: float, whole: float) -> float | None:
+    return _cut(part, whole) / whole if whole > 0 else None
+
+
+def _rate(number: float, seconds: float) -> float | None:
+    return number / seconds if seconds > SHORTEST_SECONDS else None
+
+
+def _difference(before: float, now: float) -> float:
+    """Return the growth of a counter; NaN when it went back."""
+    return now - before if now >= before else math.nan
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return None if math.isnan(part) or not whole > 0 else part / whole
+
+
+def _share(part: float, whole: float, least: float) -> float | None:
+    """Return a share of at least ``least``, at most 1: a counter of parts may move later than that of the whole."""
+    share = _ratio(part, whole) if whole >= least else None
+    return None if share is None else min(1.0, share)

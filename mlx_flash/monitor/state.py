@@ -1,27 +1,18 @@
-"""Checked values from published states. Another version may lack some of them."""
+"""The parts of a published state that are no numbers: names, units, lists. Another version may lack some of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlx_flash.facts import checked
 from mlx_flash.telemetry import Json
-
-_LARGEST = 1e18
-"""No number of bytes, tokens or seconds is this large; sums and products of smaller ones do not overflow."""
 
 STATES = ("pinned", "waiting", "reading", "resident", "computing", "done")
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A layer or head.
-
-    Attributes:
-        kind: ``"layer"`` or ``"head"``.
-        nbytes: its large parameters.
-        streamed_bytes: those of them that are read on every pass.
-        state: one of :data:`STATES`.
-    """
+    """A layer or head (its ``kind``): its large parameters, those of them that passes read, and one of `STATES`."""
 
     kind: str
     nbytes: float
@@ -29,31 +20,9 @@ class Unit:
     state: str
 
 
-def number(state: Json, section: str, key: str) -> float:
-    """Return a number of the state; 0 when it is missing."""
-    value = optional(state, section, key)
-    return 0.0 if value is None else value
-
-
-def optional(state: Json, section: str, key: str) -> float | None:
-    """Return a number of the state; None when it is missing."""
-    fields = state.get(section)
-    value = fields.get(key) if isinstance(fields, dict) else None
-    if type(value) is float or type(value) is int:
-        return float(value) if -_LARGEST < value < _LARGEST else None
-    return None
-
-
-def count(state: Json, section: str, key: str) -> float | None:
-    """Return a number of the state; None when it is missing or negative."""
-    value = optional(state, section, key)
-    return None if value is None or value < 0 else value
-
-
 def model_name(state: Json) -> str:
     """Return the model's name without unprintable characters."""
-    fields = state.get("model")
-    name = fields.get("name") if isinstance(fields, dict) else None
+    name = section(state, "model").get("name")
     return printable(name) if isinstance(name, str) else "?"
 
 
@@ -62,18 +31,25 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
+def section(state: Json, name: str) -> Json:
+    """Return a section; an empty one when it is missing."""
+    found = state.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def entries(found: object) -> list[Json]:
+    """Return the objects of a list; none when it is missing."""
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+
+
 def units(state: Json) -> list[Unit]:
     """Return the layers in calling order, then the heads."""
-    entries = state.get("units")
-    return [_unit(entry) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-
-
-def _unit(entry: Json) -> Unit:
-    fields = {"unit": entry}
-    state = entry.get("state")
-    return Unit(
-        kind="head" if entry.get("kind") == "head" else "layer",
-        nbytes=number(fields, "unit", "bytes"),
-        streamed_bytes=number(fields, "unit", "streamed_bytes"),
-        state=state if state in STATES else "waiting",
-    )
+    return [
+        Unit(
+            kind="head" if entry.get("kind") == "head" else "layer",
+            nbytes=checked(entry.get("bytes")) or 0.0,
+            streamed_bytes=checked(entry.get("streamed_bytes")) or 0.0,
+            state=entry["state"] if entry.get("state") in STATES else "waiting",
+        )
+        for entry in entries(state.get("units"))
+    ]

@@ -35,7 +35,8 @@ from rich.table import Table
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.headroom import Lane, check_headroom
+from mlx_flash.engine.headroom import check_headroom
+from mlx_flash.engine.lane import Lane
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM

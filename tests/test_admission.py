@@ -25,6 +25,7 @@ from mlx_flash.engine import headroom
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.owncaches import OwnCaches
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.sizes import update_growth
 from mlx_flash.layout.arrays import arrays_in
@@ -162,11 +163,11 @@ def test_token_that_is_not_added_up_fits_when_it_is(
     mx.eval(arrays_in(caches))
     lane = Lane(parse_call((mx.zeros((1, 1), mx.int32), caches), {}))
     has_room = headroom._has_room
-    decisions = set()
+    decisions, own = set(), OwnCaches(plan, [lane])
     for budget in range(plan.base_bytes, plan.budget_bytes, plan.budget_bytes // 200):
         smaller = replace(plan, budget_bytes=budget)
-        decisions.add(has_room(smaller, [lane], ()))
-        if has_room(smaller, [lane], ()):
+        decisions.add(has_room(smaller, [lane], own))
+        if has_room(smaller, [lane], own):
             with monkeypatch.context() as patch:
                 patch.setattr(headroom, "_has_room", lambda *_: False)
                 check_headroom(smaller, [lane])

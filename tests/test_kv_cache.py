@@ -591,7 +591,7 @@ def test_evicted_layers_are_spread_over_the_depth(options: Callable[..., KVOptio
     pool = mine[0].pool
     order = []
     for _ in range(4):
-        victim = pool._sums.victim(mine[0].rows, pool._used)
+        victim = pool._victim(mine[0].rows)
         assert victim is not None
         pool._spill(victim, ())
         order.append(victim.index)
@@ -603,9 +603,9 @@ def test_the_conversation_used_longest_ago_is_evicted_first(options: Callable[..
     old, new = (make_caches([KVCache(), KVCache()], pool.options, pool) for _ in range(2))
     for seed, caches in enumerate((old, new)):
         feed(caches, [KVCache(), KVCache()], seed, 64)
-    victims = [pool._sums.victim(new[0].rows, pool._used)]
+    victims = [pool._victim(new[0].rows)]
     pool._spill(victims[0], ())  # type: ignore[arg-type]
-    victims.append(pool._sums.victim(new[0].rows, pool._used))
+    victims.append(pool._victim(new[0].rows))
     assert victims == [entry.rows for entry in old]
 
 

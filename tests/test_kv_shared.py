@@ -14,6 +14,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mlx_flash.kv.cache import DiskKVCache, make_caches
+from mlx_flash.kv.ledger import Coming
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from test_kv_cache import address, equal, rows_of, spill_all
@@ -271,7 +272,8 @@ def test_admit_predicts_the_memory_of_a_call(form: str, is_shared: bool, options
     peak = 0
     for entry in second.mine:
         rows = rows_of(7, 16, mx.float16)
-        peak = max(peak, pool._sums.needed(entry.rows, [rows, rows]))
+        coming = {entry.rows: Coming(sum(entry.rows.in_numbers.widths), 16, entry.rows.length + 16)}
+        peak = max(peak, pool.ledger(coming).peak)
         entry.update_and_fetch(rows, rows)
     assert peak == needed
     held = (600 + 1) * TOKEN_BYTES * LAYERS

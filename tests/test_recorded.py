@@ -12,9 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.engine.call import parse_call
-from mlx_flash.engine.headroom import needed
+from mlx_flash.engine.headroom import layers_at_once, needed
 from mlx_flash.engine.lane import Lane
-from mlx_flash.engine.recorded import layers_at_once
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.streaming.layers import PinnedLayer
 from models import LLAMA, run, same_bits, save, stock
@@ -55,7 +54,7 @@ def test_layers_are_waited_for_where_results_of_all_do_not_fit(
     directory: Path, waits: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run(stock(directory), PROMPT)
-    monkeypatch.setattr("mlx_flash.engine.recorded._LITTLE_BYTES", 0)
+    monkeypatch.setattr("mlx_flash.engine.headroom._LITTLE_BYTES", 0)
     with in_memory(directory) as model:
         model.start()
         plan = model.plan
@@ -64,7 +63,9 @@ def test_layers_are_waited_for_where_results_of_all_do_not_fit(
             layers = replace(plan.activations, per_token=plan.activations.per_token * large)
             lane = Lane(parse_call((mx.array([PROMPT[0]]), make_prompt_cache(model)), {}))
             need = needed(replace(plan, activations=layers), [lane]).total
-            more = 32 * layers.per_token + room * lane.active_bytes(layers)  # half a layer, and so many
+            more = 32 * layers.per_token + room * replace(plan.ledger, activations=layers).active(
+                lane.tokens
+            )  # half a layer, and so many
             model.plan = replace(plan, activations=layers, budget_bytes=max(need + more, plan.budget_bytes))
             waits.clear()
             assert same_bits(run(model, PROMPT), expected)
@@ -94,11 +95,11 @@ def test_scores_count_for_single_tokens_that_have_no_kernel(directory: Path) -> 
     with in_memory(directory) as model:
         model.start()
         cache = make_prompt_cache(model)
-        run_call = parse_call((mx.array([[1]]), cache), {})
+        lane = Lane(parse_call((mx.array([[1]]), cache), {}))
         many = 10**9
         fused = replace(model.plan.activations, scores_per_pair=many, unfused_per_pair=2 * many)
         stored = replace(fused, unfused_per_pair=many)
-        assert layers_at_once(replace(model.plan, activations=fused), [run_call], NUM_LAYERS) is None
-        assert layers_at_once(replace(model.plan, activations=stored), [run_call], NUM_LAYERS) == 1
-        assert layers_at_once(replace(model.plan, activations=stored), [run_call], 1) is None
-        assert layers_at_once(replace(model.plan, activations=fused), [run_call] * 2, NUM_LAYERS) == 1
+        assert layers_at_once(replace(model.plan, activations=fused), [lane], NUM_LAYERS) is None
+        assert layers_at_once(replace(model.plan, activations=stored), [lane], NUM_LAYERS) == 1
+        assert layers_at_once(replace(model.plan, activations=stored), [lane], 1) is None
+        assert layers_at_once(replace(model.plan, activations=fused), [lane] * 2, NUM_LAYERS) == 1

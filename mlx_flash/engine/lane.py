@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mlx_lm.models.cache import QuantizedKVCache
@@ -11,13 +11,14 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.kv.base import PooledCache
+from mlx_flash.kv.pool import KVPool
 from mlx_flash.ranks.chain import is_elsewhere
-from mlx_flash.residency.sizes import ActivationSizes
+from mlx_flash.residency.ledger import NewTokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Lane:
-    """New tokens that are added to one prompt cache in a pass.
+    """New tokens that are added to one prompt cache in a pass. It looks at the entries of the cache once.
 
     Attributes:
         call: the call; of one in parts, all that is left of it.
@@ -27,43 +28,41 @@ class Lane:
     call: ForwardCall
     step: int | None = None
 
-    @property
-    def num_at_once(self) -> int:
-        """New tokens that go through the model at a time, over all sequences."""
-        return self.step * self.call.batch_size if self.step else self.call.num_tokens
+    @cached_property
+    def own(self) -> list[PooledCache]:
+        """The caches that belong to a pool."""
+        return [entry for entry in self.call.cache or () if isinstance(entry, PooledCache)]
 
-    @property
-    def context(self) -> int:
-        """Tokens that the newest one attends to, itself included."""
-        per_sequence = self.call.num_tokens // self.call.batch_size
-        return max([self.call.num_tokens, *(_num_tokens(entry) + per_sequence for entry in self._entries)])
+    @cached_property
+    def pools(self) -> set[KVPool]:
+        """The pools of these caches: one, unless a program made them one by one."""
+        return {entry.rows.pool for entry in self.own}
 
-    @property
-    def _entries(self) -> list[Any]:
-        return [*other_entries(self.call.cache), *own_entries(self.call.cache)]
+    @cached_property
+    def others(self) -> list[Any]:
+        """mlx-lm's own caches on this machine, without the lists that hold some."""
+        cache = self.call.cache or ()
+        if len(self.own) == len(cache):
+            return []
+        return [e for e in entries_of(cache) if not isinstance(e, PooledCache) and not is_elsewhere(e)]
 
-    def active_bytes(self, sizes: ActivationSizes) -> int:
-        """Return the memory of intermediate results while the lane computes."""
-        logits = self.call.num_tokens * sizes.logits_per_token if self.step and self.call.wants_logits else 0
-        fused = not any(isinstance(entry, QuantizedKVCache) for entry in self._entries)
-        wants_logits = self.call.wants_logits
-        return logits + sizes.nbytes(self.num_at_once, self.context, all_logits=wants_logits, fused=fused)
-
-    def waiting_bytes(self, sizes: ActivationSizes) -> int:
-        """Return the memory of intermediate results while others compute, and of the logits until they are used."""
-        num_rows = self.call.num_tokens if self.call.wants_logits else 1
-        return sizes.waiting_bytes(self.num_at_once) + 2 * num_rows * sizes.logits_per_token
-
-
-def own_entries(cache: Sequence[Any] | None) -> list[PooledCache]:
-    """Return the caches that belong to a pool."""
-    return [entry for entry in cache or () if isinstance(entry, PooledCache)]
-
-
-def other_entries(cache: Sequence[Any] | None) -> list[Any]:
-    """Return mlx-lm's own caches on this machine, without the lists that hold some."""
-    found = entries_of(cache or ())
-    return [entry for entry in found if not isinstance(entry, PooledCache) and not is_elsewhere(entry)]
+    @cached_property
+    def tokens(self) -> NewTokens:
+        """The lane in numbers."""
+        call, num_each = self.call, self.call.num_tokens // self.call.batch_size
+        quantized = [isinstance(entry, QuantizedKVCache) for entry in (*self.others, *self.own)]
+        lengths = [_num_tokens(entry) for entry in self.others]
+        own = zip(self.own, quantized[len(lengths) :], strict=True)
+        lengths += [entry.offset if is_quantized else entry.offset - entry.num_forgotten for entry, is_quantized in own]
+        return NewTokens(
+            num_new=call.num_tokens,
+            num_at_once=self.step * call.batch_size if self.step else call.num_tokens,
+            context=max(call.num_tokens, max(lengths, default=-num_each) + num_each),
+            batch_size=call.batch_size,
+            all_logits=call.wants_logits,
+            in_parts=bool(self.step),
+            is_fused=True not in quantized,
+        )
 
 
 def _num_tokens(entry: Any) -> int:

@@ -15,10 +15,9 @@ from mlx_flash.compat.caches import recurrent_states
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.group import CallGroup, Compute
-from mlx_flash.engine.headroom import check_headroom, check_least
+from mlx_flash.engine.headroom import check_headroom, check_least, layers_at_once
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
-from mlx_flash.engine.recorded import layers_at_once
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.sharing import costs, waiting_bytes
@@ -79,7 +78,7 @@ class Passes:
             lanes = self._choose(plan, waiting, loans)
             if lanes:
                 pinned, calls = self._session.engine.pinned, [call for lane in lanes.values() for call in lane]
-                pinned.num_at_once = layers_at_once(plan, calls, pinned.num_layers)
+                pinned.num_at_once = layers_at_once(plan, list(map(Lane, calls)), pinned.num_layers)
                 self._run(list(lanes), list(lanes.values()))
             waiting = waiting[max(1, len(lanes)) :]
 

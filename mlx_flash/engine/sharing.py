@@ -9,7 +9,6 @@ from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.lane import Lane
 from mlx_flash.kv.checkpoints import kept_bytes
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.residency.sizes import CACHE_STEP
 
 
 def costs(plan: ResidencyPlan, parts: Sequence[ForwardCall]) -> list[int]:
@@ -27,19 +26,7 @@ def _waiting(plan: ResidencyPlan, parts: Sequence[ForwardCall]) -> list[int]:
     found, num_before = [], parts[0].num_tokens
     for part in parts[1:]:
         kept = () if part.checkpoints is None else (kept_bytes(entry) for entry in entries_of(part.cache or ()))
-        waiting = plan.activations.waiting_bytes(part.num_tokens)
-        found.append(waiting + sum(kept) + _copied_bytes(plan, part, num_before))
+        context = Lane(part).tokens.context + num_before // part.batch_size
+        found.append(sum(kept) + plan.ledger.part_waiting(part.num_tokens, part.batch_size, context))
         num_before += part.num_tokens
     return found
-
-
-def _copied_bytes(plan: ResidencyPlan, part: ForwardCall, num_before: int) -> int:
-    """Return the bytes of the keys and values of a layer that a part takes.
-
-    Where units are smaller than layers, the part before waits inside its attention, with its keys and values. So MLX
-    copies them when a part adds to them, instead of writing in place.
-    """
-    if not plan.streaming.cut:
-        return 0
-    tokens = Lane(part).context + num_before // part.batch_size + CACHE_STEP
-    return plan.cache.largest_row * tokens * part.batch_size

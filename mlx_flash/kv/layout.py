@@ -82,7 +82,12 @@ class RowLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token in all arrays."""
-        return sum(component.heads * component.width_bytes for component in self.components)
+        return sum(self.widths)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Bytes of a token in each array."""
+        return tuple([component.heads * component.width_bytes for component in self.components])
 
     @property
     def chunk_pages(self) -> int:

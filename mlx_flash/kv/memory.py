@@ -12,12 +12,53 @@ decides how much of the buffers does. Each method changes these last.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
+from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
-from mlx_flash.kv.options import GROWTH, KVOptions
+from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.shared import Part, Parts, SharedRows, cut, num_tokens, slices
-from mlx_flash.memory.pagecache import round_up
+
+_changes = count(1)
+
+
+class Changes:
+    """The number of the last change of any layer's memory. Sums over layers hold until there is another one."""
+
+    last: ClassVar[int] = 0
+
+    @classmethod
+    def note(cls) -> None:
+        """Note that a layer is about to change."""
+        cls.last = next(_changes)
+
+
+class Buffers(NamedTuple):
+    """The memory of a layer, with its sizes.
+
+    Attributes:
+        arrays: the buffers, with room behind the tokens; empty before the first tokens and while parked.
+        parts: the tokens while parked.
+        capacity: number of tokens that the buffers have room for.
+        nbytes: bytes of the buffers, without parts.
+        widths: bytes of a token in each array; none before the first tokens.
+    """
+
+    arrays: list[mx.array]
+    parts: Parts
+    capacity: int
+    nbytes: int
+    widths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, arrays: Sequence[mx.array], parts: Parts = ()) -> Buffers:
+        """Return buffers, or parts, with their sizes, to be a layer's memory."""
+        Changes.note()
+        capacity = int(arrays[0].shape[2]) if arrays else 0
+        examples = parts[0].rows.arrays if parts else arrays
+        widths = tuple([_token_bytes(array) for array in examples])
+        return cls(list(arrays), parts, capacity, sum([array.nbytes for array in arrays]), widths)
 
 
 class MemoryRows:
@@ -30,8 +71,7 @@ class MemoryRows:
         num_forgotten: number of tokens that were dropped from between them.
 
     Attributes:
-        arrays: the buffers, with room behind the tokens; empty before the first tokens and while parked.
-        parts: the tokens while parked.
+        buffers: its memory, which is replaced as a whole.
         num_forgotten: as given.
     """
 
@@ -39,11 +79,20 @@ class MemoryRows:
         self, options: KVOptions, arrays: Sequence[mx.array] = (), length: int = 0, num_forgotten: int = 0
     ) -> None:
         mx.eval(arrays)
-        self.arrays = list(arrays)
-        self.parts: Parts = ()
+        self.buffers = Buffers.of(arrays)
         self.num_forgotten = num_forgotten
         self._length = length
         self._options = options
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The buffers, with room behind the tokens; empty before the first tokens and while parked."""
+        return self.buffers.arrays
+
+    @property
+    def parts(self) -> Parts:
+        """The tokens while parked."""
+        return self.buffers.parts
 
     @property
     def length(self) -> int:
@@ -51,34 +100,19 @@ class MemoryRows:
         return num_tokens(self.parts) if self.parts else self._length
 
     @property
-    def capacity(self) -> int:
-        """Number of tokens that the buffers have room for."""
-        return int(self.arrays[0].shape[2]) if self.arrays else 0
-
-    @property
     def examples(self) -> Sequence[mx.array]:
         """Arrays with the same types, and shapes except for tokens; empty before the first tokens."""
         return self.parts[0].rows.arrays if self.parts else self.arrays
 
-    def capacity_after(self, num_new: int) -> int:
-        """Return the capacity after new tokens came."""
-        end = self.length + num_new
-        if self.arrays and not self.parts and end <= self.capacity:
-            return self.capacity
-        if self._options.form == "step":
-            return self.length + round_up(num_new, self._options.step)
-        if end <= self._options.reserved_tokens:
-            return self._options.reserved_tokens
-        return round_up(max(end, self.capacity + self.capacity // GROWTH), self._options.step)
-
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens take more memory. Called for each token."""
-        return bool(self.parts) or not self.arrays or self._length + num_new > self.capacity
+        buffers = self.buffers
+        return bool(buffers.parts) or not buffers.arrays or self._length + num_new > buffers.capacity
 
     @property
     def held(self) -> int:
         """Bytes of the buffers, without parts."""
-        return sum(array.nbytes for array in self.arrays)
+        return self.buffers.nbytes
 
     def append(self, new: Sequence[mx.array]) -> None:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each buffer."""
@@ -90,7 +124,8 @@ class MemoryRows:
         self._length = end
 
     def _grow(self, new: Sequence[mx.array]) -> None:
-        capacity, parts, length = self.capacity_after(new[0].shape[2]), self.parts, self.length
+        parts, length = self.parts, self.length
+        capacity = self._options.capacity_after(length, self.buffers.capacity, new[0].shape[2])
         if parts:
             old = slices(parts, 0, length)
         else:
@@ -99,11 +134,12 @@ class MemoryRows:
         arrays = [_longer(pieces, capacity, like) for pieces, like in zip(old, examples, strict=True)]
         if parts:
             mx.eval(arrays)  # frees unshared parts now, instead of after all layers have grown
-        self.arrays, self._length, self.parts = arrays, length, ()
+        self._length = length
+        self.buffers = Buffers.of(arrays)
 
     def fetch(self) -> list[mx.array]:
         """Return all tokens, without the room behind them. Copy them if parked."""
-        if self.arrays and not self.parts and self._length == self.capacity:
+        if self.arrays and self._length == self.buffers.capacity:
             return list(self.arrays)
         return self.read(0, self.length)
 
@@ -151,11 +187,16 @@ class MemoryRows:
             examples: arrays with the same shapes except for tokens, if there were no tokens before.
         """
         if parts:
-            self.parts = parts
-            self.arrays = []
+            self.buffers = Buffers.of([], parts)
         else:  # buffers without room keep the shapes
             none = [mx.zeros((*a.shape[:2], 0, a.shape[3]), a.dtype) for a in examples or self.examples]
-            self._length, self.arrays, self.parts = 0, none, ()
+            self._length = 0
+            self.buffers = Buffers.of(none)
+
+
+def _token_bytes(array: mx.array) -> int:
+    batch, heads, _, width = array.shape
+    return int(batch * heads * width * array.itemsize)
 
 
 def _joined(pieces: Sequence[mx.array], like: mx.array) -> mx.array:

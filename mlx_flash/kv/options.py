@@ -145,23 +145,49 @@ class KVOptions:
             return self.step if tokens <= self.step else tokens + self.step - 1
         return round_up(tokens + tokens // GROWTH, self.step)
 
+    def capacity_after(self, length: int, capacity: int, num_new: int) -> int:
+        """Return the capacity of buffers in memory after new tokens came.
+
+        Args:
+            length: tokens before.
+            capacity: tokens that the buffers have room for; 0 if there are none.
+            num_new: new tokens.
+        """
+        end = length + num_new
+        if capacity and end <= capacity:
+            return capacity
+        if self.form == "step":
+            return length + round_up(num_new, self.step)
+        if end <= self.reserved_tokens:
+            return self.reserved_tokens
+        return round_up(max(end, capacity + capacity // GROWTH), self.step)
+
     def slot_tokens(self, tokens: int) -> int:
         """Return the capacity of a slot for so many tokens."""
         if 0 < tokens <= self.reserved_tokens:
             return round_up(self.reserved_tokens, self.step)
         return round_up(max(tokens, 1) + tokens // ROOM_PART, round_up(ROOM_TOKENS, self.step))
 
-    def least_bytes(self, token_bytes: Sequence[int], tokens: int, num_slots: int = NUM_SLOTS) -> int:
-        """Return the smallest ``budget_bytes`` for a context: with every layer on disk.
+    def least_bytes(
+        self,
+        token_bytes: Sequence[int],
+        tokens: int | Sequence[int],
+        num_slots: int = NUM_SLOTS,
+        *,
+        is_tight: bool = False,
+    ) -> int:
+        """Return the smallest ``budget_bytes`` for some layers: with every one of them on disk.
 
         Args:
             token_bytes: bytes of a token in each layer.
-            tokens: tokens in the context.
+            tokens: tokens of each layer, or of all.
             num_slots: buffers for layers on disk.
+            is_tight: whether slots take no memory for tokens to come; one slot never does.
         """
-        capacity = self.slot_tokens(tokens) if num_slots > 1 else round_up(tokens, self.step)
-        slot = slot_memory(max(token_bytes, default=0) * capacity + SLOT_PADDING)
-        return num_slots * slot + self.step * sum(token_bytes)
+        lengths = [tokens] * len(token_bytes) if isinstance(tokens, int) else tokens
+        rooms = [round_up(n, self.step) if is_tight or num_slots == 1 else self.slot_tokens(n) for n in lengths]
+        largest = max([room * nbytes for room, nbytes in zip(rooms, token_bytes, strict=True)], default=0)
+        return num_slots * slot_memory(largest + SLOT_PADDING) + self.step * sum(token_bytes)
 
     def under_way_bytes(self, token_bytes: Sequence[int], tokens: int, num_new: int, num_slots: int = NUM_SLOTS) -> int:
         """Return the additional memory while layers are written and read: rows queued for writing, read buffers.

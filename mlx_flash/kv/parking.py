@@ -38,7 +38,7 @@ class Parking:
             return disk.tail_bytes
         memory = rows.memory
         missing = memory.length - num_tokens(self._known_parts(rows))  # a part has one more token than it holds
-        return sum(a.nbytes // memory.capacity * (missing + 1) for a in memory.arrays) if missing else 0
+        return sum(a.nbytes // memory.buffers.capacity * (missing + 1) for a in memory.arrays) if missing else 0
 
     def pays(self, rows: Rows) -> bool:
         """Return whether others hold at least a page of a layer's buffers, so that parking it saves memory."""

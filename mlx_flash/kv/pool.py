@@ -8,14 +8,14 @@ these tokens a second time, in buffers for attention. It is parked when another 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
 import mlx.core as mx
 
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
-from mlx_flash.kv.budget import Coming, Way
+from mlx_flash.kv.ledger import Coming, KVLedger, Way
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.residence import Residence
@@ -82,13 +82,13 @@ class LayerRows(Rows):
         with self.pool.lock:
             self.cut(start)
             disk = self.disk
-            self.store = self.memory.without(start, stop) if disk is None else disk.fork(start, stop)
+            self.replace(self.memory.without(start, stop) if disk is None else disk.fork(start, stop))
 
     def set(self, arrays: Sequence[mx.array], length: int, num_forgotten: int = 0) -> None:
         """Replace all tokens by those in some arrays. Raises: BudgetError, WriteError."""
         with self.pool.lock:
             self.cut(0)
-            self.store = MemoryRows(self.pool.options, arrays, length, num_forgotten)
+            self.replace(MemoryRows(self.pool.options, arrays, length, num_forgotten))
             self.pool.make_room(self, ())
 
     def succeed(self, other: LayerRows, arrays: Sequence[mx.array]) -> None:
@@ -97,7 +97,7 @@ class LayerRows(Rows):
         The other layer keeps its tokens: an interrupt may leave it in use.
         """
         with self.pool.lock:
-            self.store = MemoryRows(self.pool.options, arrays, other.length)
+            self.replace(MemoryRows(self.pool.options, arrays, other.length))
 
     def fork(self, group: int) -> LayerRows:
         """Return a copy in another list of caches that shares the rows."""
@@ -105,7 +105,7 @@ class LayerRows(Rows):
             other = self.pool.new_rows(group, self.index)
             self.pool.make_room_for_copy(self, group)  # which may send this one to disk
             if (disk := self.disk) is not None:
-                other.store = disk.fork()
+                other.replace(disk.fork())
             else:
                 other.memory.park(self.pool.parking.as_parts(self), self.memory.examples)
                 other.memory.num_forgotten = self.num_forgotten
@@ -156,8 +156,14 @@ class KVPool(Residence):
         self._begin(self._current_groups if rows.group in self._current_groups else {rows.group})
         if self.options.always_on_disk and rows.disk is None and (new or rows.memory.length):
             self._spill(rows, new)
-        if self.budget_bytes is not None and not (new and not self._sums.grows(rows, new)):
-            self._make_fit(lambda: self._sums.needed(rows, new), rows.group, rows, new)
+        if self.budget_bytes is None:
+            return
+        if not new:
+            self._make_fit(lambda: self.memory_bytes, rows.group, rows, new)
+        elif rows.grows(num_new := new[0].shape[2]):
+            nbytes = sum(rows.in_numbers.widths) or sum(array.nbytes for array in new) // num_new
+            coming = {rows: Coming(nbytes, num_new, rows.length + num_new)}
+            self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)
 
     def make_room_for_copy(self, rows: Rows, group: int) -> None:
         """Evict layers to disk until a copy of one layer, in a list of its own, fits the budget.
@@ -211,8 +217,8 @@ class KVPool(Residence):
         """
         if layers:
             self._begin({rows.group for rows in layers})
-        coming = self._sums.coming(layers, num_new, step, row_bytes)
-        way = self._way(coming, step, limit)
+        call = self.call(layers, num_new, step, row_bytes)
+        way = self.way(call, limit)
         if way.missing or self.options.budget_bytes is None:
             return way.missing
         self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
@@ -220,24 +226,51 @@ class KVPool(Residence):
             self.ring.resize(way.num_slots)
             self.files.limit_queue(way.num_slots)
         if layers:
-            self._free(lambda: self._sums.for_call(coming), layers[0].group)
+            self._free(lambda: self.ledger(call.coming, step).peak, layers[0].group)
         return 0
 
-    def missing(
-        self, layers: Sequence[Rows], num_new: Sequence[int], step: int, row_bytes: Sequence[int], limit: int
-    ) -> int:
-        """Return what :meth:`admit` would. Changes nothing."""
-        return self._way(self._sums.coming(layers, num_new, step, row_bytes), step, limit).missing
+    def admit_quietly(self, layers: Sequence[Rows], num_new: Sequence[int], limit: int) -> bool:
+        """Prepare a call that takes no more memory, for which :meth:`admit` would do nothing else.
 
-    def _way(self, coming: Mapping[Rows, Coming], step: int, limit: int) -> Way:
-        way = self._sums.way(coming, step, limit)
+        Most tokens are such a call: the buffers of every layer have room for them. No layer is looked at twice.
+
+        Args:
+            layers, num_new, limit: as there.
+
+        Returns:
+            False, and nothing has changed, for any other call.
+        """
+        if not self.is_quiet(layers, num_new):
+            return False
+        largest = max([sum(rows.memory.buffers.widths) for rows in layers], default=0)
+        eviction = 0 if self.options.budget_bytes is None else self.options.eviction_bytes([largest])
+        if self.memory_bytes + eviction > limit:
+            return False
+        self._begin({rows.group for rows in layers})
+        if self.options.budget_bytes is not None:
+            self.budget_bytes, self.under_way_bytes = limit, eviction
+        return True
+
+    def is_quiet(self, layers: Sequence[Rows], num_new: Sequence[int]) -> bool:
+        """Return whether the buffers of all layers have room for the new tokens of each."""
+        if self.is_on_disk or self.options.max_tokens is not None:
+            return False
+        return not any(rows.memory.takes_more(more) for rows, more in zip(layers, num_new, strict=True))
+
+    def call(self, layers: Sequence[Rows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]) -> KVLedger:
+        """Return the ledger of a call; the arguments are those of :meth:`admit`."""
+        held = self.options.held_tokens
+        coming = {
+            rows: Coming(sum(rows.in_numbers.widths) or nbytes, new, held(rows.length + new, step))
+            for rows, new, nbytes in zip(layers, num_new, row_bytes, strict=True)
+        }
+        return self.ledger(coming, step)
+
+    def way(self, call: KVLedger, limit: int) -> Way:
+        """Return how a call stays within a limit. Raises: WriteError: there is no room on the disk."""
+        way = call.way(limit)
         self.files.check_room(way.disk_bytes)
         return way
-
-    def growth(self, layers: Sequence[Rows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]) -> int:
-        """Return the bytes that a call adds to the memory of all caches if no layer is evicted."""
-        needed = self._sums.for_call(self._sums.coming(layers, num_new, step, row_bytes))
-        return max(0, needed + self.under_way_bytes * bool(self.on_disk) - self.memory_bytes)
 
     def close(self) -> None:
         """End the threads and remove the files. The pool's caches cannot be used any more. Idempotent."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.layout import RowLayout
-from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.ledger import Layer
+from mlx_flash.kv.memory import Changes, MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.shared import Lineage
 from mlx_flash.kv.stored import StoredRows, cut_stored
+from mlx_flash.memory.pagecache import round_up
 
 
 class Rows:
@@ -20,7 +22,7 @@ class Rows:
 
     Attributes:
         store: the rows, in memory or on disk. What cannot change in one step is replaced as a whole, so that an
-            interrupt leaves the old rows or the new ones.
+            interrupt leaves the old rows or the new ones: see :meth:`replace`.
         group, index: as given.
         lineage: the layers with the same first tokens.
         stored: the first tokens in files of the prefix cache, while the rows are in memory. They go to disk without a
@@ -35,6 +37,11 @@ class Rows:
         self.stored: tuple[StoredRows, ...] = ()
         self._step = options.step
         self._no_rows = MemoryRows(options)
+
+    def replace(self, store: MemoryRows | DiskRows) -> None:
+        """Hold other rows from now on."""
+        Changes.note()
+        self.store = store
 
     def cut(self, length: int) -> None:
         """Record that the tokens from ``length`` on were changed or removed."""
@@ -70,10 +77,19 @@ class Rows:
         return RowLayout.of(examples, self._step) if examples else None
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of a token; 0 before the first one."""
-        layout = self.layout
-        return 0 if layout is None else layout.token_bytes
+    def in_numbers(self) -> Layer:
+        """The layer as the ledger sees it."""
+        if (disk := self.disk) is not None:
+            return Layer(disk.layout.widths, disk.length, is_on_disk=True)
+        buffers = self.memory.buffers
+        parts = tuple([(id(part.rows), part.rows.nbytes) for part in buffers.parts])
+        return Layer(buffers.widths, self.memory.length, buffers.capacity, parts)
+
+    def grows(self, num_new: int) -> bool:
+        """Return whether so many new tokens take more memory. Called for each token."""
+        if (disk := self.disk) is None:
+            return self.memory.takes_more(num_new)
+        return round_up(disk.length, self._step) != round_up(disk.length + num_new, self._step)
 
     @property
     def is_parked(self) -> bool:

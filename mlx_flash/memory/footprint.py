@@ -58,11 +58,10 @@ def wired_limit() -> int | None:
 
 
 def _linux_status(field: str) -> int:
-    for line in (_PROC / "status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise OSError(f"/proc/self/status has no {field}: is /proc mounted?")
+    _, found, rest = (_PROC / "status").read_text().partition(f"\n{field}:")
+    if not found:
+        raise OSError(f"/proc/self/status has no {field}: is /proc mounted?")
+    return int(rest.split(maxsplit=1)[0]) * 1024
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Admission of requests and sequences: the memory that each one will need, from the numbers of the plan.
+"""Admission of requests and sequences: what the ledger says of the tokens that each one may come to.
 
 Exact batches have a cache for each request, of its own length. mlx-lm's caches have a row for each request, as long as
 the longest one; while a part of a batch moves on from prompts to answers, its rows are there twice.
@@ -31,9 +31,9 @@ def batch_bytes(plan: ResidencyPlan, lengths: Sequence[int]) -> int:
     """
     if not lengths:
         return 0
-    num_rows, longest = len(lengths), _capacity(max(lengths))
-    rows = (2 * num_rows - 1) * plan.cache.nbytes(longest) + num_rows * plan.cache.largest_row * longest
-    return rows + _call_bytes(plan, num_rows, max(lengths))
+    ledger, num_rows, longest = plan.ledger, len(lengths), _capacity(max(lengths))
+    copies = (num_rows - 1) * ledger.cache.largest_row * longest
+    return ledger.in_memory([longest] * (2 * num_rows - 1)) + copies + _call_bytes(plan, num_rows, max(lengths))
 
 
 def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_spill: bool) -> int:
@@ -46,17 +46,16 @@ def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_spill: bool) 
     """
     if not lengths:
         return 0
-    options, cache, step = plan.kv.options, plan.cache, plan.prefill_step_size
-    held = [length if options is None else options.held_tokens(length, step) for length in lengths]
+    ledger, options, num_others = plan.ledger, plan.kv.options, len(lengths) - 1
+    held = [ledger.held(length) for length in lengths]
     room = _capacity if options is None else options.most_capacity
-    in_memory = sum(cache.nbytes(room(tokens)) for tokens in held) + cache.largest_row * room(max(held))
-    if may_spill and options is not None and options.budget_bytes is not None:
-        under_way = options.under_way_bytes(cache.rows, max(held), step)
-        last_pages = (len(held) - 1) * options.step * sum(cache.rows)
-        others = sum(cache.nbytes(tokens) - sum(cache.rows) * tokens for tokens in held)
-        in_memory = min(in_memory, options.least_bytes(cache.rows, max(held)) + under_way + last_pages + others)
-    waiting = plan.activations.waiting_bytes(1) + 2 * plan.activations.logits_per_token
-    return in_memory + _call_bytes(plan, 1, max(held)) + (len(held) - 1) * waiting
+    nbytes = ledger.in_memory([room(tokens) for tokens in held])
+    if may_spill and options is not None and ledger.may_spill:
+        last_pages = num_others * options.step * sum(ledger.cache.rows)
+        others = sum([ledger.others.nbytes(tokens) for tokens in held])
+        nbytes = min(nbytes, ledger.on_disk(max(held), ledger.step) + last_pages + others)
+    waiting = ledger.activations.waiting_bytes(1) + 2 * ledger.activations.logits_per_token
+    return nbytes + _call_bytes(plan, 1, max(held)) + num_others * waiting
 
 
 def alone_bytes(plan: ResidencyPlan, length: int) -> int:
@@ -66,15 +65,14 @@ def alone_bytes(plan: ResidencyPlan, length: int) -> int:
         plan: the plan of the model.
         length: tokens, prompt and answer.
     """
-    options, cache = plan.kv.options, plan.cache
-    if options is None:
+    ledger = plan.ledger
+    if ledger.options is None:
         return batch_bytes(plan, [length])
-    held = options.held_tokens(length, 1)
-    rows = cache.largest_row * _capacity(held) + sum(cache.rows) * _capacity(held)
-    if options.budget_bytes is not None:
-        under_way = options.under_way_bytes(cache.rows, held, 1, 1)
-        rows = min(rows, options.least_bytes(cache.rows, held, 1) + under_way)
-    return rows + cache.others_bytes(held) + plan.activations.nbytes(1, held, all_logits=True)
+    held = ledger.held(length, 1)
+    rows = (ledger.cache.largest_row + sum(ledger.cache.rows)) * _capacity(held)
+    if ledger.may_spill:
+        rows = min(rows, ledger.on_disk(held, 1, num_slots=1))
+    return rows + ledger.one_by_one(held, held)
 
 
 def together_bytes(plan: ResidencyPlan, lengths: Sequence[int], batching: str) -> int:
@@ -95,10 +93,8 @@ def _capacity(length: int) -> int:
 
 
 def _call_bytes(plan: ResidencyPlan, num_rows: int, context: int) -> int:
-    step = plan.prefill_step_size
-    prompts = plan.activations.nbytes(max(step, num_rows), context, all_logits=False)
-    answers = plan.activations.nbytes(num_rows, context, all_logits=True)
-    return max(prompts, answers) + plan.cache.call_bytes * step
+    ledger = plan.ledger
+    return ledger.computing(max(ledger.step, num_rows), num_rows, context) + ledger.states(ledger.step)
 
 
 def decide(

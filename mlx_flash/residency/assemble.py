@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from mlx_flash.config import FlashConfig
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.residency.kv import KVShare, in_memory, on_disk, prefix_bytes, promised_bytes
+from mlx_flash.residency.ledger import Ledger
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, TensorSize, UnitSize
 from mlx_flash.residency.spread import Streamed, add_up, spread
@@ -96,9 +97,9 @@ class Reserve:
 def activation_bytes(task: Task, reserve: Reserve) -> int:
     """Return the larger of a prefill step without logits and a short call with all of them."""
     context = round_up(reserve.context_length, CACHE_STEP)
-    activations, short = task.sizes.activations, min(PREFILL_STEPS[-1], reserve.prefill_step_size)
-    prefill = activations.nbytes(reserve.prefill_step_size, context, all_logits=False)
-    return max(prefill, activations.nbytes(short, context, all_logits=True))
+    step = reserve.prefill_step_size
+    ledger = Ledger(task.sizes.cache, task.sizes.activations)
+    return ledger.computing(step, min(PREFILL_STEPS[-1], step), context)
 
 
 def kv_share(task: Task, reserve: Reserve) -> KVShare:

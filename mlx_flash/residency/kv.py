@@ -11,6 +11,7 @@ from mlx_flash.config import GB, FlashConfig, KVMode
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.options import NUM_SLOTS, PAGE_TOKENS, PAGES_ON_THEIR_WAY, Form, KVOptions
 from mlx_flash.memory.pagecache import round_up
+from mlx_flash.residency.ledger import Ledger
 from mlx_flash.residency.sizes import CACHE_STEP, ModelSizes
 
 KV_SHARE = 0.25
@@ -80,30 +81,17 @@ def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefi
         context_length: tokens.
         prefill_step_size: the most of them that come in one call.
     """
-    if not sizes.cache.rows or config.kv_cache == "stock":
-        nbytes = _growing_bytes(sizes, round_up(context_length, CACHE_STEP), prefill_step_size)
-        return KVShare(None, sizes.cache.rows, nbytes)
+    rows = sizes.cache.rows
+    if not rows or config.kv_cache == "stock":
+        ledger = Ledger(sizes.cache, sizes.activations)
+        nbytes = ledger.in_memory([round_up(context_length, CACHE_STEP)]) + ledger.states(prefill_step_size)
+        return KVShare(None, rows, nbytes)
     options = _options(config, 0, context_length)
-    tokens = options.held_tokens(context_length, prefill_step_size)
-    tokens = round_up(tokens, _growth(options)) if tokens == context_length else tokens + _growth(options)
-    eviction = 0 if options.budget_bytes is None else options.eviction_bytes(sizes.cache.rows)
-    return KVShare(options, sizes.cache.rows, _growing_bytes(sizes, tokens, prefill_step_size) + eviction)
-
-
-def _growing_bytes(sizes: ModelSizes, tokens: int, num_new: int) -> int:
-    """Return the bytes of all caches, and of a copy of the largest: it is there for a moment when that layer grows."""
-    cache = sizes.cache
-    return cache.nbytes(tokens) + cache.largest_row * tokens + cache.call_bytes * num_new
-
-
-def _growth(options: KVOptions) -> int:
-    """Return by how many tokens a cache grows."""
-    return max(CACHE_STEP, options.step)
-
-
-def _whole(sizes: ModelSizes, options: KVOptions, tokens: int) -> int:
-    """Return the most that caches of so many tokens take in memory. They grow by a step at any length."""
-    return (sum(sizes.cache.rows) + max(sizes.cache.rows, default=0)) * (tokens + _growth(options))
+    ledger = Ledger(sizes.cache, sizes.activations, options, prefill_step_size)
+    tokens, growth = ledger.held(context_length), max(CACHE_STEP, options.step)
+    tokens = round_up(tokens, growth) if tokens == context_length else tokens + growth
+    eviction = options.eviction_bytes(rows) if ledger.may_spill else 0
+    return KVShare(options, rows, ledger.in_memory([tokens]) + ledger.states(prefill_step_size) + eviction)
 
 
 def on_disk(
@@ -125,9 +113,9 @@ def on_disk(
     Raises:
         ConfigError: ``kv_ram_gb`` is below that.
     """
-    options = _options(config, 0, context_length)
-    tokens = options.held_tokens(context_length, prefill_step_size)
-    whole = _whole(sizes, options, tokens)
+    rows, ledger = sizes.cache.rows, _ledger(sizes, config, context_length, prefill_step_size)
+    tokens = ledger.held(context_length)
+    whole = _whole(ledger, tokens)
     least = least_bytes(sizes, config, context_length, prefill_step_size)
     limit = max(least, min(room_bytes, whole)) if config.kv_ram_gb is None else round(config.kv_ram_gb * GB)
     if limit < least:
@@ -136,12 +124,11 @@ def on_disk(
             f"{-(-least // 1000) / 1e6:.6f}: two slots of a layer each, the last tokens of every layer, and what is "
             "under way to the disk and back. Hint: give more, or set a smaller context_length."
         )
-    others = sizes.cache.nbytes(tokens) - sum(sizes.cache.rows) * tokens + sizes.cache.call_bytes * prefill_step_size
-    spilled = _spilled(sizes.cache.rows, tokens, limit - least) if limit < whole else []
+    spilled = _spilled(rows, tokens, limit - least) if limit < whole else []
     return KVShare(
         options=_options(config, limit, context_length),
-        rows=sizes.cache.rows,
-        nbytes=limit + others,
+        rows=rows,
+        nbytes=limit + ledger.others.nbytes(tokens) + ledger.states(prefill_step_size),
         limit=limit,
         is_fixed=config.kv_ram_gb is not None,
         disk_bytes=sum(spilled) * tokens,
@@ -167,20 +154,24 @@ def prefix_bytes(sizes: ModelSizes, config: FlashConfig, context_length: int) ->
     """Return the bytes of pages of the prefix cache on their way to disk and back."""
     if config.kv_prefixes == "off":
         return 0
-    rows = sum(sizes.cache.rows)
-    states = sizes.cache.nbytes(context_length) - rows * context_length
-    return PAGES_ON_THEIR_WAY * max(rows * PAGE_TOKENS, states)
+    ledger = Ledger(sizes.cache, sizes.activations)
+    return PAGES_ON_THEIR_WAY * max(sum(sizes.cache.rows) * PAGE_TOKENS, ledger.others.nbytes(context_length))
 
 
 def least_bytes(
     sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int, num_slots: int = NUM_SLOTS
 ) -> int:
     """Return the smallest share for a context, in bytes: on disk, or in memory if it is short."""
-    options = _options(config, 0, context_length)
-    tokens = options.held_tokens(context_length, prefill_step_size)
-    under_way = options.under_way_bytes(sizes.cache.rows, tokens, prefill_step_size, num_slots)
-    on_disk = options.least_bytes(sizes.cache.rows, tokens, num_slots) + under_way
-    return min(_whole(sizes, options, tokens), on_disk)
+    ledger = _ledger(sizes, config, context_length, prefill_step_size)
+    tokens = ledger.held(context_length)
+    return min(_whole(ledger, tokens), ledger.on_disk(tokens, prefill_step_size, num_slots))
+
+
+def _whole(ledger: Ledger, tokens: int) -> int:
+    """Return the most that caches of so many tokens take in memory. They grow by a step at any length."""
+    rows, options = ledger.cache.rows, ledger.options
+    growth = CACHE_STEP if options is None else max(CACHE_STEP, options.step)
+    return (sum(rows) + max(rows, default=0)) * (tokens + growth)
 
 
 def promised_bytes(sizes: ModelSizes, config: FlashConfig) -> int:
@@ -193,13 +184,16 @@ def promised_bytes(sizes: ModelSizes, config: FlashConfig) -> int:
         return 0
     context = PROMISED_CONTEXT
     rows = least_bytes(sizes, config, context, 1, num_slots=1) if sizes.cache.rows else 0
-    others = sizes.cache.others_bytes(context)
-    return rows + others + context * PROMPT_TOKEN_BYTES + sizes.activations.nbytes(1, context, all_logits=True)
+    return rows + context * PROMPT_TOKEN_BYTES + Ledger(sizes.cache, sizes.activations).one_by_one(context, context)
 
 
 def most_on_disk(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:
     """Return the most that keys and values of a context may take on disk, in bytes."""
-    return sum(sizes.cache.rows) * _options(config, 0, context_length).held_tokens(context_length, 1)
+    return sum(sizes.cache.rows) * _ledger(sizes, config, context_length).held(context_length)
+
+
+def _ledger(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int = 1) -> Ledger:
+    return Ledger(sizes.cache, sizes.activations, _options(config, 0, context_length), prefill_step_size)
 
 
 def _options(config: FlashConfig, budget: int, context_length: int) -> KVOptions:

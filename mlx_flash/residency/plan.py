@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.residency.kv import PROMISED_CONTEXT, KVShare
+from mlx_flash.residency.ledger import Ledger
 from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes
 from mlx_flash.residency.speed import Speed
 from mlx_flash.residency.streamed import Streaming
@@ -197,6 +198,13 @@ class ResidencyPlan:
     def reserved_bytes(self) -> int:
         """Set aside for tokens: keys, values and activations."""
         return self.kv_bytes + self.activation_bytes + self.spare_bytes
+
+    @property
+    def ledger(self) -> Ledger:
+        """The prices of tokens."""
+        buffers = self.bounce_bytes + self.prefix_bytes + self.cache_limit
+        process, is_cut = self.base_bytes - self.active_bytes + buffers, bool(self.streaming.cut)
+        return Ledger(self.cache, self.activations, self.kv.options, self.prefill_step_size, is_cut, process)
 
     @property
     def slots_bytes(self) -> int:

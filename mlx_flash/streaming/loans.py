@@ -7,7 +7,7 @@ the unit's reads leave these weights out. A loan is recalled between calls; it f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,17 +31,17 @@ class Lendable:
         start: first byte of the array in the unit's slot.
         view: the array in the slot.
         bind: makes the unit's module use another array of the same shape and dtype.
+        nbytes: memory of a loan in bytes: the array, and the pages around it.
     """
 
     unit: int
     start: int
     view: mx.array
     bind: Callable[[mx.array], None]
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of a loan in bytes: the array, and the pages around it."""
-        return round_up(self.view.nbytes, DIRECT_ALIGNMENT) + DIRECT_ALIGNMENT
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", round_up(self.view.nbytes, DIRECT_ALIGNMENT) + DIRECT_ALIGNMENT)
 
 
 @dataclass(slots=True)
@@ -70,17 +70,18 @@ class Loans:
         self._promised: dict[int, list[Lendable]] = {}
         self._lent: dict[Lendable, Arena] = {}
         self._moving: Lendable | None = None
+        self._least = 0
         stream.before_release = self._copy_out
 
     @property
     def nbytes(self) -> int:
         """Memory of all loans in bytes."""
-        return sum(array.nbytes for array in self._lent)
+        return sum([array.nbytes for array in self._lent])
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of weights that a pass need not read, because they are lent."""
-        return sum(array.view.nbytes for array in self._lent)
+        return sum([array.view.nbytes for array in self._lent])
 
     def add(self, module: nn.Module, placement: Placement, arrays: Sequence[Lendable]) -> None:
         """Add the arrays of a unit.
@@ -97,6 +98,7 @@ class Loans:
         """Spread the arrays that are lent first over all units, so that reading stays even. Call after the last add."""
         ranks = {id(array): rank * _GOLDEN % 1.0 for rank, array in enumerate(self._order)}
         self._order.sort(key=lambda array: ranks[id(array)])
+        self._least = min([array.nbytes for array in self._order], default=0)
 
     def lend(self, nbytes: int) -> int:
         """Allow so much more memory for loans; the units take it as they are released. Replaces the last call's.
@@ -106,6 +108,8 @@ class Loans:
         """
         self._promised.clear()
         self._settle_moving()
+        if nbytes < self._least:
+            return nbytes
         for array in self._order:
             if array.nbytes <= nbytes and array not in self._lent:
                 nbytes -= array.nbytes

@@ -1,4 +1,4 @@
-"""Sums over the KV caches of a model: the memory they take now, and the memory they need for new tokens."""
+"""An oracle of the ledger of keys and values: sums over live layers, written before the ledger and without it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_flash.errors import BudgetError
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.layout import RowLayout
-from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, slot_memory
+from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.options import GROWTH, NUM_SLOTS, SLOT_PADDING, KVOptions, slot_memory
 from mlx_flash.kv.parking import Parking
 from mlx_flash.kv.ring import SlotRing
 from mlx_flash.kv.rows import Rows
@@ -82,16 +82,6 @@ class KVBudget:
         arrays = sum(array.nbytes for rows in self._layers for array in rows.memory.arrays)
         return arrays + self._parking.shared_bytes() + self._slots.nbytes
 
-    def victim(self, asking: Rows | None, used: Mapping[int, int]) -> Rows | None:
-        """Return the layer to evict next: of the sequence used longest ago, and far from those that were evicted.
-
-        Args:
-            asking: the layer that new tokens come to; None before a call.
-            used: when each list of caches was used last.
-        """
-        layers = [r for r in self._layers if r.disk is None and (r.memory.length or r is asking)]
-        return min(layers, key=lambda r: (used.get(r.group, 0), _spread(r.index), r.index), default=None)
-
     def _disk_overhead(self, new: Mapping[Rows, int] = MappingProxyType({})) -> int:
         """Return the memory of layers on disk: slots for the largest, and the last tokens of each."""
         on_disk = self.on_disk
@@ -112,29 +102,22 @@ class KVBudget:
             return slot_memory(layout.slot_bytes(round_up(tokens, self._options.step)))
         return layout.slot_bytes(self._options.slot_tokens(tokens))
 
-    def grows(self, rows: Rows, new: Sequence[mx.array]) -> bool:
-        """Return whether new tokens of a layer take more memory."""
-        if rows.disk is None:
-            return rows.memory.takes_more(new[0].shape[2])
-        step = self._options.step
-        return round_up(rows.length, step) != round_up(rows.length + new[0].shape[2], step)
-
     def needed(self, rows: Rows, new: Sequence[mx.array]) -> int:
         """Return the peak memory while new tokens come to one layer."""
         is_on_disk = rows.disk is not None
         others = sum(layer.memory.held for layer in self._layers if layer is not rows)
         num_new = new[0].shape[2] if new else 0
-        nbytes = rows.token_bytes or sum(array.nbytes for array in new) // max(1, num_new)
+        nbytes = token_bytes(rows) or sum(array.nbytes for array in new) // max(1, num_new)
         mine = 0 if is_on_disk else rows.memory.held
         if not is_on_disk and num_new and rows.memory.takes_more(num_new):  # the old buffers, and the new ones
-            mine += nbytes * rows.memory.capacity_after(num_new)
+            mine += nbytes * capacity_after(rows.memory, num_new)
         return others + mine + self._parking.shared_bytes() + self._disk_overhead({rows: num_new})
 
     def needed_for(self, coming: Mapping[Rows, Coming]) -> int:
         """Return the peak memory while new tokens come to some layers, one layer after another."""
         new = {rows: max(0, each.held - rows.length) for rows, each in coming.items()}
         within = [rows for rows in coming if rows.disk is None]
-        held = {rows: coming[rows].nbytes * rows.memory.capacity_after(new[rows]) for rows in within}
+        held = {rows: coming[rows].nbytes * capacity_after(rows.memory, new[rows]) for rows in within}
         growing = [rows for rows in held if rows.memory.takes_more(new[rows])]
         shared = self._parking.shared_bytes(but=growing)
         # one layer at a time has its old buffers besides, or the parts that nobody else holds
@@ -160,7 +143,7 @@ class KVBudget:
     ) -> dict[Rows, Coming]:
         """Return the tokens that a call adds to layers; its arguments are those of :meth:`KVPool.admit`."""
         return {
-            rows: Coming(rows.token_bytes or nbytes, new, self._options.held_tokens(rows.length + new, step))
+            rows: Coming(token_bytes(rows) or nbytes, new, self._options.held_tokens(rows.length + new, step))
             for rows, new, nbytes in zip(layers, num_new, row_bytes, strict=True)
         }
 
@@ -174,7 +157,7 @@ class KVBudget:
         """
         sizes, options = [each.nbytes for each in coming.values()], self._options
         needed = self.for_call(coming)
-        first = {rows: rows.memory.capacity_after(min(step, each.num_new)) for rows, each in coming.items()}
+        first = {rows: capacity_after(rows.memory, min(step, each.num_new)) for rows, each in coming.items()}
         if any(first[rows] < rows.length + each.num_new for rows, each in coming.items()):
             needed += options.step * sum(sizes)  # caches that grow several times have more room
         if options.budget_bytes is None:
@@ -194,7 +177,7 @@ class KVBudget:
 
     def least(self, coming: Mapping[Rows, Coming], num_slots: int) -> int:
         """Return the memory needed with every layer on disk after new tokens came to some."""
-        every = {rows: coming[rows].nbytes if rows in coming else rows.token_bytes for rows in self._layers}
+        every = {rows: coming[rows].nbytes if rows in coming else token_bytes(rows) for rows in self._layers}
         every = {rows: nbytes for rows, nbytes in every.items() if nbytes}
         lengths = {rows: coming[rows].held if rows in coming else rows.length for rows in every}
         step = self._options.step
@@ -206,16 +189,20 @@ class KVBudget:
         return num_slots * slot + step * sum(every.values())
 
 
-def no_room(needed: int, tokens: int, budget_bytes: int) -> BudgetError:
-    """Return the error for tokens that do not fit with every layer on disk."""
-    return BudgetError(
-        f"the KV caches need {needed / 1e6:.1f} MB of memory for {tokens} tokens with every layer on disk: "
-        "slots of a layer each, and the last tokens of every layer; their budget is "
-        f"{budget_bytes / 1e6:.1f} MB. Hint: raise it, or set max_tokens.",
-        needed,
-    )
+def token_bytes(rows: Rows) -> int:
+    """Return the bytes of a token; 0 before the first one."""
+    layout = rows.layout
+    return 0 if layout is None else sum(c.heads * c.width_bytes for c in layout.components)
 
 
-def _spread(index: int) -> int:
-    """Return a number by which to sort indices so that the first few are far apart: the bits backwards."""
-    return int(f"{index:016b}"[::-1], 2)
+def capacity_after(memory: MemoryRows, num_new: int) -> int:
+    """Return the capacity of buffers in memory after new tokens came."""
+    end, options = memory.length + num_new, memory._options
+    capacity = int(memory.arrays[0].shape[2]) if memory.arrays else 0
+    if memory.arrays and end <= capacity:
+        return capacity
+    if options.form == "step":
+        return memory.length + round_up(num_new, options.step)
+    if end <= options.reserved_tokens:
+        return options.reserved_tokens
+    return round_up(max(end, capacity + capacity // GROWTH), options.step)

@@ -1,0 +1,118 @@
+"""The caches of a pool in a pass: whether they take more memory, and the room that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.refusals import no_room_for_kv
+from mlx_flash.kv.ledger import KVLedger
+from mlx_flash.kv.pool import KVPool, LayerRows
+from mlx_flash.residency.plan import ResidencyPlan
+
+
+class OwnCaches:
+    """The caches in the pool that a pass adds to.
+
+    Args:
+        plan: the plan of the model.
+        lanes: the calls.
+    """
+
+    def __init__(self, plan: ResidencyPlan, lanes: Sequence[Lane]) -> None:
+        self._plan = plan
+        self._all = lanes
+        self._lanes = [lane for lane in lanes if lane.own]
+        self._layers: list[LayerRows] = [entry.rows for lane in self._lanes for entry in lane.own]
+        self._pools = {pool for lane in self._lanes for pool in lane.pools}
+        self._pool = self._layers[0].pool if self._layers else None
+        sizes = [(lane.tokens.num_new // lane.tokens.batch_size, len(lane.own)) for lane in self._lanes]
+        self._num_new = [num_new for num_new, count in sizes for _ in range(count)]
+
+    @cached_property
+    def is_quiet(self) -> bool:
+        """True if all layers are in memory, with room for the new tokens. Then no sum over layers is needed."""
+        if self._pool is None:
+            return True
+        return len(self._pools) == 1 and self._pool.is_quiet(self._layers, self._num_new)
+
+    @property
+    def growth(self) -> int:
+        """The bytes that a pass adds to caches in memory, as far as the plan lets them grow."""
+        if self.is_quiet or self._pool is None:
+            return 0
+        growth, limit = self._call.growth, self._plan.kv.limit
+        return growth if limit is None else min(growth, max(0, limit - self._pool.memory_bytes))
+
+    def admit(self, missing: int) -> int:
+        """Evict layers as the pass needs it. Return the bytes that are missing.
+
+        Args:
+            missing: bytes that are missing while keys and values are where they are.
+        """
+        pool = self._pool
+        if pool is None:
+            return missing
+        if self.is_quiet and pool.admit_quietly(self._layers, self._num_new, self._rooms(pool, missing)[0]):
+            return 0
+        while True:
+            held = self._slots_held if pool.is_on_disk else 0
+            room, lacking = self.room(missing, held)
+            if not lacking:
+                pool.admit(*self._arguments, room)
+                vars(self).pop("_call", None)  # layers may have moved
+            if lacking or held or not pool.is_on_disk or not self._slots_held:
+                return lacking
+
+    def room(self, missing: int, held: int = 0) -> tuple[int, int]:
+        """Return a limit for keys and values, and the bytes that are missing even with all of them on disk.
+
+        Args:
+            missing: bytes that are missing while keys and values are where they are.
+            held: bytes of slots that calls hold while others compute.
+
+        Raises:
+            BudgetError: a limit that the user set is too low.
+            WriteError: they would have to go to disk, which has no room.
+        """
+        plan, pool = self._plan, self._pool
+        if pool is None:
+            return 0, missing
+        for room in self._rooms(pool, missing, held):
+            wanted = pool.way(self._call, room).missing
+            if not wanted:
+                break
+        if wanted and plan.kv.is_fixed and room == plan.kv.limit:
+            raise no_room_for_kv(plan, self._all, room + wanted)
+        return room, wanted
+
+    def _rooms(self, pool: KVPool, missing: int, held: int = 0) -> list[int]:
+        """Return limits for keys and values: the plan's, and then all that is free."""
+        kv, free = self._plan.kv, pool.memory_bytes - missing - held
+        if kv.limit is None:
+            return [free]
+        return [min(free, kv.limit - held), *(() if kv.is_fixed else (free,))]
+
+    @property
+    def _slots_held(self) -> int:
+        return self._plan.ledger.slots_held([lane.tokens for lane in self._lanes])
+
+    @cached_property
+    def _call(self) -> KVLedger:
+        assert self._pool is not None
+        return self._pool.call(*self._arguments)
+
+    @cached_property
+    def _arguments(self) -> tuple[list[LayerRows], list[int], int, list[int]]:
+        """The layers, the new tokens of each, how many go through at a time, and the bytes of a token in each.
+
+        Tokens are those of one sequence; a token of a batch has the bytes of all its sequences.
+        """
+        rows, num_layers = self._plan.kv.rows, max([len(lane.own) for lane in self._lanes])
+        row_bytes = rows if len(rows) == num_layers else [max(rows, default=0)] * num_layers
+        tokens = [lane.tokens for lane in self._lanes]
+        step = max([new.num_at_once // new.batch_size for new in tokens])
+        of_lanes = [new.batch_size for new, lane in zip(tokens, self._lanes, strict=True) for _ in lane.own]
+        sizes = [row_bytes[i % num_layers] * batch_size for i, batch_size in enumerate(of_lanes)]
+        return self._layers, self._num_new, step, sizes

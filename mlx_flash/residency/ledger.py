@@ -1,0 +1,189 @@
+"""The ledger: the memory that tokens need in each part of the process, now and at the peak. Pure.
+
+A plan asks for one sequence of the planned length, admission for sequences as long as requests may become, and the
+check before a pass for new tokens of caches as they are. The ledger of keys and values is below it, in
+:mod:`mlx_flash.kv.ledger`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mlx_flash.compat.caches import CACHE_STEP
+from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, slot_memory
+from mlx_flash.layout.cachesizes import CacheSizes
+from mlx_flash.memory.pagecache import round_up
+from mlx_flash.residency.sizes import ActivationSizes
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """New tokens of one prompt cache in a pass.
+
+    Attributes:
+        num_new: how many, over all sequences.
+        num_at_once: how many of them go through the model at a time.
+        context: tokens that the newest one attends to, itself included.
+        batch_size: sequences.
+        all_logits: whether the logits of every new token are wanted.
+        in_parts: whether they go through the model in parts, so that the logits of all parts wait.
+        is_fused: whether keys and values are not quantized.
+    """
+
+    num_new: int
+    num_at_once: int
+    context: int
+    batch_size: int = 1
+    all_logits: bool = True
+    in_parts: bool = False
+    is_fused: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The memory of the process in a pass, in bytes.
+
+    Attributes:
+        process: the process itself without arrays, and buffers.
+        in_use: arrays now: weights, keys and values.
+        activations: intermediate results.
+        growth: what comes to caches of mlx-lm.
+    """
+
+    process: int
+    in_use: int
+    activations: int
+    growth: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.process + self.in_use + self.activations + self.growth
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The prices of tokens with one model and its settings.
+
+    Attributes:
+        cache: sizes of the caches of a sequence.
+        activations: what a forward call allocates.
+        options: how keys and values are kept; None leaves caches to mlx-lm.
+        step: new tokens of a call at most, as planned.
+        is_cut: whether units are smaller than layers.
+        process: the process itself without arrays, and buffers; in bytes.
+    """
+
+    cache: CacheSizes
+    activations: ActivationSizes
+    options: KVOptions | None = None
+    step: int = 1
+    is_cut: bool = False
+    process: int = 0
+
+    # Keys and values
+
+    def held(self, length: int, num_new: int | None = None) -> int:
+        """Return the most tokens that a cache holds up to a length, if so many come in a call."""
+        return length if self.options is None else self.options.held_tokens(length, num_new or self.step)
+
+    def in_memory(self, capacities: Sequence[int]) -> int:
+        """Return the memory of caches with room for so many tokens each, and of a copy of the largest layer."""
+        return sum([self.cache.nbytes(room) for room in capacities]) + self.cache.largest_row * max(capacities)
+
+    @property
+    def may_spill(self) -> bool:
+        """True if keys and values may go to disk."""
+        return self.options is not None and self.options.budget_bytes is not None
+
+    def on_disk(self, tokens: int, num_new: int, num_slots: int = NUM_SLOTS) -> int:
+        """Return the memory of keys and values with every layer on disk.
+
+        Args:
+            tokens: tokens of the longest sequence.
+            num_new: new tokens of a call.
+            num_slots: buffers for layers on disk.
+        """
+        assert self.options is not None
+        rows = self.cache.rows
+        under_way = self.options.under_way_bytes(rows, tokens, num_new, num_slots)
+        return self.options.least_bytes(rows, tokens, num_slots) + under_way
+
+    @property
+    def others(self) -> CacheSizes:
+        """The caches that never go to disk."""
+        rows = sum(self.cache.rows)
+        return replace(self.cache, rows=(), token_bytes=self.cache.token_bytes - rows)
+
+    # Calls
+
+    def states(self, num_new: int) -> int:
+        """Return the memory that recurrent states keep of a call."""
+        return self.cache.call_bytes * num_new
+
+    def computing(self, num_prompt: int, num_answer: int, context: int) -> int:
+        """Return the memory of the larger of a part of a prompt without logits, and a call with those of all tokens."""
+        prompt = self.activations.nbytes(num_prompt, context, all_logits=False)
+        return max(prompt, self.activations.nbytes(num_answer, context, all_logits=True))
+
+    def one_by_one(self, context: int, held: int) -> int:
+        """Return the memory of a sequence that is computed token by token, without keys and values that may spill.
+
+        Args:
+            context: tokens that the last one attends to.
+            held: tokens that caches hold.
+        """
+        return self.cache.others_bytes(held) + self.activations.nbytes(1, context, all_logits=True)
+
+    def active(self, new: NewTokens) -> int:
+        """Return the memory of intermediate results while new tokens compute."""
+        logits = new.num_new * self.activations.logits_per_token if new.in_parts and new.all_logits else 0
+        return logits + self.activations.nbytes(
+            new.num_at_once, new.context, all_logits=new.all_logits, fused=new.is_fused
+        )
+
+    def waiting(self, new: NewTokens) -> int:
+        """Return the memory of intermediate results while others compute, and of the logits until they are used."""
+        num_rows = new.num_new if new.all_logits else 1
+        return self.activations.waiting_bytes(new.num_at_once) + 2 * num_rows * self.activations.logits_per_token
+
+    def computed(self, together: Sequence[NewTokens]) -> int:
+        """Return the memory of intermediate results of a pass: of those that compute, and of those that wait."""
+        if len(together) == 1:
+            return self.active(together[0])
+        waiting = [self.waiting(new) for new in together]
+        return sum(waiting) + max([self.active(new) - bytes_ for new, bytes_ in zip(together, waiting, strict=True)])
+
+    def slots_held(self, together: Sequence[NewTokens]) -> int:
+        """Return the bytes of slots that sequences with layers on disk hold while another one computes.
+
+        Where units are smaller than layers, a sequence waits inside its attention. It holds the slot, which the pool
+        replaces.
+        """
+        if not self.is_cut or self.options is None:
+            return 0
+        tokens = [new.batch_size * round_up(new.context, self.options.step) for new in together]
+        sizes = [slot_memory(self.cache.largest_row * count + SLOT_PADDING) for count in tokens]
+        return sum(sizes) - min(sizes)
+
+    def part_waiting(self, num_new: int, batch_size: int, context: int) -> int:
+        """Return the memory of a part of a prompt that waits while another one computes.
+
+        Where units are smaller than layers, the part before waits inside its attention, with its keys and values. So
+        MLX copies them when a part adds to them, instead of writing in place.
+
+        Args:
+            num_new: new tokens, over all sequences.
+            batch_size: sequences.
+            context: tokens that the newest one attends to, of this part and those before it.
+        """
+        copied = self.cache.largest_row * (context + CACHE_STEP) * batch_size if self.is_cut else 0
+        return self.activations.waiting_bytes(num_new) + copied
+
+    def of_a_layer(self, new: NewTokens) -> int:
+        """Return the memory of the intermediate results of one layer."""
+        sizes = replace(self.activations, logits_per_token=0)
+        if new.num_new == new.batch_size and sizes.scores_per_pair < sizes.unfused_per_pair:
+            sizes = replace(sizes, scores_per_pair=0)  # the kernels for a single token store no scores
+        return replace(self, activations=sizes).active(new)

@@ -1,0 +1,129 @@
+"""The ledger of keys and values adds up what layers hold, as sums over live layers do."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache
+
+import oracle_kv
+from mlx_flash.errors import FlashError
+from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.ledger import KVLedger, Layer
+from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pool import KVPool
+
+LAYERS, HEADS = 3, 2
+WIDTHS = (8, 8, 24)
+"""Of the layers: not all are as large."""
+
+
+@pytest.fixture(autouse=True)
+def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVOptions, "under_way_bytes", lambda self, sizes, tokens, new, slots=2: 100 * new + slots)
+
+
+def rows_of(count: int, layer: int) -> mx.array:
+    return mx.zeros((1, HEADS, count, WIDTHS[layer]), mx.float16)
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "step": st.sampled_from([4, 16, 256]),
+        "form": st.sampled_from(["step", "preallocated"]),
+        "max_context_length": st.sampled_from([16, 300, 1000]),
+        "budget_bytes": st.sampled_from([None, 60_000, 200_000, 1 << 30]),
+        "max_tokens": st.sampled_from([None, None, 600, 1024]),
+    }
+)
+NAMES = ["feed", "feed", "feed", "call", "copy", "trim", "spill", "look", "drop"]
+ACTIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.integers(1, 90)), min_size=1, max_size=14)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(options=OPTIONS, actions=ACTIONS, lazily=st.booleans())
+def test_ledger_agrees_with_sums_over_live_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], actions: list[Any], lazily: bool
+) -> None:
+    for module in ("mlx_flash.kv.residence", "oracle_kv"):
+        monkeypatch.setattr(f"{module}.commits_lazily", lambda: lazily)
+    pool = KVPool(KVOptions(directory=tmp_path, **options))
+    oracle = oracle_kv.KVBudget(pool.options, pool._layers, pool.ring, pool.parking)
+    conversations = [make_caches([KVCache() for _ in range(LAYERS)], pool.options, pool)]
+    try:
+        for name, which, count in actions:
+            caches = conversations[which % len(conversations)]
+            with suppress(FlashError):  # the budget is too small for it
+                act(pool, conversations, caches, name, count)
+            compare(pool, oracle, conversations, which, count)
+    finally:
+        pool.close()
+
+
+def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: str, count: int) -> None:
+    layers = [cache.rows for cache in caches]
+    if name in ("feed", "call"):
+        if name == "call" and pool.admit(
+            layers, [count] * LAYERS, count, sizes_of(layers), pool.options.budget_bytes or 1 << 40
+        ):
+            return
+        for i, cache in enumerate(caches):
+            mx.eval(cache.update_and_fetch(rows_of(count, i), rows_of(count, i)))
+    elif name == "copy" and len(conversations) < 4:
+        conversations.append(copy.deepcopy(caches))
+    elif name == "drop" and len(conversations) > 1:
+        conversations.remove(caches)
+    elif name == "trim":
+        for cache in caches:
+            cache.trim(count)
+    elif name == "spill" and (victim := pool._victim(layers[0])) is not None and victim.memory.length:
+        pool._spill(victim, ())
+
+
+def sizes_of(layers: list[Any]) -> list[int]:
+    return [2 * HEADS * WIDTHS[i % LAYERS] * 2 for i in range(len(layers))]
+
+
+def compare(pool: KVPool, oracle: oracle_kv.KVBudget, conversations: list[list[Any]], which: int, count: int) -> None:
+    together = conversations[: 1 + which % len(conversations)]
+    layers = [cache.rows for caches in together for cache in caches]
+    assert pool.memory_bytes == pool.ledger().now == oracle.memory_bytes
+    assert pool.reserved_bytes == oracle.reserved_bytes
+    for step in (1, count):
+        coming = oracle.coming(layers, [count] * len(layers), step, sizes_of(layers))
+        call = pool.call(layers, [count] * len(layers), step, sizes_of(layers))
+        assert dict(call.coming) == coming
+        assert call.peak == oracle.for_call(coming)
+        growth = oracle.for_call(coming) + pool.under_way_bytes * bool(pool.on_disk) - oracle.memory_bytes
+        assert call.growth == max(0, growth)
+        assert [call.least(n) for n in (1, 2)] == [oracle.least(coming, n) for n in (1, 2)]
+        for limit in (0, call.now, call.peak, call.peak + 50_000, call.least(1) + 100 * step, call.least(2) + 9000):
+            assert call.way(limit) == oracle.way(coming, step, limit)
+        assert call.slots_needed({}) == oracle.slots_needed({})
+    for i, rows in enumerate(layers):
+        coming = {rows: oracle_kv.Coming(sizes_of(layers)[i], count, rows.length + count)}
+        new = [rows_of(count, i % LAYERS)] * 2
+        assert pool.ledger(coming).peak == oracle.needed(rows, new)  # type: ignore[arg-type]
+    if pool.is_quiet(layers, [count] * len(layers)):
+        assert not pool.on_disk and call.peak == call.now and call.growth == 0
+
+
+def test_now_is_a_sum_over_layers() -> None:
+    """Shared rows count once; of a layer on disk the slots count, and the tokens of a page."""
+    options = KVOptions(step=16)
+    layers = {
+        "in memory": Layer((100, 100), 10, 16),
+        "parked": Layer((100, 100), 10, parts=((1, 900), (2, 300))),
+        "its copy": Layer((100, 100), 5, parts=((1, 900),)),
+    }
+    assert KVLedger(options, layers).now == 16 * 200 + 900 + 300
+    assert KVLedger(options, layers, slots_held=7).now == 16 * 200 + 900 + 300 + 7
+    on_disk = layers | {"on disk": Layer((100, 100), 40, is_on_disk=True)}
+    assert KVLedger(options, on_disk).now == 16 * 200 + 900 + 300 + 16 * 200 + 2 * 2 * 8192

@@ -1,6 +1,6 @@
 """The prefill step and the context that memory is set aside for, where they are unset.
 
-Last bits of the output depend on the step. So both come from sizes, settings and the budget, never from measured speeds.
+Last bits of the output depend on the step. So both come from sizes, settings and the budget, not from measured speeds.
 """
 
 from __future__ import annotations

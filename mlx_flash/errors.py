@@ -16,6 +16,7 @@
     ├── ClosedError (RuntimeError)            the model was closed
     ├── SelfTestError (RuntimeError)          MLX's device loses bytes that threads write to its memory
     ├── PeerError (RuntimeError)              another rank was lost, or computes something else
+    ├── CompilerError (RuntimeError)          the C++ compiler that MLX started for a kernel failed
     ├── RefusedError (ValueError)             the server does not begin with a request
     └── CompatibilityError (ImportError)      the installed MLX or mlx-lm lacks what mlx-flash relies on
 
@@ -98,6 +99,10 @@ class SelfTestError(FlashError, RuntimeError):
 
 class PeerError(FlashError, RuntimeError):
     """Another rank of a model was lost, or computes something else."""
+
+
+class CompilerError(FlashError, RuntimeError):
+    """The C++ compiler that MLX started for a kernel failed, or was killed."""
 
 
 class RefusedError(FlashError, ValueError):

@@ -17,6 +17,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_flash.compat.compiler import compiling
 from mlx_flash.compat.generation import (
     generation_stream,
     stock_generate,
@@ -239,5 +240,6 @@ class Chooser:
                 logits = process(self._tokens, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         token = self._sampler(logprobs)
-        mx.eval(token, logprobs)
+        with compiling():
+            mx.eval(token, logprobs)
         return token, logprobs

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.callers import requested_kv_size
+from mlx_flash.compat.compiler import compiling
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
@@ -196,7 +197,8 @@ class FlashLLM(ModelFacade):
                 return self.rows(tokens[:1], cache)
             if row.error is not None:
                 raise row.error
-            mx.eval(row.outputs)
+            with compiling():
+                mx.eval(row.outputs)
             self.times.note(len(row.outputs), time.perf_counter() - began, stats.wait_seconds - waited)
         return GuessedRows(row, self.counters)
 

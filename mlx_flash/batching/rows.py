@@ -22,6 +22,7 @@ from mlx_flash.compat.batches import (
     stock_batch_generate,
     wants_caches,
 )
+from mlx_flash.compat.compiler import compiling
 from mlx_flash.compat.generation import with_names
 from mlx_flash.engine.row import Row
 from mlx_flash.errors import BudgetError, WriteError
@@ -90,7 +91,8 @@ class RowGenerator(BatchGenerator):
         began, waited = time.perf_counter(), engine.stream.stats.wait_seconds if engine is not None else 0.0
         self._flash.advance(rows)
         if engine is not None and rows and not num_prompt and self._flash.counters.num_passes == num_passes + 1:
-            mx.eval([row.outputs for row in rows])
+            with compiling():
+                mx.eval([row.outputs for row in rows])
             num_rows, seconds = sum(len(row.outputs) for row in rows), time.perf_counter() - began
             self._flash.times.note(max(1, num_rows), seconds, engine.stream.stats.wait_seconds - waited)
 

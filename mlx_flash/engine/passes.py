@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash.compat.caches import recurrent_states
+from mlx_flash.compat.compiler import explained
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.group import CallGroup, Compute
@@ -198,7 +199,7 @@ class Passes:
         run = partial(self.group.run, lanes, partial(self._with_prefixes, compute=self._call), report)
         for row, lane, outcome in zip(rows, lanes, self._counted(calls, lanes, run), strict=True):
             if isinstance(outcome, Exception):
-                row.error = outcome
+                row.error = explained(outcome)
             elif outcome is not None:
                 row.finish(lane, outcome)
             else:  # its parts need an order
@@ -212,7 +213,7 @@ class Passes:
                 mx.eval(arrays_in(call.cache), arrays_in(output if call.wants_logits else ()))
         except CALL_ERRORS as error:
             self._under_way[row]()
-            row.error = error
+            row.error = explained(error)
         else:
             row.finish([call], [output])
 

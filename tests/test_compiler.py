@@ -1,0 +1,47 @@
+"""MLX starts a C++ compiler for compiled functions that it has not met; in a memory limit it may be killed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import children
+from models import WIDE_LLAMA, save
+
+FAKE = """#!/bin/sh
+case "$*" in *-shared*) echo "g++: fatal error: Killed signal terminated program cc1plus"; exit 1;; esac
+echo "g++ 12"
+"""
+
+CALL = """
+import sys
+from mlx_flash import FlashConfig, load_model
+from mlx_flash.generation import generate_step
+import mlx.core as mx
+budget, tokens = sys.argv[2], mx.array([1, 2, 3])
+config = FlashConfig(ram_budget_gb=budget if budget == "min" else float(budget), context_length=8, telemetry=False)
+with load_model(sys.argv[1], config)[0] as model:
+    assert bool(model.plan.read_bytes) == (budget == "min")
+    next(generate_step(tokens, model))
+"""
+
+
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="GPU back ends have compilers of their own")
+@pytest.mark.parametrize("budget", ["min", "2"])
+def test_killed_compiler_is_named_with_a_hint(tmp_path: Path, budget: str) -> None:
+    """The caller got a bare RuntimeError with the name of a kernel."""
+    model = save(tmp_path / "model", WIDE_LLAMA)
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text(FAKE)
+    compiler.chmod(0o755)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    env = {"PATH": f"{compiler.parent}:{os.environ['PATH']}", "TMPDIR": str(empty)}
+    errors = children.run("-c", CALL, model, budget, env=env, forks=False).stderr.decode()
+    assert "CompilerError: MLX compiles kernels of this model with g++" in errors, errors
+    assert "Hint: each takes about 115 MB beside the budget" in errors
+    assert f"run the model once without the limit: {empty}/mlx/" in errors

@@ -9,6 +9,7 @@ own.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -27,6 +28,9 @@ from mlx_flash.compat.generation import (
     with_names,
 )
 from mlx_flash.engine.guesses import GuessedRows
+from mlx_flash.engine.pending import Pending
+from mlx_flash.errors import CacheError, ClosedError
+from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.views import can_be_viewed
 from mlx_flash.model import FlashLLM
 from mlx_flash.speculation.draft import Draft
@@ -65,8 +69,9 @@ def speculative_generate_step(
     """Yield tokens, as ``mlx_lm.generate.speculative_generate_step`` does with the same arguments.
 
     Tokens and log probabilities are those of :func:`generate_step`, bit for bit: the draft model only guesses, and each
-    guess is checked in a call of its own. Where guesses cannot share a pass, mlx-lm's own loop runs, whose last bits
-    are others.
+    guess is checked in a call of its own. That pays where calls share what a pass reads. Where they cannot, such as for
+    a model that is all in memory, the draft model is not asked. mlx-lm's own loop, which checks all guesses in one
+    call, may be faster there; its last bits are others.
     """
     stock = partial(stock_speculative_generate_step, prompt, model, draft_model, stream, **options)
     if not _is_ours(prompt, model, options):
@@ -75,11 +80,8 @@ def speculative_generate_step(
     num_layers = len(model.layers)
     cache = make_prompt_cache(model) if caches is None else caches[:num_layers]
     drafted = make_prompt_cache(draft_model) if caches is None else caches[num_layers:]
-    refusal = model.refusal(cache) or (
-        None if can_be_viewed(drafted) else "the draft model has a cache of its own kind"
-    )
-    if refusal is not None:
-        _log.info("mlx-lm checks what the draft model guesses: %s", refusal)
+    if not can_be_viewed(drafted):
+        _log.info("mlx-lm checks what the draft model guesses: it has a cache of its own kind")
         return stock()
     most = options.pop("num_draft_tokens", 2)
     options = _ours(options)
@@ -130,27 +132,45 @@ def _generate(
     decoder = Decoder(model, cache, source, most)
     with mx.stream(stream):
         token, logprobs = choose(prompt, model.prompt(prompt[None], cache, prefill_step_size, report))
-    num_done, is_in_cache = 0, True
+    num_done, output, pending = 0, None, None
     try:
         while num_done != max_tokens:
-            is_in_cache = False
             number = cast(int, token.item())
-            yield number, logprobs.squeeze(0), decoder.is_guessed(number)
+            is_guessed = decoder.is_guessed(number)
+            if prompt_cache is not None:  # the caller sees every token in it that was handed out
+                output = decoder.logits(number, 0) if is_guessed else None
+                pending = decoder.pending(number, is_owed=not is_guessed)
+                pending.put()
+            yield number, logprobs.squeeze(0), is_guessed
+            if pending is not None:
+                pending.lift()
+                output = output if pending.logits is None else pending.logits
             num_done += 1
             if num_done % _CLEAR_EVERY == 0:
                 mx.clear_cache()
             if num_done == max_tokens:
-                return
-            is_in_cache = True  # or the call fails, and is not repeated
+                break
             num_left = max_tokens - num_done - 1 if max_tokens > 0 else MAX_GUESSES
             with mx.stream(stream):
-                token, logprobs = choose(token, decoder.logits(number, num_left))
-    finally:
-        with mx.stream(stream):
-            if prompt_cache is not None and not is_in_cache:  # the caller's cache holds every token that was handed out
-                decoder.logits(number, 0)
+                output = decoder.logits(number, num_left, pending) if output is None else output
+                token, logprobs = choose(token, output)
+                output = None
+        if pending is not None:
+            with mx.stream(stream):
+                if output is None:
+                    decoder.logits(number, 0, pending)
                 source.end()
-            decoder.take_back()
+    except BaseException:  # no pass begins now: the last token stays owed
+        if pending is not None:
+            num_missing = source.leave([number] if pending.is_owed else [])
+            Pending(source.cache, num_missing, source.end).put()
+            if pending.is_owed:
+                pending.put()
+            else:
+                pending.lift()  # the guesses go now
+        raise
+    finally:
+        decoder.take_back()
 
 
 class Decoder:
@@ -169,25 +189,55 @@ class Decoder:
         self._guesses = Guesses(source, most)
         self._tokens: list[int] = []
         self._rows: GuessedRows | None = None
+        self._checkpoints: Checkpoints | None = None
         self._num_used = 0
         self._reason: str | None = None
 
-    def logits(self, token: int, limit: int) -> mx.array:
+    def logits(self, token: int, limit: int, owed: Pending | None = None) -> mx.array:
         """Add a token to the cache. Return the logits that follow it, ``(1, 1, vocabulary)``.
 
         Args:
             token: the token.
             limit: the most tokens to guess after it.
+            owed: what the token makes up for.
         """
         self._guesses.add(token)
         if not self.is_guessed(token):
             self.take_back()
             self._tokens = [token, *self._guess(limit)]
-            self._rows = self._model.rows(self._tokens, self._cache)
+            self._checkpoints = Checkpoints()
+            self._rows = self._model.rows(self._tokens, self._cache, owed, self._checkpoints)
             del self._tokens[len(self._rows.outputs) :]
         assert self._rows is not None
         self._num_used += 1
         return self._rows.outputs[self._num_used - 1]
+
+    def pending(self, token: int, *, is_owed: bool) -> Pending:
+        """Return the difference between the cache, and that of mlx-lm, which holds the token that was handed out.
+
+        Args:
+            token: the token.
+            is_owed: whether it was not computed yet.
+        """
+        if not is_owed:
+            return Pending(self._cache, self._num_used - len(self._tokens), self.take_back)
+        self.take_back()
+        cache, model_of = self._cache, weakref.ref(self._model)
+
+        def compute() -> mx.array:
+            model = model_of()
+            try:
+                if model is None:
+                    raise ClosedError("the model was freed")
+                return model.rows([token], cache, pending).outputs[0]
+            except ClosedError as error:
+                raise CacheError(
+                    f"a prompt cache lacks its last token ({token}): its generator was closed before it was computed, "
+                    "and then the model. Hint: use the cache, or let the generator end, before you close the model."
+                ) from error
+
+        pending = Pending(cache, 1, compute, token)
+        return pending
 
     def is_guessed(self, token: int) -> bool:
         """Return whether a token, as the next one, was guessed and is computed already."""
@@ -195,11 +245,12 @@ class Decoder:
 
     def take_back(self) -> None:
         """Take tokens from the cache that were only guessed."""
-        rows, self._rows = self._rows, None
-        num_used, self._num_used = self._num_used, 0
-        if rows is not None and len(self._tokens) > 1:
-            self._guesses.note(len(self._tokens) - 1, num_used - 1)
-            rows.keep(num_used)
+        if self._rows is not None and len(self._tokens) > 1:
+            self._guesses.note(len(self._tokens) - 1, self._num_used - 1)
+            self._rows.keep(self._num_used)
+        elif self._rows is None and self._checkpoints is not None:  # an interrupt has hidden the rows from us
+            self._checkpoints.take_back(1)
+        self._rows, self._checkpoints, self._num_used = None, None, 0
 
     def _guess(self, limit: int) -> Sequence[int]:
         if not self._guesses.look(limit):

@@ -23,11 +23,13 @@ from mlx_flash.engine.facade import ModelFacade, OfLifecycle
 from mlx_flash.engine.forecast import Forecast
 from mlx_flash.engine.guesses import GuessedRows, guessed_row
 from mlx_flash.engine.lifecycle import Lifecycle
+from mlx_flash.engine.pending import Pending, owed_token, settle
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.warn import Warnings
 from mlx_flash.errors import BudgetError, WriteError
 from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.prefixes.cache import PrefixCache
 from mlx_flash.residency.admission import room_bytes, rows_bytes
 from mlx_flash.residency.plan import ResidencyPlan
@@ -106,6 +108,7 @@ class FlashLLM(ModelFacade):
             ClosedError: the model was closed.
         """
         call = parse_call(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
+        settle(call.cache)
         with self._life.turn():
             step = call.step_within(self.plan.prefill_step_size)
             if step is not None:
@@ -148,17 +151,22 @@ class FlashLLM(ModelFacade):
             ends: numbers of tokens at which a part ends too, ascending.
         """
         self.start()
-        whole = parse_call((tokens,), {"cache": cache}, wants_logits=False)
+        owed = owed_token(cache)
+        before = 0 if owed is None else 1
+        given = tokens if owed is None else mx.concatenate([mx.array([[owed.token]], tokens.dtype), tokens], axis=1)
+        whole = parse_call((given,), {"cache": cache}, wants_logits=False)
         limit = self.plan.prefill_step_size
         num_together = tokens.shape[1] - wants_logits
         if limit < min(step, num_together):
             self._warnings.step(limit)
         starts = [start for begin, end in pairwise([0, *ends, num_together]) for start in range(begin, end, step)]
         borders = sorted({*starts, num_together, tokens.shape[1]})
-        chunks = [whole.part(start, stop) for start, stop in pairwise(borders)]
+        chunks = [whole.part(before + start, before + stop) for start, stop in pairwise(borders)]
         parts = [part for chunk in chunks for part in chunk.parts(limit)]
         parts[-1] = replace(parts[-1], wants_logits=wants_logits)
-        return Row(parts[0] if len(parts) == 1 else whole, parts)
+        if before:  # in a call of its own, as mlx-lm has computed it
+            parts.insert(0, replace(whole.part(0, 1), wants_logits=True))
+        return Row(parts[0] if len(parts) == 1 else whole, parts, owed, before)
 
     def advance(self, rows: Sequence[Row]) -> None:
         """Compute at least a part of each row, in as few passes over the weights as memory allows.
@@ -174,12 +182,20 @@ class FlashLLM(ModelFacade):
         with self._life.turn() as passes:
             passes.advance(self.plan, rows, lends=self._life.lends)
 
-    def rows(self, tokens: Sequence[int], cache: list[Any]) -> GuessedRows:
+    def rows(
+        self,
+        tokens: Sequence[int],
+        cache: list[Any],
+        owed: Pending | None = None,
+        checkpoints: Checkpoints | None = None,
+    ) -> GuessedRows:
         """Compute tokens that follow each other, in one pass over the weights and each in a call of its own.
 
         Args:
             tokens: the next token, and guesses at the tokens after it.
             cache: the prompt cache, which the tokens are added to.
+            owed: what the next token makes up for.
+            checkpoints: gets those of the cache, if an exception may hide the result from the caller.
 
         Returns:
             The logits of the next token, and of as many others as memory has room for.
@@ -187,14 +203,16 @@ class FlashLLM(ModelFacade):
         Raises:
             As a call. The cache is put back, if there is more than one token.
         """
-        row = guessed_row(tokens, cache)
+        if owed is None:
+            settle(cache)
+        row = guessed_row(tokens, cache, owed, checkpoints)
         with self._life.turn():
             assert self.engine is not None
             stats = self.engine.stream.stats
             began, waited = time.perf_counter(), stats.wait_seconds
             self.advance([row])
             if isinstance(row.error, BudgetError | WriteError) and len(tokens) > 1:
-                return self.rows(tokens[:1], cache)
+                return self.rows(tokens[:1], cache, owed, checkpoints)
             if row.error is not None:
                 raise row.error
             with compiling():

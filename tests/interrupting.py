@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_flash import CacheError, FlashLLM
+from mlx_flash import CacheError, FlashLLM, generate_step
 from models import run, same_bits
 
 
@@ -215,3 +215,28 @@ def outcomes(victim: Victim, change: str, strike: Callable[[Callable[[], Any]], 
         return []
     fresh = "right" if victim.is_right() else "wrong model"
     return [fresh, *(victim.goes_on(cache, chunks) for cache in caches)]
+
+
+def generation(victim: Victim) -> tuple[list[Any], list[list[int]], Callable[[], Any]]:
+    """A text of three tokens, with a prompt cache of the caller's."""
+    before = [*CHUNKS[:-1], *([token] for token in CHUNKS[-1])]  # mlx-lm computes the last token of a prompt alone
+    text: list[int] = []
+    while len(text) < 3:
+        logits = victim.expected([*before, *([token] for token in text)])
+        text.append(int(logits[0, -1].argmax().item()))
+    cache = make_prompt_cache(victim.model)
+    for chunk in CHUNKS[:-1]:
+        mx.eval(victim.model(mx.array([chunk]), cache=cache))
+
+    def change() -> None:
+        steps = generate_step(mx.array(CHUNKS[-1]), victim.model, prompt_cache=cache, max_tokens=-1)
+        try:
+            for token, expected in zip(steps, text, strict=False):
+                assert token[0] == expected
+        finally:
+            steps.close()  # type: ignore[attr-defined]
+
+    return [cache], [*before, *([token] for token in text)], change
+
+
+CHANGES["generation"] = generation

@@ -14,11 +14,11 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_flash
 from mlx_flash import DiskKVCache, FlashLLM, ReadError, load_model
-from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
+from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.generation import speculative_generate_step
 from mlx_flash.speculation.pace import Times
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed_once, same_bits, save, stock
-from test_model import config, streamed_whole
+from test_model import LARGE_GB, config, streamed_whole
 from zoo import configuration
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -100,6 +100,7 @@ class Oracle:
     def __init__(self, text: list[int]) -> None:
         self._text = [token if i % 3 else token ^ 1 for i, token in enumerate(text)]
         self._num_seen = 0
+        self.cache: list[Any] = []
 
     def add(self, token: int) -> None:
         self._num_seen += 1
@@ -112,6 +113,9 @@ class Oracle:
 
     def end(self) -> None:
         pass
+
+    def leave(self, tokens: list[int]) -> int:
+        return 0
 
 
 def by_oracle(monkeypatch: pytest.MonkeyPatch, expected: Found) -> None:
@@ -200,11 +204,20 @@ def test_the_callers_cache_ends_as_plain_decoding_leaves_it(
         for max_tokens in (num_tokens, -1):
             ours = make_prompt_cache(with_room(model))
             steps: Any = mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=max_tokens, prompt_cache=ours)
-            got = [next(steps) for _ in range(num_tokens)]
+            got = []
+            for number in range(1, num_tokens + 1):
+                got.append(next(steps))
+                lengths = {entry.offset for entry in ours if hasattr(entry, "offset")}
+                assert lengths <= {
+                    len(PROMPT) + number
+                }  # as mlx-lm's, whether the token is computed or guesses are ahead
+            num_passes = model.counters.num_passes
             steps.close()
+            assert model.counters.num_passes == num_passes
             check_equal(got, expected)
             assert same_bits(arrays_of(ours), arrays_of(theirs))
-            assert [vars(entry).get("offset") for entry in ours] == [vars(entry).get("offset") for entry in theirs]
+            offsets = [[getattr(entry, "offset", None) for entry in cache] for cache in (ours, theirs)]
+            assert offsets[0] == offsets[1]
 
 
 @pytest.mark.parametrize("kv_cache", ["stock", "preallocated", "disk"])
@@ -343,13 +356,13 @@ def test_a_draft_model_that_is_often_wrong(
             assert mx.allclose(ours, theirs, atol=1e-4)
 
 
-def test_a_model_that_cannot_guess_drafts_as_mlx_lm_does(directories: Directories) -> None:
-    options = {"num_draft_tokens": 2, "max_tokens": 8}
+@pytest.mark.parametrize("settings", [{"speculation": False}, {"ram_budget_gb": LARGE_GB}], ids=["off", "in memory"])
+def test_a_model_that_cannot_guess_decodes_plainly(directories: Directories, settings: Any) -> None:
     draft = stock(directories("llama"))
-    expected = list(stock_speculative_generate_step(mx.array(PROMPT), stock(directories("llama")), draft, **options))
-    with streamed_whole(directories("llama"), speculation=False) as model:
-        found = list(speculative_generate_step(mx.array(PROMPT), with_room(model), draft, **options))
-        assert [(token, is_drafted) for token, _, is_drafted in found] == [
-            (token, is_drafted) for token, _, is_drafted in expected
-        ]
+    expected = by_mlx_lm(directories("llama"))
+    with load_model(directories("llama"), config(**settings))[0] as model:
+        steps = speculative_generate_step(mx.array(PROMPT), model, draft, num_draft_tokens=2, max_tokens=NUM_TOKENS)
+        found = list(steps)
+        check_equal([(token, logprobs) for token, logprobs, _ in found], expected)
+        assert not any(is_drafted for *_, is_drafted in found)
         assert model.counters.num_guessed == 0

@@ -9,17 +9,27 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash.engine.call import parse_call
+from mlx_flash.engine.pending import Pending
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.kv.checkpoints import Checkpoints
 
 
-def guessed_row(tokens: Sequence[int], cache: list[Any]) -> Row:
-    """Return the next token, and guesses at the tokens after it, as a row whose parts can be taken back."""
-    checkpoints = Checkpoints()
+def guessed_row(
+    tokens: Sequence[int], cache: list[Any], owed: Pending | None = None, checkpoints: Checkpoints | None = None
+) -> Row:
+    """Return the next token, and guesses at the tokens after it, as a row whose parts can be taken back.
+
+    Args:
+        tokens: the tokens.
+        cache: the prompt cache.
+        owed: what the next token makes up for.
+        checkpoints: gets those of the cache.
+    """
+    checkpoints = checkpoints or Checkpoints()
     call = parse_call((mx.array([tokens]),), {"cache": cache})
     parts = [replace(part, checkpoints=checkpoints) for part in call.parts(1)]
-    return Row(parts[0] if len(parts) == 1 else call, parts)
+    return Row(parts[0] if len(parts) == 1 else call, parts, owed)
 
 
 @dataclass(frozen=True, slots=True)

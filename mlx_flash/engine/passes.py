@@ -75,13 +75,20 @@ class Passes:
             row.error = row.error or broken(row.whole.cache)
         waiting = sorted((row for row in rows if not row.is_done), key=lambda row: len(row.left))
         loans = self._session.engine.lending if lends else None
-        while waiting:
-            lanes = self._choose(plan, waiting, loans)
-            if lanes:
-                pinned, calls = self._session.engine.pinned, [call for lane in lanes.values() for call in lane]
-                pinned.num_at_once = layers_at_once(plan, list(map(Lane, calls)), pinned.num_layers)
-                self._run(list(lanes), list(lanes.values()))
-            waiting = waiting[max(1, len(lanes)) :]
+        owed = [row.pending for row in waiting if row.pending is not None]
+        try:
+            for pending in owed:
+                pending.lift()
+            while waiting:
+                lanes = self._choose(plan, waiting, loans)
+                if lanes:
+                    pinned, calls = self._session.engine.pinned, [call for lane in lanes.values() for call in lane]
+                    pinned.num_at_once = layers_at_once(plan, list(map(Lane, calls)), pinned.num_layers)
+                    self._run(list(lanes), list(lanes.values()))
+                waiting = waiting[max(1, len(lanes)) :]
+        finally:
+            for pending in owed:
+                pending.put()  # if its token was not computed
 
     def _choose(self, plan: ResidencyPlan, rows: Sequence[Row], loans: Lending | None) -> dict[Row, list[ForwardCall]]:
         """Return as many of the rows as memory allows, each with the parts that share the next pass."""

@@ -11,6 +11,7 @@ from typing import Any
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.pending import Pending
 from mlx_flash.engine.undo import undo_of
 
 
@@ -21,6 +22,8 @@ class Row:
     Args:
         whole: all of it as one call.
         parts: the calls that it consists of.
+        pending: what the first part makes up for; None where the prompt cache holds what it says.
+        num_extra: tokens before those that the caller has given: an owed one.
 
     Attributes:
         report: called with (tokens done, tokens to do). What it raises ends a pass in which the row is alone, where the
@@ -33,6 +36,8 @@ class Row:
 
     whole: ForwardCall
     parts: Sequence[ForwardCall]
+    pending: Pending | None = None
+    num_extra: int = 0
     report: Progress = lambda done, total: None
     left: deque[ForwardCall] = field(init=False)
     outputs: list[Any] = field(default_factory=list)
@@ -64,7 +69,11 @@ class Row:
     @property
     def num_done(self) -> int:
         """Tokens of each sequence that are computed."""
-        return (self.whole.num_tokens - self.num_left) // self.whole.batch_size
+        return (self._total - self.num_left) // self.whole.batch_size
+
+    @property
+    def _total(self) -> int:
+        return self.whole.num_tokens - self.num_extra
 
     def cut(self) -> int:
         """Cut the parts that are left to half or a little more. Return the new tokens of each sequence in a part."""
@@ -76,9 +85,12 @@ class Row:
     def undo(self, calls: Sequence[ForwardCall]) -> Callable[[], None]:
         """Return what makes the row, and its prompt cache, as they are before some of its calls."""
         left, num_outputs, error, put_back = deque(self.left), len(self.outputs), self.error, undo_of(calls)
+        was_owed = self.pending is not None and self.pending.is_owed
 
         def undo() -> None:
             put_back()
+            if self.pending is not None:
+                self.pending.is_owed = was_owed
             self.left, self.error = deque(left), error
             del self.outputs[num_outputs:]
 
@@ -87,16 +99,17 @@ class Row:
     @property
     def num_left(self) -> int:
         """Tokens that are not computed yet."""
-        return sum(part.num_tokens for part in self.left)
+        return min(self._total, sum(part.num_tokens for part in self.left))
 
     def tell(self, more: int, share: float = 1.0) -> None:
         """Report the tokens that are done, and a share of the next ones."""
-        total = self.whole.num_tokens
-        self.report(total - self.num_left + int(share * more), total)
+        self.report(min(self._total, self._total - self.num_left + int(share * more)), self._total)
 
     def finish(self, calls: Sequence[ForwardCall], outputs: Sequence[Any]) -> None:
         """Take the outputs of the next parts."""
         for call, output in zip(calls, outputs, strict=True):
+            if self.pending is not None:
+                self.pending.is_owed = False
             first = self.left.popleft()
             assert first is call
             if call.wants_logits or (len(self.parts) == 1 and not self.is_cut):

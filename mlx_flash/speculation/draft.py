@@ -30,7 +30,7 @@ class Draft:
     def __init__(self, model: Any, cache: list[Any], tokens: Sequence[int], step: int) -> None:
         self.guess_seconds = 0.0
         self._model = model
-        self._cache = cache
+        self.cache = cache
         self._step = step
         self._coming = list(tokens)
         self._guessed: list[tuple[int, list[PutBack]]] = []
@@ -48,7 +48,7 @@ class Draft:
         token = self._catch_up()
         found = [token]
         while len(found) < number:
-            self._guessed.append((token, [checkpoint(entry) for entry in entries_of(self._cache)]))
+            self._guessed.append((token, [checkpoint(entry) for entry in entries_of(self.cache)]))
             token = self._next([token])
             found.append(token)
         return found
@@ -57,15 +57,26 @@ class Draft:
         """Leave the cache with the text and nothing else."""
         self._catch_up()
 
-    def _catch_up(self) -> int:
-        """Take back what was guessed wrong, and add the text that is missing. Return the next token."""
+    def leave(self, tokens: Sequence[int]) -> int:
+        """Add the last tokens of the text, and take guesses back. Return the number of tokens that :meth:`end` adds."""
+        self._coming += tokens
+        self._take_back()
+        return len(self._coming)
+
+    def _take_back(self) -> None:
+        """Take back what was guessed wrong; what was right need not be computed again."""
         pairs = zip(self._guessed, self._coming[:-1], strict=False)  # the last token is computed for its logits
         num_right = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], pairs))
         for _, put_backs in reversed(self._guessed[num_right:]):
             for put_back in put_backs:
                 put_back()
         self._guessed.clear()
-        coming, self._coming = self._coming[num_right:], []
+        del self._coming[:num_right]
+
+    def _catch_up(self) -> int:
+        """Add the text that is missing. Return the next token."""
+        self._take_back()
+        coming, self._coming = self._coming, []
         for start in range(0, len(coming), self._step):
             token = self._next(coming[start : start + self._step])
         return token
@@ -73,9 +84,9 @@ class Draft:
     def _next(self, tokens: Sequence[int]) -> int:
         """Add tokens to the cache. Return the likeliest next one."""
         began = time.perf_counter()
-        output = self._model(mx.array([tokens]), cache=self._cache)
+        output = self._model(mx.array([tokens]), cache=self.cache)
         token = mx.argmax(output[0, -1])
-        mx.eval(token, arrays_in(self._cache))
+        mx.eval(token, arrays_in(self.cache))
         if len(tokens) <= 2:  # those that one guess needs
             seconds = time.perf_counter() - began
             self.guess_seconds += (1 - _KEEPS if self.guess_seconds else 1) * (seconds - self.guess_seconds)

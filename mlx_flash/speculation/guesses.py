@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from mlx_flash.speculation.pace import Acceptance, Times, num_worth_guessing
 
@@ -16,9 +16,11 @@ class Source(Protocol):
 
     Attributes:
         guess_seconds: time that it takes to guess a token.
+        cache: the prompt cache of its own; empty if it has none.
     """
 
     guess_seconds: float
+    cache: list[Any]
 
     def add(self, token: int) -> None:
         """Add the next token of the text."""
@@ -31,6 +33,9 @@ class Source(Protocol):
 
     def end(self) -> None:
         """Leave a prompt cache of the caller's with the text and nothing else."""
+
+    def leave(self, tokens: Sequence[int]) -> int:
+        """Add the last tokens of the text, and take guesses back. Return the number of tokens that :meth:`end` adds."""
 
 
 class Guesses:

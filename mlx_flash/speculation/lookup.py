@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 MAX_MATCH = 4
 """Longest match that is compared: longer ones count as equal."""
@@ -21,6 +22,7 @@ class Lookup:
     guess_seconds = 0.0
 
     def __init__(self, tokens: Iterable[int]) -> None:
+        self.cache: list[Any] = []
         self._text = bytearray()
         self._at: int | None = None
         for token in tokens:
@@ -47,6 +49,10 @@ class Lookup:
 
     def end(self) -> None:
         """Do nothing: there is no cache."""
+
+    def leave(self, tokens: Sequence[int]) -> int:
+        """Do nothing: there is no cache."""
+        return 0
 
     def _find(self, length: int) -> int | None:
         """Return the byte after the latest earlier occurrence of the last ``length`` tokens."""

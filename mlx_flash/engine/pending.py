@@ -1,0 +1,180 @@
+"""Prompt caches between two tokens: they say what mlx-lm's would say, although a pass is still to come.
+
+When mlx-lm hands a token out, it has begun to compute the next one, so the caller's cache holds the token. Here a token
+is computed when the next one is asked for, and guesses may be ahead. Until then each entry of the cache has a class
+that tells mlx-lm's length, and takes an owed token back for nothing. What looks at the contents has them made right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache as cached
+from typing import Any, cast
+
+from mlx_lm.models.cache import RotatingKVCache
+
+from mlx_flash.compat.caches import entries_of
+from mlx_flash.engine.undo import is_broken
+from mlx_flash.errors import CacheError
+from mlx_flash.kv.base import PooledCache
+from mlx_flash.layout.arrays import Opaque
+
+_NAME = "pending"
+_OWN = "_own_kind"
+
+_NUMBERS = {"__class__", "__dict__", "offset", "size", "trim", "is_trimmable", "nbytes", "empty"}
+_NUMBERS |= {"rows", "pool", "num_forgotten", "is_on_disk"}
+"""Attributes that do not depend on the contents."""
+
+
+class Pending(Opaque):
+    """The difference between the tokens that a prompt cache holds, and those that it says it holds.
+
+    Args:
+        cache: the prompt cache.
+        difference: tokens that are owed to it; negative if it has guesses that nobody has asked for.
+        settle: computes the owed tokens, or takes the guesses back. Returns the logits of an owed token.
+        token: the token that is owed, if a call of the model may take it over.
+
+    Attributes:
+        token: as given.
+        is_owed: whether tokens are owed.
+        logits: what ``settle`` returned.
+    """
+
+    def __init__(
+        self, cache: Sequence[Any], difference: int, settle: Callable[[], Any], token: int | None = None
+    ) -> None:
+        self.token = token
+        self.is_owed = difference > 0
+        self.logits: Any = None
+        self.difference = difference
+        self._entries = entries_of(cache)
+        self._settle = settle
+        self._is_trimmed = False
+
+    def put(self) -> None:
+        """Make the entries say what mlx-lm's would. Harmless when repeated, and when nothing is owed any more."""
+        if not self._is_trimmed and (self.is_owed or self.difference < 0):
+            for entry in self._entries:
+                if not is_broken(entry) and not hasattr(type(entry), _OWN):
+                    vars(entry)[_NAME] = self
+                    entry.__class__ = _pending(cast(Hashable, type(entry)))
+
+    def lift(self) -> None:
+        """Make the entries what they were, for whoever makes them right. Harmless when repeated.
+
+        Raises:
+            CacheError: the caller has trimmed some entries meanwhile.
+        """
+        if self._is_trimmed:
+            raise CacheError(
+                "a prompt cache was trimmed before generate_step ended, and is used by it again, or not all of its "
+                "layers were trimmed. Hint: trim all layers, and begin a new generate_step."
+            )
+        for entry in self._entries:
+            self._lift(entry)
+
+    def _lift(self, entry: Any) -> None:
+        own = getattr(type(entry), _OWN, None)
+        if own is not None and vars(entry)[_NAME] is self:
+            entry.__class__ = own
+            vars(entry).pop(_NAME)
+
+    def settle(self) -> None:
+        """Make the cache hold what it says."""
+        self.lift()
+        if self.is_owed or self.difference < 0:
+            self.logits = self._settle()
+            self.is_owed, self.difference = False, 0
+
+    @property
+    def can_be_taken_over(self) -> bool:
+        """True if a call of the model may begin with the owed token."""
+        return self.is_owed and self.token is not None and not self._is_trimmed
+
+    def trim(self, entry: Any, n: int) -> int:
+        """Trim an entry. An owed token goes first, and need not be computed."""
+        if n <= 0:
+            return 0
+        if self.difference != 1:
+            self.settle()
+            return int(entry.trim(n))
+        self._is_trimmed = True
+        self._lift(entry)
+        return 1 + int(entry.trim(n - 1))
+
+
+def pending_in(cache: Sequence[Any] | None) -> Pending | None:
+    """Return what is pending for a prompt cache; None if nothing is."""
+    found = (vars(entry)[_NAME] for entry in entries_of(cache or ()) if hasattr(type(entry), _OWN))
+    return next(found, None)
+
+
+def owed_token(cache: Sequence[Any]) -> Pending | None:
+    """Return what is pending for a prompt cache if it is one token of the model; settle everything else.
+
+    Raises:
+        CacheError: as :func:`settle`.
+    """
+    pending = pending_in(cache)
+    if pending is None or pending.can_be_taken_over:
+        return pending
+    pending.settle()
+    return None
+
+
+def settle(cache: Sequence[Any] | None) -> None:
+    """Make a prompt cache hold the tokens that it says it holds.
+
+    Raises:
+        CacheError: that cannot be.
+    """
+    if (pending := pending_in(cache)) is not None:
+        pending.settle()
+
+
+@cached
+def _pending(own: Any) -> Any:
+    """Return a class like that of an entry whose objects say what they will hold."""
+
+    def plain(entry: Any) -> Any:
+        """Return an object with the entry's own class and attributes."""
+        other = own.__new__(own)
+        object.__setattr__(other, "__dict__", vars(entry))
+        return other
+
+    def offset(entry: Any) -> Any:
+        return plain(entry).offset + vars(entry)[_NAME].difference
+
+    def size(entry: Any) -> int:
+        there = plain(entry)
+        if isinstance(entry, RotatingKVCache):
+            return min(int(entry.offset), int(entry.max_size))
+        counts = isinstance(entry, PooledCache) or there.size() == there.offset
+        return int(there.size()) + counts * int(vars(entry)[_NAME].difference)
+
+    def get(entry: Any, name: str) -> Any:
+        if name in _NUMBERS or isinstance(object.__getattribute__(entry, "__dict__").get(name), int):
+            return object.__getattribute__(entry, name)
+        vars(entry)[_NAME].settle()
+        return getattr(entry, name)
+
+    def set_(entry: Any, name: str, value: Any) -> None:
+        if name != "__class__":
+            vars(entry)[_NAME].settle()
+        object.__setattr__(entry, name, value)
+
+    def through(name: str) -> Callable[..., Any]:
+        def call(entry: Any, *args: Any) -> Any:
+            vars(entry)[_NAME].settle()
+            return getattr(entry, name)(*args)
+
+        return call
+
+    body: dict[str, Any] = {name: through(name) for name in ("__getitem__", "__setitem__") if hasattr(own, name)}
+    body |= {"__getattribute__": get, "__setattr__": set_, _OWN: own}
+    body |= {"trim": lambda entry, n: vars(entry)[_NAME].trim(entry, n)} if hasattr(own, "trim") else {}
+    body |= {"size": size} if hasattr(own, "size") else {}
+    body |= {"nbytes": property(lambda entry: plain(entry).nbytes), "empty": lambda entry: plain(entry).empty()}
+    return type(own.__name__, (own,), {**body, "offset": property(offset)})

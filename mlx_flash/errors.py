@@ -106,15 +106,17 @@ class CompilerError(FlashError, RuntimeError):
 
 
 class RefusedError(FlashError, ValueError):
-    """The server does not begin with a request.
+    """The server does not begin with a request, or ends it.
 
     Attributes:
         status: the HTTP status of the answer.
+        field: the field of the request that is wrong; None if it is none in particular.
     """
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, field: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.field = field
 
 
 class CompatibilityError(FlashError, ImportError):

@@ -285,7 +285,7 @@ def is_ended(port: int) -> bool:
 
 def head(length: object) -> bytes:
     """Return the head of a request for a completion."""
-    return f"POST /v1/completions HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode()
+    return f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
 LONG = json.dumps({"prompt": "x y z", "max_tokens": 400, "stream": True}).encode()

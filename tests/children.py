@@ -31,6 +31,7 @@ _CONTEXT.set_forkserver_preload(
         "mlx_lm.chat",
         "transformers.models.auto.tokenization_auto",
         "mlx_flash.commands.generate",
+        "mlx_flash.commands.serve",
     ]
 )
 

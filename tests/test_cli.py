@@ -346,7 +346,8 @@ def flags_in(text: str) -> list[str]:
 def test_help_lists_the_flags_of_mlx_lm(command: str, program: str) -> None:
     found = flags_in(run("help", command).stdout.decode())
     expected = flags_in(run(program, "--help", module="mlx_lm").stdout.decode())
-    assert set(expected) - {"--help"} <= set(found) and len(expected) > 10
+    hidden = {"--pipeline", "--use-default-chat-template"} if command == "serve" else set()  # without effect
+    assert set(expected) - {"--help"} - hidden <= set(found) and len(expected) > 10
     assert found.index("--model") < found.index("--ram-budget-gb") < found.index("--temp") < found.index("--kv-cache")
 
 
@@ -410,10 +411,25 @@ def test_misspelt_flags_and_commands_get_a_suggestion(
 
 
 def test_flags_of_mlx_lm_are_passed_on_as_typed() -> None:
-    words = ["--model", "m", "--port=80", "--trust-remote-code", "--ram-budget-gb", "2", "--temp", "0.5"]
-    args = parse_arguments(["serve", *words])
-    assert args.rest == ["--model", "m", "--port", "80", "--trust-remote-code", "--temp", "0.5"]
+    words = ["--model", "m", "--max-tokens=80", "--trust-remote-code", "--ram-budget-gb", "2", "--temp", "0.5"]
+    args = parse_arguments(["chat", *words])
+    assert args.rest == ["--model", "m", "--max-tokens", "80", "--trust-remote-code", "--temp", "0.5"]
     assert args.ram_budget_gb == 2
+
+
+def test_serve_takes_the_flags_and_defaults_of_mlx_lm() -> None:
+    args = parse_arguments(["serve", "--model", "a", "--model", "b=c", "--port=80", "--temp", "0.5"])
+    assert (args.model, args.port, args.temp) == (["a", "b=c"], 80, 0.5)
+    assert (args.max_tokens, args.top_p, args.prompt_cache_size, args.decode_concurrency) == (512, 1.0, 10, 32)
+    assert parse_arguments(["serve", "--prompt-cache-bytes", "1.5GB"]).prompt_cache_bytes == 1_500_000_000
+    assert parse_arguments(["serve", "--pipeline"]).model == []
+
+
+@pytest.mark.parametrize("flags", ["--port 70000", "--port -1", "--prompt-cache-bytes x", "--chat-template-args []"])
+def test_wrong_flags_of_serve(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse_arguments(["serve", *flags.split()])
+    assert exit_.value.code == 2
 
 
 def test_no_arguments_show_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm import server, utils
+from mlx_lm import utils
 from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_lm.models.switch_layers import SwitchGLU
 
@@ -31,7 +31,6 @@ def test_ci_runs_the_oldest_and_the_newest_release() -> None:
 MISSING = {
     "loading": (utils, "_download"),
     "callers": (utils, "save_model"),
-    "server": (server.ResponseGenerator, "_next_request"),
     "caches": (KVCache, "to_quantized"),
     "arrays": (mx, "concatenate"),
 }

@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mlx_flash.errors import FlashError
-from mlx_flash.integration.http import UnansweredError
-from mlx_flash.integration.server import SurvivingGenerator
+from mlx_flash.errors import RefusedError
+from mlx_flash.server import loaded
+from served import Answer, Served, StockServed, serving, stock_serving
 from test_admission import plan
-from test_kept import LONG, Answer, Served, model, serving, turn
+from test_kept import LONG, model, turn
 
 __all__ = ["model", "plan"]
 
@@ -21,19 +22,19 @@ NUM_TOKENS = 12
 TEXTS = ["Hi", LONG, "Tell me of the sea, and of the sky above it", "Who are you? " * 9]
 
 
-def ask(served: Served, text: str) -> Answer:
+def ask(served: Served | StockServed, text: str) -> Answer:
     """Ask a question with a system prompt of its own."""
     return served.ask(*turn(text, system=text + "!"), max_tokens=NUM_TOKENS)
 
 
-def each_alone(served: Served, texts: list[str]) -> list[Answer]:
+def each_alone(served: Served | StockServed, texts: list[str]) -> list[Answer]:
     """Ask one after another, as if each were the first: where texts begin alike, a kept cache would be gone on with.
 
     On a GPU, last bits depend on the number of tokens in a call.
     """
     answers = []
     for text in texts:
-        served.generator.prompt_cache.trim_to(n_sequences=0)
+        served.prompt_cache.trim_to(n_sequences=0)
         answers.append(ask(served, text))
     return answers
 
@@ -46,7 +47,7 @@ def together(served: Served, texts: list[str]) -> list[Answer]:
 @pytest.fixture(scope="module")
 def alone(model: str) -> list[Answer]:
     """Answers of mlx-lm's own server, one after another."""
-    with serving(model) as stock:
+    with stock_serving(model) as stock:
         return each_alone(stock, TEXTS)
 
 
@@ -57,26 +58,27 @@ def test_answers_are_those_of_requests_alone(model: str, alone: list[Answer], kv
     settings = {"ram_budget_gb": "min", "context_length": 8192, "lend_reserves": False, **kv}
     with serving(model, **settings) as mine:
         assert together(mine, TEXTS) == alone
-        streamed = mine.generator.model_provider.model
+        streamed = mine.model
         assert streamed.engine.stream.units and streamed.counters.num_passes < 2 * NUM_TOKENS + len(TEXTS)
 
 
 def test_a_request_that_fails_leaves_the_others_alone(
     model: str, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenize = SurvivingGenerator.tokenize
+    make_prompt = loaded.make_prompt
 
-    def with_a_wrong_token(self: Any, tokenizer: Any, request: Any, args: Any) -> Any:
-        prompt, segments, *rest = tokenize(self, tokenizer, request, args)
+    def with_a_wrong_token(request: Any, *rest: Any) -> Any:
+        prompt = make_prompt(request, *rest)
         if request.messages[-1]["content"] == "wrong":
-            prompt, segments = [*prompt, 10**6], [*segments, [10**6]]
-        return prompt, segments, *rest
+            segments, kinds = [*prompt.segments, [10**6]], [*prompt.kinds, "assistant"]
+            return replace(prompt, tokens=[*prompt.tokens, 10**6], segments=segments, kinds=kinds)
+        return prompt
 
-    monkeypatch.setattr(SurvivingGenerator, "tokenize", with_a_wrong_token)
+    monkeypatch.setattr(loaded, "make_prompt", with_a_wrong_token)
     with serving(model, ram_budget_gb="min", context_length=8192) as mine, ThreadPoolExecutor(1) as pool:
         wrong = pool.submit(mine.ask, *turn("wrong"), max_tokens=NUM_TOKENS)
         assert together(mine, TEXTS) == alone
-        with pytest.raises(FlashError, match=r"IndexError: .* the embedding has rows"):
+        with pytest.raises(RefusedError, match=r"IndexError: .* the embedding has rows"):
             wrong.result()
         assert ask(mine, TEXTS[0]) == alone[0]
         assert all(cache for cache in mine.kept)
@@ -93,9 +95,9 @@ TEMPLATES = {
 def test_a_chat_template_that_fails_leaves_the_server_alive(model: str, alone: list[Answer], name: str) -> None:
     with serving(model, ram_budget_gb="min", context_length=8192) as mine:
         assert ask(mine, TEXTS[0]) == alone[0]
-        tokenizer = mine.generator.model_provider.tokenizer._tokenizer
+        tokenizer = next(iter(mine.room.models)).tokenizer._tokenizer
         right, tokenizer.chat_template = tokenizer.chat_template, TEMPLATES[name]
-        with pytest.raises(UnansweredError):
+        with pytest.raises(RefusedError):
             ask(mine, TEXTS[1])
         tokenizer.chat_template = right
         assert ask(mine, TEXTS[1]) == alone[1]
@@ -115,7 +117,7 @@ def test_a_device_that_is_unplugged_and_comes_back(
             with monkeypatch.context() as patch:
                 patch.setattr(os, "preadv", unplugged)
                 for failed in [pool.submit(ask, mine, text) for text in TEXTS[:3]]:
-                    with pytest.raises(FlashError, match=r"cannot read 'model.*' .* in .*: No such device at offset"):
+                    with pytest.raises(RefusedError, match=r"cannot read 'model.*' .* in .*: No such device at offset"):
                         failed.result()
             assert together(mine, TEXTS) == alone
 

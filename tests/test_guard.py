@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
-import io
 import json
 import logging
 import signal
@@ -13,59 +13,83 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlx_lm import server as mlx_lm_server
 
+from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
-from mlx_flash.integration import guard
-from mlx_flash.integration import http as http_side
-from mlx_flash.integration.guard import Access, Deadlines, Occupancy, make_access, read_body
-from mlx_flash.integration.http import Listener, TerminatedError
+from mlx_flash.server import access as access_module
+from mlx_flash.server import body as body_module
+from mlx_flash.server import connection as connection_module
+from mlx_flash.server import service as service_module
+from mlx_flash.server import serving
+from mlx_flash.server.access import Access, make_access
+from mlx_flash.server.answer import Answer
+from mlx_flash.server.body import MAX_BODY_BYTES, parse
+from mlx_flash.server.catalog import Catalog
+from mlx_flash.server.events import Failed
+from mlx_flash.server.serving import Server, take_port
 
 KEY = "a-key-of-some-length"
 
 
-class Generator:
-    """Stands for mlx-lm's thread: it refuses every request, after a while."""
+class Room:
+    """Stands for the generation thread: it refuses every request, after a while."""
 
-    is_healthy = True
-    is_stopping = False
-    native_id = None
+    is_alive = is_ready = True
 
     def __init__(self) -> None:
-        options = {"allowed_origins": [""], "model": "m", "num_draft_tokens": 0, "max_tokens": 8, "temp": 0.0}
-        self.cli_args = SimpleNamespace(**options, top_p=1.0, top_k=0, min_p=0.0)
-        self.client = threading.local()
+        self.catalog = Catalog([], FlashConfig())
         self.seconds = 0.0
         self.has_begun = threading.Event()
+        self.num_answers = 0
+        self.is_stopped = threading.Event()
 
-    def generate(self, request: Any, args: Any, progress_callback: Any = None) -> Any:
+    def submit(self, request: Any) -> Answer:
         self.has_begun.set()
-        time.sleep(self.seconds)
-        raise http_side.UnansweredError from RefusedError("no room", 413)
+        self.num_answers += 1
+        answer = Answer(lambda: None)
+        asyncio.get_running_loop().call_later(self.seconds, self.refuse, answer)
+        return answer
 
-    def ask_to_stop(self) -> None:
+    def refuse(self, answer: Answer) -> None:
+        self.num_answers -= 1
+        answer.put(Failed(RefusedError("no room", 413)))
+
+    def stop(self) -> None:
+        self.is_stopped.set()
+
+    def join(self) -> None:
         pass
 
-    join = ask_to_stop
+
+class Listener:
+    """The server in a thread."""
+
+    def __init__(self, access: Access) -> None:
+        self.room = Room()
+        self.socket = take_port("127.0.0.1", 0)
+        self.server_address = self.socket.getsockname()
+        self.server = Server(self.room, access)  # type: ignore[arg-type]
+        self.thread = threading.Thread(target=self.server.answer, args=(self.socket,))
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join()
 
 
 @pytest.fixture
-def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
-    monkeypatch.setattr(mlx_lm_server, "scan_cache_dir", lambda: SimpleNamespace(repos=()))
-    with Listener("127.0.0.1", 0, Access(KEY)) as made:
-        made._generator = Generator()
-        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield made
-        made.shutdown()
-        thread.join()
+def listener(request: Any) -> Iterator[Listener]:
+    made = Listener(Access(KEY, getattr(request, "param", ())))
+    yield made
+    made.close()
 
 
-def ask(listener: Listener, body: bytes | str = "{}", path: str = "/v1/completions", **headers: str) -> tuple[int, str]:
+def ask(listener: Listener, body: Any = "{}", path: str = "/v1/completions", **headers: str) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", listener.server_address[1], timeout=10)
     names = {name.replace("_", "-"): value for name, value in {"Authorization": f"Bearer {KEY}", **headers}.items()}
     connection.request("GET" if path in ("/v1/models", "/metrics") else "POST", path, body, names)
@@ -86,7 +110,8 @@ def test_a_missing_or_wrong_key(listener: Listener, path: str, header: str) -> N
 
 
 def test_the_right_key(listener: Listener) -> None:
-    assert ask(listener, '{"prompt": "x"}') == (413, '{"error": {"message": "no room", "type": "RefusedError"}}')
+    status, text = ask(listener, '{"prompt": "x"}')
+    assert status == 413 and json.loads(text)["error"]["message"] == "no room"
     assert ask(listener, '{"prompt": "x"}', authorization=f"bearer  {KEY} ")[0] == 413
 
 
@@ -98,18 +123,29 @@ def test_health_needs_no_key(listener: Listener) -> None:
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = []
-    monkeypatch.setattr(guard.hmac, "compare_digest", lambda *pair: compared.append(pair))
+    compared: list[Any] = []
+    monkeypatch.setattr(access_module.hmac, "compare_digest", lambda *pair: compared.append(pair))
     with pytest.raises(RefusedError):
-        Access(KEY).check(f"Bearer {KEY}", None)
+        Access(KEY).check_key(f"Bearer {KEY}")
     assert compared == [(KEY.encode(), KEY.encode())]
 
 
 def test_web_pages_of_other_origins_are_refused(listener: Listener) -> None:
     assert ask(listener, Origin="http://evil.example")[0] == 403
-    for origins in (["http://good.example"], ["*"]):
-        listener.access = Access(KEY, origins)
-        assert ask(listener, '{"prompt": "x"}', Origin="http://good.example")[0] == 413
+    port = listener.server_address[1]
+    assert ask(listener, '{"prompt": "x"}', Origin=f"http://127.0.0.1:{port}")[0] == 413  # its own page
+    assert ask(listener, Origin=f"http://evil.example:{port}", Host=f"evil.example:{port}")[0] == 403  # another name
+
+
+@pytest.mark.parametrize("listener", [["http://good.example"], ["*"]], indirect=True)
+def test_web_pages_of_origins_that_are_named(listener: Listener) -> None:
+    assert ask(listener, '{"prompt": "x"}', Origin="http://good.example")[0] == 413
+    connection = http.client.HTTPConnection("127.0.0.1", listener.server_address[1], timeout=10)
+    asked = {"Origin": "http://good.example", "Access-Control-Request-Method": "POST"}
+    connection.request("OPTIONS", "/v1/completions", headers=asked)
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.headers["Access-Control-Allow-Origin"] in ("*", "http://good.example")
+    connection.close()
 
 
 def test_key_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,32 +176,44 @@ def test_a_server_for_other_machines_needs_a_key(host: str, is_loopback: bool) -
 
 # --- limits ----------------------------------------------------------------------------
 
-BODIES: dict[str, tuple[bytes, str | None, int]] = {
-    "no length": (b"{}", None, 411),
-    "negative length": (b"{}", "-1", 400),
-    "no number": (b"{}", "two", 400),
-    "other digits": (b"{}", "²", 400),
-    "huge": (b"{}", str(guard.MAX_BODY_BYTES + 1), 413),
-    "endless number": (b"{}", "9" * 5000, 413),
-    "no JSON": (b"{secret", "7", 400),
-    "no UTF-8": (b'{"secret": "\xff"}', "15", 400),
-    "nested": (b"[" * 100_000, "100000", 400),
-    "a list": (b'["secret"]', "10", 400),
-    "much text": (json.dumps({"prompt": ["x" * 3_000_000] * 2}).encode(), "6000020", 413),
+BODIES: dict[str, tuple[bytes, int]] = {
+    "nothing": (b"", 400),
+    "no JSON": (b"{secret", 400),
+    "no UTF-8": (b'{"secret": "\xff"}', 400),
+    "nested": (b"[" * 100_000, 400),
+    "a list": (b'["secret"]', 400),
+    "no number": (b'{"prompt": "secret", "temperature": NaN}', 400),
+    "endless": (b'{"prompt": "secret", "seed": ' + b"9" * 5000 + b"}", 400),
+    "much text": (json.dumps({"prompt": ["x" * 3_000_000] * 2}).encode(), 413),
 }
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_bodies_that_are_refused(name: str) -> None:
-    body, length, status = BODIES[name]
+    body, status = BODIES[name]
     with pytest.raises(RefusedError) as caught:
-        read_body(io.BytesIO(body), length)
+        parse(body)
     assert caught.value.status == status and "secret" not in str(caught.value)
 
 
-def test_pictures_are_not_text() -> None:
-    body = json.dumps({"messages": [{"image_url": {"url": "data:image/png;base64," + "A" * 5_000_000}}]}).encode()
-    assert read_body(io.BytesIO(body), str(len(body))) == body
+LENGTHS = {"-1": 400, "two": 400, "\xb2": 400, str(MAX_BODY_BYTES + 1): 413, "9" * 5000: 400, "2, 3": 400}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths_that_are_refused(listener: Listener, length: str) -> None:
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {length}\r\n\r\n"
+    )
+    with socket.create_connection(listener.server_address, timeout=10) as connection:
+        connection.sendall(head.encode("latin-1") + b"{}")
+        assert int(connection.recv(1000).split()[1]) == LENGTHS[length]
+
+
+def test_a_body_without_a_length_is_cut_off(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "MAX_BODY_BYTES", 10_000)
+    assert ask(listener, "x" * 20_000)[0] == 413
+    parts = (b"x" * 1000 for _ in range(20))  # in chunks
+    assert ask(listener, parts)[0] == 413
 
 
 def test_prompts_are_not_logged(listener: Listener, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
@@ -176,9 +224,9 @@ def test_prompts_are_not_logged(listener: Listener, caplog: pytest.LogCaptureFix
     assert "secret" not in caplog.text + "".join(capfd.readouterr())
 
 
-def test_requests_beyond_the_limit(listener: Listener) -> None:
-    listener.requests = Occupancy(2)
-    listener._generator.seconds = 0.3
+def test_requests_beyond_the_limit(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_REQUESTS", 2)
+    listener.room.seconds = 0.3
     found: list[int] = []
     threads = [threading.Thread(target=lambda: found.append(ask(listener, '{"prompt": "x"}')[0])) for _ in range(5)]
     for thread in threads:
@@ -187,24 +235,28 @@ def test_requests_beyond_the_limit(listener: Listener) -> None:
         thread.join()
     assert sorted(found) == [413, 413, 503, 503, 503]
     assert ask(listener, '{"prompt": "x"}')[0] == 413
-    assert listener.requests.wait_until_empty(5)
+    assert listener.room.num_answers == 0
 
 
 @pytest.mark.parametrize(
     "start", [b"", b"POST /v1/completions HTTP/1.1\r\nX-Head", b"POST /v1/completions HTTP/1.1\r\n"]
 )
-def test_slow_requests_end_in_time_and_hold_up_nobody(listener: Listener, start: bytes) -> None:
-    listener.deadlines = Deadlines(0.3)
+def test_slow_requests_end_in_time_and_hold_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, request: Any, start: bytes
+) -> None:
+    monkeypatch.setattr(connection_module, "REQUEST_SECONDS", 0.3)
+    listener: Listener = request.getfixturevalue("listener")
     if start.endswith(b"\n"):
-        start += f"Authorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\n".encode()
+        start += f"Host: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\n".encode()
     with socket.create_connection(listener.server_address) as slow:
         slow.sendall(start)
         began = time.monotonic()
         ended = threading.Event()
 
         def drip() -> None:
-            while not ended.wait(0.05):
-                slow.sendall(b"x")
+            with contextlib.suppress(OSError):
+                while not ended.wait(0.05):
+                    slow.sendall(b"x")
 
         dripping = threading.Thread(target=drip)
         dripping.start()
@@ -218,55 +270,40 @@ def test_slow_requests_end_in_time_and_hold_up_nobody(listener: Listener, start:
         assert 0.2 < time.monotonic() - began < 3
         ended.set()
         dripping.join()
-    assert not listener.deadlines._ends
 
 
-def test_connections_beyond_the_limit_are_closed(listener: Listener) -> None:
-    listener._connections = Occupancy(3)
+def test_connections_beyond_the_limit_are_closed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "MAX_CONNECTIONS", 3)
     address = listener.server_address
     with socket.create_connection(address), socket.create_connection(address), socket.create_connection(address):
         with socket.create_connection(address) as fourth:
             fourth.settimeout(5)
-            assert fourth.recv(10) == b""
+            with contextlib.suppress(ConnectionResetError):
+                assert fourth.recv(10) == b""
         time.sleep(0.05)
     time.sleep(0.1)
     assert ask(listener, '{"prompt": "x"}')[0] == 413
 
 
-@pytest.fixture
-def _handlers_put_back() -> Iterator[None]:
-    """A server that stops leaves its handlers in place, so that a second signal still ends the process."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("_handlers_put_back")
 @pytest.mark.parametrize(("seconds", "limit"), [(0.3, 5.0), (5.0, 0.2)])
 def test_sigterm_leaves_requests_some_time(seconds: float, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers that take less than the limit are complete."""
-    monkeypatch.setattr(http_side, "DRAIN_SECONDS", limit)
-    with Listener("127.0.0.1", 0, Access()) as listener:
-        generator = Generator()
-        generator.seconds = seconds
-        found: list[int] = []
+    monkeypatch.setattr(serving, "DRAIN_SECONDS", limit)
+    monkeypatch.setattr(serving, "CLOSE_SECONDS", 1)
+    listener = Listener(Access())
+    listener.room.seconds = seconds
+    found: list[int] = []
 
-        def client() -> None:
-            with contextlib.suppress(OSError):  # the answer came too late
-                found.append(ask(listener, '{"prompt": "x"}')[0])
+    def client() -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):  # the answer came too late
+            found.append(ask(listener, '{"prompt": "x"}')[0])
 
-        asking = threading.Thread(target=client, daemon=True)
-        asking.start()
-
-        def stop() -> None:
-            if generator.has_begun.wait(0.2):
-                raise TerminatedError
-
-        monkeypatch.setattr(listener, "service_actions", stop)
-        began = time.monotonic()
-        listener.answer(generator)
-        assert time.monotonic() - began < limit + 4
-        if seconds < limit:
-            asking.join(5)
-            assert found == [413]
+    asking = threading.Thread(target=client, daemon=True)
+    asking.start()
+    assert listener.room.has_begun.wait(5)
+    began = time.monotonic()
+    listener.server.stop_by(signal.SIGTERM)
+    listener.thread.join()
+    assert time.monotonic() - began < limit + 4 and listener.room.is_stopped.is_set()
+    asking.join(5)
+    assert (found == [413]) == (seconds < limit)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm import server
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from mlx_flash import FlashConfig, apply_flash_patch
-from mlx_flash.integration.server import surviving_server
 from mlx_flash.kv.cache import DiskKVCache, make_caches
 from mlx_flash.kv.history import History
 from mlx_flash.kv.kept import KeptCaches, num_equal
@@ -25,7 +20,9 @@ from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.prefixes.cache import prefix_directory
 from mlx_flash.prefixes.leaves import RowLeaf
+from mlx_flash.server.batches import BatchOptions
 from models import make_random_model
+from served import Answer, Served, serving, stock_serving
 from test_kv_cache import equal, rows_of, spill_all
 
 ROOT = Path(__file__).parents[1]
@@ -34,24 +31,6 @@ LAYERS = 4
 TOKEN_BYTES = 2 * 2 * 32 * 2
 """Bytes of a token in a layer: keys and values of two heads of 32 numbers of 16 bits."""
 SYSTEM = "You answer in one sentence, and never say why. " * 24
-FLAGS: dict[str, Any] = {
-    "adapter_path": None,
-    "draft_model": None,
-    "num_draft_tokens": 3,
-    "trust_remote_code": False,
-    "chat_template": None,
-    "use_default_chat_template": False,
-    "chat_template_args": {},
-    "kv_bits": None,
-    "kv_group_size": 64,
-    "quantized_kv_start": 0,
-    "pipeline": False,
-    "decode_concurrency": 32,
-    "prompt_concurrency": 8,
-    "prefill_step_size": 1024,
-    "prompt_cache_size": 10,
-    "prompt_cache_bytes": 1 << 30,
-}
 
 
 @pytest.fixture(scope="module")
@@ -59,76 +38,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("models") / "llama"
     make_random_model(folder, *SHAPE.split())
     return str(folder)
-
-
-Answer = list[tuple[str, float]]
-"""Text and log-probability of every token."""
-
-
-class Served:
-    """mlx-lm's server without its sockets."""
-
-    def __init__(self, generator: Any) -> None:
-        self.generator = generator
-        self._insert = generator.prompt_cache.insert_cache
-        self._inserted = threading.Semaphore(0)
-        generator.prompt_cache.insert_cache = self._count
-
-    def _count(self, *args: Any, cache_type: str = "assistant") -> None:
-        self._insert(*args, cache_type=cache_type)
-        if cache_type == "assistant":  # the last one of a request
-            self._inserted.release()
-
-    @property
-    def pool(self) -> KVPool:
-        return self.generator.model_provider.model.kv
-
-    @property
-    def kept(self) -> list[list[Any]]:
-        """The prompt caches that are kept."""
-        lists, found = [self.generator.prompt_cache._trie._trie], []
-        while lists:
-            for key, value in lists.pop().items():
-                if key == "__value__":
-                    found.append(value.prompt_cache)
-                else:
-                    lists.append(value)
-        return found
-
-    def ask(self, *messages: dict[str, str], seed: int | None = None, max_tokens: int = 5) -> Answer:
-        request = server.CompletionRequest("chat", "", list(messages), None, None)
-        arguments = server.GenerationArguments(
-            model=server.ModelDescription("default_model", None, None),
-            sampling=server.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.0),
-            logits=server.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
-            stop_words=[],
-            max_tokens=max_tokens,
-            num_draft_tokens=3,
-            logprobs=False,
-            top_logprobs=0,
-            seed=seed,
-            chat_template_kwargs=None,
-        )
-        _, responses = self.generator.generate(request, arguments)
-        answer = [(response.text, response.logprob) for response in responses]
-        assert self._inserted.acquire(timeout=60)
-        return answer
-
-
-@contextlib.contextmanager
-def serving(model: str, **settings: Any) -> Iterator[Served]:
-    """As ``mlx-flash serve`` runs it; without settings mlx-lm's own."""
-    with contextlib.ExitStack() as stack:
-        if settings:
-            config = FlashConfig(**({"ram_budget_gb": 1.0, "telemetry": False, "prefill_step_size": 1024} | settings))
-            stack.enter_context(apply_flash_patch(config))
-            stack.enter_context(surviving_server())
-        provider = server.ModelProvider(SimpleNamespace(model=model, **FLAGS))
-        generator = server.ResponseGenerator(provider, server.LRUPromptCache(10))
-        try:
-            yield Served(generator)
-        finally:
-            generator.stop_and_join()
 
 
 def turn(text: str, *before: dict[str, str], system: str = SYSTEM) -> list[dict[str, str]]:
@@ -147,7 +56,7 @@ LONG = "Because. " * 40
 @pytest.fixture(scope="module")
 def expected(model: str) -> list[Answer]:
     """mlx-lm's answers: to the questions, in a second turn, to a request of its own, in another second turn."""
-    with serving(model) as stock:
+    with stock_serving(model) as stock:
         answers = [stock.ask(*turn(text)) for text in QUESTIONS]
         answers.append(stock.ask(*turn("Why?", *turn(QUESTIONS[0]), said(answers[0]))))
         answers.append(stock.ask(*turn("And now?"), seed=3))
@@ -170,7 +79,7 @@ def test_kept_conversations_share_their_common_prompt(model: str, expected: list
         assert min(lengths(mine)) > common and len(lengths(mine)) == 3
         rests = sum(length - common for length in lengths(mine))
         assert copies(common) < pool.memory_bytes < copies(common + rests, 20)  # not three times
-        assert 0 <= pool.memory_bytes - mine.generator.prompt_cache.nbytes < copies(0, 10)
+        assert 0 <= pool.memory_bytes - mine.prompt_cache.nbytes < copies(0, 10)
         assert {type(entry) for cache in mine.kept for entry in cache} == {DiskKVCache}
         answers.append(mine.ask(*turn("Why?", *turn(QUESTIONS[0]), said(answers[0]))))
         assert pool.memory_bytes < copies(common + rests + 100, 30)
@@ -212,8 +121,9 @@ def test_requests_in_one_batch_are_answered_as_by_mlx_lm(model: str, expected: l
 
 
 def test_more_conversations_are_kept_in_the_same_memory(model: str) -> None:
-    with serving(model, context_length=16384) as mine:
-        mine.generator.cli_args.prompt_cache_bytes = 2 * copies(700) + copies(1024)  # one is being computed
+    room = 2 * copies(700) + copies(1024)  # one is being computed
+    options = BatchOptions(prefill_step_size=1024, prompt_cache_bytes=room)
+    with serving(model, options=options, context_length=16384) as mine:
         for text in (*QUESTIONS, "A fourth?", "A fifth?", "A sixth?"):
             mine.ask(*turn(text))
         assert len(mine.kept) == 6
@@ -237,7 +147,7 @@ def test_another_process_finds_the_prefix_of_the_next_turn(model: str, expected:
         length = max(lengths(mine))
     with serving(model, context_length=4096, kv_prefixes=mode) as later:
         answer = later.ask(*messages)
-        restored = later.generator.model_provider.model.prefixes.counters.num_restored
+        restored = later.model.prefixes.counters.num_restored
     if mode == "longest":  # all pages; those in which the system prompt ends and the rest begins, in part
         assert restored > (length // 256 - 1) * 256 and said(answer) == said(expected[5])
     else:  # the calls that are the same, those of the system prompt

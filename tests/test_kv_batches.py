@@ -25,8 +25,9 @@ from mlx_flash.kv.wear import FILE_NAME
 from mlx_flash.prefixes.cache import prefix_directory
 from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
 from models import save, stock
+from served import serving, stock_serving
 from test_batching import alone, check_equal
-from test_kept import model, serving
+from test_kept import model
 from test_kv_streaming import SMALL, least_share, settings
 from test_model import streamed_whole
 
@@ -196,7 +197,7 @@ def test_the_process_keeps_its_budget_with_several_sequences(tmp_path: Path) -> 
 
 def test_the_server_answers_with_keys_and_values_on_disk(model: str) -> None:
     texts = [exact_serving.LONG + text for text in exact_serving.TEXTS]
-    with serving(model) as theirs:
+    with stock_serving(model) as theirs:
         expected = exact_serving.each_alone(theirs, texts)
     options = {"ram_budget_gb": "min", "context_length": 2048, "lend_reserves": False, "kv_cache": "disk"}
     with serving(model, **options, kv_step=16, kv_ram_gb=0.0015) as mine:

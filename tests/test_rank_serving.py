@@ -20,9 +20,9 @@ import pytest
 import children
 from local_ranks import ring
 from mlx_flash.errors import RefusedError
-from mlx_flash.integration.followers import ServerRanks
 from mlx_flash.ranks.peers import Peers
 from mlx_flash.residency.admission import Decision
+from mlx_flash.server.ranks import Ranks as ServerRanks
 from models import make_random_model
 
 SHAPE = "--layers 4 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
@@ -58,7 +58,7 @@ class Ranks:
     def leave(self, **options: Any) -> None:
         """Ask for a long answer, and close the connection before it is complete."""
         body = json.dumps({"prompt": "Go on", "max_tokens": 4000, "stream": True, **options}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS) as connection:
             connection.sendall(head.encode() + body)
             assert connection.recv(100)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import mlx_lm
 import pytest
 from hypothesis import given
@@ -18,11 +16,14 @@ from hypothesis import strategies as st
 
 from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.commands.interrupt import AnswerStoppedError
-from mlx_flash.commands.run import loaded, opening, server_flags
+from mlx_flash.commands.run import loaded
 from mlx_flash.config import GB
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.modelfile.conversation import Conversation, cut_at, first_messages, sampling
 from mlx_flash.modelfile.parse import Modelfile, parse_modelfile
+from mlx_flash.server.described import source_of
+from mlx_flash.server.prompts import opened_with
+from mlx_flash.server.sampling import Defaults
 from models import GEMMA3, MAMBA2, make_random_model, save
 from terminals import Shell
 
@@ -130,27 +131,30 @@ def test_text_is_cut_at_the_first_stop(text: str, stop: list[str], data: st.Data
 @pytest.mark.parametrize("own_system", [False, True])
 def test_a_served_modelfile_opens_every_conversation(own_system: bool) -> None:
     first = [{"role": "system", "content": 'A "brief" {% one %} }} é 🦊\n'}, {"role": "user", "content": "Hi"}]
-    template = opening(first) + "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
     asked = [{"role": "system", "content": "mine"}] * own_system + [{"role": "user", "content": "What?"}]
-    text = jinja2.Environment().from_string(template).render(messages=asked)
-    system = "mine" if own_system else first[0]["content"]
-    assert text == f"[system:{system}][user:Hi][user:What?]"
+    system = {"role": "system", "content": "mine"} if own_system else first[0]
+    assert opened_with(first, asked) == [system, first[1], asked[-1]]
 
 
-def test_server_flags_say_what_they_can_and_stderr_the_rest(
-    model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_served_modelfile_sets_defaults(model_dir: Path) -> None:
     described = modelfile(
         model_dir,
-        "PARAMETER temperature 0.5\nPARAMETER min_p 0.1\nPARAMETER seed 3\nPARAMETER num_predict -1\nSYSTEM Hi",
+        "PARAMETER temperature 0.5\nPARAMETER min_p 0.1\nPARAMETER seed 3\nPARAMETER num_predict 7\n"
+        "PARAMETER repeat_penalty 1.2\nPARAMETER stop END\nSYSTEM Hi",
     )
-    args = argparse.Namespace(file="Modelfile", host="127.0.0.1", port=8080, max_tokens=None, prefill_step_size=None)
-    flags = server_flags(described, args)
-    said = dict(zip(flags[::2], flags[1::2], strict=True))
-    assert said["--temp"] == "0.5" and said["--min-p"] == "0.1" and said["--model"] == str(model_dir)
-    assert "--max-tokens" not in said and "Hi" in said["--chat-template"]
-    told = capsys.readouterr().err
-    assert "PARAMETER seed" in told and "PARAMETER num_predict" in told
+    source = source_of(described, "name", FlashConfig(), Defaults(top_k=4))
+    expected = Defaults(
+        temperature=0.5,
+        min_p=0.1,
+        seed=3,
+        max_tokens=7,
+        top_k=4,
+        repetition_penalty=1.2,
+        repetition_context_size=64,
+        stop=("END",),
+    )
+    assert source.defaults == expected and source.base == str(model_dir)
+    assert source.first_messages == ({"role": "system", "content": "Hi"},)
 
 
 def test_a_stopped_answer_stays_in_the_conversation_and_a_stopped_prompt_does_not(model_dir: Path) -> None:

@@ -233,8 +233,8 @@ def test_a_client_that_leaves_before_its_answer(streaming: Server, alone: bool) 
 
 ENDS_SOON = """
 import runpy
-from mlx_flash.integration import http
-http.DRAIN_SECONDS = 1.0
+from mlx_flash.server import serving
+serving.DRAIN_SECONDS = 1.0
 runpy.run_module("mlx_flash", run_name="__main__", alter_sys=True)
 """
 

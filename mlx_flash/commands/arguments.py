@@ -27,6 +27,7 @@ from mlx_flash.commands.ranges import (
     seconds,
     setting,
 )
+from mlx_flash.commands.serve_flags import add_model_flags, add_serve_flags
 from mlx_flash.config import FlashConfig, did_you_mean, setting_kinds
 
 EXIT_USAGE = 2
@@ -54,6 +55,7 @@ class Command:
         help: one line about the command.
         flags: its own flags; or a function that adds them; or the program of mlx-lm that has them.
         more: further flags, beside those of mlx-lm's program.
+        first: adds flags before all others.
         streams: the command loads models, so it takes the flags of all settings.
         model: the command requires ``--model``.
     """
@@ -62,6 +64,7 @@ class Command:
     help: str
     flags: Sequence[Flag] | Callable[[Parser], None] | str
     more: Sequence[Flag] = ()
+    first: Callable[[Parser], None] | None = None
     streams: bool = True
     model: bool = True
 
@@ -112,6 +115,8 @@ def _add_flags(parser: Parser, command: Command) -> None:
     help_texts = setting_help() if command.streams else {}
     if command.model:
         parser.add_argument("--model", help="model directory, or Hugging Face repository")
+    if command.first is not None:
+        command.first(parser)
     if isinstance(command.flags, str):
         borrow_flags(parser, command.flags, "--model")
     for name in BASICS if command.streams else ():
@@ -275,7 +280,12 @@ COMMANDS = {
     ),
     "chat": Command("--model MODEL [flags]", "run mlx-lm's chat, streaming", "chat", model=False),
     "serve": Command(
-        "--model MODEL [flags]", "run mlx-lm's OpenAI-compatible server, streaming", "server", _ACCESS, model=False
+        "--model MODEL [flags]",
+        "answer requests in OpenAI's dialect",
+        add_serve_flags,
+        _ACCESS,
+        first=add_model_flags,
+        model=False,
     ),
     "plan": Command("--model MODEL [flags]", "show what stays in memory, and the expected speed", _PLAN),
     "bench": Command("--model MODEL [flags]", "measure a model against its plan", _BENCH),

@@ -71,6 +71,10 @@ def _load_command(name: str) -> Run:
         from mlx_flash.commands.engines import ps, stop
 
         return {"ps": ps, "stop": stop}[name]
+    if name == "serve":  # an extra
+        from mlx_flash.commands.serve import serve
+
+        return serve
     return completion if name == "completion" else _load_commands_of_models()[name]
 
 
@@ -79,7 +83,7 @@ def _load_commands_of_models() -> dict[str, Run]:
     from mlx_flash.commands.cache import cache
     from mlx_flash.commands.doctor import doctor
     from mlx_flash.commands.generate import generate
-    from mlx_flash.commands.mlx_lm import chat, execute, serve
+    from mlx_flash.commands.mlx_lm import chat, execute
     from mlx_flash.commands.models import list_
     from mlx_flash.commands.pack import pack
     from mlx_flash.commands.plan import plan
@@ -90,7 +94,6 @@ def _load_commands_of_models() -> dict[str, Run]:
         "generate": generate,
         "run": run,
         "chat": chat,
-        "serve": serve,
         "plan": plan,
         "bench": bench,
         "verify": verify,

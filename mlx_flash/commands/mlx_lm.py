@@ -1,4 +1,4 @@
-"""``mlx-flash exec``, ``serve`` and ``chat``: mlx-lm's own programs, under the patch."""
+"""``mlx-flash exec`` and ``chat``: mlx-lm's own programs, under the patch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,8 @@ from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import ConfigError
-from mlx_flash.integration.guard import make_access
-from mlx_flash.integration.http import Listener
 from mlx_flash.integration.mlx_lm import apply_flash_patch
-from mlx_flash.integration.server import surviving_server
 from mlx_flash.monitor.words import size, speed
-from mlx_flash.ranks.peers import launched_group
-from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
 
 
 def execute(args: argparse.Namespace, out: TextIO) -> int:
@@ -33,46 +28,6 @@ def execute(args: argparse.Namespace, out: TextIO) -> int:
         raise ConfigError("exec: no program is named. Hint: mlx-flash exec -- mlx_lm.generate --model MODEL")
     with apply_flash_patch(make_config(args)), contextlib.redirect_stdout(out):
         return run_program(command)
-
-
-def serve(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash serve``: mlx-lm's server."""
-    return serve_with(make_config(args), _with_prefill_step(args), out, args.api_key_file, args.no_auth)
-
-
-def serve_with(
-    config: FlashConfig, flags: Sequence[str], out: TextIO, key_file: Path | None = None, is_open: bool = False
-) -> int:
-    """Run mlx-lm's server.
-
-    Args:
-        config: how to stream.
-        flags: flags of ``mlx_lm.server``. Without ``--prompt-cache-bytes`` its prompt caches get half of the memory
-            that the plan reserves for the KV cache.
-        out: standard output.
-        key_file: has the API key that requests must bring.
-        is_open: other machines may connect without a key.
-
-    Raises:
-        ConfigError: the port is in use, or other machines could connect without a key. Raised before the model is
-            loaded.
-        BudgetError: the budget cannot hold the model. Raised before the server starts.
-    """
-    flags = list(flags)
-    given = _server_flags(flags)
-    access = make_access(given.host, given.allowed_origins, key_file, is_open)
-    if not given.allowed_origins:
-        flags += ["--allowed-origins", ""]  # mlx-lm's default lets every web page ask
-    group = launched_group()
-    answers = group is None or group.rank() == 0
-    with Listener(given.host, given.port, access) if answers else contextlib.nullcontext() as listener:
-        plan = None if group is not None else _plan(given.model, config)  # ranks plan when they load
-        if plan is not None and given.prompt_cache_bytes is None:
-            flags += ["--prompt-cache-bytes", str(plan.kv_bytes // 2)]
-        if plan is not None:  # so that no step of mlx-lm takes more than one pass, and a request can end after each
-            flags += _step_flags(given.prefill_step_size, plan.prefill_step_size)
-        with apply_flash_patch(config), surviving_server(listener), contextlib.redirect_stdout(out):
-            return run_program(["mlx_lm.server", *flags])
 
 
 def chat(args: argparse.Namespace, out: TextIO) -> int:
@@ -90,36 +45,17 @@ def _with_prefill_step(args: argparse.Namespace) -> list[str]:
     return [*args.rest, *(() if step is None else ("--prefill-step-size", str(step)))]
 
 
-def _step_flags(wanted: int, planned: int) -> list[str]:
-    if planned < wanted:
-        note(
-            f"mlx-flash: the budget has room for {planned} prompt tokens at a time: output is mlx-lm's own for "
-            f"--prefill-step-size {planned}"
-        )
-    return ["--prefill-step-size", str(min(wanted, planned))]
-
-
 def _model_of(flags: Sequence[str]) -> str | None:
-    model: str | None = _server_flags(flags).model
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model")
+    model: str | None = parser.parse_known_args(list(flags))[0].model
     return model
 
 
-def _server_flags(flags: Sequence[str]) -> argparse.Namespace:
-    """Return those of mlx-lm's flags that are needed before its program starts, with its defaults."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8080)
-    parser.add_argument("--prompt-cache-bytes")
-    parser.add_argument("--allowed-origins", type=lambda text: text.split(","), default=[])
-    parser.add_argument("--prefill-step-size", type=int, default=DEFAULT_PREFILL_STEP_SIZE)
-    return parser.parse_known_args(list(flags))[0]
-
-
-def _plan(model: str | None, config: FlashConfig) -> ResidencyPlan | None:
+def _plan(model: str | None, config: FlashConfig) -> None:
     """Plan ahead, to refuse an impossible budget at once, and print the plan in one line."""
     if model is None or not config.enabled:
-        return None
+        return
     path = resolve(model)
     tokenizer = load_tokenizer(path, config=config)  # takes memory too
     plan = prepare(path, config, writes=False).plan
@@ -129,7 +65,6 @@ def _plan(model: str | None, config: FlashConfig) -> ResidencyPlan | None:
         f"mlx-flash: {size(plan.model_bytes)} of weights in a budget of {plan.budget_bytes / GB:.3f} GB: "
         f"{size(plan.read_bytes)} read for each token{expected}"
     )
-    return plan
 
 
 def run_program(command: Sequence[str]) -> int:

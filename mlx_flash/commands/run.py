@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -19,17 +18,14 @@ import mlx_lm
 from mlx_flash.commands.chat import BYE, HELP
 from mlx_flash.commands.common import dial, note, print_rich
 from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
-from mlx_flash.commands.mlx_lm import serve_with
 from mlx_flash.commands.render import render_generation
 from mlx_flash.commands.report import Recorder, make_report
 from mlx_flash.config import FlashConfig, did_you_mean
-from mlx_flash.engine.prepare import resolve
-from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import ConfigError
 from mlx_flash.layout.hub import is_ollama_name
 from mlx_flash.loading import load
 from mlx_flash.model import FlashLLM
-from mlx_flash.modelfile.conversation import Conversation, first_messages
+from mlx_flash.modelfile.conversation import Conversation
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
 
@@ -43,7 +39,9 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
         note(f"{modelfile.path}:{found.line}: {found.text}")
     config = FlashConfig.resolve(modelfile=modelfile.flash, **dial(args))
     if args.serve:
-        return serve_with(config, server_flags(modelfile, args), out, args.api_key_file, args.no_auth)
+        from mlx_flash.commands.serve import serve_modelfile  # an extra
+
+        return serve_modelfile(modelfile, config, args)
     began = time.perf_counter()
     with loaded(modelfile, config) as (model, tokenizer):
         conversation = Conversation(model, tokenizer, modelfile, args.max_tokens)
@@ -132,63 +130,3 @@ def loaded(modelfile: Modelfile, config: FlashConfig) -> Iterator[tuple[nn.Modul
         model, tokenizer = mlx_lm.load(modelfile.base, adapter_path=adapter, tokenizer_config=settings)
     with model if isinstance(model, FlashLLM) else nullcontext():
         yield model, tokenizer
-
-
-def server_flags(modelfile: Modelfile, args: argparse.Namespace) -> list[str]:
-    """Return the Modelfile as flags of ``mlx_lm.server``. Parameters without a flag are reported on stderr."""
-    parameters = modelfile.parameters
-    max_tokens = parameters.max_tokens(0) if args.max_tokens is None else args.max_tokens
-    flags = {
-        "--model": modelfile.base,
-        "--adapter-path": modelfile.adapter,
-        "--host": args.host,
-        "--port": args.port,
-        "--temp": parameters.temperature,
-        "--top-p": parameters.top_p,
-        "--top-k": parameters.top_k,
-        "--min-p": parameters.min_p,
-        "--max-tokens": max_tokens if max_tokens is not None and max_tokens > 0 else None,
-        "--prefill-step-size": args.prefill_step_size,
-        "--chat-template": _chat_template(modelfile),
-    }
-    unsaid = {
-        "stop": modelfile.stop or None,
-        "seed": parameters.seed,
-        "repeat_penalty": parameters.repeat_penalty,
-        "num_predict": max_tokens if max_tokens is not None and max_tokens <= 0 else None,
-    }
-    for name in (name for name, value in unsaid.items() if value is not None):
-        note(f"{modelfile.path}: PARAMETER {name} has no effect here: clients of the server set it")
-    return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
-
-
-def _chat_template(modelfile: Modelfile) -> str | None:
-    """Return the chat template, extended by the messages that every conversation begins with."""
-    first = first_messages(modelfile)
-    template = modelfile.chat_template
-    if not first:
-        return template
-    if template is None:
-        template = load_tokenizer(resolve(modelfile.base)).chat_template
-    if template is None:
-        print(f"{modelfile.path}: SYSTEM and MESSAGE have no effect: the model has no chat template", file=sys.stderr)
-        return None
-    return opening(first) + template
-
-
-def opening(messages: list[dict[str, str]]) -> str:
-    """Return Jinja that puts messages before those of a request. The request's own system prompt wins."""
-    system = [message for message in messages if message["role"] == "system"]
-    others = [message for message in messages if message["role"] != "system"]
-    return (
-        "{%- if messages and messages[0]['role'] == 'system' -%}"
-        f"{{%- set messages = messages[:1] + {_jinja(others)} + messages[1:] -%}}"
-        "{%- else -%}"
-        f"{{%- set messages = {_jinja(system + others)} + messages -%}}"
-        "{%- endif -%}"
-    )
-
-
-def _jinja(messages: list[dict[str, str]]) -> str:
-    """Return a Jinja literal: JSON, without surrogate pairs, which Jinja does not join."""
-    return json.dumps(messages, ensure_ascii=False)

@@ -1,10 +1,11 @@
-"""A server on several ranks: what rank 0 sees, and what memory allows, is decided alike on all of them."""
+"""A server on several ranks: rank 0 sees requests, and all ranks decide and compute alike."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from typing import get_args
 
 from mlx_flash.errors import RefusedError
@@ -15,29 +16,54 @@ _DECISIONS: tuple[Decision, ...] = get_args(Decision)
 """From the one that needs most memory to the one that needs least."""
 
 
-class ServerRanks:
+@dataclass(frozen=True, slots=True)
+class News:
+    """Events that rank 0 has seen since the last pass.
+
+    Attributes:
+        requests: those that came: (number, JSON).
+        left: numbers of requests whose clients left.
+        expired: names of models whose time in memory is over.
+        stops: whether the server ends.
+    """
+
+    requests: Sequence[tuple[int, str]] = ()
+    left: Sequence[int] = ()
+    expired: Sequence[str] = ()
+    stops: bool = False
+
+
+class Ranks:
     """The ranks that answer requests together. All of them call every method, in the same order.
 
     Args:
         peers: the ranks.
+
+    Attributes:
+        is_first: this rank has the clients.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
     @classmethod
-    def of_process(cls) -> ServerRanks | None:
+    def of_process(cls) -> Ranks | None:
         """Return the ranks that ``mlx.launch`` started; None if this process was started alone."""
         group = launched_group()
         return None if group is None else cls(Peers(group))
 
-    def share_events(self, is_stopping: bool, left: Sequence[int]) -> tuple[bool, set[int]]:
-        """Return what rank 0 knows: whether the server stops, and the requests whose clients left, by number."""
-        stops, num_left = self._peers.gather([float(is_stopping), float(len(left))])[0]
-        return bool(stops), set(json.loads(self._peers.text(json.dumps(list(left))))) if num_left else set()
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that has the clients."""
+        return self._peers.rank == 0
+
+    def share(self, news: News) -> News:
+        """Return the news of rank 0."""
+        fields = json.loads(self._peers.text(json.dumps(asdict(news))))
+        return News(**{**fields, "requests": [tuple(request) for request in fields["requests"]]})
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Return what ends the process if rank 0 is gone while this one waits for the next request."""
+        """Return what ends the process if rank 0 is gone while this one waits for news."""
         return self._peers.asking("rank 0", "the next request")
 
     def agree(self, decide: Callable[[], Decision]) -> Decision:

@@ -1,0 +1,174 @@
+"""``mlx-flash serve``: the server."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from mlx_flash.commands.common import make_config, note
+from mlx_flash.config import GB, FlashConfig
+from mlx_flash.errors import CompatibilityError, ConfigError
+from mlx_flash.modelfile.parse import Modelfile, read_modelfile
+from mlx_flash.monitor.words import size, speed
+from mlx_flash.ranks.peers import launched_group
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
+
+try:
+    from mlx_flash.server.access import make_access
+    from mlx_flash.server.batches import BatchOptions
+    from mlx_flash.server.catalog import Catalog, Source
+    from mlx_flash.server.described import source_of
+    from mlx_flash.server.room import EngineRoom
+    from mlx_flash.server.sampling import Defaults
+    from mlx_flash.server.serving import Server, take_port
+except ModuleNotFoundError as error:
+    raise CompatibilityError(
+        f"the server needs the package {error.name}. Hint: pip install 'mlx-flash[server]'."
+    ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """The address that the server listens on, and its guards.
+
+    Attributes:
+        host, port: the address.
+        origins: origins of web pages that may ask.
+        key_file: has the API key that requests must bring.
+        is_open: other machines may connect without a key.
+    """
+
+    host: str
+    port: int
+    origins: Sequence[str] = ()
+    key_file: Path | None = None
+    is_open: bool = False
+
+
+def serve(args: argparse.Namespace, out: TextIO) -> int:
+    """Run ``mlx-flash serve``."""
+    _log_at(args.log_level)
+    config = make_config(args)
+    settings: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
+    if args.chat_template:
+        settings["chat_template"] = args.chat_template
+    defaults = Defaults(
+        temperature=args.temp,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        max_tokens=args.max_tokens,
+        template_options=args.chat_template_args,
+    )
+    sources = [
+        _source(name, base, config, defaults, settings)
+        for name, base in (*map(_named, args.model), *_in_folder(args.models_dir))
+    ]
+    if sources:
+        sources[0] = replace(sources[0], adapter=args.adapter_path or sources[0].adapter, draft=args.draft_model)
+    options = BatchOptions(
+        prefill_step_size=args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE,
+        decode_concurrency=args.decode_concurrency,
+        prompt_concurrency=args.prompt_concurrency,
+        prompt_cache_size=args.prompt_cache_size,
+        prompt_cache_bytes=args.prompt_cache_bytes,
+        num_draft_tokens=args.num_draft_tokens,
+        kv_bits=args.kv_bits,
+        kv_group_size=args.kv_group_size,
+        quantized_kv_start=args.quantized_kv_start,
+    )
+    catalog = Catalog(sources, config, defaults, settings)
+    return serve_catalog(catalog, _endpoint(args, args.allowed_origins), options, args.keep_alive)
+
+
+def serve_modelfile(modelfile: Modelfile, config: FlashConfig, args: argparse.Namespace) -> int:
+    """Serve the model of a Modelfile, for ``mlx-flash run --serve``."""
+    _log_at("INFO")
+    num_predict = modelfile.parameters.num_predict if args.max_tokens is None else args.max_tokens
+    if num_predict is not None and num_predict <= 0:
+        note(f"{modelfile.path}: PARAMETER num_predict has no effect here: clients of the server set max_tokens")
+    modelfile = replace(modelfile, parameters=replace(modelfile.parameters, num_predict=num_predict))
+    source = source_of(modelfile, modelfile.base, config, Defaults())
+    options = BatchOptions(prefill_step_size=args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE)
+    return serve_catalog(Catalog([source], config), _endpoint(args), options)
+
+
+def _log_at(level: str) -> None:
+    logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
+
+
+def _endpoint(args: argparse.Namespace, origins: Sequence[str] = ()) -> Endpoint:
+    return Endpoint(host=args.host, port=args.port, origins=origins, key_file=args.api_key_file, is_open=args.no_auth)
+
+
+def _source(name: str, base: str, config: FlashConfig, defaults: Defaults, settings: dict[str, Any]) -> Source:
+    """Return a model of the command line: a folder, a repository, or a Modelfile."""
+    if not Path(base).is_file() or Path(base).suffix == ".gguf":
+        return Source(name=name, base=base, config=config, tokenizer_settings=settings, defaults=defaults)
+    modelfile = read_modelfile(base)
+    for found in modelfile.notes:
+        note(f"{modelfile.path}:{found.line}: {found.text}")
+    return source_of(modelfile, name, config, defaults, settings)
+
+
+def serve_catalog(catalog: Catalog, endpoint: Endpoint, options: BatchOptions, keep_alive: float | None = None) -> int:
+    """Serve models until a signal ends it.
+
+    Args:
+        catalog: the models.
+        endpoint: where to listen.
+        options: limits of batches.
+        keep_alive: seconds that an idle model stays in memory; None for ever.
+
+    Raises:
+        ConfigError: the port is in use, or other machines could connect without a key. Raised before a model is loaded.
+        BudgetError: the budget cannot hold the default model. Raised before requests are answered.
+    """
+    if catalog.default is not None and not catalog.default.config.enabled:
+        raise ConfigError("enabled is False, which leaves models to mlx-lm. Hint: run mlx_lm.server.")
+    access = make_access(endpoint.host, endpoint.origins, endpoint.key_file, endpoint.is_open)
+    room = EngineRoom(catalog, options, keep_alive)
+    group = launched_group()
+    if group is not None and group.rank() > 0:  # rank 0 has the clients
+        room.start()
+        room.join()
+        return 0
+    with closing(take_port(endpoint.host, endpoint.port)) as listener:
+        plan = room.start()
+        if plan is not None:
+            _note_plan(plan, options)
+        return Server(room, access).answer(listener)
+
+
+def _note_plan(plan: ResidencyPlan, options: BatchOptions) -> None:
+    """Print the plan in one line, and another prefill step."""
+    expected = f", about {speed(1 / plan.opening_seconds)}" if plan.opening_seconds else ""
+    note(
+        f"mlx-flash: {size(plan.model_bytes)} of weights in a budget of {plan.budget_bytes / GB:.3f} GB: "
+        f"{size(plan.read_bytes)} read for each token{expected}"
+    )
+    if plan.prefill_step_size < options.prefill_step_size:
+        note(
+            f"mlx-flash: the budget has room for {plan.prefill_step_size} prompt tokens at a time: output is mlx-lm's "
+            f"own for --prefill-step-size {plan.prefill_step_size}"
+        )
+
+
+def _named(text: str) -> tuple[str, str]:
+    """Return name and place of a model of the command line."""
+    name, separator, base = text.partition("=")
+    return (name, base) if separator and name and not Path(text).exists() else (text, text)
+
+
+def _in_folder(folder: Path | None) -> Iterator[tuple[str, str]]:
+    """Yield names and places of the models in a folder: folders with a model, and Modelfiles ``NAME.modelfile``."""
+    for path in sorted(folder.iterdir()) if folder is not None else ():
+        if (path / "config.json").is_file():
+            yield path.name, str(path)
+        elif path.suffix.lower() == ".modelfile" and path.is_file():
+            yield path.stem, str(path)

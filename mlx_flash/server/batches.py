@@ -1,0 +1,82 @@
+"""The batches that answer requests together, as the settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_flash.generation import generate_step, speculative_generate_step
+from mlx_flash.model import FlashLLM
+from mlx_flash.server.lone import LoneRows
+from mlx_flash.server.rows import ServedRows, StockRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """Limits of a model's batches, with mlx-lm's values.
+
+    Attributes:
+        prefill_step_size: prompt tokens in one forward call.
+        decode_concurrency, prompt_concurrency: the most answers, and prompts, that are computed together.
+        prompt_cache_size: the most prompt caches that are kept.
+        prompt_cache_bytes: the most bytes of caches, kept and in use; None takes half of what the plan reserves.
+        num_draft_tokens: tokens that a draft model guesses at a time.
+        kv_bits, kv_group_size, quantized_kv_start: as of ``mlx_lm.generate``. Requests are answered one after another.
+    """
+
+    prefill_step_size: int = 2048
+    decode_concurrency: int = 32
+    prompt_concurrency: int = 8
+    prompt_cache_size: int = 10
+    prompt_cache_bytes: int | None = None
+    num_draft_tokens: int = 3
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+
+
+def make_rows(
+    model: FlashLLM, draft: Any, options: BatchOptions, *, is_shared: bool
+) -> ServedRows | StockRows | LoneRows:
+    """Return what computes the requests of a model.
+
+    Args:
+        model: the model.
+        draft: a model that guesses tokens; None for none.
+        options: limits.
+        is_shared: other ranks compute the same requests.
+    """
+    step = min(options.prefill_step_size, model.plan.prefill_step_size)
+
+    def make_caches() -> list[Any]:
+        return [entry for each in (model, draft) if each is not None for entry in make_prompt_cache(each)]
+
+    def quantized_steps(prompt: mx.array, **given: Any) -> Iterator[Any]:
+        return generate_step(
+            prompt,
+            model,
+            kv_bits=options.kv_bits,
+            kv_group_size=options.kv_group_size,
+            quantized_kv_start=options.quantized_kv_start,
+            **given,
+        )
+
+    if draft is not None:
+        drafted = {"model": model, "draft_model": draft, "num_draft_tokens": options.num_draft_tokens}
+        return LoneRows(partial(speculative_generate_step, **drafted), make_caches, step)
+    if options.kv_bits is not None:
+        return LoneRows(quantized_steps, make_caches, step)
+    limits = {
+        "completion_batch_size": options.decode_concurrency,
+        "prefill_batch_size": options.prompt_concurrency,
+        "prefill_step_size": step,
+        "stream": mx.default_stream(mx.default_device()),
+    }
+    if model.batching == "stock":
+        return StockRows(model, **limits)
+    return ServedRows(model, is_shared=is_shared, **limits)

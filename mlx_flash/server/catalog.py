@@ -1,0 +1,119 @@
+"""The models that requests can name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CacheNotFound, scan_cache_dir, try_to_load_from_cache
+
+from mlx_flash.config import FlashConfig
+from mlx_flash.errors import ConfigError, RefusedError
+from mlx_flash.server.sampling import Defaults
+
+DEFAULT_NAME = "default_model"
+"""The name that always means the first model of the command line, as in mlx-lm's server."""
+
+_FILES = {"config.json", "tokenizer_config.json"}
+"""Files of a repository in Hugging Face's cache folder that make it a model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A model that can be loaded.
+
+    Attributes:
+        name: by which requests name it.
+        base: its folder, or its Hugging Face repository.
+        adapter: folder of a LoRA adapter.
+        draft: folder or repository of a model that guesses tokens.
+        tokenizer_settings: of the tokenizer, such as its chat template.
+        defaults: settings of requests that leave them out.
+        first_messages: those that every conversation begins with. A request's own system prompt wins.
+        config: how to stream.
+        created: seconds since 1970, for listings.
+    """
+
+    name: str
+    base: str
+    config: FlashConfig
+    adapter: str | None = None
+    draft: str | None = None
+    tokenizer_settings: dict[str, Any] = field(default_factory=dict)
+    defaults: Defaults = field(default_factory=Defaults)
+    first_messages: tuple[dict[str, str], ...] = ()
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Catalog:
+    """The models that requests can name: those of the command line, folders, and Hugging Face's cache folder.
+
+    Args:
+        sources: those with names; the first one is the default.
+        config, defaults, tokenizer_settings: of models that a request names by folder or repository.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        config: FlashConfig,
+        defaults: Defaults | None = None,
+        tokenizer_settings: dict[str, Any] | None = None,
+    ) -> None:
+        self._named = {source.name: source for source in sources}
+        if len(self._named) < len(sources):
+            raise ConfigError("two models have the same name. Hint: name them with --model NAME=DIR.")
+        self._config, self._defaults = config, defaults or Defaults()
+        self._tokenizer_settings = tokenizer_settings or {}
+
+    @property
+    def default(self) -> Source | None:
+        """The model of requests that name none; None if there is none."""
+        return next(iter(self._named.values()), None)
+
+    def find(self, name: str) -> Source:
+        """Return the model of a name: nothing is downloaded.
+
+        Raises:
+            RefusedError: there is none on this machine.
+        """
+        if name == DEFAULT_NAME and self.default is not None:
+            return self.default
+        if name in self._named:
+            return self._named[name]
+        same = [source for source in self._named.values() if _is_folder(source.base, name)]
+        if same:
+            return same[0]
+        if _is_model(name):
+            settings = dict(self._tokenizer_settings)
+            return Source(
+                name=name, base=name, config=self._config, tokenizer_settings=settings, defaults=self._defaults
+            )
+        names = ", ".join(map(repr, self.names([DEFAULT_NAME] if self._named else [])))
+        raise RefusedError(f"there is no model {name!r} here. Hint: this server has {names or 'none'}.", 404, "model")
+
+    def names(self, first: Iterable[str] = ()) -> list[str]:
+        """Return some names, then those of the command line, then those in Hugging Face's cache folder."""
+        try:
+            repos = scan_cache_dir().repos
+        except CacheNotFound:
+            repos = frozenset()
+        found = [r.repo_id for r in repos if "main" in r.refs and _FILES <= {f.file_name for f in r.refs["main"].files}]
+        return list(dict.fromkeys([*first, *self._named, *sorted(found)]))
+
+
+def _is_folder(base: str, name: str) -> bool:
+    return name == base or (Path(base).exists() and name == str(Path(base).resolve()))
+
+
+def _is_model(name: str) -> bool:
+    """Return whether a name is that of a folder with a model, or of a repository in Hugging Face's cache folder."""
+    try:
+        if (Path(name) / "config.json").is_file():
+            return True
+        return "/" in name and isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except (ValueError, OSError):  # it is no name of a repository, or too long for one of a file
+        return False

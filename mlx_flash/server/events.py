@@ -1,0 +1,138 @@
+"""The parts of an answer, as the generation thread sends them to a dialect, in this order:
+
+any number of `Progress`, then `Begun`, then any number of `Progress`, `Piece` and `ToolCall`, then `End`. `Failed` may
+come at any time and is the last one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from mlx_flash.errors import RefusedError
+
+Reason = Literal["stop", "length", "tool_calls"]
+"""The reason for the end of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Work before the next token: weights of the model that are read, or tokens of the prompt that are computed.
+
+    Attributes:
+        stage: the work.
+        done, total: bytes while loading, tokens of the prompt otherwise.
+    """
+
+    stage: Literal["loading", "prompt"]
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The request was admitted.
+
+    Attributes:
+        model: name of the model.
+        num_prompt: tokens of the prompt.
+        num_cached: the first of them, which a kept prompt cache has.
+    """
+
+    model: str
+    num_prompt: int
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChance:
+    """A token and the logarithm of its probability.
+
+    Attributes:
+        token: its number.
+        text: its text; other tokens may be needed to complete a character.
+        logprob: the logarithm.
+    """
+
+    token: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDetail:
+    """A token of the answer, where log probabilities are asked for.
+
+    Attributes:
+        chosen: the token.
+        likeliest: the likeliest tokens, the likeliest first.
+    """
+
+    chosen: TokenChance
+    likeliest: tuple[TokenChance, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the text.
+
+    Attributes:
+        text: the part; may be empty where only details of tokens are sent.
+        kind: the answer itself, or the reasoning before it.
+        tokens: details of the tokens since the last piece.
+    """
+
+    text: str
+    kind: Literal["text", "reasoning"] = "text"
+    tokens: tuple[TokenDetail, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model asks for.
+
+    Attributes:
+        name: of the function.
+        arguments: of the call, by name.
+        id: of the call, where the model gave one.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of a complete answer.
+
+    Attributes:
+        reason: the reason.
+        stop: the stop text that ended it; None for other reasons.
+        num_prompt, num_cached: as of `Begun`.
+        num_tokens: tokens of the answer, with those that end it.
+        load_seconds, prompt_seconds, answer_seconds: times of loading, the prompt, and the tokens after the first one.
+    """
+
+    reason: Reason
+    stop: str | None
+    num_prompt: int
+    num_cached: int
+    num_tokens: int
+    load_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    answer_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer ends without being complete.
+
+    Attributes:
+        error: the reason; its ``status`` is that of HTTP, if nothing was sent yet.
+    """
+
+    error: RefusedError
+
+
+Event: TypeAlias = Progress | Begun | Piece | ToolCall | End | Failed

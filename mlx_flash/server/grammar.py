@@ -1,0 +1,86 @@
+"""Answers that follow a grammar: llguidance masks the logits of tokens that it does not allow."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from mlx_flash.errors import RefusedError
+
+MAX_SCHEMA_CHARACTERS = 100_000
+"""The longest JSON schema."""
+
+
+def json_grammar(schema: dict[str, Any] | None, field: str) -> str:
+    """Return a grammar of JSON texts.
+
+    Args:
+        schema: a JSON schema; None allows every object.
+        field: of the request, to name in an error.
+
+    Raises:
+        RefusedError: the schema is wrong, too long, or has a part that is not supported.
+    """
+    text = json.dumps({"type": "object"} if schema is None else schema)
+    if len(text) > MAX_SCHEMA_CHARACTERS:
+        raise RefusedError(f"the schema has {len(text)} characters, {MAX_SCHEMA_CHARACTERS} are allowed.", 400, field)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(text)
+    except ValueError as error:
+        raise RefusedError(f"the schema cannot be used: {error}", 400, field) from error
+    is_wrong, *messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    if is_wrong:
+        raise RefusedError(f"the schema cannot be used: {' '.join(map(str, messages))}", 400, field)
+    return grammar
+
+
+def grammar_tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:
+    """Return the tokenizer as llguidance needs it. Takes a second for large vocabularies.
+
+    Raises:
+        RefusedError: it is none of the fast tokenizers.
+    """
+    if not tokenizer.is_fast:
+        raise RefusedError("this model's tokenizer cannot follow a grammar.", 400, "response_format")
+    fast = copy.copy(tokenizer.backend_tokenizer)
+    fast.no_padding()
+    fast.no_truncation()
+    return LLTokenizer(fast.to_str(), n_vocab=vocab_size, eos_token=sorted(tokenizer.eos_token_ids))
+
+
+class GrammarProcessor:
+    """A logits processor that allows only tokens with which the answer follows a grammar.
+
+    Args:
+        tokenizer: of :func:`grammar_tokenizer`.
+        grammar: of :func:`json_grammar`.
+
+    Raises:
+        RefusedError: the grammar is too large.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
+        self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        self._mask = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
+        self._has_begun = False
+        self._check()
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Return logits of minus infinity for tokens that are not allowed. Called once for each token."""
+        if self._has_begun:
+            self._matcher.consume_token(cast(int, tokens[-1].item()))
+            self._check()
+        self._has_begun = True
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._check()
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little", count=logits.shape[-1])
+        return mx.where(mx.array(bits.astype(np.bool_)), logits, mx.array(-mx.inf, logits.dtype))
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RefusedError(f"the grammar cannot be followed: {self._matcher.get_error()}", 400, "response_format")

@@ -1,0 +1,84 @@
+"""A request on its way through the generation thread."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from mlx_flash.errors import RefusedError
+from mlx_flash.server.answer import Answer
+from mlx_flash.server.catalog import Source
+from mlx_flash.server.events import End, Event, Failed, Reason
+from mlx_flash.server.prompts import Prompt
+from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.text import TextStream
+
+
+@dataclass(eq=False)
+class Job:
+    """A request.
+
+    Attributes:
+        number: in the order of arrival.
+        request: as the dialect made it.
+        source: its model.
+        answer: the way to its client; None on other ranks than 0.
+        prompt: its prompt; None until its model is in memory.
+        max_tokens: the most tokens of its answer.
+        uid: its number in the batch; None before it is computed.
+        text: the text so far. There from the beginning of the computation.
+        kinds: of the segments of its prompt that are not computed yet.
+        num_cached: tokens of the prompt that a kept cache had.
+        num_tokens: tokens of the answer so far.
+        is_over: nothing is sent any more.
+    """
+
+    number: int
+    request: GenerationRequest
+    source: Source
+    answer: Answer | None
+    prompt: Prompt | None = None
+    max_tokens: int = 0
+    uid: int | None = None
+    text: TextStream | None = None
+    kinds: list[str] = field(default_factory=list)
+    num_cached: int = 0
+    num_tokens: int = 0
+    is_over: bool = False
+    load_seconds: float = 0.0
+    _began: float = 0.0
+    _first: float = 0.0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and the longest answer; 0 while unknown."""
+        return 0 if self.prompt is None else len(self.prompt.tokens) + self.max_tokens
+
+    def begin(self) -> None:
+        """Note that its prompt is computed from now on."""
+        self._began = time.perf_counter()
+
+    def count_token(self) -> None:
+        """Count a token of the answer."""
+        self.num_tokens += 1
+        if self.num_tokens == 1:
+            self._first = time.perf_counter()
+
+    def send(self, event: Event) -> None:
+        """Send an event to its client."""
+        if self.answer is not None and not self.is_over:
+            self.answer.put(event)
+
+    def end(self, reason: Reason) -> None:
+        """Send the end of a complete answer."""
+        assert self.prompt is not None and self.text is not None
+        reason = "tool_calls" if reason == "stop" and self.text.num_calls else reason
+        stop, now = self.text.stop, time.perf_counter()
+        counts = len(self.prompt.tokens), self.num_cached, self.num_tokens
+        self.send(End(reason, stop, *counts, self.load_seconds, self._first - self._began, now - self._first))
+        self.is_over = True
+
+    def fail(self, error: RefusedError) -> None:
+        """Send an error, the last event."""
+        self.send(Failed(error))
+        self.is_over = True

@@ -1,0 +1,239 @@
+"""A model in memory, and the requests that it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+from mlx_lm.generate import make_stop_sequences
+
+from mlx_flash.errors import RefusedError
+from mlx_flash.model import FlashLLM
+from mlx_flash.residency.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
+from mlx_flash.server.batches import BatchOptions, make_rows
+from mlx_flash.server.boundary import ends_alone, refused
+from mlx_flash.server.catalog import Source
+from mlx_flash.server.chances import detail_of
+from mlx_flash.server.events import Begun, Piece, Progress, ToolCall
+from mlx_flash.server.job import Job
+from mlx_flash.server.kept import PromptCaches
+from mlx_flash.server.lone import LoneRows
+from mlx_flash.server.prompts import make_prompt, opened_with
+from mlx_flash.server.ranks import Ranks
+from mlx_flash.server.rows import Kept, plain_cache
+from mlx_flash.server.sampling import processors_of, sampler_of
+from mlx_flash.server.text import TextStream, check_tools
+
+
+class LoadedModel:
+    """A model in memory. Belongs to the generation thread.
+
+    Args:
+        source: its name and settings.
+        model: the streamed model, started.
+        tokenizer: mlx-lm's wrapper.
+        draft: a model that guesses tokens; None for none.
+        options: limits.
+        ranks: those that answer together; None for this process alone.
+
+    Attributes:
+        source, model, tokenizer, draft: as given.
+        jobs: the requests that are computed, by their number in the batch.
+        kept: prompt caches of earlier requests.
+        expires: when it leaves memory if no request comes, by ``time.monotonic()``; None for never.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        model: FlashLLM,
+        tokenizer: Any,
+        draft: Any,
+        options: BatchOptions,
+        ranks: Ranks | None,
+    ) -> None:
+        self.source, self.model, self.tokenizer, self.draft = source, model, tokenizer, draft
+        self.jobs: dict[int, Job] = {}
+        self.kept = PromptCaches(model, options.prompt_cache_size, ranks)
+        self.expires: float | None = None
+        self._options = options
+        self._ranks = ranks
+        self._stops = make_stop_sequences(tokenizer)
+        self._rows = make_rows(self.model, self.draft, self._options, is_shared=self._ranks is not None)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows: the length of its logits."""
+        return self.model.plan.activations.logits_per_token // 4
+
+    @cached_property
+    def grammar_tokenizer(self) -> Any:
+        """The tokenizer as grammars need it. Made for the first request that has one."""
+        from mlx_flash.server.grammar import grammar_tokenizer
+
+        return grammar_tokenizer(self.tokenizer, self.vocab_size)
+
+    def prepare(self, job: Job) -> None:
+        """Make the prompt of a request, and check that the budget has room for it when nothing else runs.
+
+        Raises:
+            RefusedError: it cannot be answered by this model.
+        """
+        request, defaults = job.request, self.source.defaults
+        check_tools(self.tokenizer, request.tools)
+        job.max_tokens = defaults.max_tokens if request.max_tokens is None else request.max_tokens
+        if request.messages is not None and self.source.first_messages:
+            request = replace(request, messages=opened_with(self.source.first_messages, request.messages))
+        with refused("prompt" if request.messages is None else "messages"):
+            job.prompt = make_prompt(request, self.tokenizer, defaults.template_options or {}, self.vocab_size)
+        sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size)
+        processors_of(request.sampling, defaults, self.vocab_size)
+        self._decide(job, [])
+
+    def admits(self, job: Job) -> bool:
+        """Return whether there is room for a request now. If so, kept caches leave what it needs."""
+        running = [other.length for other in self.jobs.values()]
+        decision = self._decide(job, running)
+        if decision == "wait":
+            return False
+        plan, batching = self.model.plan, self.model.batching
+        lengths = [*running, job.length]
+        needed = alone_bytes(plan, job.length) if decision == "alone" else together_bytes(plan, lengths, batching)
+        self.kept.limit_bytes = max(0, room_bytes(plan) - needed)
+        self.kept.trim_to(n_bytes=self.kept.limit_bytes)
+        return True
+
+    def begin(self, job: Job) -> None:
+        """Add a request to the batch."""
+        assert job.prompt is not None
+        request, defaults, options = job.request, self.source.defaults, self._options
+        job.text = TextStream(self.tokenizer, [*request.stop, *defaults.stop], job.prompt.state, request.tools)
+        cache, job.num_cached = self.kept.longest(job.prompt.tokens)
+        segments, job.kinds = job.prompt.after(job.num_cached)
+        (uid,) = self._rows.insert_segments(
+            segments=[segments],
+            max_tokens=[job.max_tokens],
+            caches=[cache],
+            all_tokens=[job.prompt.tokens[: job.num_cached]],
+            samplers=[sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size)],
+            logits_processors=[self._processors(job)],
+            stop_sequences=[self._stops],
+        )
+        del cache
+        limit = self.model.plan.kv_bytes // 2 if options.prompt_cache_bytes is None else options.prompt_cache_bytes
+        self.kept.trim_to(n_bytes=limit - self._rows.prompt_cache_nbytes)
+        job.uid = uid
+        self.jobs[uid] = job
+        job.begin()
+        job.send(Begun(self.source.name, len(job.prompt.tokens), job.num_cached))
+
+    def advance(self) -> None:
+        """Compute a part of each request, and send what is new."""
+        prompts, answers = self._rows.next()
+        for response in prompts:
+            if (job := self.jobs.get(response.uid)) is not None:
+                with ends_alone(partial(self.drop, job)):
+                    self._take_prompt(job, response)
+        for response in answers:
+            if (job := self.jobs.get(response.uid)) is not None:
+                with ends_alone(partial(self.drop, job)):
+                    self._take_token(job, response)
+        for uid, error in self._rows.take_errors().items():
+            if (job := self.jobs.pop(uid, None)) is not None:
+                job.fail(error)
+
+    def drop(self, job: Job, error: RefusedError | None = None) -> None:
+        """End a request: with an error, or because its client left."""
+        if job.uid is not None and self.jobs.pop(job.uid, None) is not None:
+            self._rows.remove([job.uid])
+        if error is not None:
+            job.fail(error)
+
+    def drop_all(self, error: RefusedError) -> None:
+        """End all requests with an error, after a pass that failed for all."""
+        jobs, self.jobs = list(self.jobs.values()), {}
+        self._rows.close()
+        self._rows = make_rows(self.model, self.draft, self._options, is_shared=self._ranks is not None)
+        for job in jobs:
+            job.fail(error)
+
+    def close(self) -> None:
+        """Free its memory."""
+        self.kept.trim_to(n_sequences=0)
+        self._rows.close()
+        for model in (self.model, self.draft):
+            if model is not None:
+                model.close()
+
+    def _processors(self, job: Job) -> Sequence[Any]:
+        found: list[Any] = list(processors_of(job.request.sampling, self.source.defaults, self.vocab_size))
+        if job.request.grammar is not None:
+            from mlx_flash.server.grammar import GrammarProcessor
+
+            found.append(GrammarProcessor(self.grammar_tokenizer, job.request.grammar))
+        return found
+
+    def _decide(self, job: Job, running: Sequence[int]) -> Decision:
+        """Return where a request is answered beside others with so many tokens.
+
+        Raises:
+            RefusedError: the budget has no room for it even when nothing else runs.
+        """
+        assert job.prompt is not None
+        model, num_prompt = self.model, len(job.prompt.tokens)
+        may_batch = not isinstance(self._rows, LoneRows) and (model.batching == "exact" or model.is_batchable)
+        wish = partial(
+            decide, model.plan, num_prompt, job.max_tokens, running, may_batch=may_batch, batching=model.batching
+        )
+        return wish() if self._ranks is None else self._ranks.agree(wish)
+
+    def _take_prompt(self, job: Job, response: Any) -> None:
+        """Send how far a prompt is, and keep its cache at the end of a segment."""
+        done, total = response.progress if isinstance(response.progress, tuple) else (0, 0)
+        job.send(Progress("prompt", job.num_cached + done, job.num_cached + total))
+        if response.end_of_segment and not response.end_of_prompt and job.kinds:
+            kind = job.kinds.pop(0)
+            for cache, tokens in self._rows.extract_cache([response.uid]).values():
+                self.kept.keep(tokens[:], cache, kind)
+
+    def _take_token(self, job: Job, response: Any) -> None:
+        """Send what a token completes, and end the answer with its last one."""
+        assert job.text is not None
+        job.count_token()
+        reason = response.finish_reason
+        parts = job.text.add(response.token) if reason != "stop" else []
+        if reason is not None:
+            parts += job.text.end()
+        details = job.request.top_logprobs
+        if details is not None and reason != "stop":
+            detail = detail_of(response.token, response.logprobs, details, self.tokenizer)
+            first = next((part for part in parts if isinstance(part, Piece)), None)
+            detailed = Piece("", tokens=(detail,)) if first is None else replace(first, tokens=(detail,))
+            parts = [detailed, *(part for part in parts if part is not first)]
+        has_call = False
+        for part in parts:
+            if not (has_call and job.request.one_call):
+                job.send(part)
+            has_call = has_call or isinstance(part, ToolCall)
+        if reason is not None:
+            kept = _taken(response)
+        elif job.text.stop is not None or (has_call and job.request.one_call):
+            reason, kept = "stop", self._rows.finish(response.uid)
+        else:
+            return
+        self.jobs.pop(response.uid)
+        if kept is not None:
+            self._keep(*kept)
+        del kept
+        job.end(reason)
+
+    def _keep(self, cache: list[Any], tokens: list[int]) -> None:
+        self.kept.keep(tokens[:], cache)
+
+
+def _taken(response: Any) -> Kept | None:
+    """Return the cache that comes with a last token, which the response gives up."""
+    cache, response.prompt_cache = response.prompt_cache, None
+    return None if cache is None else (plain_cache(cache), response.all_tokens)

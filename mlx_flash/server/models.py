@@ -1,0 +1,166 @@
+"""The models in memory, which share one budget: a request loads its model, and idle ones leave for it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import utils as mlx_lm_utils
+
+from mlx_flash.engine.engine import Progress
+from mlx_flash.engine.prepare import prepare, resolve
+from mlx_flash.engine.tokenizer import load_tokenizer
+from mlx_flash.errors import BudgetError
+from mlx_flash.layout.load import model_name
+from mlx_flash.loading import load_model
+from mlx_flash.memory.footprint import release_freed_memory
+from mlx_flash.model import FlashLLM
+from mlx_flash.ranks.peers import launched_group
+from mlx_flash.server.batches import BatchOptions
+from mlx_flash.server.catalog import Source
+from mlx_flash.server.loaded import LoadedModel
+from mlx_flash.server.ranks import Ranks
+
+_log = logging.getLogger("mlx_flash")
+
+
+class Models:
+    """The models in memory. Belongs to the generation thread.
+
+    A model is loaded beside others if the budget holds it whole. Otherwise idle models are unloaded first, the least
+    recently used one before the others; if requests run on all of them, the new model waits for these.
+
+    Args:
+        options: limits of batches.
+        ranks: those that answer together; None for this process alone.
+        keep_alive: seconds that an idle model stays in memory; None for ever.
+    """
+
+    def __init__(self, options: BatchOptions, ranks: Ranks | None = None, keep_alive: float | None = None) -> None:
+        self._options = options
+        self._ranks = ranks
+        self._keep_alive = keep_alive
+        self._loaded: dict[str, LoadedModel] = {}  # the least recently used one first
+        self._alone: set[str] = set()
+
+    def __iter__(self) -> Iterator[LoadedModel]:
+        return iter(list(self._loaded.values()))
+
+    def get(self, source: Source) -> LoadedModel | None:
+        """Return a model if it is in memory."""
+        return self._loaded.get(source.name)
+
+    def load(self, source: Source, progress: Progress) -> LoadedModel | None:
+        """Load a model. Return None if it has to wait until others have answered their requests.
+
+        Args:
+            source: the model.
+            progress: called with (bytes read, bytes to read).
+
+        Raises:
+            FlashError: it cannot be loaded. Models that were unloaded for it are loaded again by their next request.
+        """
+        if source.name in self._alone and any(model.jobs for model in self._loaded.values()):
+            return None
+        self._alone.discard(source.name)
+        began = time.perf_counter()
+        path = resolve(source.base)
+        while True:
+            found = self._try(source, path)
+            if found is not None:
+                break
+            idle = next((other for other in self._loaded.values() if not other.jobs), None)
+            if idle is None:
+                self._alone.add(source.name)
+                return None
+            self.unload(idle)
+            del idle
+        (model, tokenizer), draft = found, None
+        try:
+            if source.adapter is not None:
+                mlx_lm_utils.load_adapters(model, source.adapter)
+                model.eval()
+            if source.draft is not None:
+                draft = load_model(resolve(source.draft), source.config)[0]
+            model.start(progress)
+        except BaseException:
+            model.close()
+            if draft is not None:
+                draft.close()
+            raise
+        loaded = LoadedModel(source, model, tokenizer, draft, self._options, self._ranks)
+        self._loaded[source.name] = loaded
+        _log.info("loaded %s in %.1f s", source.name, time.perf_counter() - began)
+        return loaded
+
+    def note_use(self, model: LoadedModel, keep_alive: float | None) -> None:
+        """Note that a request used a model now.
+
+        Args:
+            keep_alive: as of `GenerationRequest`.
+        """
+        self._loaded[model.source.name] = self._loaded.pop(model.source.name)
+        seconds = self._keep_alive if keep_alive is None else keep_alive
+        model.expires = None if seconds is None or seconds < 0 else time.monotonic() + seconds
+
+    def expired(self) -> list[str]:
+        """Return the names of idle models whose time is over."""
+        now = time.monotonic()
+        return [
+            m.source.name for m in self._loaded.values() if not m.jobs and m.expires is not None and m.expires <= now
+        ]
+
+    @property
+    def next_expiry(self) -> float | None:
+        """Seconds until a model may leave; None if none will."""
+        times = [model.expires for model in self._loaded.values() if model.expires is not None and not model.jobs]
+        return None if not times else max(0.0, min(times) - time.monotonic())
+
+    def unload(self, model: LoadedModel) -> None:
+        """Free the memory of a model, before another one is planned."""
+        self._loaded.pop(model.source.name, None)
+        _log.info("unloading %s", model.source.name)
+        model.close()
+        del model
+        _free()
+
+    def unload_named(self, names: Iterable[str]) -> None:
+        """Unload idle models."""
+        for name in names:
+            model = self._loaded.get(name)
+            if model is not None and not model.jobs:
+                self.unload(model)
+
+    def close(self) -> None:
+        """Unload all."""
+        for model in list(self._loaded.values()):
+            self.unload(model)
+
+    def _try(self, source: Source, path: Path) -> tuple[FlashLLM, Any] | None:
+        """Return a model that is planned beside those in memory, and its tokenizer; None if these have to leave."""
+        others = bool(self._loaded)
+        if others and self._ranks is not None:  # whose budgets differ, while all of them must decide alike
+            return None
+        try:
+            tokenizer = load_tokenizer(path, source.tokenizer_settings, source.config)
+            prepared = prepare(path, source.config, group=launched_group())
+        except BudgetError:
+            if not others:
+                raise
+            return None
+        if others and prepared.plan.read_bytes:
+            del prepared, tokenizer
+            _free()
+            return None
+        return FlashLLM(prepared, source.config, model_name(path)), tokenizer
+
+
+def _free() -> None:
+    gc.collect()
+    mx.clear_cache()
+    release_freed_memory()

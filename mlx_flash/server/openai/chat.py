@@ -1,0 +1,185 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_flash.errors import RefusedError
+from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenChance, TokenDetail, ToolCall
+from mlx_flash.server.openai.common import (
+    DONE,
+    comment,
+    error_body,
+    event,
+    head,
+    sampling_of,
+    stop_of,
+    usage_of,
+    wants_usage,
+)
+from mlx_flash.server.openai.schemas import ChatRequest, Message
+from mlx_flash.server.replies import Stream, Whole, collect_all, merged, opened_all
+from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.service import Service
+
+
+async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
+    """Answer a request for the next message of a conversation."""
+    answers = service.submit(*generation_requests(body))
+    if not body.stream:
+        wholes = await collect_all(request, answers)
+        choices = [_choice(i, whole) for i, whole in enumerate(wholes)]
+        usage = usage_of([whole.end for whole in wholes])
+        return JSONResponse({**head("chatcmpl", "chat.completion", body.model), "choices": choices, "usage": usage})
+    events = await opened_all(request, answers)
+    return Stream(_chunks(body, events), answers, "text/event-stream")
+
+
+def generation_requests(body: ChatRequest) -> list[GenerationRequest]:
+    """Return the answers that a request asks for.
+
+    Raises:
+        RefusedError: a field is wrong.
+    """
+    messages = [message_of(message, f"messages.{i}") for i, message in enumerate(body.messages)]
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.tool_choice != "none" else []
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return [
+        GenerationRequest(
+            model=body.model,
+            messages=messages,
+            tools=tools or None,
+            template_options=body.chat_template_kwargs,
+            sampling=sampling_of(body, choice),
+            max_tokens=most,
+            stop=stop_of(body),
+            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            grammar=_grammar(body),
+            one_call=body.parallel_tool_calls is False,
+        )
+        for choice in range(body.n or 1)
+    ]
+
+
+def message_of(message: Message, field: str) -> dict[str, Any]:
+    """Return a message as chat templates take it.
+
+    Args:
+        message: the message.
+        field: its place in the request.
+
+    Raises:
+        RefusedError: the arguments of a call are no JSON object.
+    """
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text or part.refusal or "" for part in content)
+    found: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content or "",
+    }
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name) is not None:
+            found[name] = getattr(message, name)
+    if message.reasoning is not None:
+        found.setdefault("reasoning_content", message.reasoning)
+    if message.tool_calls:
+        calls = []
+        for i, call in enumerate(message.tool_calls):
+            arguments = _arguments(call.function.arguments, f"{field}.tool_calls.{i}.function.arguments")
+            calls.append(
+                {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+            )
+        found["tool_calls"] = calls
+    return found
+
+
+def _arguments(arguments: str | dict[str, Any], field: str) -> dict[str, Any]:
+    try:
+        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise RefusedError(f"{field} is no JSON object.", 400, field)
+    return value
+
+
+def _grammar(body: ChatRequest) -> str | None:
+    form = body.response_format
+    if form is None or form.type == "text":
+        return None
+    from mlx_flash.server.grammar import json_grammar  # 8 MB that few servers need
+
+    if form.json_schema is None:
+        return json_grammar(None, "response_format")
+    return json_grammar(form.json_schema.schema_, "response_format.json_schema.schema")
+
+
+def _choice(index: int, whole: Whole) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": whole.text or None, "refusal": None}
+    if whole.reasoning:
+        message["reasoning"] = whole.reasoning
+    if whole.calls:
+        message["tool_calls"] = [call_of(call) for call in whole.calls]
+    elif message["content"] is None:
+        message["content"] = ""
+    logprobs = {"content": [logprob_of(token) for token in whole.tokens], "refusal": None} if whole.tokens else None
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": whole.end.reason}
+
+
+def call_of(call: ToolCall) -> dict[str, Any]:
+    """Return a call as a client reads it."""
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": call.id or f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+def logprob_of(token: TokenDetail) -> dict[str, Any]:
+    """Return the probabilities of a token as a client reads them."""
+
+    def shown(chance: TokenChance) -> dict[str, Any]:
+        text = chance.text.encode("utf-8", "replace")
+        return {"id": chance.token, "token": chance.text, "logprob": chance.logprob, "bytes": list(text)}
+
+    return {**shown(token.chosen), "top_logprobs": [shown(chance) for chance in token.likeliest]}
+
+
+async def _chunks(body: ChatRequest, events: Sequence[AsyncIterator[Event]]) -> AsyncIterator[bytes]:
+    """Yield the parts of a stream."""
+    first = head("chatcmpl", "chat.completion.chunk", body.model)
+    if wants_usage(body):
+        first["usage"] = None
+    ends: list[End] = []
+    num_calls = [0] * len(events)
+
+    def chunk(
+        index: int, delta: dict[str, Any], tokens: Sequence[TokenDetail] = (), reason: str | None = None
+    ) -> bytes:
+        logprobs = {"content": [logprob_of(token) for token in tokens], "refusal": None} if tokens else None
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event({**first, "choices": [choice]})
+
+    for index in range(len(events)):
+        yield chunk(index, {"role": "assistant", "content": ""})
+    async for index, each in merged(events):
+        if isinstance(each, Progress):
+            yield comment(each)
+        elif isinstance(each, Piece):
+            yield chunk(index, {"content" if each.kind == "text" else "reasoning": each.text}, each.tokens)
+        elif isinstance(each, ToolCall):
+            yield chunk(index, {"tool_calls": [{"index": num_calls[index], **call_of(each)}]})
+            num_calls[index] += 1
+        elif isinstance(each, End):
+            ends.append(each)
+            yield chunk(index, {}, reason=each.reason)
+        elif isinstance(each, Failed):
+            yield event(error_body(each.error))
+            return
+    if wants_usage(body):
+        yield event({**first, "choices": [], "usage": usage_of(ends)})
+    yield DONE

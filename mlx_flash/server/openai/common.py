@@ -1,0 +1,100 @@
+"""Parts of OpenAI's dialect that several of its requests share."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_flash import __version__
+from mlx_flash.errors import RefusedError
+from mlx_flash.server.events import End, Progress
+from mlx_flash.server.openai.schemas import SamplingFields
+from mlx_flash.server.request import Sampling
+
+FINGERPRINT = f"mlx-flash-{__version__}"
+DONE = b"data: [DONE]\n\n"
+
+
+def error_body(error: RefusedError) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    code = "model_not_found" if error.status == 404 else None
+    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": code}}
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """Return a part of a stream."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
+
+
+def comment(progress: Progress) -> bytes:
+    """Return a part of a stream that clients skip: it shows that the server works."""
+    return f": {progress.stage} {progress.done}/{progress.total}\n\n".encode()
+
+
+def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """Return the fields that a reply and all parts of its stream begin with."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": FINGERPRINT,
+    }
+
+
+def sampling_of(body: SamplingFields, choice: int) -> Sampling:
+    """Return how the tokens of an answer are chosen.
+
+    Args:
+        body: the request.
+        choice: number of the answer, if several are asked for: each has its own seed.
+    """
+    bias = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
+    return Sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        xtc_probability=body.xtc_probability,
+        xtc_threshold=body.xtc_threshold,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_context_size=body.repetition_context_size,
+        presence_context_size=body.presence_context_size,
+        frequency_context_size=body.frequency_context_size,
+        logit_bias=bias,
+        seed=None if body.seed is None else (body.seed + choice) % 2**63,
+    )
+
+
+def stop_of(body: SamplingFields) -> tuple[str, ...]:
+    """Return the texts that end an answer."""
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+
+
+def wants_usage(body: SamplingFields) -> bool:
+    """Return whether a stream ends with the number of tokens."""
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+def usage_of(ends: list[End], num_prompts: int = 1) -> dict[str, Any]:
+    """Return the numbers of tokens of a reply.
+
+    Args:
+        ends: the ends of all answers.
+        num_prompts: prompts; several answers to one prompt count it once.
+    """
+    each = len(ends) // num_prompts
+    prompts = ends[::each]
+    num_prompt, num_tokens = sum(end.num_prompt for end in prompts), sum(end.num_tokens for end in ends)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(end.num_cached for end in prompts)},
+    }

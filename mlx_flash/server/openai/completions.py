@@ -1,0 +1,110 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail
+from mlx_flash.server.openai.common import (
+    DONE,
+    comment,
+    error_body,
+    event,
+    head,
+    sampling_of,
+    stop_of,
+    usage_of,
+    wants_usage,
+)
+from mlx_flash.server.openai.schemas import CompletionRequest
+from mlx_flash.server.replies import Stream, collect_all, merged, opened_all
+from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.service import Service
+
+
+async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
+    """Answer a request to go on with some texts."""
+    prompts = _prompts(body)
+    answers = service.submit(*_generation_requests(body, prompts))
+    if not body.stream:
+        wholes = await collect_all(request, answers)
+        choices = [_choice(index, whole.text, whole.tokens, 0, whole.end.reason) for index, whole in enumerate(wholes)]
+        usage = usage_of([whole.end for whole in wholes], len(prompts))
+        return JSONResponse({**head("cmpl", "text_completion", body.model), "choices": choices, "usage": usage})
+    events = await opened_all(request, answers)
+    return Stream(_chunks(body, events, len(prompts)), answers, "text/event-stream")
+
+
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return [*cast("list[str | list[int]]", prompt)]
+
+
+def _generation_requests(body: CompletionRequest, prompts: Sequence[str | list[int]]) -> list[GenerationRequest]:
+    plain = GenerationRequest(
+        model=body.model, max_tokens=body.max_tokens, stop=stop_of(body), top_logprobs=body.logprobs
+    )
+    found = []
+    for prompt in prompts:
+        asked = replace(plain, prompt=prompt) if isinstance(prompt, str) else replace(plain, tokens=prompt)
+        found += [replace(asked, sampling=sampling_of(body, choice)) for choice in range(body.n or 1)]
+    return found
+
+
+def _choice(
+    index: int, text: str, tokens: Sequence[TokenDetail], offset: int, reason: str | None = None
+) -> dict[str, Any]:
+    """Return an answer, or a part of one.
+
+    Args:
+        index: number of the answer.
+        text: its text.
+        tokens: their details.
+        offset: characters before the text.
+        reason: of its end.
+    """
+    logprobs = None
+    if tokens:
+        texts = [token.chosen.text for token in tokens]
+        logprobs = {
+            "tokens": texts,
+            "token_logprobs": [token.chosen.logprob for token in tokens],
+            "top_logprobs": [{chance.text: chance.logprob for chance in token.likeliest} for token in tokens],
+            "text_offset": [offset + sum(map(len, texts[:i])) for i in range(len(texts))],
+        }
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+async def _chunks(
+    body: CompletionRequest, events: Sequence[AsyncIterator[Event]], num_prompts: int
+) -> AsyncIterator[bytes]:
+    """Yield the parts of a stream."""
+    first = head("cmpl", "text_completion", body.model)
+    if wants_usage(body):
+        first["usage"] = None
+    ends: dict[int, End] = {}
+    offsets = [0] * len(events)
+    async for index, each in merged(events):
+        if isinstance(each, Progress):
+            yield comment(each)
+        elif isinstance(each, Piece):
+            yield event({**first, "choices": [_choice(index, each.text, each.tokens, offsets[index])]})
+            offsets[index] += len(each.text)
+        elif isinstance(each, End):
+            ends[index] = each
+            yield event({**first, "choices": [_choice(index, "", (), offsets[index], each.reason)]})
+        elif isinstance(each, Failed):
+            yield event(error_body(each.error))
+            return
+    if wants_usage(body):
+        yield event({**first, "choices": [], "usage": usage_of([ends[i] for i in sorted(ends)], num_prompts)})
+    yield DONE

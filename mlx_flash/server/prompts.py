@@ -1,0 +1,163 @@
+"""The tokens of a request's prompt, and where mlx-lm's server cuts them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
+
+from mlx_flash.errors import RefusedError
+from mlx_flash.kv.kept import num_common
+from mlx_flash.server.request import GenerationRequest
+
+_ROLES = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTANT: "}
+"""The words before messages for models without a chat template, as in mlx-lm's server."""
+
+_THINKING_TAIL = 11
+"""The most tokens after the mark with which the prompt begins the model's reasoning."""
+
+_NOT_OPTIONS = {
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    *inspect.signature(TokenizerWrapper.apply_chat_template).parameters,
+    "messages",
+}
+"""Arguments of what renders chat templates. ``chat_template`` would let a client run a program of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt.
+
+    Attributes:
+        tokens: all of it.
+        segments: the same in parts, whose ends are worth keeping: the system prompt, the conversation, the rest.
+        kinds: of the segments: ``"system"``, ``"user"``, ``"assistant"``.
+        state: in which it leaves the text: ``"normal"``, ``"reasoning"`` ...
+    """
+
+    tokens: list[int]
+    segments: list[list[int]]
+    kinds: list[str]
+    state: str = "normal"
+
+    def after(self, num_cached: int) -> tuple[list[list[int]], list[str]]:
+        """Return segments and kinds without the first tokens, which a kept cache has."""
+        segments, kinds, left = list(self.segments), list(self.kinds), num_cached
+        while left >= len(segments[0]):
+            left -= len(segments.pop(0))
+            kinds.pop(0)
+        return [segments[0][left:], *segments[1:]], kinds
+
+
+def opened_with(first: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation after the messages that every one begins with. Its own system prompt wins."""
+    has_system = messages[0].get("role") == "system"
+    opening = [message for message in first if not (has_system and message["role"] == "system")]
+    num_system = int(has_system)
+    return [dict(message) for message in (*messages[:num_system], *opening, *messages[num_system:])]
+
+
+def make_prompt(request: GenerationRequest, tokenizer: Any, options: Mapping[str, Any], vocab_size: int) -> Prompt:
+    """Return the prompt of a request.
+
+    Args:
+        request: the request.
+        tokenizer: mlx-lm's wrapper.
+        options: variables of the chat template.
+        vocab_size: tokens of the model.
+
+    Raises:
+        RefusedError: it has none, or one that the model cannot read.
+    """
+    if request.messages is None:
+        found = _of_text(request, tokenizer)
+    elif tokenizer.has_chat_template:
+        found = _of_messages(request, tokenizer, options)
+    else:
+        found = _whole(list(tokenizer.encode(_plain_chat(request.messages))))
+    field = "messages" if request.messages is not None else "prompt"
+    if not found.tokens:
+        raise RefusedError("the prompt has no tokens.", 400, field)
+    wrong = next((token for token in found.tokens if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise RefusedError(f"the prompt has token {wrong}: the model has {vocab_size}.", 400, field)
+    return found
+
+
+def _whole(tokens: list[int]) -> Prompt:
+    return Prompt(tokens, [tokens], ["assistant"])
+
+
+def _of_text(request: GenerationRequest, tokenizer: Any) -> Prompt:
+    if request.tokens is not None:
+        return _whole(list(request.tokens))
+    return _whole(list(tokenizer.encode(request.prompt)))
+
+
+def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[str, Any]) -> Prompt:
+    messages = [dict(message) for message in request.messages or ()]
+    options = {**options, **_checked(request.template_options or {})}
+    if request.grammar is not None and tokenizer.has_thinking:
+        options = {**options, "enable_thinking": False}
+
+    def render(part: Sequence[dict[str, Any]], *, generates: bool) -> list[int]:
+        tools = None if request.tools is None else list(request.tools)
+        try:
+            return list(
+                tokenizer.apply_chat_template(list(part), tools=tools, add_generation_prompt=generates, **options)
+            )
+        except jinja2.TemplateError as error:  # templates refuse conversations with it, too
+            raise RefusedError(f"the model's chat template refuses the messages: {error}", 400, "messages") from error
+
+    tokens = render(messages, generates=True)
+    state = _state(tokenizer, tokens)
+    if request.grammar is not None and state == "reasoning":
+        raise RefusedError("this model always reasons first, which a grammar does not allow.", 400, "response_format")
+    if messages[-1].get("role") != "user":
+        return Prompt(tokens, [tokens], ["assistant"], state)
+    num_system = next(i for i, message in enumerate(messages) if message["role"] != "system")
+    system_end = 0
+    if num_system:
+        opening = render([*messages[:num_system], {"role": "user", "content": ""}], generates=False)
+        common = num_common(opening, tokens)
+        system_end = common if common < min(len(opening), len(tokens)) else 0
+    tail = len(tokens)
+    if tokenizer.has_thinking:
+        begins = tokenizer.rfind_think_start(tokens, start=tail - _THINKING_TAIL)
+        tail = begins if begins >= 0 else tail
+    borders = [(0, system_end, "system"), (system_end, tail, "user"), (max(tail, system_end), len(tokens), "assistant")]
+    parts = [(tokens[start:stop], kind) for start, stop, kind in borders if start < stop]
+    return Prompt(tokens, [part for part, _ in parts], [kind for _, kind in parts], state)
+
+
+def _state(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Return the state in which a prompt leaves the text: some end with the mark that begins the reasoning."""
+    if tokenizer.response_initial_state:
+        return str(tokenizer.response_initial_state)
+    is_thinking = tokenizer.has_thinking and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
+    return "reasoning" if is_thinking else "normal"
+
+
+def _checked(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a request's variables of the chat template. They may not be arguments of what renders it.
+
+    Raises:
+        RefusedError: one is.
+    """
+    for name in options:
+        if name in _NOT_OPTIONS or not name.isidentifier():
+            raise RefusedError(
+                f"chat_template_kwargs.{name} is not taken from requests.", 400, f"chat_template_kwargs.{name}"
+            )
+    return options
+
+
+def _plain_chat(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a conversation as text, for models without a chat template."""
+    lines = "".join(f"{_ROLES.get(message['role'], '')}{message.get('content') or ''}\n" for message in messages)
+    return f"{lines}{_ROLES['assistant']}".rstrip()

@@ -1,0 +1,94 @@
+"""A request as the generation thread gets it from any dialect: plain data, which other ranks get as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """The choice of tokens. None takes the default of the model.
+
+    Attributes:
+        temperature: 0 takes the likeliest token.
+        top_p: keep the likeliest tokens of this share; 0 and 1 keep all.
+        top_k: keep so many of the likeliest tokens; 0 keeps all.
+        min_p: keep tokens of this share of the likeliest one's probability.
+        xtc_probability, xtc_threshold: of leaving out the likeliest tokens.
+        repetition_penalty: divisor of the logits of recent tokens; 0 for none.
+        presence_penalty: subtracted from the logits of recent tokens.
+        frequency_penalty: subtracted as often as a recent token occurs.
+        repetition_context_size, presence_context_size, frequency_context_size: numbers of recent tokens.
+        logit_bias: (token, number added to its logit) pairs.
+        seed: of the request's own random numbers; None draws one.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_context_size: int | None = None
+    presence_context_size: int = 20
+    frequency_context_size: int = 20
+    logit_bias: Sequence[tuple[int, float]] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One answer to generate. Exactly one of ``messages``, ``prompt`` and ``tokens`` is set.
+
+    Attributes:
+        model: name of the model, as the client gave it.
+        messages: of a conversation, as chat templates take them: ``content`` is text, arguments of calls are objects.
+        prompt: text that the model goes on with.
+        tokens: the same as numbers.
+        tools: JSON descriptions of functions, for the chat template.
+        template_options: further variables of the chat template.
+        sampling: the choice of tokens.
+        max_tokens: the most tokens of the answer; None takes the model's default.
+        stop: texts that end the answer. They are not part of it.
+        top_logprobs: log probabilities of each token, and of so many of the likeliest ones; None for none.
+        grammar: a grammar of llguidance that the answer follows; None for any text.
+        one_call: end the answer after the first tool call.
+        keep_alive: seconds that the model stays in memory after its last request; None takes the server's default,
+            a negative number means for ever.
+    """
+
+    model: str
+    messages: Sequence[dict[str, Any]] | None = None
+    prompt: str | None = None
+    tokens: Sequence[int] | None = None
+    tools: Sequence[dict[str, Any]] | None = None
+    template_options: dict[str, Any] | None = None
+    sampling: Sampling = Sampling()
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    top_logprobs: int | None = None
+    grammar: str | None = None
+    one_call: bool = False
+    keep_alive: float | None = None
+
+    def to_json(self) -> str:
+        """Return it as text for other ranks."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> GenerationRequest:
+        """Return the request that :meth:`to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "sampling": Sampling(**fields["sampling"])})
+
+    def with_seed(self, seed: int) -> GenerationRequest:
+        """Return it with this seed, if it has none."""
+        if self.sampling.seed is not None:
+            return self
+        return replace(self, sampling=replace(self.sampling, seed=seed))

@@ -1,0 +1,97 @@
+"""Requests that share passes over the weights. One that fails gets its error, and the others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from mlx_flash.batching import RowGenerator
+from mlx_flash.batching.sequence import RowSequence
+from mlx_flash.compat.batches import StockBatchGenerator
+from mlx_flash.errors import BudgetError, RefusedError
+from mlx_flash.kv.cache import DiskKVCache
+from mlx_flash.kv.history import pass_on
+from mlx_flash.model import FlashLLM
+from mlx_flash.server.boundary import ends_alone, refusal_of
+
+Kept = tuple[list[Any], list[int]]
+"""A prompt cache that is not computed with any more, and its tokens."""
+
+
+class ServedRows(RowGenerator):
+    """Exact batches: each request is computed as if it were alone.
+
+    Args:
+        model: the streamed model.
+        is_shared: other ranks compute the same requests.
+        options: as mlx-lm's generator takes them.
+    """
+
+    def __init__(self, model: FlashLLM, *, is_shared: bool = False, **options: Any) -> None:
+        super().__init__(model, on_error=self._note, **options)
+        self._errors: dict[int, RefusedError] = {}
+        self._is_shared = is_shared
+        self._fatal: Exception | None = None
+
+    def advance(self) -> tuple[list[Any], list[Any]]:
+        """Compute a part of each request. Return the progress of prompts, and tokens.
+
+        Raises:
+            FlashError: a request failed on this rank, and not on others.
+        """
+        found = super().advance()
+        if self._fatal is not None:
+            raise self._fatal
+        return found
+
+    def take_errors(self) -> dict[int, RefusedError]:
+        """Return the errors of requests since the last call, by number. The requests are gone."""
+        errors, self._errors = self._errors, {}
+        return errors
+
+    def finish(self, uid: int) -> Kept | None:
+        """End a request before its most tokens. Return its cache; None if it is gone."""
+        found = next((sequence for sequence in self._sequences if sequence.uid == uid), None)
+        self.remove([uid])
+        return None if found is None else (plain_cache(found.cache), found.tokens)
+
+    def _note(self, uid: int, error: Exception) -> None:
+        self._errors[uid] = refusal_of(error)
+        if self._is_shared and not isinstance(error, BudgetError):
+            self._fatal = error
+
+    def _take(self, sequence: RowSequence, prompts: list[Any], answers: list[Any]) -> None:
+        with ends_alone(partial(self._end, sequence)):
+            super()._take(sequence, prompts, answers)
+
+    def _end(self, sequence: RowSequence, error: RefusedError) -> None:
+        """End a request whose sampler or logits processor failed."""
+        self._sequences = [other for other in self._sequences if other is not sequence]
+        self._errors[sequence.uid] = error
+
+
+class StockRows(StockBatchGenerator):  # type: ignore[misc]
+    """mlx-lm's batches, whose requests fail together."""
+
+    def take_errors(self) -> dict[int, RefusedError]:
+        """Return no errors: mlx-lm raises them."""
+        return {}
+
+    def finish(self, uid: int) -> Kept | None:
+        """End a request before its most tokens. Return its cache; None if it is gone."""
+        caches: dict[int, Kept] = self.remove([uid], return_prompt_caches=True)
+        return caches.get(uid)
+
+
+def plain_cache(cache: Iterable[Any]) -> list[Any]:
+    """Return a cache that is not computed with any more as mlx-lm's batches extract it, without room for tokens."""
+    return [_plain(entry) for entry in cache]
+
+
+def _plain(entry: Any) -> Any:
+    if not isinstance(entry, DiskKVCache) or entry.is_on_disk or entry.num_forgotten:
+        return entry
+    plain = entry.as_stock()
+    pass_on(entry, plain)
+    return plain

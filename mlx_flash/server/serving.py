@@ -1,0 +1,132 @@
+"""The port, the event loop, and the end of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+
+from mlx_flash.errors import ConfigError
+from mlx_flash.server.access import Access
+from mlx_flash.server.app import make_app
+from mlx_flash.server.connection import Connection
+from mlx_flash.server.room import EngineRoom
+from mlx_flash.server.service import Service
+
+_log = logging.getLogger("mlx_flash")
+
+DRAIN_SECONDS = 8.0
+"""The longest time that SIGTERM leaves to answers that have begun. Docker kills after 10 seconds."""
+
+CLOSE_SECONDS = 2
+"""The longest time that clients have to read the end of their streams."""
+
+MAX_HEAD_BYTES = 1 << 16
+
+
+def take_port(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Clients can connect to it; they wait until the server answers.
+
+    Raises:
+        ConfigError: the port cannot be had.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port}: ports are numbers from 0 to 65535.")
+    try:
+        infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = infos[0]
+        return socket.create_server(address[:2], family=family, backlog=128)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error
+        raise ConfigError(
+            f"the server cannot listen on {host}:{port}: {reason}. Hint: end the program that uses this port, or "
+            "choose another one with --port."
+        ) from error
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which ends in order: answers, then streams with an error, then the generation thread.
+
+    Args:
+        room: the generation thread.
+        access: who may ask.
+    """
+
+    def __init__(self, room: EngineRoom, access: Access) -> None:
+        self._room = room
+        self._service = Service(room)
+        self._number: int | None = None
+        self._is_dead = False
+        super().__init__(
+            uvicorn.Config(
+                make_app(self._service, access),
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=CLOSE_SECONDS,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            )
+        )
+
+    def answer(self, listener: socket.socket) -> int:
+        """Answer requests until Ctrl-C or SIGTERM. Return the exit status: 1 if the generation thread died.
+
+        SIGTERM leaves :data:`DRAIN_SECONDS` to requests under way, Ctrl-C none. The second signal ends the process at
+        once.
+        """
+        _log.info("listening on %s:%d", *listener.getsockname()[:2])
+        self.run(sockets=[listener])
+        return int(self._is_dead)
+
+    def stop_by(self, number: int) -> None:
+        """End the server as a signal asks for."""
+        self._number = number
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Let the first Ctrl-C or SIGTERM end the server.
+
+        A process that ignores SIGINT, as background jobs do, goes on ignoring it.
+        """
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            for each in signals:
+                signal.signal(each, signal.SIG_DFL)
+            self.stop_by(number)
+
+        signals = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
+        if threading.current_thread() is threading.main_thread():
+            for each in signals:
+                signal.signal(each, stop)
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End: accept no more, wait for answers after SIGTERM, end the others with an error."""
+        for server in self.servers:
+            server.close()
+        if self._number == signal.SIGTERM:
+            _log.info("the server stops when its requests are answered, at most in %d seconds", DRAIN_SECONDS)
+            await self._until_idle(DRAIN_SECONDS)
+        elif self._number is not None:
+            _log.info("the server stops after the pass under way; Ctrl-C again ends it at once")
+        self._is_dead = not self._room.is_alive
+        self._room.stop()
+        await asyncio.to_thread(self._room.join)
+        await super().shutdown(sockets)
+
+    async def _until_idle(self, seconds: float) -> None:
+        end = asyncio.get_running_loop().time() + seconds
+        while self._room.num_answers and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.02)

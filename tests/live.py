@@ -1,0 +1,107 @@
+"""The whole server in this process: the generation thread, the event loop, and a port."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+
+from mlx_flash import FlashConfig
+from mlx_flash.model import FlashLLM
+from mlx_flash.server.access import Access
+from mlx_flash.server.batches import BatchOptions
+from mlx_flash.server.catalog import Catalog, Source
+from mlx_flash.server.room import EngineRoom
+from mlx_flash.server.sampling import Defaults
+from mlx_flash.server.serving import Server, take_port
+
+
+class Live:
+    """A running server.
+
+    Attributes:
+        room: its generation thread.
+        port: its port.
+    """
+
+    def __init__(self, room: EngineRoom) -> None:
+        self.room = room
+        self._socket = take_port("127.0.0.1", 0)
+        self.port = self._socket.getsockname()[1]
+        self.server = Server(room, Access())
+        self._thread = threading.Thread(target=self.server.answer, args=(self._socket,))
+        self._thread.start()
+        while not self.server.started:
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self._thread.join()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def model(self) -> FlashLLM:
+        return next(iter(self.room.models)).model
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def post(self, path: str, body: Any, data: bytes | None = None) -> tuple[int, Any]:
+        """Return status and JSON of a reply; the lines of a stream as a list."""
+        payload = json.dumps(body).encode() if data is None else data
+        request = urllib.request.Request(self.url + path, payload, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                text, kind = reply.read().decode(), reply.headers["Content-Type"]
+                return reply.status, json.loads(text) if kind.startswith("application/json") else text.splitlines()
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def get(self, path: str) -> tuple[int, Any]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=60) as reply:
+                return reply.status, json.loads(reply.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def say(self, text: str, **fields: Any) -> str:
+        """Return the answer to a message."""
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, **fields}
+        status, reply = self.post("/v1/chat/completions", body)
+        assert status == 200, reply
+        return str(reply["choices"][0]["message"]["content"])
+
+
+@contextlib.contextmanager
+def live(
+    *models: str | Source,
+    options: BatchOptions | None = None,
+    defaults: Defaults | None = None,
+    keep_alive: float | None = None,
+    **settings: Any,
+) -> Iterator[Live]:
+    """Run a server of some models."""
+    config = FlashConfig(**({"ram_budget_gb": 2.0, "telemetry": False} | settings))
+    sources = [
+        Source(name=model, base=model, config=config, defaults=defaults or Defaults())
+        if isinstance(model, str)
+        else model
+        for model in models
+    ]
+    room = EngineRoom(Catalog(sources, config, defaults), options, keep_alive)
+    room.start()
+    running = Live(room)
+    try:
+        yield running
+    finally:
+        running.close()

@@ -1,0 +1,414 @@
+"""The server as OpenAI's clients use it, and as others abuse it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_lm.sample_utils import make_sampler
+
+from live import Live, live
+from mlx_flash.server import loaded
+from mlx_flash.server.loop import Loop
+from mlx_flash.server.openai.schemas import ChatRequest, CompletionRequest
+from models import make_random_model
+
+SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_random_model(tmp_path_factory.mktemp("models") / "tiny", *SHAPE.split()))
+
+
+@pytest.fixture(scope="module")
+def server(model: str) -> Iterator[Live]:
+    with live(model) as running:
+        yield running
+
+
+def messages(text: str = "Tell me about the sea") -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_equal_requests_for_one_token(server: Live) -> None:
+    """The kept cache holds the whole prompt: one token is left to compute."""
+    body = {"messages": messages("Yes or no?"), "max_tokens": 1, "logprobs": True}
+    replies = [server.post(CHAT, body) for _ in range(3)]
+    assert [status for status, _ in replies] == [200, 200, 200]
+    assert len({json.dumps(reply["choices"]) for _, reply in replies}) == 1
+    assert [reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for _, reply in replies] == [False, True, True]
+    assert server.get("/health") == (200, {"status": "ok"})
+
+
+def test_a_prompt_that_equals_an_earlier_one_and_its_answer(server: Live) -> None:
+    tokens = [5, 6, 7, 8]
+    _, reply = server.post(TEXT, {"prompt": tokens, "max_tokens": 3, "logprobs": 0, "temperature": 0})
+    text = reply["choices"][0]["text"]
+    longer = server.client().completions.create(model="default_model", prompt=tokens, max_tokens=9, temperature=0)
+    assert longer.choices[0].text.startswith(text.rstrip("\ufffd"))
+    assert longer.usage is not None and longer.usage.completion_tokens == 9
+
+
+def test_lists_of_prompts_are_answered_as_each_alone(server: Live) -> None:
+    prompts = ["The sea", "A mountain", "x"]
+    alone = [server.post(TEXT, {"prompt": prompt, "max_tokens": 6})[1]["choices"][0]["text"] for prompt in prompts]
+    _, reply = server.post(TEXT, {"prompt": prompts, "max_tokens": 6})
+    assert [choice["text"] for choice in reply["choices"]] == alone
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
+    _, reply = server.post(TEXT, {"prompt": [[1, 2, 3], [4]], "max_tokens": 2, "n": 2})
+    assert len(reply["choices"]) == 4 and reply["usage"]["prompt_tokens"] == 4
+
+
+def test_seeded_requests_share_passes_and_are_mlx_lms(server: Live, model: str) -> None:
+    """The same seed, the same answer: that of mlx-lm after ``mx.random.seed``."""
+    body = {"prompt": "Once upon a time", "max_tokens": 10, "temperature": 0.9, "seed": 11}
+    alone = server.post(TEXT, body)[1]["choices"][0]["text"]
+    with ThreadPoolExecutor(3) as pool:
+        replies = list(pool.map(lambda seed: server.post(TEXT, {**body, "seed": seed})[1], (11, 12, 13)))
+    found = [reply["choices"][0]["text"] for reply in replies]
+    assert found[0] == alone and len(set(found)) == 3
+    stock, tokenizer = mlx_lm.load(model)[:2]
+    mx.random.seed(11)
+    assert mlx_lm.generate(stock, tokenizer, body["prompt"], max_tokens=10, sampler=make_sampler(0.9)) == alone
+
+
+def test_several_answers(server: Live) -> None:
+    client = server.client()
+    whole = client.chat.completions.create(
+        model="default_model", messages=messages(), n=3, seed=5, temperature=1.0, max_tokens=6
+    )
+    texts = [choice.message.content for choice in whole.choices]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2] and len(set(texts)) == 3
+    stream = client.chat.completions.create(
+        model="default_model",
+        messages=messages(),
+        n=3,
+        seed=5,
+        temperature=1.0,
+        max_tokens=6,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    parts, usage = ["", "", ""], None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            parts[choice.index] += choice.delta.content or ""
+    assert parts == texts
+    assert usage is not None and usage.completion_tokens == 18
+
+
+def test_stop_texts_end_the_answer_wherever_tokens_end(server: Live) -> None:
+    whole = server.say("Go on", max_tokens=20)
+    start = next(i for i in range(2, len(whole)) if "\ufffd" not in whole[i : i + 3])
+    stop = whole[start : start + 3]
+    body = {"messages": messages("Go on"), "max_tokens": 20, "stop": [stop, "never"]}
+    _, reply = server.post(CHAT, body)
+    assert reply["choices"][0]["message"]["content"] == whole[: whole.index(stop)]
+    assert reply["choices"][0]["finish_reason"] == "stop" and reply["usage"]["completion_tokens"] < 20
+    _, lines = server.post(CHAT, {**body, "stream": True})
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == whole[: whole.index(stop)]
+
+
+def test_logprobs(server: Live) -> None:
+    client = server.client()
+    reply = client.chat.completions.create(
+        model="default_model", messages=messages(), max_tokens=4, logprobs=True, top_logprobs=3
+    )
+    content = reply.choices[0].logprobs and reply.choices[0].logprobs.content
+    assert content is not None and len(content) == 4
+    for token in content:
+        assert token.logprob == token.top_logprobs[0].logprob  # the likeliest one was taken
+        assert [t.logprob for t in token.top_logprobs] == sorted((t.logprob for t in token.top_logprobs), reverse=True)
+    text = client.completions.create(model="default_model", prompt="The sea", max_tokens=4, logprobs=2)
+    assert text.choices[0].logprobs is not None and len(text.choices[0].logprobs.tokens or []) == 4
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_follow_a_schema(server: Live) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    for seed in range(3):
+        reply = server.client().chat.completions.create(
+            model="default_model",
+            messages=messages(),
+            response_format=form,
+            max_tokens=200,
+            temperature=1.0,
+            seed=seed,
+            logprobs=True,
+            top_logprobs=2,
+        )
+        value = json.loads(reply.choices[0].message.content or "")
+        assert set(value) == {"name", "age"} and isinstance(value["name"], str) and 0 <= value["age"] <= 9
+    _, reply = server.post(CHAT, {"messages": messages(), "response_format": {"type": "json_object"}, "max_tokens": 5})
+    assert reply["choices"][0]["message"]["content"].lstrip().startswith("{")
+
+
+def test_models_are_listed(server: Live, model: str) -> None:
+    assert [found.id for found in server.client().models.list()] == [model]
+    assert server.client().models.retrieve(model).id == model
+    with pytest.raises(openai.NotFoundError, match="no model 'other' here"):
+        server.client().models.retrieve("other")
+
+
+# --- requests that are wrong -----------------------------------------------------------------------------------------
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    (TEXT, {"prompt": ""}, "prompt"),
+    (TEXT, {"prompt": []}, "prompt"),
+    (TEXT, {"prompt": [[]]}, "prompt"),
+    (TEXT, {"prompt": [1000]}, "prompt"),
+    (TEXT, {"prompt": [-1]}, "prompt"),
+    (TEXT, {"prompt": [2**70]}, "prompt"),
+    (TEXT, {"prompt": "x", "stop": 5}, "stop"),
+    (TEXT, {"prompt": "x", "stop": [5]}, "stop"),
+    (TEXT, {"prompt": "x", "stop": ""}, "stop"),
+    (TEXT, {"prompt": "x", "logit_bias": {"1000": 1}}, "logit_bias"),
+    (TEXT, {"prompt": "x", "logit_bias": {str(2**63): 1}}, "logit_bias"),
+    (TEXT, {"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias"),
+    (TEXT, {"prompt": "x", "logit_bias": {"5": 1e300}}, "logit_bias"),
+    (TEXT, {"prompt": "x", "logit_bias": [1]}, "logit_bias"),
+    (TEXT, {"prompt": "x", "repetition_context_size": 2**70}, "repetition_context_size"),
+    (TEXT, {"prompt": "x", "repetition_penalty": -1}, "repetition_penalty"),
+    (TEXT, {"prompt": "x", "temperature": 1, "top_k": 1000}, "top_k"),
+    (TEXT, {"prompt": "x", "temperature": 1, "top_k": 2**63}, "top_k"),
+    (TEXT, {"prompt": "x", "temperature": 1, "xtc_probability": 1.0, "xtc_threshold": 0.6}, "xtc_threshold"),
+    (TEXT, {"prompt": "x", "min_p": 2}, "min_p"),
+    (TEXT, {"prompt": "x", "temperature": -1}, "temperature"),
+    (TEXT, {"prompt": "x", "temperature": "hot"}, "temperature"),
+    (TEXT, {"prompt": "x", "temperature": True}, "temperature"),
+    (TEXT, {"prompt": "x", "seed": -1}, "seed"),
+    (TEXT, {"prompt": "x", "seed": 2**63}, "seed"),
+    (TEXT, {"prompt": "x", "seed": 1.5}, "seed"),
+    (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    (TEXT, {"prompt": "x", "max_tokens": "8"}, "max_tokens"),
+    (TEXT, {"prompt": "x", "n": 0}, "n"),
+    (TEXT, {"prompt": "x", "n": 1000}, "n"),
+    (TEXT, {"prompt": "x", "echo": True}, "echo"),
+    (TEXT, {"prompt": "x", "best_of": 3}, "best_of"),
+    (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
+    (TEXT, {"prompt": "x", "model": 5}, "model"),
+    (TEXT, {"prompt": "x", "model": "\x00"}, "model"),
+    (TEXT, {"prompt": "x", "adapters": "/dev/zero"}, "adapters"),
+    (TEXT, {"prompt": "x", "draft_model": "/"}, "draft_model"),
+    (TEXT, {"prompt": "x", "temprature": 1}, "temprature"),
+    (TEXT, {"prompt": "x", "stream": "yes"}, "stream"),
+    (TEXT, {}, "prompt"),
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "hi"}, "messages"),
+    (CHAT, {"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role"),
+    (CHAT, {"messages": [{"content": "hi"}]}, "messages.0.role"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+        "messages.0.content.0.type",
+    ),
+    (CHAT, {"messages": messages(), "chat_template": "{{ 1 }}"}, "chat_template"),
+    (
+        CHAT,
+        {"messages": messages(), "chat_template_kwargs": {"chat_template": "x"}},
+        "chat_template_kwargs.chat_template",
+    ),
+    (
+        CHAT,
+        {"messages": messages(), "chat_template_kwargs": {"return_tensors": "np"}},
+        "chat_template_kwargs.return_tensors",
+    ),
+    (CHAT, {"messages": messages(), "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
+    (CHAT, {"messages": messages(), "chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages"),
+    (CHAT, {"messages": messages(), "response_format": {"type": "xml"}}, "response_format.type"),
+    (CHAT, {"messages": messages(), "response_format": {"type": "json_schema"}}, "response_format"),
+    (
+        CHAT,
+        {
+            "messages": messages(),
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 7}}},
+        },
+        "response_format.json_schema.schema",
+    ),
+    (CHAT, {"messages": messages(), "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"messages": messages(), "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    (CHAT, {"messages": messages(), "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"messages": messages(), "modalities": ["audio"]}, "modalities.0"),
+    (CHAT, {"messages": messages(), "audio": {}}, "audio"),
+    (CHAT, {"messages": messages(), "reasoning_effort": "high"}, "reasoning_effort"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), WRONG, ids=[f"{wrong[2]}-{i}" for i, wrong in enumerate(WRONG)])
+def test_wrong_requests_name_the_field(server: Live, path: str, body: dict[str, Any], field: str) -> None:
+    for fields in (body, {**body, "stream": body.get("stream", True)}):
+        status, reply = server.post(path, fields)
+        assert status == 400 and reply["error"]["param"].startswith(field), reply
+    assert server.get("/health") == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_numbers_that_are_none(server: Live, number: str) -> None:
+    status, _ = server.post(TEXT, None, b'{"prompt": "x", "min_p": ' + number.encode() + b"}")
+    assert status == 400
+
+
+def test_harmless_fields_are_ignored(server: Live) -> None:
+    extra = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
+    assert server.say("Hi", **extra) == server.say("Hi")
+
+
+def test_lone_surrogates_and_odd_text(server: Live) -> None:
+    for text in ("\ud800", "\x00", "\u202e" * 50, "🦊" * 100, "<|im_end|>"):
+        status, _ = server.post(CHAT, {"messages": messages(text), "max_tokens": 2})
+        assert status in (200, 400)
+    assert server.get("/health") == (200, {"status": "ok"})
+
+
+FIELDS = {
+    "temperature": st.floats(allow_nan=False),
+    "top_p": st.floats(allow_nan=False, allow_infinity=False),
+    "top_k": st.integers(),
+    "min_p": st.floats(0, 1) | st.none(),
+    "xtc_probability": st.floats(0, 1),
+    "xtc_threshold": st.floats(0, 0.5),
+    "repetition_penalty": st.floats(0, 100) | st.integers(),
+    "repetition_context_size": st.integers(-1, 2**70),
+    "presence_penalty": st.floats(-100, 100) | st.text(max_size=3),
+    "frequency_penalty": st.floats(-100, 100),
+    "logit_bias": st.dictionaries(st.integers(-1, 1001).map(str), st.floats(-100, 100), max_size=3),
+    "seed": st.integers(-1, 2**64),
+    "n": st.integers(0, 3),
+    "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3) | st.integers(),
+    "stream": st.booleans(),
+    "logprobs": st.booleans() | st.integers(0, 21),
+    "top_logprobs": st.integers(0, 21),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}, None]),
+}
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    fields=st.fixed_dictionaries({}, optional=FIELDS),
+    prompt=st.text(max_size=5)
+    | st.lists(st.integers(-1, 1001), max_size=5)
+    | st.lists(st.text(max_size=3), max_size=3),
+    chats=st.booleans(),
+)
+def test_any_request_gets_an_answer_or_a_4xx(server: Live, fields: dict[str, Any], prompt: Any, chats: bool) -> None:
+    path, kind = (CHAT, ChatRequest) if chats else (TEXT, CompletionRequest)
+    content = {"messages": messages(str(prompt))} if chats else {"prompt": prompt}
+    body = {**content, "max_tokens": 2, **{name: value for name, value in fields.items() if name in kind.model_fields}}
+    status, reply = server.post(path, body)
+    assert status == 200 or 400 <= status < 500, reply
+    assert status != 200 or "error" not in str(reply), reply
+    assert server.post(TEXT, {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_any_exception_ends_one_request_alone(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it falls: while the prompt is made, in a sampler, in a processor, when text is made."""
+
+    class OddError(Exception):
+        pass
+
+    def fail(*_: object, **__: object) -> Any:
+        raise OddError("odd")
+
+    expected = server.say("Hi")
+    for name in ("make_prompt", "TextStream", "detail_of", "plain_cache"):
+        with monkeypatch.context() as patch:
+            patch.setattr(loaded, name, fail)
+            body = {"messages": messages("Hi"), "max_tokens": 3, "logprobs": True}
+            status, reply = server.post(CHAT, body)
+            assert status in (400, 500) and "OddError" in reply["error"]["message"]
+        assert server.say("Hi") == expected
+
+
+@pytest.mark.parametrize("name", ["sampler_of", "processors_of"])
+def test_a_sampler_that_fails_ends_one_request_alone(server: Live, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    make = getattr(loaded, name)
+
+    def fail(*_: object) -> Any:
+        raise ZeroDivisionError("odd")
+
+    def failing(sampling: Any, *rest: Any) -> Any:
+        return make(sampling, *rest) if sampling.seed != 77 else fail if name == "sampler_of" else [fail]
+
+    expected = server.say("Hi")
+    monkeypatch.setattr(loaded, name, failing)
+    with ThreadPoolExecutor(2) as pool:
+        replies = list(
+            pool.map(lambda seed: server.post(TEXT, {"prompt": "x", "max_tokens": 5, "seed": seed}), (77, 78))
+        )
+    assert [status for status, _ in replies] == [500, 200]
+    assert server.say("Hi") == expected
+
+
+def test_a_stream_that_fails_ends_with_an_error(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    detail = loaded.detail_of
+
+    def later(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 3:
+            raise ArithmeticError("late")
+        return detail(*given)
+
+    monkeypatch.setattr(loaded, "detail_of", later)
+    stream = server.client().chat.completions.create(
+        model="default_model", messages=messages(), stream=True, logprobs=True, max_tokens=9
+    )
+    with pytest.raises(openai.APIError, match="ArithmeticError: late"):
+        list(stream)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_generation_thread_is_told(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with live(model) as running:
+        assert running.get("/ready") == (200, {"status": "ready"})
+        monkeypatch.setattr(Loop, "_news", lambda self: 1 / 0)
+        assert running.post(TEXT, {"prompt": "x", "max_tokens": 500})[0] == 503
+        assert running.get("/health")[0] == running.get("/ready")[0] == 503
+        assert running.post(TEXT, {"prompt": "x"})[0] == 503
+
+
+def test_a_client_that_leaves_ends_its_request(server: Live) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 20_000, "stream": True}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    for is_early in (True, False):
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head + body)
+            if not is_early:
+                assert connection.recv(100)
+        passes = server.model.counters.num_passes
+        deadline = time.monotonic() + 10
+        while server.room.num_answers or any(loaded.jobs for loaded in server.room.models):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert server.model.counters.num_passes - passes < 500

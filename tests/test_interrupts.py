@@ -18,13 +18,14 @@ from mlx_lm.models.cache import save_prompt_cache
 from mlx_lm.models.mamba2 import Mamba2Block
 
 from interrupting import CHANGES, Strike, Victim, every_interrupt, outcomes
-from mlx_flash import CacheError, FlashLLM
+from mlx_flash import CacheError, FlashLLM, load_model
+from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.memory.arena import Arena
 from mlx_flash.streaming.loans import Loans
 from mlx_flash.streaming.stream import WeightStream, _Slot
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock
 from test_experts import with_pool
-from test_model import streamed_whole
+from test_model import config, streamed_whole
 
 CALLS = [[1, 2, 3]]
 EVERYTHING = 1 << 40
@@ -180,3 +181,15 @@ def interrupted(function: Callable[..., Any], number: int) -> Callable[..., Any]
         return result
 
     return call
+
+
+def test_interrupts_of_a_start(directory: Path, expected: list[mx.array]) -> None:
+    """Ctrl-C while weights are read, or just before the model runs: the next call starts it again."""
+    functions = [Lifecycle.carry_out]
+    strike = Strike(functions, None)
+    with load_model(directory, config())[0] as model:
+        strike.run(model.start)
+    for at in range(0, strike.count, 12):
+        with load_model(directory, config())[0] as model:
+            assert Strike(functions, at).run(model.start)
+            assert same_bits(run(model, CALLS), expected)

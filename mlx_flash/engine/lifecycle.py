@@ -93,15 +93,18 @@ class Lifecycle:
         self.carry_out(self.prepared, progress)
 
     def carry_out(self, prepared: Prepared, progress: Progress | None = None) -> None:
-        """Read the pinned weights of a plan, and begin to stream the rest."""
+        """Read the pinned weights of a plan, and begin to stream the rest. The model runs once it has an engine."""
+        if self.session is not None:  # an interrupt has cut its end in two
+            self._stop()
         session = Session(prepared, self.config, self.name, self.counters, self.kv, self.governor, progress)
-        self.layout, self.plan = prepared.layout, prepared.plan
-        self.engine, self.prefixes, self.forecast = session.engine, session.prefixes, session.forecast
+        self._release = finalize(self, session.end, waits=True)
         self.session = session
+        self.layout, self.plan = prepared.layout, prepared.plan
+        self.prefixes, self.forecast = session.prefixes, session.forecast
         self.passes = Passes(prepared.loaded.model, session, self.kv, self.counters)
         expert_seconds = self.plan.pool.seconds if self.plan.pool is not None else 0.0
         self.times = Times(self.plan.seconds, self.plan.streaming.compute_seconds + expert_seconds)
-        self._release = finalize(self, session.end, waits=True)
+        self.engine = session.engine
 
     @contextmanager
     def turn(self) -> Iterator[Passes]:
@@ -137,8 +140,9 @@ class Lifecycle:
                     return
             self.prepared = self.prepared.planned(self.config, base_bytes)
             self.plan, self._is_planned = self.prepared.plan, is_alone
+            self.engine = None
             self._stop()
-            self.engine = self.session = None
+            self.session = None
             release_freed_memory()
 
     def close(self) -> nn.Module:

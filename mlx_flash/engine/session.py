@@ -70,6 +70,24 @@ class Session:
         experts = ExpertOptions(machine.exact_tiles, config.expert_lookahead, grows=config.expert_pool_gb is None)
         poison = config.poison_released_slots
         self.engine = Engine(prepared.layout, plan, reader, kernel_alignment(), poison, progress, experts)
+        try:
+            self._start(prepared, config, name, counters, kv, governor, fingerprint)
+        except BaseException:
+            self.engine.close()  # modules are as they were loaded
+            raise
+
+    def _start(
+        self,
+        prepared: Prepared,
+        config: FlashConfig,
+        name: str,
+        counters: PassCounters,
+        kv: KVPool | None,
+        governor: WriteGovernor,
+        fingerprint: str | None,
+    ) -> None:
+        """Start what counts, caches and publishes beside the engine."""
+        plan, machine, reader = prepared.plan, prepared.machine, self._reader
         self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats, _tuner(reader, config, plan))
         self.forecast = Forecast(prepared.sizes, config, machine, plan, self.meter)
         self._machine = machine

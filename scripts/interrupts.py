@@ -70,7 +70,7 @@ def attack(victim: Victim, change: str, seconds: float, dice: random.Random) -> 
     strike = Strike(None, None)
     outcomes(victim, change, strike.run)
     began = time.perf_counter()
-    outcomes(victim, change, lambda run_it: bool(run_it()))
+    outcomes(victim, change, lambda run_it: run_it() is None)
     duration = time.perf_counter() - began
     counts = Counter[str]()
     end = time.monotonic() + seconds

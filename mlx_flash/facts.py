@@ -5,6 +5,7 @@ A number is named after its place in the state, ``section.key``. Status, monitor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ FACTS = {
     # Forward passes
     "passes.num_passes": Fact("passes", _COUNTER, "Forward passes that ended well", "passes_total"),
     "passes.num_failed": Fact("passes", _COUNTER, "Forward passes that failed", "failed_passes_total"),
+    "passes.num_sequences": Fact("sequences", _COUNTER, "Sequences over all passes"),
     "passes.num_tokens_in": Fact("tokens", _COUNTER, "Tokens given to the model", "input_tokens_total"),
     "passes.num_tokens_out": Fact("tokens", _COUNTER, "Tokens generated", "generated_tokens_total"),
     "passes.num_prompt_tokens": Fact("tokens", _COUNTER, "Tokens of prompts whose evaluation has ended"),
@@ -120,6 +122,31 @@ def read(state: Any) -> Facts:
 def checked(value: object) -> float | None:
     """Return a number from 0 to 1e18; None for everything else."""
     return float(value) if type(value) in (int, float) and 0 <= value < _LARGEST else None  # type: ignore[operator, arg-type]
+
+
+class Sample(NamedTuple):
+    """The numbers at one moment of the engine's clock."""
+
+    clock: float
+    facts: Facts
+
+    @property
+    def last_ended(self) -> float:
+        """End of the last call, by the engine's clock; 0 before the first one."""
+        return self.facts["passes.last_ended"]
+
+    def since(self, before: Sample, name: str) -> float:
+        """Return the growth of a counter; a counter that is missing counts as 0."""
+        return self.facts[name] - before.facts[name]
+
+    def counted(self, before: Sample, name: str) -> float:
+        """Return the growth of a counter; NaN when it is missing or went back."""
+        return growth(before.facts.get(name, math.nan), self.facts.get(name, math.nan))
+
+
+def growth(before: float, now: float) -> float:
+    """Return the growth of a number; NaN when it went back."""
+    return now - before if now >= before else math.nan
 
 
 class Metric(NamedTuple):

@@ -83,7 +83,7 @@ def test_forecast_waits_for_a_measurement_and_uses_it(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("found", [budgets.Outlook(2 * GB, 1.5), None])
 def test_report_multiplies_the_measured_speed(found: budgets.Outlook | None) -> None:
-    marks = {"first": SimpleNamespace(seconds=1.0), "last": SimpleNamespace(seconds=5.0)}
+    marks = {"first": SimpleNamespace(clock=1.0), "last": SimpleNamespace(clock=5.0)}
     run = SimpleNamespace(tokens=[0] * 9, forecast=SimpleNamespace(outlook=lambda: found), **marks)
     expected = {} if found is None else {"more_budget_bytes": 2 * GB, "more_tokens_per_second": 3.0}
     assert report._more(run) == expected  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from typing import Any
 
@@ -12,14 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash import __version__
-from mlx_flash.engine.status import PassCounters
 from mlx_flash.experts.slots import ExpertStats
+from mlx_flash.facts import Facts, Sample
 from mlx_flash.kv.stats import KVUsage
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
-from mlx_flash.storage.ranges import ReadStats
 
 Json = dict[str, Any]
 
@@ -28,26 +27,6 @@ PROMPT_LENGTHS = (100, 2_000, 16_000)
 
 BATCH_SIZES = (1, 4, 8, 16)
 """Numbers of sequences for which the speed is predicted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """Clock and counters at one moment of a run.
-
-    Attributes:
-        seconds: the clock.
-        read, experts, kv, passes: counters of the reader, of experts read one by one, of KV caches and of calls.
-        wait_seconds: time that computing waited for weights, keys and values.
-        lent_bytes: streamed weights that were in memory, so that a pass did not read them.
-    """
-
-    seconds: float
-    read: ReadStats
-    experts: ExpertStats
-    kv: KVUsage
-    passes: PassCounters
-    wait_seconds: float
-    lent_bytes: int
 
 
 class Recorder:
@@ -63,120 +42,93 @@ class Recorder:
         forecast: the gain of a larger budget; None when mlx-lm alone runs it.
         texts, tokens: the output so far.
         finish_reason: mlx-lm's, or ``"interrupted"``.
-        start, first, last: marks at the start of prefill, at the first token and at the last one.
+        start, first, last: samples at the start of prefill, at the first token and at the last one.
     """
 
     def __init__(self, model: nn.Module, num_prompt_tokens: int, load_seconds: float) -> None:
-        self._engine = model.engine if isinstance(model, FlashLLM) else None
-        self._kv = model.kv if isinstance(model, FlashLLM) else None
-        self._counters = model.counters if isinstance(model, FlashLLM) else PassCounters()
-        self.forecast = model.forecast if isinstance(model, FlashLLM) else None
-        experts = self._engine.experts if self._engine is not None else None
-        self._experts = experts.pool.stats if experts is not None else ExpertStats()  # the engine drops its own
-        self.plan: ResidencyPlan | None = model.plan if isinstance(model, FlashLLM) else None
+        self._model = own = model if isinstance(model, FlashLLM) else None
+        self._engine = None if own is None else own.engine
+        experts = None if self._engine is None else self._engine.experts
+        self._experts = ExpertStats() if experts is None else experts.pool.stats  # the engine drops its own
+        self.forecast = None if own is None else own.forecast
+        self.plan: ResidencyPlan | None = None if own is None else own.plan
         self.num_prompt_tokens = num_prompt_tokens
         self.load_seconds = load_seconds
         self.texts: list[str] = []
         self.tokens: list[int] = []
         self.finish_reason = "interrupted"
-        self.start = self.first = self.last = self.mark()
+        self.start = self.first = self.last = self.sample()
 
     def add(self, response: Any) -> None:
         """Record a response of ``mlx_lm.stream_generate``."""
-        self.last = self.mark()
+        self.last = self.sample()
         if not self.tokens:
             self.first = self.last
         self.tokens.append(response.token)
         self.texts.append(response.text)
         self.finish_reason = response.finish_reason or self.finish_reason
 
-    def mark(self) -> Mark:
+    def sample(self) -> Sample:
         """Return the clock and the counters now."""
-        engine, experts, passes = self._engine, replace(self._experts), replace(self._counters)
-        kv = KVUsage() if self._kv is None else self._kv.usage
-        read = ReadStats() if engine is None else engine.reader.stats
-        waited = experts.wait_seconds + kv.wait_seconds + (0.0 if engine is None else engine.stream.stats.wait_seconds)
-        lent = 0 if engine is None else engine.loans.saved_bytes
-        return Mark(time.perf_counter(), read, experts, kv, passes, waited, lent)
+        found, model, engine = Facts(), self._model, self._engine
+        if model is not None and engine is not None:
+            kv = KVUsage() if model.kv is None else model.kv.usage
+            sections = {"passes": model.counters, "read": engine.reader.stats, "stream": engine.stream.stats}
+            numbers: Any
+            for section, numbers in {**sections, "experts": self._experts, "kv": kv}.items():
+                values = ((field.name, getattr(numbers, field.name)) for field in fields(numbers))
+                found.update((f"{section}.{name}", value) for name, value in values if value is not None)
+            found["loans.saved_bytes"] = engine.loans.saved_bytes
+        return Sample(time.perf_counter(), found)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationReport:
-    """Measurements of a run, in base units. None where a number does not apply.
-
-    Attributes:
-        finish_reason: ``"stop"``, ``"length"`` or ``"interrupted"``.
-        prompt_tokens_per_second: over the time to the first token, as mlx-lm counts it.
-        generation_tokens_per_second: over the tokens after the first one.
-        prefill_step_size: prompt tokens in a forward call.
-        prefill_as_mlx_lm: mlx-lm cuts this prompt in the same way by default.
-        peak_memory_bytes: peak memory of the process.
-        load_bytes_read, prompt_bytes_read, generation_bytes_read: bytes read before prefill, from there to the first
-            token, and from there to the last one. Prefetched bytes count when they are read.
-        bytes_read: bytes read for the prompt and for generation.
-        bytes_read_per_token: bytes read per generated token after the first.
-        prompt_passes, generation_passes: passes over the weights to the first token, and from there to the last one.
-        passes_per_token: passes per generated token after the first.
-        guessed_tokens, guessed_tokens_right: tokens that were guessed and computed, and those that were right.
-        lent_bytes: streamed weights that were in reserved memory at the last token, so that no pass read them.
-        read_bytes_per_second: ``bytes_read`` over the wall time of prompt and generation, as flash-monitor shows it.
-        reading_bytes_per_second: bytes over the time with at least one read in flight, loading excluded.
-        disk_bytes_per_second: speed of the disk in its probe.
-        disk_speed_share: ``reading_bytes_per_second`` over ``disk_bytes_per_second``.
-        cached_read_share: share of these bytes that came through the page cache, in which free memory holds them.
-        prompt_wait_share, generation_wait_share: share of the time spent waiting for weights, keys and values.
-        generation_read_share: share of the time of generation with at least one read in flight.
-        more_budget_bytes, more_tokens_per_second: what so much more budget is predicted to give; None where nothing.
-        kv_bytes_read, kv_bytes_written: keys and values of prompt and generation, from and to disk.
-        expert_hit_rate: share of the experts needed in generation that were in memory or in flight.
-        expert_bytes_read_per_token: bytes of experts in ``bytes_read_per_token``.
-        expert_predictions: experts prefetched in generation.
-        expert_prediction_rate: share of the prefetched experts that were needed.
-    """
+    """Measurements of a run, in base units. None where a number does not apply."""
 
     model: str
     text: str
     tokens: list[int]
-    finish_reason: str
+    finish_reason: str  # "stop", "length" or "interrupted"
     prompt_tokens: int
-    prompt_tokens_per_second: float | None
+    prompt_tokens_per_second: float | None  # over the time to the first token, as mlx-lm counts it
     generation_tokens: int
-    generation_tokens_per_second: float | None
+    generation_tokens_per_second: float | None  # over the tokens after the first one
     time_to_first_token_seconds: float
     generation_seconds: float
     load_seconds: float
-    prefill_step_size: int
-    prefill_as_mlx_lm: bool
-    peak_memory_bytes: int
+    prefill_step_size: int  # prompt tokens in a forward call
+    prefill_as_mlx_lm: bool  # mlx-lm cuts this prompt in the same way by default
+    peak_memory_bytes: int  # of the process
     budget_bytes: int | None = None
     within_budget: bool | None = None
-    load_bytes_read: int | None = None
-    prompt_bytes_read: int | None = None
-    generation_bytes_read: int | None = None
-    bytes_read: int | None = None
-    bytes_read_per_token: float | None = None
-    prompt_passes: int | None = None
-    generation_passes: int | None = None
-    passes_per_token: float | None = None
-    guessed_tokens: int | None = None
+    load_bytes_read: int | None = None  # before prefill; prefetched bytes count when they are read
+    prompt_bytes_read: int | None = None  # from there to the first token
+    generation_bytes_read: int | None = None  # from there to the last token
+    bytes_read: int | None = None  # for the prompt and for generation
+    bytes_read_per_token: float | None = None  # for each token after the first
+    prompt_passes: int | None = None  # passes over the weights to the first token
+    generation_passes: int | None = None  # from there to the last token
+    passes_per_token: float | None = None  # for each token after the first
+    guessed_tokens: int | None = None  # guessed and computed
     guessed_tokens_right: int | None = None
-    lent_bytes: int | None = None
-    read_bytes_per_second: float | None = None
-    reading_bytes_per_second: float | None = None
-    disk_bytes_per_second: float | None = None
-    disk_speed_share: float | None = None
-    cached_read_share: float | None = None
-    prompt_wait_share: float | None = None
+    lent_bytes: int | None = None  # streamed weights in reserved memory at the last token, so that no pass read them
+    read_bytes_per_second: float | None = None  # over the wall time of prompt and generation, as in flash-monitor
+    reading_bytes_per_second: float | None = None  # over the time with a read in flight, loading excluded
+    disk_bytes_per_second: float | None = None  # of the disk in its probe
+    disk_speed_share: float | None = None  # reading_bytes_per_second over disk_bytes_per_second
+    cached_read_share: float | None = None  # share of these bytes that came through the page cache
+    prompt_wait_share: float | None = None  # share of the time spent waiting for weights, keys and values
     generation_wait_share: float | None = None
-    generation_read_share: float | None = None
-    more_budget_bytes: int | None = None
-    more_tokens_per_second: float | None = None
-    kv_bytes_read: int | None = None
+    generation_read_share: float | None = None  # share of the time with a read in flight
+    more_budget_bytes: int | None = None  # so much more budget
+    more_tokens_per_second: float | None = None  # is predicted to give this speed
+    kv_bytes_read: int | None = None  # keys and values of prompt and generation, from disk
     kv_bytes_written: int | None = None
-    expert_hit_rate: float | None = None
-    expert_bytes_read_per_token: float | None = None
-    expert_predictions: int | None = None
-    expert_prediction_rate: float | None = None
+    expert_hit_rate: float | None = None  # share of the experts needed in generation that were in memory or in flight
+    expert_bytes_read_per_token: float | None = None  # bytes of experts in bytes_read_per_token
+    expert_predictions: int | None = None  # experts prefetched in generation
+    expert_prediction_rate: float | None = None  # share of them that was needed
     plan: ResidencyPlan | None = None
 
     def to_json(self) -> Json:
@@ -194,7 +146,7 @@ def make_report(run: Recorder, model: str, prefill_step_size: int) -> Generation
         model: the user's name of the model.
         prefill_step_size: the value given to mlx-lm.
     """
-    to_first, to_last = run.first.seconds - run.start.seconds, run.last.seconds - run.first.seconds
+    to_first, to_last = run.first.clock - run.start.clock, run.last.clock - run.first.clock
     after_first = len(run.tokens) - 1
     longest = run.num_prompt_tokens - 1  # mlx-lm leaves the last one to the first step of generation
     return GenerationReport(
@@ -218,37 +170,42 @@ def make_report(run: Recorder, model: str, prefill_step_size: int) -> Generation
 
 
 def _disk_numbers(run: Recorder, plan: ResidencyPlan) -> Json:
-    start, first, last, end = run.start, run.first, run.last, run.mark()
-    nbytes, cached = end.read.nbytes - start.read.nbytes, end.read.cached_bytes - start.read.cached_bytes
-    speed = ratio(nbytes, end.read.busy_seconds - start.read.busy_seconds)
-    generated = last.read.nbytes - first.read.nbytes
+    start, first, last, end, after_first = run.start, run.first, run.last, run.sample(), len(run.tokens) - 1
+    nbytes, generated = int(last.since(start, "read.nbytes")), int(last.since(first, "read.nbytes"))
+    passes = int(last.since(first, "passes.num_passes"))
+    speed = ratio(end.since(start, "read.nbytes"), end.since(start, "read.busy_seconds"))
     return {
         "budget_bytes": plan.budget_bytes,
         "within_budget": peak_footprint() <= plan.budget_bytes,
-        "load_bytes_read": start.read.nbytes,
-        "prompt_bytes_read": first.read.nbytes - start.read.nbytes,
+        "load_bytes_read": start.facts["read.nbytes"],
+        "prompt_bytes_read": first.since(start, "read.nbytes"),
         "generation_bytes_read": generated,
-        "bytes_read": last.read.nbytes - start.read.nbytes,
-        "bytes_read_per_token": ratio(generated, len(run.tokens) - 1),
-        "prompt_passes": first.passes.num_passes - start.passes.num_passes,
-        "generation_passes": last.passes.num_passes - first.passes.num_passes,
-        "passes_per_token": ratio(last.passes.num_passes - first.passes.num_passes, len(run.tokens) - 1),
-        "guessed_tokens": end.passes.num_guessed - start.passes.num_guessed,
-        "guessed_tokens_right": end.passes.num_right - start.passes.num_right,
-        "lent_bytes": last.lent_bytes,
-        "read_bytes_per_second": ratio(last.read.nbytes - start.read.nbytes, last.seconds - start.seconds),
+        "bytes_read": nbytes,
+        "bytes_read_per_token": ratio(generated, after_first),
+        "prompt_passes": first.since(start, "passes.num_passes"),
+        "generation_passes": passes,
+        "passes_per_token": ratio(passes, after_first),
+        "guessed_tokens": end.since(start, "passes.num_guessed"),
+        "guessed_tokens_right": end.since(start, "passes.num_right"),
+        "lent_bytes": last.facts["loans.saved_bytes"],
+        "read_bytes_per_second": ratio(nbytes, last.clock - start.clock),
         "reading_bytes_per_second": speed,
         "disk_bytes_per_second": plan.disk_bytes_per_second,
         "disk_speed_share": speed and ratio(speed, plan.disk_bytes_per_second),
-        "cached_read_share": ratio(cached, nbytes),
-        "prompt_wait_share": ratio(first.wait_seconds - start.wait_seconds, first.seconds - start.seconds),
-        "generation_wait_share": ratio(last.wait_seconds - first.wait_seconds, last.seconds - first.seconds),
-        "generation_read_share": _share(last.read.busy_seconds - first.read.busy_seconds, last.seconds - first.seconds),
+        "cached_read_share": ratio(end.since(start, "read.cached_bytes"), end.since(start, "read.nbytes")),
+        "prompt_wait_share": ratio(_waited(start, first), first.clock - start.clock),
+        "generation_wait_share": ratio(_waited(first, last), last.clock - first.clock),
+        "generation_read_share": _share(last.since(first, "read.busy_seconds"), last.clock - first.clock),
         **_more(run),
-        "kv_bytes_read": last.kv.read_bytes - start.kv.read_bytes,
-        "kv_bytes_written": last.kv.written_bytes - start.kv.written_bytes,
+        "kv_bytes_read": last.since(start, "kv.read_bytes"),
+        "kv_bytes_written": last.since(start, "kv.written_bytes"),
         "plan": plan,
     }
+
+
+def _waited(before: Sample, now: Sample) -> float:
+    """Return the time that computing waited for weights, keys and values."""
+    return sum(now.since(before, f"{section}.wait_seconds") for section in ("stream", "experts", "kv"))
 
 
 def _share(part: float, whole: float) -> float | None:
@@ -259,20 +216,20 @@ def _share(part: float, whole: float) -> float | None:
 
 def _more(run: Recorder) -> Json:
     found = None if run.forecast is None else run.forecast.outlook()
-    speed = ratio(len(run.tokens) - 1, run.last.seconds - run.first.seconds)
+    speed = ratio(len(run.tokens) - 1, run.last.clock - run.first.clock)
     if found is None or speed is None:
         return {}
     return {"more_budget_bytes": found.more_bytes, "more_tokens_per_second": speed * found.times}
 
 
 def _expert_numbers(run: Recorder) -> Json:
-    first, last = run.first.experts, run.last.experts
-    predicted = last.num_predicted - first.num_predicted
+    first, last = run.first, run.last
+    predicted = last.since(first, "experts.num_predicted")
     return {
-        "expert_hit_rate": ratio(last.num_hits - first.num_hits, last.num_routed - first.num_routed),
-        "expert_bytes_read_per_token": ratio(last.read_bytes - first.read_bytes, len(run.tokens) - 1),
+        "expert_hit_rate": ratio(last.since(first, "experts.num_hits"), last.since(first, "experts.num_routed")),
+        "expert_bytes_read_per_token": ratio(last.since(first, "experts.read_bytes"), len(run.tokens) - 1),
         "expert_predictions": predicted,
-        "expert_prediction_rate": ratio(last.num_predicted_right - first.num_predicted_right, predicted),
+        "expert_prediction_rate": ratio(last.since(first, "experts.num_predicted_right"), predicted),
     }
 
 

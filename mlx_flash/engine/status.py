@@ -21,33 +21,24 @@ from mlx_flash.streaming.stream import UnitState
 
 Json = dict[str, Any]
 
+PLAN_NUMBERS = (
+    *("budget_bytes", "base_bytes", "resident_bytes", "pinned_bytes", "slots_bytes", "pool_bytes", "kv_bytes"),
+    *("activation_bytes", "spare_bytes", "bounce_bytes", "cache_limit", "context_length", "prefill_step_size"),
+    "disk_bytes_per_second",
+)
+"""Attributes of a plan that are published under their names."""
+
 LONGEST_GAP_SECONDS = 60.0
 """A longer time between two calls is idle time, not the evaluation of what a call left lazy."""
 
 
 @dataclass(slots=True)
 class PassCounters:
-    """Counters of a model's forward calls. The calling thread writes them, any thread may read them.
+    """Counters of a model's forward calls, as :mod:`mlx_flash.facts` describes them.
 
-    Attributes:
-        num_passes: calls that ended well.
-        num_failed: calls that raised.
-        num_tokens_in: tokens that they were given, over all sequences.
-        num_tokens_out: tokens that they generated: one for each sequence with one new token.
-        num_prompt_tokens: tokens of prompts of which it is known how long MLX evaluated them: another call has begun.
-            Prompts that share a pass with generated tokens do not count.
-        num_sequences: sequences, over all calls.
-        pass_seconds: time spent in calls.
-        last_seconds: time spent in the last one that ended well.
-        decode_seconds: time spent in calls in which ``num_tokens_out`` were generated.
-        prompt_gap_seconds, decode_gap_seconds: time between a call that ended and the next one, in which MLX evaluates
-            what the call left lazy: after calls for prompts, and between calls that generate. Idle time is not counted.
-        began: when the call under way began (``time.perf_counter()``), or None.
-        last_began: when it or, between calls, the last one began.
-        last_ended: when the last one ended.
-        num_guessed, num_right: tokens that were guessed and computed in passes with others, and those that were right.
-        num_tokens, batch_size: of that call: new tokens over all sequences, and sequences.
-        num_decoding: sequences of that call with one new token.
+    The calling thread writes them, any thread may read them. Moments are of ``time.perf_counter()``. A gap is the time
+    between a call that ended and the next one, in which MLX evaluates what the call left lazy. Idle time is not
+    counted, and tokens of prompts that share a pass with generated ones count as neither.
     """
 
     num_passes: int = 0
@@ -71,12 +62,9 @@ class PassCounters:
     num_decoding: int = 0
 
     def begin(self, num_tokens: int, batch_size: int, num_decoding: int | None = None) -> None:
-        """Notes that a call begins.
+        """Note the start of a call of ``num_tokens`` new tokens over all sequences.
 
-        Args:
-            num_tokens: new tokens, over all sequences.
-            batch_size: sequences.
-            num_decoding: those with one new token; None for all or none.
+        ``num_decoding`` is the number of sequences with one new token; None for all or none.
         """
         now = time.perf_counter()
         gap = now - self.last_ended
@@ -91,7 +79,7 @@ class PassCounters:
         self.began = self.last_began = now
 
     def end(self, *, failed: bool = False) -> None:
-        """Notes that the call ended; when it ``failed``, no tokens are counted. Harmless when none has begun."""
+        """Note the end of the call; when it ``failed``, no tokens are counted. Harmless when none has begun."""
         if self.began is None:
             return
         now = time.perf_counter()
@@ -111,7 +99,7 @@ class PassCounters:
         self.last_ended = now
 
     def end_guess(self, num_guessed: int, num_right: int) -> None:
-        """Notes how many tokens were guessed in the last call, which counts as one token, and how many were right."""
+        """Count the tokens that were guessed in the last call, which counts as one token, and those that were right."""
         self.num_guessed += num_guessed
         self.num_right += num_right
         self.num_tokens_in += num_right
@@ -130,7 +118,7 @@ class _Part:
 
 
 class Status:
-    """Collects the state of one model. No lock is taken that a forward pass waits for longer than for a few additions.
+    """The state of one model. No lock is taken that a forward pass waits for longer than for a few additions.
 
     Args:
         name: of the model, for people.
@@ -162,14 +150,13 @@ class Status:
         self._others: dict[str, Callable[[], Json]] = {}
 
     def tell(self, section: str, collect: Callable[[], Json]) -> None:
-        """Collect further numbers too, of any thread's, under a name of their own."""
+        """Add a section, whose numbers may belong to any thread."""
         self._others[section] = collect
 
     def collect(self) -> Json:
-        """The state now. Touches no MLX array, so any thread may call it.
+        """Return the state now. Touches no MLX array, so any thread may call it.
 
-        Returns:
-            Sizes in bytes, times in seconds; moments are of ``time.perf_counter()``.
+        :mod:`mlx_flash.facts` has the units and meanings of its numbers.
         """
         stream = self._engine.stream
         return {
@@ -263,24 +250,10 @@ def _part(unit: Unit, kind: str, units: Sequence[Unit], streamed: set[str]) -> _
 
 
 def _plan_to_json(plan: ResidencyPlan) -> Json:
-    streaming = plan.streaming
     return {
-        "budget_bytes": plan.budget_bytes,
-        "base_bytes": plan.base_bytes,
-        "resident_bytes": plan.resident_bytes,
-        "pinned_bytes": plan.pinned_bytes,
-        "slots_bytes": plan.slots_bytes,
-        "pool_bytes": plan.pool_bytes,
-        "num_slots": streaming.num_slots,
-        "kv_bytes": plan.kv_bytes,
+        **{name: getattr(plan, name) for name in PLAN_NUMBERS},
+        "num_slots": plan.streaming.num_slots,
         "kv_disk_bytes": plan.kv.disk_bytes,
-        "activation_bytes": plan.activation_bytes,
-        "spare_bytes": plan.spare_bytes,
-        "bounce_bytes": plan.bounce_bytes,
-        "cache_limit": plan.cache_limit,
-        "context_length": plan.context_length,
-        "prefill_step_size": plan.prefill_step_size,
         "read_bytes_per_pass": plan.read_bytes,
         "predicted_seconds_per_pass": plan.opening_seconds,
-        "disk_bytes_per_second": plan.disk_bytes_per_second,
     }

@@ -6,9 +6,8 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from mlx_flash.facts import Facts, read
+from mlx_flash.facts import Facts, Sample, growth, read
 from mlx_flash.telemetry import Published
 
 MINUTE = 60.0
@@ -87,32 +86,6 @@ class Rates:
     experts: ExpertRates | None = None
 
 
-class Sample(NamedTuple):
-    """The numbers at one moment of the engine's clock. The call under way counts in ``passes.pass_seconds``."""
-
-    clock: float
-    facts: Facts
-
-    @classmethod
-    def of(cls, clock: float, facts: Facts) -> Sample:
-        """Return the sample of published numbers."""
-        under_way = max(0.0, clock - facts.get("passes.began", clock))
-        return cls(clock, Facts({**facts, "passes.pass_seconds": facts["passes.pass_seconds"] + under_way}))
-
-    @property
-    def last_ended(self) -> float:
-        """End of the last call, by the engine's clock; 0 before the first one."""
-        return self.facts["passes.last_ended"]
-
-    def since(self, before: Sample, name: str) -> float:
-        """Return the growth of a counter; a counter that is missing counts as 0."""
-        return self.facts[name] - before.facts[name]
-
-    def counted(self, before: Sample, name: str) -> float:
-        """Return the growth of a counter; NaN when it is missing or went back."""
-        return _difference(before.facts.get(name, math.nan), self.facts.get(name, math.nan))
-
-
 @dataclass(slots=True)
 class History:
     """Samples of the last minute.
@@ -139,7 +112,9 @@ class History:
         self.latest, self.facts = published, read(published.state)
         if self._samples and published.clock - self._samples[-1].clock < SHORTEST_SECONDS:
             return
-        sample = Sample.of(published.clock, self.facts)
+        under_way = max(0.0, published.clock - self.facts.get("passes.began", published.clock))
+        in_calls = self.facts["passes.pass_seconds"] + under_way
+        sample = Sample(published.clock, Facts({**self.facts, "passes.pass_seconds": in_calls}))
         self._samples.append(sample)
         while len(self._samples) > 2 and sample.clock - self._samples[0].clock > MINUTE:
             self._samples.popleft()
@@ -209,11 +184,9 @@ class History:
         now = self._samples[-1]
         earlier = (s for s in reversed(self._samples) if now.since(s, "passes.num_tokens_out") > 0 and s.last_ended > 0)
         start = _earliest(earlier, now.last_ended)
-        return (
-            None
-            if start is None
-            else _rate(now.since(start, "passes.num_tokens_out"), now.last_ended - start.last_ended)
-        )
+        if start is None:
+            return None
+        return _rate(now.since(start, "passes.num_tokens_out"), now.last_ended - start.last_ended)
 
     def _expert_rates(self, before: Sample) -> ExpertRates:
         """Return rates over whole calls, so that all layers count alike; over the last seconds until two have ended."""
@@ -234,8 +207,8 @@ class History:
         return ExpertRates(
             hit_rate=_share(hits, routed, 1),
             predicted_right=_share(right, predicted, 1),
-            read_per_token=_ratio(_difference(hits, routed) + predicted, num_tokens),
-            reused_per_token=_ratio(_difference(right, hits), num_tokens),
+            read_per_token=_ratio(growth(hits, routed) + predicted, num_tokens),
+            reused_per_token=_ratio(growth(right, hits), num_tokens),
             read_bytes_per_token=_ratio(nbytes, num_tokens),
             wait_share=waited,
         )
@@ -280,11 +253,6 @@ def _part(part: float, whole: float) -> float | None:
 
 def _rate(number: float, seconds: float) -> float | None:
     return number / seconds if seconds > SHORTEST_SECONDS else None
-
-
-def _difference(before: float, now: float) -> float:
-    """Return the growth of a counter; NaN when it went back."""
-    return now - before if now >= before else math.nan
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mlx_flash.errors import ConfigError
+from mlx_flash.folders import settings_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -179,14 +180,14 @@ class FlashConfig:
             modelfile: names and text, such as ``Modelfile.flash``.
             environment: variables such as ``MLX_FLASH_RAM_BUDGET_GB``; None is the process's own environment. An empty
                 variable counts as unset.
-            file: a TOML file whose top-level keys are names of settings. None reads :func:`default_file`, which may be
+            file: a TOML file whose top-level keys are names of settings. None reads :func:`~mlx_flash.folders.settings_file`, which may be
                 missing.
             keywords: names and values. None as a value counts as unset.
 
         Raises:
             ConfigError: a name is unknown, a value is wrong (the message names its source), or the file is unreadable.
         """
-        path = default_file() if file is None else file
+        path = settings_file() if file is None else file
         from_file = _read_toml(path, must_exist=file is not None)
         variables = _own_variables(os.environ if environment is None else environment)
         known = {field.name for field in fields(cls)}
@@ -254,12 +255,6 @@ def setting_kinds(name: str) -> tuple[Any, ...]:
 def variables_of_fields() -> dict[str, str]:
     """Return the environment variables that are settings, each with the field it sets."""
     return {VARIABLE_PREFIX + field.name.upper(): field.name for field in fields(FlashConfig)}
-
-
-def default_file() -> Path:
-    """Return the path of the user's settings file."""
-    base = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path.home() / ".config") / "mlx-flash" / "config.toml"
 
 
 def _settings(

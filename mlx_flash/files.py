@@ -1,4 +1,4 @@
-"""Files: the cache folder, regular files only, atomic replacement, locks, and files that end with their process."""
+"""Files: regular files only, atomic replacement, locks, and files that end with their process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import fcntl
 import os
 import shutil
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -26,14 +25,6 @@ _PREFIX = "mlx-flash-session-"
 _RETRY_SECONDS = 0.002
 _UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 """Errors of file systems without locks."""
-
-
-def cache_directory() -> Path:
-    """Return the folder of data that mlx-flash can always compute again. It need not exist."""
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "mlx-flash"
-    home = Path.home()
-    return (home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache") / "mlx-flash"
 
 
 def make_private(folder: Path) -> None:

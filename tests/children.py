@@ -20,7 +20,11 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 
-ENV = {"HF_HUB_CACHE": "/nonexistent", "HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
+ENV = {
+    "HF_HUB_CACHE": str(Path(tempfile.gettempdir(), f"no-hub-of-{os.getpid()}")),
+    "HF_HUB_OFFLINE": "1",
+    "COLUMNS": "80",
+}
 """Variables of all programs. Those that start with ``HF_`` are read by the server process, before it forks."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")

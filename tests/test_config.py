@@ -21,12 +21,12 @@ from mlx_flash.commands.arguments import SETTINGS, parse_arguments
 from mlx_flash.config import (
     OTHER_VARIABLES,
     FlashConfig,
-    default_file,
     parse_budget,
     parse_setting,
     variables_of_fields,
 )
 from mlx_flash.errors import ConfigError, FlashError
+from mlx_flash.folders import settings_file
 
 COUNTS = ("context_length", "prefill_step_size", "kv_max_tokens", "num_slots", "queue_depth")
 SHARES = ("expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day")
@@ -428,14 +428,14 @@ def test_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_default_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert default_file() == tmp_path / "mlx-flash" / "config.toml"
+    assert settings_file() == tmp_path / "mlx-flash" / "config.toml"
     assert resolve() == FlashConfig()
-    write(default_file(), "ram_budget_gb = 'safe'\nio = 'direct'\n")
+    write(settings_file(), "ram_budget_gb = 'safe'\nio = 'direct'\n")
     assert resolve() == FlashConfig(ram_budget_gb="safe", io="direct")
     assert resolve(file=write(tmp_path / "other.toml", "")) == FlashConfig()
     monkeypatch.setenv("XDG_CONFIG_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_file() == tmp_path / ".config" / "mlx-flash" / "config.toml"
+    assert settings_file() == tmp_path / ".config" / "mlx-flash" / "config.toml"
 
 
 subsets = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in RIGHT.items()})

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mlx_flash"
 
 FLOORS = [
-    ["errors", "forks"],
+    ["errors", "folders", "forks"],
     ["compat", "config", "files"],
     ["facts", "memory", "telemetry"],
     ["storage"],

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from mlx_flash.config import FlashConfig
+from mlx_flash.config import FlashConfig, KVMode
 from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.parse import (
     FLASH_INSTRUCTIONS,
@@ -54,6 +54,7 @@ def test_only_a_model() -> None:
 def test_the_example() -> None:
     found = read_modelfile(ROOT / "examples" / "Modelfile")
     assert found.notes == ()
+    assert f"are kept: {', '.join(get_args(KVMode))};" in (ROOT / "examples" / "Modelfile").read_text()
     assert None not in dataclasses.astuple(found.parameters)
     assert found.stop == ("<|eot_id|>", "<|start_header_id|>")
     assert found.system == "You are a patient teacher.\nAnswer in at most three sentences."

@@ -23,7 +23,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import children
 from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.files import cache_directory
+from mlx_flash.folders import cache_directory
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool

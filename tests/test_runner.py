@@ -84,9 +84,9 @@ def test_list_finds_downloaded_models(
     assert found["folder"].endswith("new")
 
 
-def test_list_of_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["list", "/nonexistent"]) == 1
-    assert "/nonexistent is not a folder. Hint: " in capsys.readouterr().err
+def test_list_of_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["list", str(tmp_path / "gone")]) == 1
+    assert f"{tmp_path / 'gone'} is not a folder. Hint: " in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.engine import meter
 from mlx_flash.engine.meter import MIN_PASSES, MIN_READ_BYTES, SpeedMeter
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.files import cache_directory
+from mlx_flash.folders import cache_directory
 from mlx_flash.loading import load_model
 from mlx_flash.residency import machine
 from mlx_flash.residency import speed as speeds

@@ -239,9 +239,9 @@ def test_where_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has runtime folders")
 def test_an_engine_started_without_a_runtime_folder_is_found(
-    publish: Any, monkeypatch: pytest.MonkeyPatch, runtime: Path
+    publish: Any, monkeypatch: pytest.MonkeyPatch, runtime: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nonexistent")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
     publisher = publish(dict)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     assert [published.path for published in eventually(find)] == [publisher.path]

@@ -20,7 +20,7 @@ from mlx_flash.commands.report import GenerationReport, Json, surroundings
 from mlx_flash.compat.require import TESTED
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.prepare import prepare, resolve
-from mlx_flash.files import cache_directory
+from mlx_flash.folders import cache_directory
 from mlx_flash.memory.footprint import wired_limit
 from mlx_flash.monitor.system import SystemMemory, system_memory
 from mlx_flash.monitor.words import duration, rate, size

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_flash.convert.writer import write_errors
-from mlx_flash.files import PARTIAL_SUFFIX, cache_directory, nearest, open_locked, write_atomically
+from mlx_flash.files import PARTIAL_SUFFIX, nearest, open_locked, write_atomically
+from mlx_flash.folders import cache_directory
 
 MANIFEST_NAME = "copy.json"
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_flash.errors import WriteError
-from mlx_flash.files import PrivateFolder, cache_directory, free_bytes
+from mlx_flash.files import PrivateFolder, free_bytes
+from mlx_flash.folders import cache_directory
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
-from mlx_flash.files import cache_directory, locked, make_private, open_locked
+from mlx_flash.files import locked, make_private, open_locked
+from mlx_flash.folders import cache_directory
 
 GB = 10**9
 

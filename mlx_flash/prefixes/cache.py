@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
-from mlx_flash.files import cache_directory
+from mlx_flash.folders import cache_directory
 from mlx_flash.kv.history import History, Labels, make_labels
 from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
 from mlx_flash.kv.stored import StoredRows

@@ -15,7 +15,8 @@ from pathlib import Path
 import mlx.nn as nn
 
 from mlx_flash.errors import CheckpointError
-from mlx_flash.files import PrivateFolder, cache_directory
+from mlx_flash.files import PrivateFolder
+from mlx_flash.folders import cache_directory
 from mlx_flash.layout.load import iter_parameters
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.ranks.peers import Peers

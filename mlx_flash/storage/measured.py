@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.files import cache_directory, make_private, write_atomically
+from mlx_flash.files import make_private, write_atomically
+from mlx_flash.folders import cache_directory
 
 
 class Measurements:

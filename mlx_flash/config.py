@@ -180,8 +180,8 @@ class FlashConfig:
             modelfile: names and text, such as ``Modelfile.flash``.
             environment: variables such as ``MLX_FLASH_RAM_BUDGET_GB``; None is the process's own environment. An empty
                 variable counts as unset.
-            file: a TOML file whose top-level keys are names of settings. None reads :func:`~mlx_flash.folders.settings_file`, which may be
-                missing.
+            file: a TOML file whose top-level keys are names of settings. None reads the user's settings file, if there
+                is one.
             keywords: names and values. None as a value counts as unset.
 
         Raises:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-import children
 from models import LLAMA, save
 
 PROGRAM = """
@@ -32,7 +33,8 @@ def test_a_home_that_does_not_exist_is_not_made(home: str, tmp_path: Path) -> No
     directory = save(tmp_path / "model", LLAMA | {"num_hidden_layers": 1})
     (tmp_path / "temporary").mkdir()
     env = {"HOME": str(tmp_path / home), "TMPDIR": str(tmp_path / "temporary")}
-    done = children.run("-c", PROGRAM, directory, env=env, forks=False)
+    command = [sys.executable, "-c", PROGRAM, str(directory)]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
     folder, is_there = done.stdout.decode().split()
     assert Path(folder).is_relative_to(tmp_path / "temporary") and is_there == "True"

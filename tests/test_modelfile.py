@@ -54,7 +54,7 @@ def test_only_a_model() -> None:
 def test_the_example() -> None:
     found = read_modelfile(ROOT / "examples" / "Modelfile")
     assert found.notes == ()
-    assert f"are kept: {', '.join(get_args(KVMode))};" in (ROOT / "examples" / "Modelfile").read_text()
+    assert f"KV cache: {', '.join(get_args(KVMode))};" in (ROOT / "examples" / "Modelfile").read_text()
     assert None not in dataclasses.astuple(found.parameters)
     assert found.stop == ("<|eot_id|>", "<|start_header_id|>")
     assert found.system == "You are a patient teacher.\nAnswer in at most three sentences."

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn
 import mlx_lm
 import mlx_lm.utils
 import pytest
@@ -320,3 +321,36 @@ def test_a_model_and_its_draft_share_the_budget(model_dir: Path, tmp_path: Path)
     enough = prepare(model_dir, config()).plan.minimum_bytes / 1e9 + 0.012
     with apply_flash_patch(config(ram_budget_gb=enough)):
         assert speculate() == expected
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_the_dtype_is_set_before_the_first_call(bits: int | None, tmp_path: Path) -> None:
+    base = save(tmp_path / "base", LLAMA, mx.bfloat16, bits=bits)
+    resident = stock(base)
+    resident.set_dtype(mx.float32)
+    with apply_flash_patch(config(ram_budget_gb=2.0)):
+        model = mlx_lm.utils.load_model(base)[0]
+    model.set_dtype(mx.float32)
+    with model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), run(resident, PREFILL_AND_DECODE))
+        with pytest.raises(StreamedWeightsError, match="Hint"):
+            model.set_dtype(mx.float32)
+
+
+def test_the_dtype_that_weights_have_leaves_them_on_disk(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", LLAMA, mx.bfloat16)
+    with apply_flash_patch(config()):
+        model = mlx_lm.utils.load_model(base)[0]
+    model.set_dtype(mx.bfloat16)
+    with model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), run(stock(base), PREFILL_AND_DECODE))
+        assert model.plan.streaming.read_bytes > 0
+
+
+def test_a_streamed_model_is_an_instance_of_the_class_of_mlx_lm(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", LLAMA)
+    with apply_flash_patch(config()):
+        model = mlx_lm.utils.load_model(base)[0]
+    assert isinstance(model, type(stock(base))) and isinstance(model, FlashLLM) and type(model) is FlashLLM
+    assert not isinstance(model, mlx.nn.Linear)
+    model.close()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.compat.arrays import TRAINING_FLAG
@@ -31,6 +32,10 @@ class OfLifecycle(Generic[T]):
         setattr(model._life, self._name, value)
 
 
+def _is_floating(dtype: mx.Dtype) -> bool:
+    return mx.issubdtype(dtype, mx.floating)
+
+
 class ModelFacade(nn.Module):
     """Answers to every attribute of mlx-lm's model, with a module tree of its own that is empty.
 
@@ -52,6 +57,11 @@ class ModelFacade(nn.Module):
         # nn.Module would put the model into the module tree if it were set as usual.
         object.__setattr__(self, "_model", model)
         self._life = life
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """That of mlx-lm's model, for programs that ask with ``isinstance``; ``type()`` tells the truth."""
+        return type(self._model)
 
     def __getattr__(self, key: str) -> Any:
         if key in ("_model", "_life"):  # not there yet: being made by copy or pickle
@@ -91,6 +101,17 @@ class ModelFacade(nn.Module):
         with self._life.prepared.loaded.streams.in_force():
             self._model.load_weights(file_or_weights if adapter is None else str(adapter), strict)
         return self
+
+    def set_dtype(self, dtype: mx.Dtype, predicate: Callable[[mx.Dtype], bool] | None = _is_floating) -> None:
+        """As ``nn.Module.set_dtype``; refused once weights are streamed.
+
+        Parameters that change cannot be read from the checkpoint any more: they are computed when the model starts, and
+        stay in memory. The budget has to hold them.
+        """
+        if self.engine is not None:
+            raise _refusal("set_dtype()")
+        with self._life.prepared.loaded.streams.in_force():
+            self._model.set_dtype(dtype, lambda found: found != dtype and (predicate is None or predicate(found)))
 
     def trainable_parameters(self) -> dict[str, Any]:
         """None: weights that are read again on every pass cannot be trained."""
@@ -143,5 +164,5 @@ for _name in ("children", "leaf_modules", "modules", "named_modules", "train", "
     setattr(ModelFacade, _name, _delegate(_name))
 for _name in ("update", "update_modules", "apply_to_modules"):
     setattr(ModelFacade, _name, _delegate_before_start(_name))
-for _name in ("save_weights", "apply", "set_dtype"):
+for _name in ("save_weights", "apply"):
     setattr(ModelFacade, _name, _refuse(_name))

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes.folder import PageFolder
@@ -37,7 +37,9 @@ class PageWriter:
         self._governor = governor
         self._queue_bytes = queue_bytes
         self._pending: dict[str, tuple[PageKey, Mapping[str, Blob], int]] = {}
-        self._changed = threading.Condition()
+        # `with` on a Condition is Python code, which an interrupt may end with the lock held
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._one_writes = threading.Lock()  # an executor whose start of a thread was interrupted may have two
         self._executor = ThreadPoolExecutor(1, "mlx-flash-prefixes")
         self._is_closed = False
@@ -46,7 +48,7 @@ class PageWriter:
     def put(self, key: PageKey, blobs: Mapping[str, Blob], *, waits: bool, only_new: bool) -> bool:
         """Queue a page, see :meth:`PrefixStore.put`."""
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
-        with self._changed:
+        with self._lock:
             if self._has(key.page):
                 return not only_new
             reason = self._reason_against(key, nbytes)
@@ -65,13 +67,13 @@ class PageWriter:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the queue is empty, at most so many seconds. Return whether it is."""
-        with self._changed:
+        with self._lock:
             self._start_writing()
             return self._changed.wait_for(lambda: not self._pending, timeout)
 
     def close(self) -> None:
         """Write what is queued, and end the thread. Further calls do nothing."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._changed.notify_all()
         self.flush()
@@ -79,11 +81,11 @@ class PageWriter:
 
     def _start_writing(self) -> None:
         for _ in self._pending:  # each writes one page, or none if all are written
-            self._executor.submit(self._write_first).add_done_callback(Future.result)  # raises what it raised
+            self._executor.submit(self._write_first)
 
     def telemetry(self) -> dict[str, int]:
         """Return how many pages were stored and not stored, by reason, and the bytes that wait."""
-        with self._changed:
+        with self._lock:
             refused = {f"refused_{reason}": self._counts[reason] for reason in REASONS}
             return {"queued_bytes": self._queued_bytes, "stored": self._counts["stored"], **refused}
 
@@ -115,7 +117,7 @@ class PageWriter:
             self._write_next()
 
     def _write_next(self) -> None:
-        with self._changed:
+        with self._lock:
             if not self._pending:
                 return
             key, blobs, _ = next(iter(self._pending.values()))
@@ -128,8 +130,11 @@ class PageWriter:
         except OSError as error:
             self._folder.stop(error)
             reason = "stopped"
+        except BaseException:
+            _log.exception("a page for %s was not stored", self._folder.path)
+            raise
         finally:
-            with self._changed:
+            with self._lock:
                 self._count(reason)
                 del self._pending[key.page]
                 self._changed.notify_all()

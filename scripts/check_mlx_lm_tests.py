@@ -22,8 +22,13 @@ from xml.etree import ElementTree
 FILES = ("test_generate.py", "test_prompt_cache.py", "test_server.py")
 DOWNLOADED = "mlx-community/Qwen1.5-0.5B-Chat-4bit"
 
-REASONS: dict[str, str] = {}
-"""Tests that differ, and why."""
+REASONS = {
+    "test_prompt_cache.py::TestPromptCache::test_trim_cache_with_generate": (
+        "it trims a cache while a generator waits, whose caches hold one token less than mlx-lm's: mlx-lm computes a token "
+        "ahead, and a streamed model would read all weights for it"
+    ),
+}
+"""Tests that may differ, and why."""
 
 CONFTEST = """
 from mlx_flash import FlashConfig, apply_flash_patch

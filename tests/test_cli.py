@@ -7,6 +7,7 @@ import io
 import json
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,6 +140,17 @@ def test_a_prompt_cache_of_another_model_is_refused(model: Path, mixture: Path, 
     run("cache_prompt", "--model", model, "--prompt", "Once", "--prompt-cache-file", file, module="mlx_lm")
     line = error_of("generate", "--model", mixture, "--prompt-cache-file", file)
     assert str(model) in line and str(mixture) in line
+    line = error_of("generate", "--model", model, "--prompt-cache-file", file, "--draft-model", model)
+    assert f"no keys and values of --draft-model {model}. Hint: leave one out" in line
+
+
+def test_chat_without_a_chat_template_is_refused_before_loading(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert "has no chat template" in error_of("chat", "--model", folder)
 
 
 def test_tokens_are_those_of_a_resident_run(model: Path, report: dict[str, Any]) -> None:

@@ -94,11 +94,16 @@ def open_prompt_cache(args: argparse.Namespace) -> SavedCache:
     """Return the prompt cache that ``--prompt-cache-file`` names, checked as ``mlx_lm.generate`` checks it.
 
     Raises:
-        ConfigError: the cache is of another model, or quantized otherwise.
+        ConfigError: the cache is of another model, or quantized otherwise, or there is a draft model.
     """
     file = args.prompt_cache_file
     if file is None:
         return SavedCache()
+    if args.draft_model is not None:
+        raise ConfigError(
+            f"--prompt-cache-file {file} has no keys and values of --draft-model {args.draft_model}. "
+            "Hint: leave one out."
+        )
     cache, metadata = load_saved(Path(file))
     if metadata["model"] != args.model:
         raise ConfigError(f"--prompt-cache-file {file} is of the model {metadata['model']!r}, not {args.model!r}")

@@ -53,11 +53,21 @@ def _model_of(flags: Sequence[str]) -> str | None:
 
 
 def _plan(model: str | None, config: FlashConfig) -> None:
-    """Plan ahead, to refuse an impossible budget at once, and print the plan in one line."""
+    """Plan ahead, to refuse an impossible budget at once, and print the plan in one line.
+
+    Raises:
+        ConfigError: the model has no chat template.
+        BudgetError: the budget cannot hold the model.
+    """
     if model is None or not config.enabled:
         return
     path = resolve(model)
     tokenizer = load_tokenizer(path, config=config)  # takes memory too
+    if not tokenizer.has_chat_template:
+        raise ConfigError(
+            f"chat: the tokenizer of {path} has no chat template, so it cannot tell who speaks. Hint: continue a text with "
+            "`mlx-flash generate`, or add the chat_template.jinja of the model's repository."
+        )
     plan = prepare(path, config, writes=False).plan
     del tokenizer
     expected = f", about {speed(1 / plan.opening_seconds)}" if plan.opening_seconds else ""

@@ -56,29 +56,17 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The last published state of one engine.
-
-    Attributes:
-        path: the file.
-        pid: its process.
-        number: number of the model in that process.
-        started: start of the process, in seconds since the epoch.
-        schema: version of the state.
-        written: time of the state, in seconds since the epoch.
-        clock: the same time by the process's ``time.perf_counter()``, as all times in the state.
-        state: result of ``collect``.
-        ended: this is the final state of a model that was closed.
-    """
+    """The last published state of one engine."""
 
     path: Path
     pid: int
-    number: int
-    started: float
-    schema: int
-    written: float
-    clock: float
-    state: Json
-    ended: bool = False
+    number: int  # of the model in that process
+    started: float  # start of the process, in seconds since the epoch
+    schema: int  # version of the state
+    written: float  # time of the state, in seconds since the epoch
+    clock: float  # the same time by the process's time.perf_counter(), as all times in the state
+    state: Json  # result of collect
+    ended: bool = False  # this is the final state of a model that was closed
 
     @property
     def is_newer(self) -> bool:

@@ -33,22 +33,13 @@ class UnitTensors:
 
 @dataclass(frozen=True, slots=True)
 class ReadPattern:
-    """The reads of one pass over everything that is read whole: layers, heads, a table that serves as head.
-
-    Attributes:
-        num_units: units that are read.
-        num_reads: contiguous runs of bytes that they are in; a long one is then read in several steps.
-        num_copied: of these, the runs that go through a bounce buffer, because their tensors are not aligned.
-        nbytes: bytes of all runs, in whole pages.
-        median_bytes: of a run.
-        mean_bytes: of a run.
-    """
+    """The reads of one pass over everything that is read whole: layers, heads, a table that serves as head."""
 
     num_units: int
-    num_reads: int
-    num_copied: int
-    nbytes: int
-    median_bytes: float
+    num_reads: int  # contiguous runs of bytes; a long one is then read in several steps
+    num_copied: int  # runs that go through a bounce buffer, because their tensors are not aligned
+    nbytes: int  # of all runs, in whole pages
+    median_bytes: float  # of a run
     mean_bytes: float
 
 

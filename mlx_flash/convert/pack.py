@@ -37,27 +37,16 @@ NOT_COPIED = frozenset({".git", ".hg", ".svn", ".cache", "__pycache__", ".ipynb_
 
 @dataclass(frozen=True, slots=True)
 class PackReport:
-    """Result of :func:`pack`.
+    """Result of :func:`pack`."""
 
-    Attributes:
-        target: the new checkpoint.
-        num_tensors: its tensors.
-        num_shards: its safetensors files.
-        nbytes: bytes of its tensors.
-        resumed_bytes: those that an earlier, interrupted run had written.
-        seconds: how long this run took.
-        before: how the source is read.
-        after: how the target is read.
-    """
-
-    target: Path
+    target: Path  # the new checkpoint
     num_tensors: int
     num_shards: int
-    nbytes: int
-    resumed_bytes: int
-    seconds: float
-    before: ReadPattern
-    after: ReadPattern
+    nbytes: int  # of its tensors
+    resumed_bytes: int  # those that an earlier, interrupted run had written
+    seconds: float  # of this run
+    before: ReadPattern  # how the source is read
+    after: ReadPattern  # how the target is read
 
 
 def pack(

@@ -23,67 +23,42 @@ IDLE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares of the time; they add up to 1.
+    """Shares of the time; they add up to 1."""
 
-    Attributes:
-        disk: waiting for weights, experts included.
-        compute: from the arrival of a unit's weights to their release, without waits for experts.
-        calls: the rest of forward calls, which is not streamed.
-        between: between calls, such as sampling; everything when idle.
-    """
-
-    disk: float
-    compute: float
-    calls: float
-    between: float
+    disk: float  # waiting for weights, experts included
+    compute: float  # from the arrival of a unit's weights to their release, without waits for experts
+    calls: float  # the rest of forward calls, which is not streamed
+    between: float  # between calls, such as sampling; everything when idle
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRates:
-    """Rates of a pool of experts. None where they are unknown. Tokens include those of prompts.
+    """Rates of a pool of experts. None where they are unknown. Tokens include those of prompts."""
 
-    Attributes:
-        hit_rate: share of the needed experts that were in the pool when the call came.
-        predicted_right: share of the prefetched experts that the next call needed.
-        read_per_token: experts read, prefetched ones included.
-        reused_per_token: needed experts that were in the pool already.
-        read_bytes_per_token: bytes of experts read.
-        wait_share: share of the time that calls waited for experts.
-    """
-
-    hit_rate: float | None = None
-    predicted_right: float | None = None
-    read_per_token: float | None = None
-    reused_per_token: float | None = None
+    hit_rate: float | None = None  # share of the needed experts that were in the pool when the call came
+    predicted_right: float | None = None  # share of the prefetched experts that the next call needed
+    read_per_token: float | None = None  # experts read, prefetched ones included
+    reused_per_token: float | None = None  # needed experts that were in the pool already
     read_bytes_per_token: float | None = None
-    wait_share: float | None = None
+    wait_share: float | None = None  # share of the time that calls waited for experts
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Speeds now. None where they are unknown yet.
 
-    Attributes:
-        tokens_per_second: tokens generated in the last seconds or, in a slow model, the last tokens; 0 when idle.
-        mean_tokens_per_second: generated tokens over the time of their calls and of the evaluation after them.
-        mean_prompt_tokens_per_second: prompt tokens over the time of their calls and of the evaluation after them.
-        read_bytes_per_second: bytes read in the last seconds over their wall time.
-        reading_bytes_per_second: all bytes over the time with at least one read in flight, loading included.
-        cached_share: the part of the bytes read in the last seconds that came through the page cache.
-        shares: shares of the last seconds.
-        reading_share: share of the last seconds with at least one read in flight.
-        experts: rates over the last seconds or, in a slow model, the last calls; None without a pool of experts.
+    Mean speeds are tokens over the time of their calls and of the evaluation after them.
     """
 
-    tokens_per_second: float | None = None
+    tokens_per_second: float | None = None  # in the last seconds or, in a slow model, the last tokens; 0 when idle
     mean_tokens_per_second: float | None = None
     mean_prompt_tokens_per_second: float | None = None
-    read_bytes_per_second: float | None = None
-    reading_bytes_per_second: float | None = None
-    cached_share: float | None = None
-    shares: Shares | None = None
-    reading_share: float | None = None
-    experts: ExpertRates | None = None
+    read_bytes_per_second: float | None = None  # in the last seconds, over their wall time
+    reading_bytes_per_second: float | None = None  # all, over the time with a read in flight, loading included
+    cached_share: float | None = None  # part of the bytes read in the last seconds that came through the page cache
+    shares: Shares | None = None  # of the last seconds
+    reading_share: float | None = None  # share of the last seconds with a read in flight
+    experts: ExpertRates | None = None  # None without a pool of experts
 
 
 @dataclass(slots=True)

@@ -20,7 +20,9 @@ from mlx_lm.models.mamba2 import Mamba2Block
 from interrupting import CHANGES, Strike, Victim, every_interrupt, outcomes
 from mlx_flash import CacheError, FlashLLM, load_model
 from mlx_flash.engine.lifecycle import Lifecycle
-from mlx_flash.memory.arena import Arena
+from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.experts.slots import ExpertSlots
+from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.streaming.loans import Loans
 from mlx_flash.streaming.stream import WeightStream, _Slot
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock
@@ -193,3 +195,23 @@ def test_interrupts_of_a_start(directory: Path, expected: list[mx.array]) -> Non
         with load_model(directory, config())[0] as model:
             assert Strike(functions, at).run(model.start)
             assert same_bits(run(model, CALLS), expected)
+
+
+def test_interrupts_of_a_pool_that_changes_its_size(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", KINDS["mixture"], mx.float32)
+    with with_pool(folder, 12) as model:
+        model.start()
+        victim = Victim(model, stock(folder))
+        assert victim.is_right()
+        assert model.engine is not None and model.engine.experts is not None
+        experts = model.engine.experts
+        functions = [ExpertSlots.resize, ExpertSlots._vacate, ExpertSlots.leave, ExpertPool.leave, SlotArena.resize]
+
+        def change() -> None:
+            experts.resize(4)
+            experts.resize(12)
+
+        for where in every_interrupt(functions, lambda: None, change, 9):
+            assert victim.is_right(), where
+            experts.resize(12)
+            assert victim.is_right(), where

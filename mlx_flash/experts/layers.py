@@ -321,7 +321,11 @@ class Experts:
     def resize(self, num_slots: int) -> None:
         """Change the number of slots of the pool, between passes."""
         self._evaluate_pending()
-        self.pool.resize(num_slots)
+        try:
+            self.pool.resize(num_slots)
+        except BaseException:
+            self.recover()
+            raise
 
     def recover(self) -> None:
         """Put right what a failed pass has left. Drop what was not computed: the next may come from another thread."""

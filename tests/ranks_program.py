@@ -42,7 +42,7 @@ def tokens_of(step: Any, model: Any) -> list[int]:
 
 def room_for_two_tokens(plan: Any, lanes: Any, *args: Any, **options: Any) -> int:
     """Refuse what other ranks have room for."""
-    if lanes[0].num_at_once > 2:
+    if lanes[0].tokens.num_at_once > 2:
         raise BudgetError("there is room for two tokens", 0)
     return 0
 

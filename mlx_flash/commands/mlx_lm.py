@@ -65,8 +65,8 @@ def _plan(model: str | None, config: FlashConfig) -> None:
     tokenizer = load_tokenizer(path, config=config)  # takes memory too
     if not tokenizer.has_chat_template:
         raise ConfigError(
-            f"chat: the tokenizer of {path} has no chat template, so it cannot tell who speaks. Hint: continue a text with "
-            "`mlx-flash generate`, or add the chat_template.jinja of the model's repository."
+            f"chat: the tokenizer of {path} has no chat template, so it cannot tell who speaks. Hint: continue a text "
+            "with `mlx-flash generate`, or add the chat_template.jinja of the model's repository."
         )
     plan = prepare(path, config, writes=False).plan
     del tokenizer

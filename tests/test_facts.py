@@ -48,6 +48,17 @@ def test_every_fact_is_published(states: list[Json]) -> None:
     assert not any(name.startswith("experts.") for name in facts.read(states[0]))
 
 
+def test_every_published_number_is_a_fact(states: list[Json]) -> None:
+    for state in states:
+        sections = {name: fields for name, fields in state.items() if isinstance(fields, dict)}
+        numbers = {f"{name}.{key}" for name, fields in sections.items() for key in fields if is_number(fields[key])}
+        assert numbers <= facts.FACTS.keys()
+
+
+def is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
 def test_a_metric_has_the_published_value(states: list[Json]) -> None:
     found = {metric.name: metric for metric in facts.metrics(states[1])}
     assert found["generated_tokens_total"] == ("generated_tokens_total", "tokens", "Tokens generated", "counter", 1.0)

@@ -128,6 +128,11 @@ class Lifecycle:
             assert self.engine is not None
             self.engine.lending.end()
 
+    def share_budget(self, nbytes: int) -> None:
+        """Count against the budget of the process. The smallest one of each model holds only those before it."""
+        if nbytes > self.plan.budget_bytes:
+            self.plan = replace(self.plan, budget_bytes=nbytes)
+
     def set_budget(self, nbytes: int, base_bytes: int, *, is_alone: bool) -> None:
         """Change the budget. If what can be given back is not enough, plan again and start at the next call."""
         with self._lock:

@@ -46,6 +46,9 @@ class StreamedModel(Protocol):
     def end_loans(self) -> None:
         """Free the memory that was lent, so that another model finds what is reserved for this one."""
 
+    def share_budget(self, nbytes: int) -> None:
+        """Count against a budget that other models raised: it stands for the process, and they are part of it."""
+
     def set_budget(self, nbytes: int, base_bytes: int, *, is_alone: bool) -> None:
         """Change the budget between passes.
 
@@ -186,6 +189,8 @@ class FlashManager:
                 except FlashError:
                     if waiting is model:
                         raise
+            for running in self.running:
+                running.share_budget(self.budget_bytes)
 
     def _promised_by_others(self, model: StreamedModel) -> int:
         """Return the bytes of the budget that other models will take, or may."""

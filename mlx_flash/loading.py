@@ -66,10 +66,15 @@ def load_model(
     model_config: dict[str, Any] | None = None,
     progress: Progress | None = None,
     group: mx.distributed.Group | None = None,
+    needed_context: int | None = None,
 ) -> tuple[FlashLLM, dict[str, Any]]:
     """Load a model from a directory, like ``mlx_lm.utils.load_model``; no tokenizer is needed.
 
-    Args, Raises: as :func:`load`.
+    Args:
+        needed_context: tokens of prompt and answer, if the caller knows them.
+        model_path, config, adapter_path, model_config, progress, group: as in :func:`load`.
+
+    Raises: as :func:`load`.
 
     Returns:
         The model and its configuration.
@@ -77,7 +82,7 @@ def load_model(
     config = config or FlashConfig.resolve()
     if not config.enabled:
         raise ConfigError("enabled is False, which leaves models to mlx-lm. Hint: load this one with mlx_lm.load.")
-    prepared = prepare(model_path, config, model_config, progress=progress, group=group)
+    prepared = prepare(model_path, config, model_config, progress=progress, group=group, needed_context=needed_context)
     model = FlashLLM(prepared, config, model_name(model_path))
     if adapter_path is not None:
         mlx_lm_utils.load_adapters(model, adapter_path)

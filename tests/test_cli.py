@@ -74,7 +74,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(model: Path) -> dict[str, Any]:
-    return run_json("generate", "--model", model, "--prompt", PROMPT, "-m", 24, "--ram-budget-gb", "min", forks=False)
+    flags = ["--prompt", PROMPT, "-m", 24, "--ram-budget-gb", "min", "--context-length", 64]
+    return run_json("generate", "--model", model, *flags, forks=False)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +181,7 @@ def test_report_adds_up(report: dict[str, Any]) -> None:
     assert report["disk_speed_share"] == pytest.approx(report["reading_bytes_per_second"] / probed)
     assert 0 <= report["generation_wait_share"] <= 1 and 0 <= report["prompt_wait_share"] <= 1
     assert report["generation_tokens"] == len(report["tokens"])
-    assert plan["context_length"] == report["prompt_tokens"] + 24
+    assert plan["context_length"] == 64 >= report["prompt_tokens"] + 24
     assert plan["peak_bytes"] == sum(part["bytes"] for part in plan["parts"]) <= plan["budget_bytes"]
     assert report["prefill_as_mlx_lm"] is (report["prefill_step_size"] >= report["prompt_tokens"] - 1)
     assert report["versions"]["mlx_flash"] == __version__
@@ -571,7 +572,7 @@ def test_report_of_a_mixture(traced: tuple[dict[str, Any], Path], mixture: Path)
     assert resident["tokens"] == report["tokens"]
     for name in [name for name in report if name.startswith("expert_")]:
         assert resident[name] is None
-    whole = run_json(*command, "--ram-budget-gb", "min", "--expert-pool-gb", 0)
+    whole = run_json(*command, "--ram-budget-gb", "min", "--context-length", 64, "--expert-pool-gb", 0)
     assert whole["tokens"] == report["tokens"] and whole["expert_hit_rate"] is None
     assert whole["bytes_read_per_token"] > 3 * report["bytes_read_per_token"]
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_flash
 from mlx_flash import BudgetError, FlashConfig, FlashManager, ReadError
@@ -53,6 +54,9 @@ class Model:
 
     def end_loans(self) -> None:
         self.num_recalls += 1
+
+    def share_budget(self, nbytes: int) -> None:
+        assert nbytes >= self.plan.budget_bytes
 
     def set_budget(self, nbytes: int, base_bytes: int, *, is_alone: bool) -> None:
         self.budgets.append((nbytes, is_alone))
@@ -161,3 +165,14 @@ def test_a_budget_must_hold_all_models(plan: ResidencyPlan) -> None:
     assert large.budgets == small.budgets == []
     manager.set_ram_budget(0.52)
     assert large.budgets == small.budgets == [(520 * MB, False)]
+
+
+def test_two_models_at_their_smallest_budgets_both_go_on(directory: Path, tmp_path: Path) -> None:
+    """The first one's budget did not count what the second one took, so its next long prompt was refused."""
+    config = FlashConfig(ram_budget_gb="min", context_length=300, prefill_step_size=64)
+    other = save(tmp_path, LLAMA, mx.bfloat16)
+    with mlx_flash.load_model(directory, config)[0] as first, mlx_flash.load_model(other, config)[0] as second:
+        for model in (first, second, first):
+            tokens = mx.array([[7 * i % 300 for i in range(290)]])
+            mx.eval(model(tokens, cache=make_prompt_cache(model)))
+        assert first.plan.budget_bytes == second.plan.budget_bytes == FlashManager.of_process().budget_bytes

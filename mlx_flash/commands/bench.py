@@ -13,7 +13,7 @@ from typing import TextIO
 import mlx.core as mx
 from rich.progress import DownloadColumn
 
-from mlx_flash.commands.common import make_config, print_json, print_rich, progress_bar
+from mlx_flash.commands.common import make_config, print_json, print_rich, progress_bar, tokenizer_if_any
 from mlx_flash.commands.render import labelled_lines, roofline
 from mlx_flash.commands.report import GenerationReport, Recorder, make_report
 from mlx_flash.config import GB, FlashConfig
@@ -48,6 +48,7 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
     """
     for file in path.glob("*.safetensors"):
         drop_file(file)
+    tokenizer = tokenizer_if_any(path, args)
     began = time.perf_counter()
     with progress_bar(args, "Loading", DownloadColumn()) as progress:
         # The text is noise: nothing is guessed from it.
@@ -68,6 +69,7 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
         else:
             cold += ", and reads bypass the page cache" if engine.reader.is_direct else " (a hint to the system)"
     run.finish_reason = "length"
+    del tokenizer
     return make_report(run, args.model, step), model.plan, cold
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import sys
@@ -38,7 +39,15 @@ def load_tokenizer(
     """Return mlx-lm's tokenizer, as ``mlx_lm.generate`` loads it. With a config, its budget is checked first."""
     from mlx_flash.engine import tokenizer
 
-    return tokenizer.load_tokenizer(path, {**(settings or {}), "trust_remote_code": args.trust_remote_code}, config)
+    trust = vars(args).get("trust_remote_code", False)  # commands without the flag do not
+    return tokenizer.load_tokenizer(path, {**(settings or {}), "trust_remote_code": trust}, config)
+
+
+def tokenizer_if_any(path: Path, args: argparse.Namespace) -> Any:
+    """Return the tokenizer of a folder, or None. Plans count it: it is part of the process when text is generated."""
+    with contextlib.suppress(OSError, ValueError):  # a folder without one can be planned for too
+        return load_tokenizer(path, args)
+    return None
 
 
 def note(words: str) -> None:

@@ -14,7 +14,7 @@ from rich.console import Group
 
 from mlx_flash.commands.bench import measure
 from mlx_flash.commands.budgets import budget_rows, budgets_to_json, render_budgets
-from mlx_flash.commands.common import make_config, print_json, print_rich
+from mlx_flash.commands.common import make_config, print_json, print_rich, tokenizer_if_any
 from mlx_flash.commands.render import labelled_lines, roofline
 from mlx_flash.commands.report import GenerationReport, Json, surroundings
 from mlx_flash.compat.require import TESTED
@@ -151,7 +151,9 @@ def _kind(disk: Disk) -> str:
 
 def _look_at_model(args: argparse.Namespace, path: Path, config: FlashConfig, out: TextIO) -> Json:
     """Measure a short run, then plan for several budgets with the speeds that it reached. Print, or return for JSON."""
+    tokenizer = tokenizer_if_any(path, args)
     prepared = prepare(path, config, writes=False)  # before the run, which takes memory
+    del tokenizer
     report, plan, _ = measure(args, path, config)
     reached = load_speed(prepared.machine.speed_key) or prepared.machine.speed
     rows = budget_rows(replace(prepared, machine=prepared.machine.at_speed(reached)), config)

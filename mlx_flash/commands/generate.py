@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -180,12 +181,13 @@ def load(
     """Return the model, and the draft model or None: streamed, or with ``--resident`` as mlx-lm loads them."""
     config = make_config(args)
     is_streamed = config.enabled and not args.resident
-    if is_streamed and config.context_length is None:
-        config = replace(config, context_length=needed_context(args, num_prompt_tokens, path))
+    needed = needed_context(args, num_prompt_tokens, path)
     with progress_bar(args, "Loading", DownloadColumn()) as progress:
         if is_streamed and args.draft_model is None:
-            streamed, _ = load_model(path, config, adapter_path=args.adapter_path, progress=progress, group=group)
-            return streamed, None
+            load_streamed = partial(load_model, path, config, progress=progress, group=group, needed_context=needed)
+            return load_streamed(adapter_path=args.adapter_path)[0], None
+        if is_streamed and config.context_length is None:
+            config = replace(config, context_length=needed)
         with apply_flash_patch(config) if is_streamed else contextlib.nullcontext():
             model, draft = mlx_lm_utils.load_model(path)[0], load_draft(args, path)
         if args.adapter_path:

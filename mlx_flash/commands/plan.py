@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TextIO
 from huggingface_hub import constants
 
 from mlx_flash.commands.budgets import budget_rows, budgets_to_json, render_budgets
-from mlx_flash.commands.common import load_tokenizer, make_config, print_json, print_rich
+from mlx_flash.commands.common import make_config, print_json, print_rich, tokenizer_if_any
 from mlx_flash.commands.preview import is_remote, preview
 from mlx_flash.commands.ranks import rank_parts, render_ranks
 from mlx_flash.commands.render import render_plan
@@ -34,12 +33,10 @@ def plan(args: argparse.Namespace, out: TextIO) -> int:
 
 
 def _plan(args: argparse.Namespace, path: Path, probe: Path | None, out: TextIO) -> int:
-    tokenizer = None
-    with contextlib.suppress(OSError, ValueError):  # a folder without one can be planned for too
-        tokenizer = load_tokenizer(path, args)
+    tokenizer = tokenizer_if_any(path, args)
     config = make_config(args)
     prepared = prepare(path, config, writes=False, probe=probe)
-    del tokenizer  # it had to be there: it is part of the process when text is generated
+    del tokenizer
     rows = budget_rows(prepared, config) if args.budgets else []
     parts = rank_parts(prepared, args.ranks) if args.ranks > 1 else []
     if args.json:

@@ -34,6 +34,7 @@ from mlx_flash.ranks.peers import Peers
 from mlx_flash.ranks.shares import RankSpeed, follow_files, share_layers
 from mlx_flash.ranks.spread import Spread
 from mlx_flash.ranks.tensor import Shards, divide
+from mlx_flash.residency.kv import for_context
 from mlx_flash.residency.machine import has_grown, look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan
 from mlx_flash.residency.search import make_plan
@@ -56,6 +57,7 @@ class Prepared:
         fingerprint: of what decides their output; None where there is no prefix cache.
         chain: what each rank computes; None where there is one rank.
         folder: the model's folder on this rank; None where there is one rank.
+        needed_context: tokens that the caller is going to compute at most; None where it is unknown.
     """
 
     loaded: LoadedModel
@@ -68,6 +70,7 @@ class Prepared:
     fingerprint: str | None = None
     chain: Spread | None = None
     folder: RankFolder | None = None
+    needed_context: int | None = None
 
     def renewed(self, config: FlashConfig, promised_bytes: int) -> Prepared:
         """Return it as of now: adapters may have changed modules, and other models may have taken memory.
@@ -76,7 +79,7 @@ class Prepared:
             config: how to stream.
             promised_bytes: the part of the budget that other models of the process will take, or may.
         """
-        config = config if self.chain is None else _settings_of_ranks(config)
+        config = self._settings(config)
         machine = look_at_memory(self.machine, promised_bytes)
         is_unchanged = self.identity.is_unchanged
         if is_unchanged and not has_grown(self.machine, machine):
@@ -96,7 +99,7 @@ class Prepared:
             config: the settings.
             base_bytes: the process without models, and what running adds to it.
         """
-        config = config if self.chain is None else _settings_of_ranks(config)
+        config = self._settings(config)
         others = max(0, self.machine.base_bytes - (base_bytes - self.machine.runtime_bytes))
         machine = replace(
             self.machine,
@@ -108,6 +111,10 @@ class Prepared:
             same = replace(config, prefill_step_size=self.plan.prefill_step_size)
             plan = replace(make_plan(self.sizes, same, machine), minimum_bytes=plan.minimum_bytes)
         return replace(self, plan=plan, machine=machine)
+
+    def _settings(self, config: FlashConfig) -> FlashConfig:
+        config = config if self.chain is None else _settings_of_ranks(config)
+        return for_context(self.sizes, config, self.needed_context)
 
 
 @contextmanager
@@ -133,6 +140,7 @@ def prepare(
     writes: bool = True,
     group: mx.distributed.Group | None = None,
     probe: Path | None = None,
+    needed_context: int | None = None,
     **loading: Any,
 ) -> Prepared:
     """Load a model lazily, find its units, and plan. Reads headers, no weights.
@@ -145,6 +153,7 @@ def prepare(
         writes: whether they may be written; if not, the plan is that of when they are.
         group: the ranks that share the model's layers; None for a model of this process alone.
         probe: a file to probe the disk with; None takes the largest shard.
+        needed_context: tokens of prompt and answer, if the caller knows them.
         loading: further arguments of ``mlx_lm.utils.load_model``.
     """
     map_large_blocks()
@@ -185,9 +194,12 @@ def prepare(
             chain = _share(loaded, _rank_speed(_sizes(loaded, layout), config, machine), able, peers)
         layout = chain.own_part(layout)
     sizes = _sizes(loaded, layout)
+    config = for_context(sizes, config, needed_context)
     plan = _agreed(make_plan(sizes, config, machine), sizes, config, machine, chain)
     identity = ModelIdentity(loaded.model)  # with the classes that the chain gives layers
-    return Prepared(loaded, layout, sizes, machine, plan, identity, checkpoint, fingerprint, chain, folder)
+    return Prepared(
+        loaded, layout, sizes, machine, plan, identity, checkpoint, fingerprint, chain, folder, needed_context
+    )
 
 
 def _settings_of_ranks(config: FlashConfig) -> FlashConfig:

@@ -22,7 +22,8 @@ def too_large(plan: ResidencyPlan, lanes: Sequence[Lane], need: Need, missing: i
     num_tokens, context = _sizes(lanes)
     total = plan.budget_bytes + missing
     kv = total - need.process - need.in_use - need.activations
-    hint = _hint(plan, max(x.tokens.num_at_once for x in lanes), context, any(x.call.wants_logits for x in lanes))
+    all_logits = any(x.call.wants_logits and x.call.num_tokens > x.call.batch_size for x in lanes)
+    hint = _hint(plan, max(x.tokens.num_at_once for x in lanes), context, all_logits)
     return BudgetError(
         f"a forward call with {num_tokens} new token{'s' * (num_tokens != 1)} in a context of {context} would take "
         f"the process to {total / MB:.1f} MB: {need.process / MB:.0f} MB for the process itself, "
@@ -54,7 +55,7 @@ def _hint(plan: ResidencyPlan, num_tokens: int, context: int, all_logits: bool) 
         return f"Hint: pass prefill_step_size={plan.prefill_step_size} to mlx_lm, or raise ram_budget_gb."
     if context > plan.context_length:
         return f"Hint: load the model with FlashConfig(context_length={2 * context}), or raise ram_budget_gb."
-    if all_logits and num_tokens > 1:
+    if all_logits:
         return (
             "Hint: ask for the logits of fewer tokens at a time; for several sequences at once load the model with a "
             "larger context_length, which counts tokens over all of them; or raise ram_budget_gb."

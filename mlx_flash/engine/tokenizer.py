@@ -18,6 +18,9 @@ from mlx_flash.residency.plan import in_gb
 LEAST_VALUE_BYTES = 250
 """Memory that each value of ``tokenizer.json`` takes at least while it is loaded. Measured: 262 (Gemma 3) to 360."""
 
+SMALL_BYTES = 16_000_000
+"""Below it, the plan refuses the budget, and names the smallest one."""
+
 _REACHED: dict[Path, int] = {}
 """The peak of the process while the tokenizer of a folder was loaded, if that was its highest so far."""
 
@@ -67,8 +70,9 @@ def _check_budget(path: Path, config: FlashConfig) -> None:
         return
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
         num_values = sum(content[at : at + _CHUNK].count(b",") for at in range(0, len(content), _CHUNK))
-    least = footprint() - active_memory() + num_values * LEAST_VALUE_BYTES
-    if least > budget:
+    loading = num_values * LEAST_VALUE_BYTES
+    least = footprint() - active_memory() + loading
+    if least > budget and loading > SMALL_BYTES:
         raise BudgetError(
             f"ram_budget_gb is {budget / GB:g}, but loading the tokenizer takes this process to about {in_gb(least)} "
             f"GB: {file} holds {num_values} values. Hint: `mlx-flash plan` names the smallest budget.",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
+from mlx_flash.residency.kv import PROMISED_CONTEXT, promised_bytes
 from mlx_flash.residency.plan import Machine, ResidencyPlan, round_up_to_mb
 from mlx_flash.residency.search import make_plan
 from mlx_flash.residency.sizes import ModelSizes
@@ -89,7 +90,7 @@ class BudgetRow:
 
     Attributes:
         plan: the plan.
-        longest_context: the longest of ``CONTEXTS`` that the budget holds, in memory or on disk; 0 for none.
+        longest_context: the longest of ``CONTEXTS`` that the budget holds, in memory or on disk, or the promised one.
     """
 
     plan: ResidencyPlan
@@ -98,12 +99,13 @@ class BudgetRow:
 
 def table_of_budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Iterator[BudgetRow]:
     """Yield plans from the smallest budget to the first that reads nothing, or to the machine's memory."""
+    promised = PROMISED_CONTEXT if promised_bytes(sizes, config) else 0
     contexts = {length: _minimum(sizes, config, machine, length) for length in CONTEXTS}
     for budget in _budgets(sizes, config, machine):
         plan = plan_with(sizes, config, machine, budget)
         if plan is not None:
             fitting = [length for length, least in contexts.items() if least is not None and least <= budget]
-            yield BudgetRow(plan, max(fitting, default=0))
+            yield BudgetRow(plan, max([promised, *fitting]))
             if not plan.read_bytes:
                 return
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_flash.config import GB, FlashConfig, KVMode
@@ -185,6 +185,21 @@ def promised_bytes(sizes: ModelSizes, config: FlashConfig) -> int:
     context = PROMISED_CONTEXT
     rows = least_bytes(sizes, config, context, 1, num_slots=1) if sizes.cache.rows else 0
     return rows + context * PROMPT_TOKEN_BYTES + Ledger(sizes.cache, sizes.activations).one_by_one(context, context)
+
+
+def for_context(sizes: ModelSizes, config: FlashConfig, num_tokens: int | None) -> FlashConfig:
+    """Return settings with room for a context. Where it is promised anyway, they stay as they are.
+
+    Args:
+        sizes: the model.
+        config: the settings.
+        num_tokens: prompt and answer; None for no limit.
+    """
+    if num_tokens is None or config.context_length is not None:
+        return config
+    if num_tokens <= PROMISED_CONTEXT and promised_bytes(sizes, config):
+        return config
+    return replace(config, context_length=num_tokens)
 
 
 def most_on_disk(sizes: ModelSizes, config: FlashConfig, context_length: int) -> int:

@@ -96,11 +96,12 @@ def _plan_with_kv(task: Task, *, like_memory: bool) -> ResidencyPlan:
         like_memory: take the prefill step and context of a plan with the cache in memory. Times decide between the two.
     """
     machine, options = task.machine, _options(task)
+    least = min(plan.peak_bytes for _, plan in options)
     reached = _told(machine.reached_bytes)
-    minimum = max(reached, min(plan.peak_bytes for _, plan in options))
+    minimum = max(reached, least)
     # A word is never a budget at which whole layers would be read because a pool is a little too large for it.
     budget = _budget(task.config, machine, max(reached, options[0][1].peak_bytes))
-    if budget < machine.reached_bytes:
+    if budget < machine.reached_bytes and least < reached:
         raise BudgetError(
             f"ram_budget_gb is {budget / GB:g}, but loading the tokenizer took this process to "
             f"{in_gb(machine.reached_bytes)} GB. Hint: give {in_gb(minimum)} or more, or 'min'.",

@@ -111,7 +111,8 @@ def compare(pool: KVPool, oracle: oracle_kv.KVBudget, conversations: list[list[A
         coming = {rows: oracle_kv.Coming(sizes_of(layers)[i], count, rows.length + count)}
         new = [rows_of(count, i % LAYERS)] * 2
         assert pool.ledger(coming).peak == oracle.needed(rows, new)  # type: ignore[arg-type]
-    if pool.is_quiet(layers, [count] * len(layers)):
+    if (width := pool.quiet_width(layers, [count] * len(layers))) is not None:
+        assert width == max(sum(rows.in_numbers.widths) for rows in layers)
         assert not pool.on_disk and call.peak == call.now and call.growth == 0
 
 

@@ -30,7 +30,10 @@ for _entry, _names in (
 
 def entries_of(cache: Iterable[Any]) -> list[Any]:
     """Return the entries of a prompt cache, and those of its lists of caches in their place."""
-    parts = (entries_of(entry.caches) if isinstance(entry, CacheList) else [entry] for entry in cache)
+    found = list(cache)
+    if not any(issubclass(kind, CacheList) for kind in set(map(type, found))):
+        return found
+    parts = (entries_of(entry.caches) if isinstance(entry, CacheList) else [entry] for entry in found)
     return [entry for part in parts for entry in part]
 
 

@@ -53,7 +53,7 @@ class Lane:
         quantized = [isinstance(entry, QuantizedKVCache) for entry in (*self.others, *self.own)]
         lengths = [_num_tokens(entry) for entry in self.others]
         own = zip(self.own, quantized[len(lengths) :], strict=True)
-        lengths += [entry.offset if is_quantized else entry.offset - entry.num_forgotten for entry, is_quantized in own]
+        lengths += [entry.offset if is_quantized else entry.rows.store.length for entry, is_quantized in own]
         return NewTokens(
             num_new=call.num_tokens,
             num_at_once=self.step * call.batch_size if self.step else call.num_tokens,

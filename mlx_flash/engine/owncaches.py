@@ -35,7 +35,7 @@ class OwnCaches:
         """True if all layers are in memory, with room for the new tokens. Then no sum over layers is needed."""
         if self._pool is None:
             return True
-        return len(self._pools) == 1 and self._pool.is_quiet(self._layers, self._num_new)
+        return len(self._pools) == 1 and self._pool.quiet_width(self._layers, self._num_new) is not None
 
     @property
     def growth(self) -> int:

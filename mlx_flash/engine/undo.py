@@ -50,7 +50,10 @@ def is_broken(entry: Any) -> bool:
 
 def broken(cache: Sequence[Any] | None) -> CacheError | None:
     """Return the error of a call with a prompt cache that was broken; None if it was not."""
-    return next((_error(entry) for entry in entries_of(cache or ()) if is_broken(entry)), None)
+    entries = entries_of(cache or ())
+    if not any(hasattr(kind, _MARK) for kind in set(map(type, entries))):
+        return None
+    return next(_error(entry) for entry in entries if is_broken(entry))
 
 
 _MARK = "_is_broken"

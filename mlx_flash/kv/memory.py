@@ -97,7 +97,8 @@ class MemoryRows:
     @property
     def length(self) -> int:
         """Number of tokens."""
-        return num_tokens(self.parts) if self.parts else self._length
+        parts = self.buffers.parts
+        return num_tokens(parts) if parts else self._length
 
     @property
     def examples(self) -> Sequence[mx.array]:

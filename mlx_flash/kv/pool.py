@@ -240,9 +240,9 @@ class KVPool(Residence):
         Returns:
             False, and nothing has changed, for any other call.
         """
-        if not self.is_quiet(layers, num_new):
+        largest = self.quiet_width(layers, num_new)
+        if largest is None:
             return False
-        largest = max([sum(rows.memory.buffers.widths) for rows in layers], default=0)
         eviction = 0 if self.options.budget_bytes is None else self.options.eviction_bytes([largest])
         if self.memory_bytes + eviction > limit:
             return False
@@ -251,11 +251,22 @@ class KVPool(Residence):
             self.budget_bytes, self.under_way_bytes = limit, eviction
         return True
 
-    def is_quiet(self, layers: Sequence[Rows], num_new: Sequence[int]) -> bool:
-        """Return whether the buffers of all layers have room for the new tokens of each."""
+    def quiet_width(self, layers: Sequence[Rows], num_new: Sequence[int]) -> int | None:
+        """Return the most bytes of a token in a layer if the buffers of all layers have room for the new tokens.
+
+        Returns:
+            None where they have not, where a layer is on disk, and where tokens may be dropped.
+        """
         if self.is_on_disk or self.options.max_tokens is not None:
-            return False
-        return not any(rows.memory.takes_more(more) for rows, more in zip(layers, num_new, strict=True))
+            return None
+        largest = 0
+        for rows, more in zip(layers, num_new, strict=True):
+            store = rows.store
+            if not isinstance(store, MemoryRows) or store.takes_more(more):
+                return None
+            if (width := store.buffers.nbytes // store.buffers.capacity) > largest:
+                largest = width
+        return largest
 
     def call(self, layers: Sequence[Rows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]) -> KVLedger:
         """Return the ledger of a call; the arguments are those of :meth:`admit`."""

@@ -23,7 +23,7 @@ class Rows:
     Attributes:
         store: the rows, in memory or on disk. What cannot change in one step is replaced as a whole, so that an
             interrupt leaves the old rows or the new ones: see :meth:`replace`.
-        group, index: as given.
+        options, group, index: as given.
         lineage: the layers with the same first tokens.
         stored: the first tokens in files of the prefix cache, while the rows are in memory. They go to disk without a
             copy, as far as these files are still there.
@@ -35,7 +35,7 @@ class Rows:
         self.index = index
         self.lineage = Lineage(self)
         self.stored: tuple[StoredRows, ...] = ()
-        self._step = options.step
+        self.options = options
         self._no_rows = MemoryRows(options)
 
     def replace(self, store: MemoryRows | DiskRows) -> None:
@@ -74,7 +74,7 @@ class Rows:
         if (disk := self.disk) is not None:
             return disk.layout
         examples = self.memory.examples
-        return RowLayout.of(examples, self._step) if examples else None
+        return RowLayout.of(examples, self.options.step) if examples else None
 
     @property
     def in_numbers(self) -> Layer:
@@ -89,7 +89,7 @@ class Rows:
         """Return whether so many new tokens take more memory. Called for each token."""
         if (disk := self.disk) is None:
             return self.memory.takes_more(num_new)
-        return round_up(disk.length, self._step) != round_up(disk.length + num_new, self._step)
+        return round_up(disk.length, self.options.step) != round_up(disk.length + num_new, self.options.step)
 
     @property
     def is_parked(self) -> bool:

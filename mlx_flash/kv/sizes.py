@@ -14,6 +14,9 @@ from mlx_flash.layout.arrays import arrays_in, nbytes_in
 _EXAMPLE_WIDTH = 512
 """Numbers in a head's row that any group size of quantization divides."""
 
+_PLAIN = {int, bool, type(None)}
+"""Classes of attributes that are part of a key as they are."""
+
 
 class Growth(NamedTuple):
     """Memory that an update of caches takes, in bytes.
@@ -82,7 +85,15 @@ def _growing(entry: Any) -> Iterator[Any]:
 
 def _key(entry: Any, row_bytes: int) -> Any:
     """Return a key that is equal for entries that grow alike; asked for every layer and token."""
-    return type(entry), *map(_shape_of, vars(entry).values()), row_bytes if entry.keys is None else 0
+    values = [
+        (value.shape, value.dtype)
+        if value.__class__ is mx.array
+        else value
+        if value.__class__ in _PLAIN
+        else _shape_of(value)
+        for value in vars(entry).values()
+    ]
+    return type(entry), *values, row_bytes if entry.keys is None else 0
 
 
 def _shape_of(value: Any) -> Any:

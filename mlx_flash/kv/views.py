@@ -104,8 +104,7 @@ class CacheViews:
 
 def can_be_viewed(cache: Sequence[Any]) -> bool:
     """Return whether views of all entries exist: they are mlx-lm's caches of one sequence, or of a pool."""
-    parts = entries_of(cache)
-    return all(isinstance(part, PooledCache) or type(part) in _KINDS for part in parts)
+    return all(issubclass(kind, PooledCache) or kind in _KINDS for kind in set(map(type, entries_of(cache))))
 
 
 def snapshot(cache: Sequence[Any]) -> Callable[[], None] | None:
@@ -127,9 +126,9 @@ def snapshot(cache: Sequence[Any]) -> Callable[[], None] | None:
 
 def trimmer(cache: Sequence[Any]) -> Callable[[], None] | None:
     """Return what trims every entry to the tokens that it has now; None if one cannot be trimmed."""
-    if not all(isinstance(entry, PooledCache | KVCache | QuantizedKVCache) for entry in cache):
+    if not all(issubclass(kind, PooledCache | KVCache | QuantizedKVCache) for kind in set(map(type, cache))):
         return None
-    if any(isinstance(entry, PooledCache) and entry.pool.options.max_tokens is not None for entry in cache):
+    if {entry.rows.options.max_tokens for entry in cache if isinstance(entry, PooledCache)} - {None}:
         return None
     offsets = [entry.offset for entry in cache]
 

@@ -7,6 +7,7 @@ limits and Activity Monitor shows; on Linux it is the resident set, shared libra
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ def footprint() -> int:
     """Return the bytes of memory that this process holds now."""
     if sys.platform == "darwin":
         return _darwin_footprint()[0]
-    return _linux_status("VmRSS") if sys.platform == "linux" else int(psutil.Process().memory_info().rss)
+    if sys.platform == "linux":  # asked before each token: a short file
+        return int((_PROC / "statm").read_bytes().split(maxsplit=2)[1]) * mmap.PAGESIZE
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_footprint() -> int:

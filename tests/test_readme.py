@@ -183,7 +183,7 @@ def test_one_command_starts_the_server() -> None:
     assert {block.text for block in BLOCKS if block.serves} == {the_block("docs/server.md", "mlx-flash serve").text}
 
 
-@runnable("python", without="openai")
+@runnable("python", without="8080")
 def test_python(block: Block, desk: Desk) -> None:
     assert len(desk.run_once(block).strip()) > 10
 
@@ -202,10 +202,11 @@ def test_the_first_command_gives_the_text_of_mlx_lm(desk: Desk) -> None:
     assert desk.run_once(first) == f"{stock_answer(desk, 100)}\n"
 
 
-def test_the_client_gets_the_text_of_mlx_lm(desk: Desk) -> None:
-    pytest.importorskip("openai")
+def test_clients_get_the_text_of_mlx_lm(desk: Desk) -> None:
     with server(desk):
-        assert desk.run(the_block("docs/server.md", "import openai")) == f"{stock_answer(desk, 50)}\n"
+        for client in ("openai", "ollama"):
+            pytest.importorskip(client)
+            assert desk.run(the_block("docs/server.md", f"import {client}")) == f"{stock_answer(desk, 50)}\n"
 
 
 def test_the_modelfile_sets_parameters_and_budget(desk: Desk) -> None:

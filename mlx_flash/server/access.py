@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_flash.errors import ConfigError, RefusedError
 from mlx_flash.files import read_regular
+from mlx_flash.server.shapes import error_reply
 
 API_KEY_VARIABLE = "MLX_FLASH_API_KEY"
 
@@ -94,8 +94,7 @@ class AccessMiddleware:
                 if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
                     self._access.check_key(headers.get("authorization"), headers.get("x-api-key"))
             except RefusedError as error:
-                value = {"error": {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}}
-                response = JSONResponse(value, error.status, {"Connection": "close"})
+                response = error_reply(scope["path"], error, {"Connection": "close"})
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -12,10 +12,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mlx_flash.errors import RefusedError
 from mlx_flash.server import metrics
 from mlx_flash.server.access import Access, AccessMiddleware
+from mlx_flash.server.ollama.routes import ollama_routes
 from mlx_flash.server.openai.routes import openai_routes
 from mlx_flash.server.service import Service
+from mlx_flash.server.shapes import error_reply
 
 
 def make_app(service: Service, access: Access) -> Starlette:
@@ -53,6 +56,7 @@ def make_app(service: Service, access: Access) -> Starlette:
         Route("/ready", ready),
         Route("/metrics", show_metrics),
         *openai_routes(service),
+        *ollama_routes(service),
     ]
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
 
@@ -60,5 +64,4 @@ def make_app(service: Service, access: Access) -> Starlette:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Return an error of the application itself: a path or a method that it does not have."""
     assert isinstance(error, HTTPException)
-    body = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": body}, error.status_code, error.headers)
+    return error_reply(request.url.path, RefusedError(error.detail, error.status_code), error.headers)

@@ -78,6 +78,12 @@ class Job:
         self.send(End(reason, stop, *counts, self.load_seconds, self._first - self._began, now - self._first))
         self.is_over = True
 
+    def end_without_answer(self) -> None:
+        """Send the end of a request that asks for no answer."""
+        num_prompt = 0 if self.prompt is None else len(self.prompt.tokens)
+        self.send(End("stop", None, num_prompt, 0, 0, self.load_seconds))
+        self.is_over = True
+
     def fail(self, error: RefusedError) -> None:
         """Send an error, the last event."""
         self.send(Failed(error))

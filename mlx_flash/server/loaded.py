@@ -90,7 +90,8 @@ class LoadedModel:
             job.prompt = make_prompt(request, self.tokenizer, defaults.template_options or {}, self.vocab_size)
         sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size)
         processors_of(request.sampling, defaults, self.vocab_size)
-        self._decide(job, [])
+        if request.work == "answer":
+            self._decide(job, [])
 
     def admits(self, job: Job) -> bool:
         """Return whether there is room for a request now. If so, kept caches leave what it needs."""

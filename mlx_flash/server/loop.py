@@ -98,7 +98,7 @@ class Loop:
             request = GenerationRequest.from_json(text)
             job = Job(number, request, self._catalog.find(request.model), answer)
             model = self._models.get(job.source)
-            if model is not None:
+            if model is not None and request.has_prompt:
                 model.prepare(job)
             self._waiting.append(job)
 
@@ -106,12 +106,19 @@ class Loop:
         """Begin with a request if there is room now. Return False if it has to wait for others."""
         is_settled = True
         with ends_alone(job.fail):
+            if job.request.work == "unload":
+                self._unload(job)
+                return True
             model = self._models.get(job.source) or self._load(job)
             if model is None:
                 is_settled = False
             else:
-                if job.prompt is None:
+                if job.prompt is None and job.request.has_prompt:
                     model.prepare(job)
+                if job.request.work != "answer":
+                    self._models.note_use(model, job.request.keep_alive)
+                    job.end_without_answer()
+                    return True
                 is_settled = model.admits(job)
                 if is_settled:
                     model.begin(job)
@@ -131,6 +138,13 @@ class Loop:
         model = self._models.load(job.source, report)
         job.load_seconds = time.perf_counter() - began
         return model
+
+    def _unload(self, job: Job) -> None:
+        """Unload the model of a request after its other requests, if it is in memory."""
+        model = self._models.get(job.source)
+        if model is not None:
+            self._models.note_use(model, 0.0)
+        job.end_without_answer()
 
     def _leave(self, number: int) -> None:
         """End a request whose client left."""

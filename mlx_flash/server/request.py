@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +44,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One answer to generate. Exactly one of ``messages``, ``prompt`` and ``tokens`` is set.
+    """One answer to generate. Exactly one of ``messages``, ``prompt`` and ``tokens`` is set, unless a model is loaded
+    or unloaded.
 
     Attributes:
         model: name of the model, as the client gave it.
+        work: the work: an answer, counting the tokens of its prompt, or loading or unloading the model.
         messages: of a conversation, as chat templates take them: ``content`` is text, arguments of calls are objects.
         prompt: text that the model goes on with.
         tokens: the same as numbers.
@@ -64,6 +66,7 @@ class GenerationRequest:
     """
 
     model: str
+    work: Literal["answer", "count", "load", "unload"] = "answer"
     messages: Sequence[dict[str, Any]] | None = None
     prompt: str | None = None
     tokens: Sequence[int] | None = None
@@ -76,6 +79,11 @@ class GenerationRequest:
     grammar: str | None = None
     one_call: bool = False
     keep_alive: float | None = None
+
+    @property
+    def has_prompt(self) -> bool:
+        """True if it has a prompt: requests that load or unload a model have none."""
+        return self.work in ("answer", "count")
 
     def to_json(self) -> str:
         """Return it as text for other ranks."""

@@ -13,6 +13,7 @@ from mlx_flash.errors import RefusedError
 from mlx_flash.server.answer import Answer
 from mlx_flash.server.body import Checked, read_body
 from mlx_flash.server.catalog import Catalog
+from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.replies import ClientLeftError
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.room import EngineRoom
@@ -43,6 +44,10 @@ class Service:
     def catalog(self) -> Catalog:
         """The models that requests can name."""
         return self.room.catalog
+
+    def loaded(self) -> list[LoadedModel]:
+        """Return the models in memory, to look at what does not change."""
+        return list(self.room.models)
 
     def submit(self, *requests: GenerationRequest) -> list[Answer]:
         """Send requests to the generation thread. Their answers end by themselves, or by ``leave()``.

@@ -1,0 +1,69 @@
+"""The paths of Ollama's dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from mlx_flash import __version__
+from mlx_flash.errors import RefusedError
+from mlx_flash.server.ollama.answers import chat, generate
+from mlx_flash.server.ollama.common import error_body, known_name
+from mlx_flash.server.ollama.schemas import ChatRequest, GenerateRequest, ShowRequest
+from mlx_flash.server.ollama.shown import listed, running, shown
+from mlx_flash.server.service import Service
+
+API_VERSION = "0.13.0"
+"""The version of Ollama whose API this is. Clients ask for it, and refuse old ones."""
+
+_MISSING = ("pull", "push", "create", "copy", "embed", "embeddings", "blobs/{digest:path}")
+
+
+def ollama_routes(service: Service) -> list[BaseRoute]:
+    """Return the paths of Ollama's dialect."""
+
+    async def tags(request: Request) -> Response:
+        def found() -> list[dict[str, Any]]:
+            return [listed(service.catalog.find(name)) for name in service.catalog.names()]
+
+        return JSONResponse({"models": await asyncio.to_thread(found)})
+
+    async def ps(request: Request) -> Response:
+        def found() -> list[dict[str, Any]]:
+            now = time.monotonic()
+            models = []
+            for loaded in service.loaded():
+                plan, expires = loaded.model.plan, loaded.expires
+                size = plan.model_bytes - plan.read_bytes
+                left = None if expires is None else expires - now
+                models.append(running(loaded.source, size, plan.context_length, left))
+            return models
+
+        return JSONResponse({"models": await asyncio.to_thread(found)})
+
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": API_VERSION, "mlx_flash": __version__})
+
+    async def show(service: Service, request: Request, body: ShowRequest) -> Response:
+        name = await known_name(service.catalog, body.model or body.name or "")
+        return JSONResponse(await asyncio.to_thread(lambda: shown(service.catalog.find(name))))
+
+    async def missing(request: Request) -> Response:
+        error = RefusedError(f"this server has no {request.url.path}: models come with its command line.", 501)
+        return JSONResponse(error_body(error), error.status)
+
+    return [
+        Route("/api/chat", service.endpoint(ChatRequest, chat, error_body), methods=["POST"]),
+        Route("/api/generate", service.endpoint(GenerateRequest, generate, error_body), methods=["POST"]),
+        Route("/api/show", service.endpoint(ShowRequest, show, error_body), methods=["POST"]),
+        Route("/api/tags", tags),
+        Route("/api/ps", ps),
+        Route("/api/version", version),
+        *(Route(f"/api/{name}", missing, methods=["POST"]) for name in _MISSING),
+        Route("/api/delete", missing, methods=["DELETE"]),
+    ]

@@ -1,0 +1,191 @@
+"""Requests in Ollama's dialect. A field that would change the answer and is not supported is an error."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from mlx_flash.server.body import Body
+from mlx_flash.server.openai.schemas import Name, Penalty, StopText
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"[+-]?(\d{1,15}(\.\d{0,9})?(ns|us|µs|ms|s|m|h)){1,10}")
+_PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
+
+NoValue = Annotated[list[Any], Field(max_length=0)]
+"""A list that must be empty, because what it could hold is not supported."""
+
+
+def seconds_of(value: float | str) -> float:
+    """Return a duration of Go, such as ``1h30m``, in seconds. Numbers are seconds.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, str):
+        return float(value)
+    text = value.strip()
+    if re.fullmatch(r"[+-]?\d{1,15}(\.\d{0,9})?", text):
+        return float(text)
+    if not _DURATION.fullmatch(text):
+        raise ValueError("a duration is a number of seconds, or a text such as 5m or 1h30m")
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text))
+    return -seconds if text.startswith("-") else seconds
+
+
+class Options(Body):
+    """Settings of an answer. Those of resources have no effect: the server's plan decides."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0, le=100)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    # Settings that are not supported, with the values that change nothing
+    tfs_z: Annotated[float, Field(ge=1, le=1)] | None = None
+    typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
+    mirostat: Annotated[int, Field(ge=0, le=0)] | None = None
+    mirostat_tau: Any = None
+    mirostat_eta: Any = None
+    penalize_newline: Literal[True] | None = None
+    # Settings of resources
+    numa: Any = None
+    num_keep: Any = None
+    num_ctx: Any = None
+    num_batch: Any = None
+    num_gpu: Any = None
+    main_gpu: Any = None
+    num_thread: Any = None
+    low_vram: Any = None
+    f16_kv: Any = None
+    logits_all: Any = None
+    vocab_only: Any = None
+    use_mmap: Any = None
+    use_mlock: Any = None
+    embedding_only: Any = None
+
+    @field_validator("num_predict")
+    @classmethod
+    def _is_some(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("num_predict is at least 1, or negative for the server's own limit")
+        return value
+
+
+class Asked(Body):
+    """Fields of requests for text."""
+
+    model: Name
+    stream: bool | None = None
+    options: Options | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncate: Any = None
+    shift: Any = None
+
+    @field_validator("keep_alive")
+    @classmethod
+    def _is_duration(cls, value: float | str | None) -> float | None:
+        return None if value is None else seconds_of(value)
+
+    @model_validator(mode="after")
+    def _has_logprobs(self) -> Asked:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
+        return self
+
+    @property
+    def streams(self) -> bool:
+        """True if the answer is sent in parts, which is the default."""
+        return self.stream is not False
+
+
+class CalledFunction(Body, extra="ignore"):
+    """The function of a call."""
+
+    name: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class MessageCall(Body, extra="ignore"):
+    """A call that the model asked for in an earlier message."""
+
+    id: str | None = None
+    function: CalledFunction
+
+
+class Message(Body, extra="ignore"):
+    """A message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: NoValue | None = None
+    tool_calls: list[MessageCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Body, extra="ignore"):
+    """The description of a function."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body, extra="ignore"):
+    """A function that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChatRequest(Asked):
+    """A request for the next message of a conversation. One without messages loads or unloads the model."""
+
+    messages: list[Message] | None = None
+    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ChatRequest:
+        if self.tools and self.format:
+            raise ValueError("tools and format cannot be used together")
+        return self
+
+
+class GenerateRequest(Asked):
+    """A request to answer a text. One without a text loads or unloads the model."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    template: Literal[""] | None = None
+    suffix: Literal[""] | None = None
+    context: NoValue | None = None
+    images: NoValue | None = None
+
+
+class ShowRequest(Body):
+    """A request for facts about a model; ``name`` is its older form."""
+
+    model: Name | None = None
+    name: Name | None = None
+    verbose: Any = None
+
+    @model_validator(mode="after")
+    def _has_name(self) -> ShowRequest:
+        if self.model is None and self.name is None:
+            raise ValueError("model is missing")
+        return self

@@ -1,0 +1,263 @@
+"""The server as Ollama's clients use it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from live import Live, live
+from mlx_flash import FlashConfig
+from mlx_flash.server.catalog import Source
+from mlx_flash.server.ollama.schemas import seconds_of
+from models import make_random_model
+from scripted import make_scripted_model, saying
+
+ollama = pytest.importorskip("ollama")
+
+SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Tell me about the sea"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(make_random_model(tmp_path_factory.mktemp("models") / "tiny", *SHAPE.split()))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Live]:
+    config = FlashConfig(ram_budget_gb=2.0, telemetry=False)
+    with live(Source(name="sea", base=str(folder), config=config)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[Any]:
+    with closing(ollama.Client(server.url)) as found:
+        yield found
+
+
+def reference(server: Live, **fields: Any) -> str:
+    return str(server.post(CHAT, {"messages": HELLO, **fields})[1]["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("name", ["sea", "sea:latest"])
+def test_chats_equal_openais(server: Live, client: Any, name: str) -> None:
+    options = {"num_predict": 8, "num_ctx": 4096, "num_thread": 3, "num_gpu": 99}
+    reply = client.chat(name, HELLO, options=options)
+    assert reply.message.content == reference(server, max_tokens=8)
+    assert (reply.model, reply.done, reply.done_reason, reply.eval_count) == (name, True, "length", 8)
+    assert 0 < reply.prompt_eval_duration + reply.eval_duration <= reply.total_duration < 60e9
+    parts = list(client.chat(name, HELLO, options=options, stream=True))
+    assert "".join(part.message.content for part in parts) == reply.message.content
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1].prompt_eval_count == reply.prompt_eval_count > 0
+
+
+def test_options_are_mapped(server: Live, client: Any) -> None:
+    options = {
+        "temperature": 0.9,
+        "top_k": 50,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "seed": 7,
+        "num_predict": 12,
+        "repeat_penalty": 1.3,
+        "repeat_last_n": 5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+    }
+    same = {
+        "temperature": 0.9,
+        "top_k": 50,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "seed": 7,
+        "max_tokens": 12,
+        "repetition_penalty": 1.3,
+        "repetition_context_size": 5,
+        "presence_penalty": 0.5,
+        "presence_context_size": 5,
+        "frequency_penalty": 0.25,
+        "frequency_context_size": 5,
+    }
+    found = client.chat("sea", HELLO, options=options).message.content
+    assert found == reference(server, **same) != reference(server, max_tokens=12)
+    whole = client.chat("sea", HELLO, options={"num_predict": 12}).message.content
+    stop = next(whole[i : i + 2] for i in range(2, len(whole)) if "\ufffd" not in whole[i : i + 2])
+    stopped = client.chat("sea", HELLO, options={"num_predict": 12, "stop": [stop]})
+    assert stopped.message.content == whole[: whole.index(stop)] and stopped.done_reason == "stop"
+
+
+def test_generate(server: Live, client: Any) -> None:
+    text = HELLO[0]["content"]
+    assert client.generate("sea", text, options={"num_predict": 6}).response == reference(server, max_tokens=6)
+    raw = server.post("/v1/completions", {"prompt": text, "max_tokens": 6})[1]["choices"][0]["text"]
+    parts = list(client.generate("sea", text, raw=True, options={"num_predict": 6}, stream=True))
+    assert "".join(part.response for part in parts) == raw
+    system = [{"role": "system", "content": "Be brief"}, *HELLO]
+    found = client.generate("sea", text, system="Be brief", options={"num_predict": 6}).response
+    assert found == client.chat("sea", system, options={"num_predict": 6}).message.content
+
+
+def test_answers_follow_a_schema(client: Any) -> None:
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 9, "minimum": 0}}}
+    schema |= {"required": ["age"], "additionalProperties": False}
+    reply = client.chat("sea", HELLO, format=schema, options={"temperature": 1, "seed": 3, "num_predict": 200})
+    assert 0 <= json.loads(reply.message.content)["age"] <= 9
+    assert client.generate("sea", "x", format="json", options={"num_predict": 4}).response.lstrip().startswith("{")
+
+
+def test_logprobs(client: Any) -> None:
+    reply = client.chat("sea", HELLO, options={"num_predict": 3}, logprobs=True, top_logprobs=2)
+    assert len(reply.logprobs) == 3
+    assert all(token.logprob == token.top_logprobs[0].logprob for token in reply.logprobs)
+
+
+def test_models_are_listed_shown_and_running(server: Live, client: Any, folder: Path) -> None:
+    (model,) = client.list().models
+    assert model.model == "sea:latest" and model.details.family == "llama" and len(model.digest) == 64
+    assert model.size == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    shown = client.show("sea:latest")
+    assert shown.details.family == "llama" and shown.capabilities[0] == "completion"
+    assert shown.modelinfo["llama.block_count"] == 3 and "num_predict 512" in shown.parameters
+    with pytest.raises(ollama.ResponseError, match="no model 'lake' here") as found:
+        client.show("lake:latest")
+    assert found.value.status_code == 404
+    client.chat("sea", HELLO, options={"num_predict": 1})
+    (running,) = client.ps().models
+    assert running.model == "sea:latest" and running.context_length > 0 and running.size_vram > 0
+    status, version = server.get("/api/version")
+    assert status == 200 and version["version"].count(".") == 2
+
+
+def test_models_are_loaded_and_unloaded(server: Live, client: Any) -> None:
+    def has_model() -> bool:
+        return len(client.ps().models) == 1
+
+    def wait_until_empty() -> None:
+        deadline = time.monotonic() + 10
+        while has_model():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    assert client.generate("sea").done_reason == "load" and has_model()
+    assert client.generate("sea", keep_alive=0).done_reason == "unload"
+    wait_until_empty()
+    assert client.chat("sea", keep_alive=0).done_reason == "unload" and not has_model()
+    parts = list(client.chat("sea", HELLO, options={"num_predict": 2}, stream=True, keep_alive="1h30m"))
+    assert parts[0].message.content == "" and parts[-1].load_duration > 0
+    (running,) = client.ps().models
+    assert 5000 < running.expires_at.timestamp() - time.time() < 5401
+    _, lines = server.post("/api/generate", {"model": "sea", "keep_alive": "-1s"})
+    assert json.loads(lines[-1])["done"] is True
+    assert client.ps().models[0].expires_at.timestamp() - time.time() > 1e9
+    client.chat("sea", HELLO, options={"num_predict": 2}, keep_alive=0)
+    wait_until_empty()
+
+
+def test_loading_is_shown_by_status_lines(server: Live, client: Any) -> None:
+    client.generate("sea", keep_alive=0)
+    deadline = time.monotonic() + 10
+    while client.ps().models:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    _, lines = server.post("/api/chat", {"model": "sea", "messages": HELLO, "options": {"num_predict": 2}})
+    parts = [json.loads(line) for line in lines]
+    assert parts[0]["status"] == "loading" and parts[0]["message"]["content"] == "" and not parts[0]["done"]
+    assert any(part.get("status") == "prompt" and part["total"] > 0 for part in parts)
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("chat", {"messages": HELLO, "options": {"mirostat": 2}}, "options.mirostat"),
+    ("chat", {"messages": HELLO, "options": {"tfs_z": 0.5}}, "options.tfs_z"),
+    ("chat", {"messages": HELLO, "options": {"typical_p": 0.7}}, "options.typical_p"),
+    ("chat", {"messages": HELLO, "options": {"heat": 1}}, "options.heat"),
+    ("chat", {"messages": HELLO, "options": {"num_predict": 0}}, "options.num_predict"),
+    ("chat", {"messages": HELLO, "options": {"temperature": True}}, "options.temperature"),
+    ("chat", {"messages": HELLO, "options": {"temperature": 1, "top_k": 1000}}, "top_k"),
+    ("chat", {"messages": HELLO, "format": "xml"}, "format"),
+    ("chat", {"messages": HELLO, "format": {"type": 7}}, "schema"),
+    ("chat", {"messages": HELLO, "keep_alive": "soon"}, "keep_alive"),
+    ("chat", {"messages": HELLO, "think": "deeply"}, "think"),
+    ("chat", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool"),
+    ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages.0.images"),
+    ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+    ("generate", {"prompt": "x", "suffix": "y"}, "suffix"),
+    ("generate", {"prompt": "x", "template": "{{ .Prompt }}"}, "template"),
+    ("generate", {"prompt": "x", "context": [1, 2]}, "context"),
+    ("generate", {"prompt": "x", "images": ["aGk="]}, "images"),
+    ("generate", {"prompt": "x", "model": "lake"}, "lake"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "words"), WRONG, ids=[f"{wrong[2]}-{i}" for i, wrong in enumerate(WRONG)])
+def test_wrong_requests_name_the_field(server: Live, path: str, body: dict[str, Any], words: str) -> None:
+    status, reply = server.post(f"/api/{path}", {"model": "sea", **body})
+    assert status == (404 if words == "lake" else 400) and isinstance(reply["error"], str) and words in reply["error"]
+
+
+def test_settings_that_change_nothing_are_ignored(server: Live, client: Any) -> None:
+    options = {"mirostat": 0, "mirostat_tau": 5.0, "tfs_z": 1.0, "typical_p": 1.0, "use_mmap": True, "num_predict": 8}
+    found = client.chat("sea", HELLO, options={**options, "num_keep": 4, "repeat_last_n": 0}, think=False)
+    assert found.message.content == reference(server, max_tokens=8)
+
+
+def test_unknown_paths_have_ollamas_errors(server: Live, client: Any) -> None:
+    with pytest.raises(ollama.ResponseError, match="/api/embed") as found:
+        client.embed("sea", "text")
+    assert found.value.status_code == 501
+    assert server.get("/api/chat") == (405, {"error": "Method Not Allowed"})
+    assert server.get("/api/nothing") == (404, {"error": "Not Found"})
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_tools_and_thinking(tmp_path: Path, streams: bool) -> None:
+    def weather(city: str) -> str:
+        """Return the weather.
+
+        Args:
+            city: the city
+        """
+        return city
+
+    folder = str(make_scripted_model(tmp_path / "model"))
+    prompts: list[str] = []
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Seoul"}}</tool_call>'
+    with live(folder) as server, closing(ollama.Client(server.url)) as client:
+
+        def ask(messages: list[Any], think: bool | None = None) -> Any:
+            found = client.chat(folder, messages, tools=[weather], think=think, stream=streams)
+            parts = list(found) if streams else [found]
+            assert parts[-1].done_reason == "stop"
+            calls = [call for part in parts for call in part.message.tool_calls or []]
+            texts = ["".join(getattr(part.message, name) or "" for part in parts) for name in ("content", "thinking")]
+            return *texts, calls
+
+        with saying(f"<think>Hm.</think>Wait. {call}", prompts):
+            content, thinking, calls = ask(HELLO)
+        assert (content.strip(), thinking, calls[0].function.name) == ("Wait.", "Hm.", "weather")
+        assert calls[0].function.arguments == {"city": "Seoul"}
+        told = [
+            {"role": "assistant", "content": "Wait.", "thinking": "Hm.", "tool_calls": calls},
+            {"role": "tool", "content": "Rain", "tool_name": "weather"},
+        ]
+        with saying("It rains.", prompts):
+            assert ask([*HELLO, *told], think=False) == ("It rains.", "", [])
+    assert '"name": "weather"' in prompts[0] and not prompts[0].strip().endswith("-")
+    assert "<think>Hm.</think>Wait." in prompts[-1] and call in prompts[-1] and "<|tool|>Rain" in prompts[-1]
+    assert prompts[-1].strip().endswith("-")
+
+
+def test_durations() -> None:
+    found = [seconds_of(text) for text in ("5m", "1h30m", "-1", "0", "500ms", "-1h", "1.5s", 3, 0.25)]
+    assert found == [300, 5400, -1, 0, 0.5, -3600, 1.5, 3, 0.25]
+    for text in ("", "m", "5 m", "5x", "1h-1m"):
+        with pytest.raises(ValueError, match="duration"):
+            seconds_of(text)

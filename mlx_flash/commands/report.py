@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -13,7 +14,7 @@ import mlx.nn as nn
 
 from mlx_flash import __version__
 from mlx_flash.experts.slots import ExpertStats
-from mlx_flash.facts import Facts, Sample
+from mlx_flash.facts import FACTS, Facts, Sample
 from mlx_flash.kv.stats import KVUsage
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.memory.footprint import peak_footprint
@@ -76,10 +77,17 @@ class Recorder:
             sections = {"passes": model.counters, "read": engine.reader.stats, "stream": engine.stream.stats}
             numbers: Any
             for section, numbers in {**sections, "experts": self._experts, "kv": kv}.items():
-                values = ((field.name, getattr(numbers, field.name)) for field in fields(numbers))
-                found.update((f"{section}.{name}", value) for name, value in values if value is not None)
+                places = _places(section, type(numbers))  # type: ignore[arg-type]
+                values = ((name, getattr(numbers, key)) for name, key in places)
+                found.update({name: value for name, value in values if value is not None})
             found["loans.saved_bytes"] = engine.loans.saved_bytes
         return Sample(time.perf_counter(), found)
+
+
+@cache
+def _places(section: str, numbers: Any) -> list[tuple[str, str]]:
+    """Return the names of the facts that the fields of a class of counters are."""
+    return [(name, field.name) for field in fields(numbers) if (name := f"{section}.{field.name}") in FACTS]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,6 @@ _CONTEXT.set_forkserver_preload(
     [
         "mlx_lm",
         "mlx_lm.server",
-        "mlx_lm.chat",
         "transformers.models.auto.tokenization_auto",
         "mlx_flash.commands.generate",
         "mlx_flash.commands.serve",

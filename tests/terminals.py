@@ -26,11 +26,14 @@ class Shell:
         self.master, slave = pty.openpty()
         words = [sys.executable, *map(str, program)]
         start = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-        self.process = subprocess.Popen(words, stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, preexec_fn=start)
+        env = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # nobody answers questions for the cursor
+        self.process = subprocess.Popen(
+            words, stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, preexec_fn=start, env=env
+        )
         os.close(slave)
         self.text = ""
 
-    def wait_for(self, words: str, seconds: float = 100) -> None:
+    def wait_for(self, words: str, seconds: float = 40) -> None:
         """Read until words come that were not seen yet, and forget what came before them."""
         end = time.monotonic() + seconds
         while words not in self.text:
@@ -38,7 +41,7 @@ class Shell:
             self._read()
         self.text = self.text[self.text.index(words) + len(words) :]
 
-    def wait_for_more(self, seconds: float = 100) -> None:
+    def wait_for_more(self, seconds: float = 40) -> None:
         """Read until some text comes, such as the begin of an answer."""
         end = time.monotonic() + seconds
         while not self.text.strip():

@@ -85,8 +85,8 @@ def test_a_signal_that_python_drops_in_a_finalizer_is_repeated(name: str, status
 @pytest.mark.parametrize("seconds", [0.0, 0.2])
 def test_the_second_ctrl_c_ends_the_program(seconds: float) -> None:
     shell = Shell("-m", "mlx_flash", "run", TINY, "--max-tokens", "-1")
-    shell.wait_for(">>> ")
-    shell.type("Hello\n")
+    shell.wait_for(">>>")
+    shell.type("Hello\r")
     shell.wait_for("Hello")
     shell.wait_for_more()
     time.sleep(seconds)

@@ -189,6 +189,15 @@ def _add_generate_flags(parser: Parser) -> None:
     add("--routing-trace", type=Path, metavar="FILE", help="record the experts of each token, for benchmarks")
 
 
+def _add_chat_flags(parser: Parser) -> None:
+    """Add mlx-lm's own flags. Those that a Modelfile may give have no default."""
+    borrow_flags(parser, "chat", parse=True)
+    parser.set_defaults(temp=None, top_p=None, max_tokens=None)
+    parser.add_argument(
+        "--verbose", action="store_const", const=LOG, default=False, help="print the log, and all measurements"
+    )
+
+
 _JSON = _flag("--json", action="store_true", help="write one JSON object to stdout")
 _ACCESS = (
     _flag("--api-key-file", type=Path, metavar="FILE", help="a key that clients must send (also MLX_FLASH_API_KEY)"),
@@ -278,7 +287,7 @@ COMMANDS = {
         _RUN,
         model=False,
     ),
-    "chat": Command("--model MODEL [flags]", "run mlx-lm's chat, streaming", "chat", model=False),
+    "chat": Command("--model MODEL [flags]", "chat, with the flags of mlx-lm's chat", _add_chat_flags, model=False),
     "serve": Command(
         "--model MODEL [flags]",
         "answer requests in OpenAI's dialect",

@@ -1,79 +1,37 @@
-"""``mlx-flash chat``: mlx-lm's chat on a streamed model, with Ctrl-C and slash commands."""
+"""``mlx-flash chat``: a conversation, with the flags of mlx-lm's chat."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
-from typing import Any
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
 
-from mlx_lm import chat
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+import mlx.core as mx
 
-from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
-from mlx_flash.config import GB
-from mlx_flash.generation import stream_generate
-from mlx_flash.memory.footprint import peak_footprint
-from mlx_flash.monitor.words import speed
-
-BYE = ("/bye", "/exit", "/quit")
-LETTERS = {**dict.fromkeys(BYE, "q"), "/clear": "r", "/?": "h", "/help": "h"}
-"""Slash commands, each with the letter that mlx-lm's chat takes for it."""
-
-HELP = "/? help, /clear forget the conversation, /bye (or Ctrl-D) exit; Ctrl-C stops an answer, twice exits"
+from mlx_flash.commands.common import dial, make_config
+from mlx_flash.commands.mlx_lm import chat_on_ranks
+from mlx_flash.commands.run import described_model, talk_about
+from mlx_flash.config import FlashConfig
+from mlx_flash.ranks.peers import launched_group
 
 
-class FlashChatUI(chat.ChatUI):  # type: ignore[misc]
-    """mlx-lm's chat with slash commands, and a footer that shows the peak memory of the process."""
-
-    def prompt(self) -> str:
-        try:
-            text: str = super().prompt()
-        except EOFError:
-            return "q"
-        return LETTERS.get(text.strip(), text)
-
-    def say_help(self) -> None:
-        super().say_help()
-        print(HELP, file=sys.stderr)
-
-    def end_turn(self, response: Any) -> None:
-        self.stream_token("\n")
-        if response is not None:
-            made = f"{response.generation_tokens} tokens, {speed(response.generation_tps)}"
-            print(f"  {made}; prompt {speed(response.prompt_tps)}; peak memory {peak_footprint() / GB:.2f} GB")
-
-
-def stoppable(model: Any, tokenizer: Any, prompt: Any, **options: Any) -> Iterator[Any]:
-    """Yield what ``mlx_lm.stream_generate`` yields, until Ctrl-C."""
-    cache = options["prompt_cache"]
-    before = _length(cache)
-    with Interrupts() as interrupts:
-        responses = stream_generate(model, tokenizer, prompt, prompt_progress_callback=interrupts.check, **options)
-        try:
-            for response in responses:
-                yield response
-                if interrupts.stopped:
-                    return
-        except AnswerStoppedError:
-            if can_trim_prompt_cache(cache):
-                trim_prompt_cache(cache, _length(cache) - before)
-            else:
-                print("A part of the prompt stays in the conversation; /clear forgets it.", file=sys.stderr)
-        finally:
-            responses.close()
-
-
-def _length(cache: list[Any]) -> int:
-    return max((entry.offset for entry in cache if isinstance(getattr(entry, "offset", None), int)), default=0)
-
-
-@contextlib.contextmanager
-def chat_habits() -> Iterator[None]:
-    """Give mlx-lm's chat Ctrl-C, slash commands and our footer while the context lasts."""
-    stock = chat.ChatUI, chat.stream_generate
-    chat.ChatUI, chat.stream_generate = FlashChatUI, stoppable
-    try:
-        yield
-    finally:
-        chat.ChatUI, chat.stream_generate = stock
+def chat(args: argparse.Namespace, out: TextIO) -> int:
+    """Run ``mlx-flash chat``. Where several ranks share a model, mlx-lm's own chat runs."""
+    if launched_group() is not None or args.pipeline:
+        return chat_on_ranks(args, make_config(args), out)
+    modelfile = described_model(args.model)
+    given = {"temperature": args.temp, "top_p": args.top_p}
+    parameters = replace(modelfile.parameters, **{name: value for name, value in given.items() if value is not None})
+    modelfile = replace(
+        modelfile,
+        adapter=Path(args.adapter_path) if args.adapter_path else modelfile.adapter,
+        system=args.system_prompt or modelfile.system,
+        parameters=parameters,
+    )
+    config = FlashConfig.resolve(modelfile=modelfile.flash, **dial(args))
+    mx.random.seed(args.seed)
+    xtc = {"xtc_probability": args.xtc_probability, "xtc_threshold": args.xtc_threshold}
+    settings = {"trust_remote_code": True} if args.trust_remote_code else {}
+    talk_about(args, modelfile, config, None, out, settings, max_kv_size=args.max_kv_size, xtc=xtc)
+    return 0

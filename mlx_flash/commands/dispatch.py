@@ -27,6 +27,7 @@ EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 1, 130, 141, 1
 TRACEBACK_VARIABLE = "MLX_FLASH_TRACEBACK"
 
 _REPEAT_SECONDS = 0.01
+_CLEAR_LINE = "\r\x1b[K"
 
 Run = Callable[[argparse.Namespace, TextIO], int]
 
@@ -43,7 +44,7 @@ def run_command(argv: Sequence[str]) -> int:
     _set_loudness(args)
     try:
         with _ended_by_sigterm(), _interrupts_repeated(), contextlib.redirect_stdout(sys.stderr):  # libraries print
-            with _ended_at_once():
+            with _sign_of_life(args), _ended_at_once():
                 run = _load_command(args.command)
             return run(args, out)
     except _TerminatedError:
@@ -81,9 +82,10 @@ def _load_command(name: str) -> Run:
 def _load_commands_of_models() -> dict[str, Run]:
     from mlx_flash.commands.bench import bench
     from mlx_flash.commands.cache import cache
+    from mlx_flash.commands.chat import chat
     from mlx_flash.commands.doctor import doctor
     from mlx_flash.commands.generate import generate
-    from mlx_flash.commands.mlx_lm import chat, execute
+    from mlx_flash.commands.mlx_lm import execute
     from mlx_flash.commands.models import list_
     from mlx_flash.commands.pack import pack
     from mlx_flash.commands.plan import plan
@@ -145,11 +147,26 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _sign_of_life(args: argparse.Namespace) -> Iterator[None]:
+    """Show a line on a terminal while the libraries of a conversation are imported, which takes seconds."""
+    if args.command not in ("run", "chat") or args.quiet or not sys.stderr.isatty():
+        yield
+        return
+    sys.stderr.write("mlx-flash is starting ...")
+    sys.stderr.flush()
+    try:
+        yield
+    finally:
+        sys.stderr.write(_CLEAR_LINE)
+        sys.stderr.flush()
+
+
+@contextlib.contextmanager
 def _ended_at_once() -> Iterator[None]:
     """Let Ctrl-C end the process during imports, where C code may turn an exception into another one or drop it."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
-        os.write(2, b"mlx-flash: interrupted\n")
+        os.write(2, b"\nmlx-flash: interrupted\n" if sys.stderr.isatty() else b"mlx-flash: interrupted\n")
         os._exit(EXIT_INTERRUPTED)
 
     if not _handles_signals():

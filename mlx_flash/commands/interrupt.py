@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 from types import FrameType
@@ -50,6 +51,11 @@ class Interrupts:
             for fd in self._pipe:
                 os.close(fd)
             self._pipe = None
+
+    @property
+    def is_pressed(self) -> bool:
+        """True once the user pressed Ctrl-C, even while an operation of MLX keeps Python from calling the handler."""
+        return self.stopped or (self._pipe is not None and bool(select.select([self._pipe[0]], [], [], 0)[0]))
 
     def check(self, done: int, total: int) -> None:
         """End the prompt's computation after Ctrl-C. A ``prompt_progress_callback`` of mlx-lm.

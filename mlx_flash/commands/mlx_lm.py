@@ -1,4 +1,4 @@
-"""``mlx-flash exec`` and ``chat``: mlx-lm's own programs, under the patch."""
+"""``mlx-flash exec``, and ``chat`` on several ranks: mlx-lm's own programs, under the patch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TextIO
 
-from mlx_flash.commands.chat import HELP, chat_habits
-from mlx_flash.commands.common import dial, make_config, note
-from mlx_flash.config import GB, FlashConfig
-from mlx_flash.engine.prepare import prepare, resolve
-from mlx_flash.engine.tokenizer import load_tokenizer
+from mlx_flash.commands.common import make_config
+from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
 from mlx_flash.integration.mlx_lm import apply_flash_patch
-from mlx_flash.monitor.words import size, speed
+
+_CHAT_FLAGS = (
+    *("model", "adapter_path", "temp", "top_p", "xtc_probability", "xtc_threshold", "seed", "max_kv_size"),
+    *("prefill_step_size", "max_tokens", "system_prompt"),
+)
+"""The flags of ``mlx_lm.chat`` that have values."""
 
 
 def execute(args: argparse.Namespace, out: TextIO) -> int:
@@ -30,51 +32,13 @@ def execute(args: argparse.Namespace, out: TextIO) -> int:
         return run_program(command)
 
 
-def chat(args: argparse.Namespace, out: TextIO) -> int:
-    """Run ``mlx-flash chat``: mlx-lm's chat."""
-    config, flags = make_config(args), _with_prefill_step(args)
-    _plan(_model_of(flags), config)
-    note(HELP)
-    with apply_flash_patch(config), chat_habits(), contextlib.redirect_stdout(out):
-        return run_program(["mlx_lm.chat", *flags])
-
-
-def _with_prefill_step(args: argparse.Namespace) -> list[str]:
-    """Return the flags for mlx-lm's own parser. ``--prefill-step-size`` goes to both parsers."""
-    step = dial(args)["prefill_step_size"]
-    return [*args.rest, *(() if step is None else ("--prefill-step-size", str(step)))]
-
-
-def _model_of(flags: Sequence[str]) -> str | None:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model")
-    model: str | None = parser.parse_known_args(list(flags))[0].model
-    return model
-
-
-def _plan(model: str | None, config: FlashConfig) -> None:
-    """Plan ahead, to refuse an impossible budget at once, and print the plan in one line.
-
-    Raises:
-        ConfigError: the model has no chat template.
-        BudgetError: the budget cannot hold the model.
-    """
-    if model is None or not config.enabled:
-        return
-    path = resolve(model)
-    tokenizer = load_tokenizer(path, config=config)  # takes memory too
-    if not tokenizer.has_chat_template:
-        raise ConfigError(
-            f"chat: the tokenizer of {path} has no chat template, so it cannot tell who speaks. Hint: continue a text "
-            "with `mlx-flash generate`, or add the chat_template.jinja of the model's repository."
-        )
-    plan = prepare(path, config, writes=False).plan
-    del tokenizer
-    expected = f", about {speed(1 / plan.opening_seconds)}" if plan.opening_seconds else ""
-    note(
-        f"mlx-flash: {size(plan.model_bytes)} of weights in a budget of {plan.budget_bytes / GB:.3f} GB: "
-        f"{size(plan.read_bytes)} read for each token{expected}"
-    )
+def chat_on_ranks(args: argparse.Namespace, config: FlashConfig, out: TextIO) -> int:
+    """Run mlx-lm's chat, in which several ranks share a model."""
+    given = {name: getattr(args, name) for name in _CHAT_FLAGS}
+    words = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
+    switches = [f"--{name.replace('_', '-')}" for name in ("trust_remote_code", "pipeline") if getattr(args, name)]
+    with apply_flash_patch(config), contextlib.redirect_stdout(out):
+        return run_program(["mlx_lm.chat", *(word for pair in words for word in pair), *switches])
 
 
 def run_program(command: Sequence[str]) -> int:

@@ -6,30 +6,30 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import mlx.nn as nn
 import mlx_lm
 
-from mlx_flash.commands.chat import BYE, HELP
-from mlx_flash.commands.common import dial, note, print_rich
-from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
-from mlx_flash.commands.render import render_generation
-from mlx_flash.commands.report import Recorder, make_report
-from mlx_flash.config import FlashConfig, did_you_mean
+from mlx_flash.commands.common import dial, note
+from mlx_flash.commands.lines import make_reader
+from mlx_flash.commands.slash import COMPLETIONS
+from mlx_flash.commands.status import Status
+from mlx_flash.commands.talk import Talk
+from mlx_flash.config import FlashConfig
+from mlx_flash.engine.engine import Progress
 from mlx_flash.errors import ConfigError
 from mlx_flash.layout.hub import is_ollama_name
 from mlx_flash.loading import load
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import Conversation
+from mlx_flash.modelfile.named import named_models
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
-from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
-
-COMMANDS = (*BYE, "/clear", "/?", "/help")
 
 
 def run(args: argparse.Namespace, out: TextIO) -> int:
@@ -42,15 +42,46 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
         from mlx_flash.commands.serve import serve_modelfile  # an extra
 
         return serve_modelfile(modelfile, config, args)
-    began = time.perf_counter()
-    with loaded(modelfile, config) as (model, tokenizer):
-        conversation = Conversation(model, tokenizer, modelfile, args.max_tokens)
-        answer = partial(_answer, conversation, model, time.perf_counter() - began, args.verbose, out)
-        if prompt is not None or not sys.stdin.isatty():
-            answer(sys.stdin.read() if prompt is None else prompt)
-        else:
-            _converse(conversation, answer)
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read()
+    talk_about(args, modelfile, config, prompt, out)
     return 0
+
+
+def talk_about(
+    args: argparse.Namespace,
+    modelfile: Modelfile,
+    config: FlashConfig,
+    prompt: str | None,
+    out: TextIO,
+    tokenizer_config: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> None:
+    """Load a model, and answer a prompt or hold a conversation.
+
+    Args:
+        args: ``max_tokens``, ``verbose`` and ``quiet``.
+        modelfile: the model, its prompts and its sampling.
+        config: how to stream.
+        prompt: the only message; None converses.
+        out: receives the answers.
+        tokenizer_config: settings of the tokenizer.
+        options: further arguments of :class:`Conversation`.
+    """
+    if args.max_tokens is not None:
+        modelfile = replace(modelfile, parameters=replace(modelfile.parameters, num_predict=args.max_tokens))
+    read = make_reader(COMPLETIONS) if prompt is None else None  # before loading: libraries are in the budget, too
+    began = time.perf_counter()
+    with ExitStack() as stack:
+        with Status(f"loading {modelfile.base}", is_shown=not args.quiet) as status:
+            loading = loaded(modelfile, config, status.show_loading, tokenizer_config)
+            model, tokenizer = stack.enter_context(loading)
+        conversation = Conversation(model, tokenizer, modelfile, **options)
+        talk = Talk(conversation, model, time.perf_counter() - began, out, bool(args.verbose))
+        if read is not None:
+            talk.converse(read)
+        elif prompt is not None:
+            talk.answer(prompt)
 
 
 def _described(args: argparse.Namespace) -> tuple[Modelfile, str | None]:
@@ -67,65 +98,39 @@ def _described(args: argparse.Namespace) -> tuple[Modelfile, str | None]:
         raise ConfigError(f"run takes one prompt, not {len(words)}. Hint: put a prompt of several words in quotes.")
     prompt = words[0] if words else None
     if model is not None:
-        return Modelfile(path=Path(model), base=model), prompt
+        return described_model(model), prompt
     if args.file is None and not Path("Modelfile").exists():
         raise ConfigError('run found neither a model nor ./Modelfile. Hint: mlx-flash run DIR_OR_REPO "PROMPT"')
     return read_modelfile(args.file or "Modelfile"), prompt
 
 
+def described_model(name: str) -> Modelfile:
+    """Return the Modelfile with a name, or one that only names a folder or repository."""
+    if not Path(name).is_dir() and (path := named_models().get(name)):
+        return read_modelfile(path)
+    return Modelfile(path=Path(name), base=name)
+
+
 def _names_model(word: str) -> bool:
-    """Return True for a folder, and for the form of a Hugging Face repository, or of a name of Ollama."""
-    return Path(word).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+", word) is not None or is_ollama_name(word)
-
-
-def _answer(
-    conversation: Conversation, model: nn.Module, load_seconds: float, verbose: bool, out: TextIO, text: str
-) -> None:
-    """Print the answer to a message until it ends or the user presses Ctrl-C."""
-    recorder = Recorder(model, 0, load_seconds)
-    with Interrupts() as interrupts:
-        pieces = conversation.answer(text, interrupts.check, recorder.add, lambda: interrupts.stopped)
-        try:
-            with closing(pieces):
-                for piece in pieces:
-                    print(piece, end="", file=out, flush=True)
-        except AnswerStoppedError:
-            pass  # stopped before the first token
-    print(file=out, flush=True)
-    if verbose and recorder.tokens:
-        recorder.num_prompt_tokens = conversation.num_new_tokens
-        step = recorder.plan.prefill_step_size if recorder.plan else DEFAULT_PREFILL_STEP_SIZE
-        print_rich(render_generation(make_report(recorder, "", step)), sys.stderr)
-
-
-def _converse(conversation: Conversation, answer: Callable[[str], None]) -> None:
-    """Answer line by line, until the user ends the conversation."""
-    note(HELP)
-    while True:
-        try:
-            print(">>> ", end="", file=sys.stderr, flush=True)
-            text = input().strip()
-        except EOFError:
-            return
-        if text in BYE:
-            return
-        if text == "/clear":
-            conversation.clear()
-        elif text in COMMANDS:
-            print(HELP, file=sys.stderr)
-        elif text.startswith("/") and len(text.split()) == 1:
-            print(f"there is no command {text}{did_you_mean(text, COMMANDS)}", file=sys.stderr)
-        elif text:
-            answer(text)
+    """Return True for a folder, a named Modelfile, and for the form of a repository or of a name of Ollama."""
+    is_repository = re.fullmatch(r"[\w.-]+/[\w.-]+", word) is not None
+    return Path(word).is_dir() or word in named_models() or is_repository or is_ollama_name(word)
 
 
 @contextmanager
-def loaded(modelfile: Modelfile, config: FlashConfig) -> Iterator[tuple[nn.Module, Any]]:
+def loaded(
+    modelfile: Modelfile,
+    config: FlashConfig,
+    progress: Progress | None = None,
+    tokenizer_config: Mapping[str, Any] = MappingProxyType({}),
+) -> Iterator[tuple[nn.Module, Any]]:
     """Yield the model and its tokenizer, streamed unless the Modelfile says ``FLASH false``."""
     adapter = None if modelfile.adapter is None else str(modelfile.adapter)
-    settings = {} if modelfile.chat_template is None else {"chat_template": modelfile.chat_template}
+    template = {} if modelfile.chat_template is None else {"chat_template": modelfile.chat_template}
+    settings = {**tokenizer_config, **template}
     if config.enabled:
-        model, tokenizer = load(modelfile.base, config, adapter_path=adapter, tokenizer_config=settings)
+        options = {"adapter_path": adapter, "tokenizer_config": settings, "progress": progress}
+        model, tokenizer = load(modelfile.base, config, **options)  # type: ignore[arg-type]
     else:
         model, tokenizer = mlx_lm.load(modelfile.base, adapter_path=adapter, tokenizer_config=settings)
     with model if isinstance(model, FlashLLM) else nullcontext():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +15,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_flash.errors import ConfigError
 from mlx_flash.generation import stream_generate
 from mlx_flash.kv.kept import num_common
+from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.parse import Modelfile, Parameters
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -34,22 +37,31 @@ class Conversation:
         model: streamed or not.
         tokenizer: mlx-lm's wrapper.
         modelfile: first messages, sampling, and texts that end an answer.
-        max_tokens: tokens of an answer at most, -1 for no limit; None takes the Modelfile's.
+        max_kv_size: tokens that a rotating KV cache holds; None drops none.
+        xtc: further arguments of ``mlx_lm.sample_utils.make_sampler``.
 
     Attributes:
+        modelfile: may be replaced between two answers; :meth:`set_system` changes its system prompt.
         messages: the turns so far, as the chat template takes them.
         finish_reason: ``"stop"`` or ``"length"``, of the last answer.
         num_new_tokens: prompt tokens of the last answer that the cache did not hold.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, modelfile: Modelfile, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        modelfile: Modelfile,
+        max_kv_size: int | None = None,
+        xtc: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._modelfile = modelfile
-        self._parameters = modelfile.parameters
-        self._stop = modelfile.stop
-        self._max_tokens = max_tokens
-        self._cache = make_prompt_cache(model)
+        self.modelfile = modelfile
+        self._max_kv_size = max_kv_size
+        special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids] if xtc else []
+        self._xtc = {**xtc, "xtc_special_tokens": special} if xtc else {}
+        self._cache = self._new_cache()
         self._cached: list[int] = []
         self.messages = first_messages(modelfile)
         self.finish_reason: str | None = None
@@ -57,7 +69,20 @@ class Conversation:
 
     def clear(self) -> None:
         """Forget everything but the messages that the Modelfile begins with."""
-        self.messages = first_messages(self._modelfile)
+        self.messages = first_messages(self.modelfile)
+
+    def set_system(self, text: str | None) -> None:
+        """Change the system prompt of this conversation; None removes it."""
+        first, self.modelfile = first_messages(self.modelfile)[:1], replace(self.modelfile, system=text)
+        if first and first[0]["role"] == "system" and self.messages[:1] == first:
+            del self.messages[0]
+        if text is not None:
+            self.messages.insert(0, {"role": "system", "content": text})
+
+    @property
+    def num_cached(self) -> int:
+        """The number of tokens in the KV cache."""
+        return len(self._cached)
 
     def answer(
         self,
@@ -85,7 +110,8 @@ class Conversation:
             prompt = self._encode()
             rest = self._trim(prompt)
             self.num_new_tokens = len(rest)
-            for piece in cut_at(self._generate(prompt, rest, on_progress, on_response, is_stopped), self._stop):
+            pieces = self._generate(prompt, rest, on_progress, on_response, is_stopped)
+            for piece in cut_at(pieces, self.modelfile.stop):
                 said += piece
                 yield piece
             self.messages.append({"role": "assistant", "content": said})
@@ -112,9 +138,13 @@ class Conversation:
         if surplus and can_trim_prompt_cache(self._cache):
             trim_prompt_cache(self._cache, surplus)
         elif surplus:
-            self._cache, common = make_prompt_cache(self._model), 0
+            self._cache, common = self._new_cache(), 0
         self._cached = prompt[:common]
         return prompt[common:]
+
+    def _new_cache(self) -> list[Any]:
+        cache: list[Any] = make_prompt_cache(self._model, self._max_kv_size)
+        return cache
 
     def _generate(
         self,
@@ -124,11 +154,13 @@ class Conversation:
         on_response: Listener | None,
         is_stopped: Question,
     ) -> Iterator[str]:
-        parameters = self._parameters
+        parameters = self.modelfile.parameters
         if parameters.seed is not None:
             mx.random.seed(parameters.seed)
-        given = parameters.max_tokens(len(prompt)) if self._max_tokens is None else self._max_tokens
-        options = sampling(parameters)
+        given = parameters.max_tokens(len(prompt))
+        options = sampling(parameters, **self._xtc)
+        if isinstance(self._model, FlashLLM):
+            options["prefill_step_size"] = self._model.plan.prefill_step_size
         if rest != prompt:
             before = prompt[: len(prompt) - len(rest)]
             options["logits_processors"] = [_seeing(before, process) for process in options["logits_processors"]]
@@ -161,7 +193,7 @@ class Conversation:
         if len(offsets) == len(self._cache):
             self._cached = self._cached[: max(offsets, default=0)]
         else:
-            self._cache, self._cached = make_prompt_cache(self._model), []
+            self._cache, self._cached = self._new_cache(), []
 
 
 def _seeing(before: list[int], process: LogitsProcessor) -> LogitsProcessor:
@@ -176,13 +208,19 @@ def first_messages(modelfile: Modelfile) -> list[dict[str, str]]:
     return system + [{"role": message.role, "content": message.content} for message in modelfile.messages]
 
 
-def sampling(parameters: Parameters) -> dict[str, Any]:
-    """Return sampler and logits processors for ``mlx_lm.stream_generate``."""
+def sampling(parameters: Parameters, **xtc: Any) -> dict[str, Any]:
+    """Return sampler and logits processors for ``mlx_lm.stream_generate``.
+
+    Args:
+        parameters: those of a Modelfile.
+        xtc: further arguments of ``mlx_lm.sample_utils.make_sampler``.
+    """
     sampler = make_sampler(
         temp=parameters.temperature or 0.0,
         top_p=parameters.top_p or 0.0,
         min_p=parameters.min_p or 0.0,
         top_k=parameters.top_k or 0,
+        **xtc,
     )
     last = DEFAULT_REPEAT_LAST_N if parameters.repeat_last_n is None else parameters.repeat_last_n
     penalty = parameters.repeat_penalty if last else None

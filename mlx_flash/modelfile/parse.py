@@ -152,15 +152,23 @@ def read_modelfile(path: Path | str) -> Modelfile:
         ConfigError: the file is unreadable, or a line is wrong.
     """
     path = Path(path)
+    return parse_modelfile(read_text(path), path)
+
+
+def read_text(path: Path) -> str:
+    """Read the text of a Modelfile.
+
+    Raises:
+        ConfigError: the file is unreadable.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: the Modelfile cannot be read: {error.strerror}") from error
     try:
-        text = data.decode("utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
+        return data.decode("utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: the Modelfile is not text: {error}") from error
-    return parse_modelfile(text, path)
 
 
 def parse_modelfile(text: str, path: Path | str) -> Modelfile:

@@ -1,0 +1,117 @@
+"""Messages that a user types: with history and editing by prompt_toolkit, or as plain lines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_flash.commands.common import note
+from mlx_flash.files import make_private
+
+PROMPT, CONTINUED = ">>> ", "... "
+QUOTES = '"""'
+
+Read = Callable[[], str]
+
+
+def make_reader(words: Sequence[str]) -> Read:
+    """Return a function that reads one message. It raises EOFError at the end of the input.
+
+    Args:
+        words: commands that the Tab key completes.
+    """
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return read_plainly
+    try:
+        import prompt_toolkit  # noqa: F401
+    except ModuleNotFoundError:
+        note("mlx-flash: without prompt_toolkit there is no history and no editing. Hint: pip install prompt_toolkit")
+        return read_plainly
+    return _make_editor(words)
+
+
+def read_plainly() -> str:
+    """Read a line, or several ones between triple quotes."""
+    print(PROMPT, end="", file=sys.stderr, flush=True)
+    text = input()
+    while is_open(text):
+        print(CONTINUED, end="", file=sys.stderr, flush=True)
+        text += "\n" + input()
+    return unquote(text)
+
+
+def is_open(text: str) -> bool:
+    """Return True for text that begins with triple quotes which are not closed yet."""
+    text = text.strip()
+    return text.startswith(QUOTES) and not (text.endswith(QUOTES) and len(text) >= 2 * len(QUOTES))
+
+
+def unquote(text: str) -> str:
+    """Return a message without triple quotes around it."""
+    stripped = text.strip()
+    if stripped.startswith(QUOTES) and not is_open(stripped):
+        return stripped[len(QUOTES) : -len(QUOTES)].strip("\n")
+    return text
+
+
+def history_file() -> Path:
+    """Return the file of earlier messages. It need not exist."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "mlx-flash" / "history"
+
+
+def open_history(path: Path) -> bool:
+    """Make the file for this user alone. Return False where it cannot be had: in a home folder that does not exist."""
+    if not os.environ.get("XDG_STATE_HOME") and not Path.home().is_dir():
+        return False
+    try:
+        make_private(path.parent)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        os.fchmod(fd, 0o600)
+        os.close(fd)
+    except OSError as error:
+        note(f"mlx-flash: messages are not kept for the next time: {error.strerror}: {path}")
+        return False
+    return True
+
+
+def _make_editor(words: Sequence[str]) -> Read:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.filters import Condition
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output import create_output
+
+    path = history_file()
+    history: History = FileHistory(str(path)) if open_history(path) else InMemoryHistory()
+    keys = KeyBindings()
+
+    @keys.add("c-c")
+    def _(event: Any) -> None:
+        """Empty the line, or end the program where it is empty."""
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt())
+
+    @keys.add("escape", "enter")
+    def _(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(
+        PROMPT,
+        multiline=Condition(lambda: is_open(get_app().current_buffer.text)),
+        prompt_continuation=CONTINUED,
+        history=history,
+        key_bindings=keys,
+        completer=WordCompleter(list(words), sentence=True),
+        complete_while_typing=False,
+        enable_open_in_editor=True,
+        output=create_output(stdout=sys.stderr),
+    )
+    return lambda: unquote(session.prompt())

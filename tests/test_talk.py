@@ -1,0 +1,201 @@
+"""Conversations in a terminal: lines, history, slash commands, and what is shown around answers."""
+
+from __future__ import annotations
+
+import io
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from mlx_flash.commands import lines
+from mlx_flash.commands.slash import NAMES, Bye, Slash
+from mlx_flash.commands.talk import Talk
+from mlx_flash.config import FlashConfig
+from mlx_flash.errors import ConfigError
+from mlx_flash.loading import load
+from mlx_flash.modelfile.conversation import Conversation
+from mlx_flash.modelfile.parse import parse_modelfile
+from terminals import ROOT
+
+MODEL = ROOT / "examples" / "pair" / "draft"
+TEXT = f"FROM {MODEL}\nSYSTEM You are brief.\nPARAMETER num_predict 6\nPARAMETER stop end\nLICENSE mine"
+
+
+@given(st.text('a" \n', max_size=20))
+def test_triple_quotes_are_open_until_they_are_closed(text: str) -> None:
+    stripped = text.strip()
+    assert lines.is_open(text) == (stripped.startswith('"""') and not (stripped[3:].endswith('"""')))
+    if not lines.is_open(text):
+        assert lines.unquote(text) == (stripped[3:-3].strip("\n") if stripped.startswith('"""') else text)
+
+
+def test_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO('one\n"""two\n three\n"""\n'))
+    read = lines.make_reader(NAMES)
+    assert read is lines.read_plainly
+    assert [read(), read()] == ["one", "two\n three"]
+    with pytest.raises(EOFError):
+        read()
+    assert capsys.readouterr().err == ">>> >>> ... ... >>> "
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def keyboard(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr("prompt_toolkit.output.create_output", lambda stdout: DummyOutput())
+    for stream in ("stdin", "stderr"):
+        monkeypatch.setattr(getattr(sys, stream), "isatty", lambda: True)
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        yield keys
+
+
+def test_the_editor_takes_pasted_lines_quotes_and_history(keyboard: Any, state: Path) -> None:
+    read = lines.make_reader(NAMES)
+    keyboard.send_text("\x1b[200~one\ntwo\x1b[201~\r")
+    assert read() == "one\ntwo"
+    keyboard.send_text('"""three\rfour"""\r')
+    assert read() == "three\nfour"
+    keyboard.send_text("five\x1b\rsix\r")  # Alt-Enter
+    assert read() == "five\nsix"
+    keyboard.send_text("wrong\x03right\r")
+    assert read() == "right"
+    keyboard.send_text("\x1b[A\x1b[A\x1b[D!\r")
+    assert read() == "five\nsi!x"
+    keyboard.send_text("\x03")
+    with pytest.raises(KeyboardInterrupt):
+        read()
+    keyboard.send_text("\x04")
+    with pytest.raises(EOFError):
+        read()
+    file = state / "mlx-flash" / "history"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and "right" in file.read_text()
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    keyboard.send_text("\x1b[A\r")
+    assert lines.make_reader(NAMES)() == "five\nsi!x"  # of the run before
+
+
+def test_a_history_that_others_could_read_becomes_private(state: Path) -> None:
+    file = lines.history_file()
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    file.chmod(0o644)
+    assert lines.open_history(file) and stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_no_home_folder_is_made_for_the_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "none"))
+    assert not lines.open_history(lines.history_file()) and not (tmp_path / "none").exists()
+    monkeypatch.setenv("HOME", "/dev/null")
+    assert not lines.open_history(lines.history_file())
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert not lines.open_history(lines.history_file())
+    assert "messages are not kept" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[tuple[Any, Any]]:
+    model, tokenizer = load(str(MODEL), FlashConfig(ram_budget_gb=1.0, context_length=1024))
+    with model:
+        yield model, tokenizer
+
+
+@pytest.fixture
+def conversation(loaded: tuple[Any, Any]) -> Conversation:
+    return Conversation(*loaded, parse_modelfile(TEXT, "Modelfile"))
+
+
+def test_slash_commands_change_the_next_answers(
+    conversation: Conversation, loaded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    slash = Slash(conversation, loaded[0], verbose=False)
+    first = "".join(conversation.answer("Hello"))
+    slash.run("/set parameter num_predict 2")
+    slash.run("/clear")
+    shorter = "".join(conversation.answer("Hello"))
+    assert first.startswith(shorter) and len(shorter) < len(first)
+    slash.run("/set system Answer in French.")
+    assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant"]
+    assert conversation.messages[0]["content"] == "Answer in French."
+    slash.run("/set system")
+    assert conversation.messages[0]["role"] == "user"
+    slash.run('/set parameter stop "a b"')
+    assert conversation.modelfile.stop == ("a b",)
+    slash.run("/set quiet")
+    assert slash.is_quiet
+    slash.run("/set verbose")
+    assert slash.is_verbose and not slash.is_quiet
+    capsys.readouterr()
+    for line, words in {
+        "/show": f"model       {MODEL}",
+        "/show info": "tokens in the KV cache",
+        "/show parameters": "num_predict     2",
+        "/show license": "mine",
+        "/show system": "there is no system",
+        "/show template": "the tokenizer's own",
+        "/show modelfile": f"FROM {MODEL}",
+        "/help": "begins and ends a message of several lines",
+    }.items():
+        slash.run(line)
+        assert " ".join(words.split()) in " ".join(capsys.readouterr().err.split()), line
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/etc/hosts is a file", "there is no command /etc/hosts; there are /set, /show"),
+        ("/sho", "Did you mean '/show'?"),
+        ("/set", "/set : it must be one of parameter"),
+        ("/set parameter", "there is no value"),
+        ("/set parameter temprature 1", "Did you mean 'temperature'?"),
+        ("/set parameter top_p 2", "above 0 and at most 1"),
+        ("/set parameter num_ctx 9", "reserved when the model is loaded"),
+        ("/show everything", "it must be one of info"),
+    ],
+)
+def test_wrong_commands_are_refused(conversation: Conversation, loaded: tuple[Any, Any], line: str, words: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        Slash(conversation, loaded[0], verbose=False).run(line)
+    assert words in str(found.value)
+
+
+def test_a_conversation_goes_on_after_errors_and_shows_speed_and_memory(
+    conversation: Conversation, loaded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = io.StringIO()
+    messages = iter(["/nothing", "", "Hello", " /etc is a folder", "/set quiet", "Hello", "/bye", "never read"])
+    Talk(conversation, loaded[0], 0.0, out, verbose=False).converse(lambda: next(messages))
+    told = " ".join(capsys.readouterr().err.split())
+    assert "there is no command /nothing" in told and told.count("6 tokens, ") == 2
+    assert "memory 0." in told and "of 1.00 GB" in told and "prompt " in told
+    asked = [message["content"] for message in conversation.messages if message["role"] == "user"]
+    assert asked == ["Hello", "/etc is a folder", "Hello"] and next(messages) == "never read"
+    with pytest.raises(Bye):
+        Slash(conversation, loaded[0], verbose=False).run("/quit")
+
+
+def test_an_answer_cannot_control_the_terminal(
+    conversation: Conversation, loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setattr(conversation, "answer", lambda *_: (piece for piece in ["a\x1b]0;title\x07b", "\tc\n"]))
+    Talk(conversation, loaded[0], 0.0, out, verbose=False).answer("Hello")
+    assert out.getvalue() == "a]0;titleb\tc\n\n"

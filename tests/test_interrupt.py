@@ -17,7 +17,19 @@ from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
 from terminals import ROOT, Shell
 
 TINY = ROOT / "examples" / "pair" / "draft"
-START = "from mlx_flash.cli import main; import sys; print('started', flush=True); sys.exit(main())"
+START = """
+import sys
+from mlx_flash.cli import main
+
+class Imports:
+    def find_spec(self, name, *_):
+        if name == "mlx_flash.commands.dispatch":
+            print("started", flush=True)
+
+sys.meta_path.insert(0, Imports())
+sys.exit(main())
+"""
+"""A start of the command line that tells when it begins to import modules."""
 
 
 @pytest.fixture
@@ -82,13 +94,12 @@ def test_a_signal_that_python_drops_in_a_finalizer_is_repeated(name: str, status
     assert "Traceback" not in shell.text
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.2])
+@pytest.mark.parametrize("seconds", [0.2, 0.4])
 def test_the_second_ctrl_c_ends_the_program(seconds: float) -> None:
     shell = Shell("-m", "mlx_flash", "run", TINY, "--max-tokens", "-1")
     shell.wait_for(">>>")
     shell.type("Hello\r")
-    shell.wait_for("Hello")
-    shell.wait_for_more()
+    shell.wait_for("computing the prompt")
     time.sleep(seconds)
     shell.interrupt()
     shell.wait_for("Ctrl-C again ends the program")

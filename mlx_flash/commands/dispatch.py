@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -133,6 +134,10 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise _TerminatedError
 
 
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise _TerminatedError
+
+
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Let the first SIGTERM end the command as Ctrl-C does, so that files are closed and removed."""
@@ -186,7 +191,7 @@ def _interrupts_repeated() -> Iterator[None]:
 
     def repeat(found: sys.UnraisableHookArgs) -> None:
         if isinstance(found.exc_value, _TerminatedError):
-            _repeat(signal.SIGTERM, _interrupt)
+            _repeat(signal.SIGTERM, _terminate)
         elif isinstance(found.exc_value, KeyboardInterrupt):
             _repeat(signal.SIGINT, signal.getsignal(signal.SIGINT))
         else:
@@ -201,21 +206,22 @@ def _interrupts_repeated() -> Iterator[None]:
 
 def _repeat(number: int, handler: Any) -> None:
     """Send a signal to the main thread until its handler runs. One that comes just before a wait would not end it."""
-    seen = threading.Event()
+    seen: list[int] = []  # no lock: a signal may interrupt the handler of the one before
 
     def handle(number: int, frame: FrameType | None) -> None:
-        seen.set()
+        seen.append(number)
         signal.signal(number, handler)
         handler(number, frame)
 
     def send() -> None:
-        while not seen.wait(_REPEAT_SECONDS):
+        while not seen:
             signal.pthread_kill(threading.main_thread().ident or 0, number)
+            time.sleep(_REPEAT_SECONDS)
             if signal.getsignal(number) is not handle:
                 return  # another handler took its place, and got the signal
 
     signal.signal(number, handle)
-    threading.Thread(target=send, daemon=True).start()
+    threading.Timer(_REPEAT_SECONDS, send).start()
 
 
 def _report(error: Exception, with_traceback: bool) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_flash.commands.common import note
 from mlx_flash.files import make_private
+from mlx_flash.folders import home_directory
 
 PROMPT, CONTINUED = ">>> ", "... "
 QUOTES = '"""'
@@ -60,13 +61,11 @@ def unquote(text: str) -> str:
 def history_file() -> Path:
     """Return the file of earlier messages. It need not exist."""
     base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "mlx-flash" / "history"
+    return (Path(base) if base else home_directory() / ".local" / "state") / "mlx-flash" / "history"
 
 
 def open_history(path: Path) -> bool:
-    """Make the file for this user alone. Return False where it cannot be had: in a home folder that does not exist."""
-    if not os.environ.get("XDG_STATE_HOME") and not Path.home().is_dir():
-        return False
+    """Make the file for this user alone. Return False where that fails."""
     try:
         make_private(path.parent)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -100,7 +100,7 @@ class Talk:
         run = self._recorder
         if self.slash.is_verbose or not run.tokens:
             return
-        to_first, to_last = run.first.seconds - run.start.seconds, run.last.seconds - run.first.seconds
+        to_first, to_last = run.first.clock - run.start.clock, run.last.clock - run.first.clock
         per_second = ratio(len(run.tokens) - 1, to_last)
         words = [counted(len(run.tokens), "token") + (f", {tokens_rate(per_second)}" if per_second else "")]
         words.append(f"prompt {counted(run.num_prompt_tokens, 'token')} in {duration(to_first)}")

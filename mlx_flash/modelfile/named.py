@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mlx_flash.config import default_file
 from mlx_flash.errors import ConfigError
 from mlx_flash.files import make_private, write_atomically
+from mlx_flash.folders import settings_file
 from mlx_flash.modelfile.parse import parse_modelfile, read_text
 from mlx_flash.modelfile.values import parse_base, parse_directory, unquote
 
@@ -17,7 +17,7 @@ _NAME = re.compile(r"\w[\w.:-]{0,99}", re.ASCII)
 
 def models_folder() -> Path:
     """Return the folder of Modelfiles with names, beside the settings file. It need not exist."""
-    return default_file().parent / "models"
+    return settings_file().parent / "models"
 
 
 def named_models() -> dict[str, Path]:

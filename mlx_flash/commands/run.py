@@ -76,6 +76,8 @@ def talk_about(
         with Status(f"loading {modelfile.base}", is_shown=not args.quiet) as status:
             loading = loaded(modelfile, config, status.show_loading, tokenizer_config)
             model, tokenizer = stack.enter_context(loading)
+        if not tokenizer.has_chat_template:
+            note(f"mlx-flash: {modelfile.base} has no chat template: it continues a text of the messages' lines")
         conversation = Conversation(model, tokenizer, modelfile, **options)
         talk = Talk(conversation, model, time.perf_counter() - began, out, bool(args.verbose))
         if read is not None:

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 
     from mlx_flash.batching import batch_generate
     from mlx_flash.config import FlashConfig, parse_budget
-    from mlx_flash.engine.manager import FlashManager
     from mlx_flash.errors import (
         BudgetError,
         CacheError,
@@ -32,8 +31,10 @@ if TYPE_CHECKING:
     )
     from mlx_flash.generation import generate, generate_step, stream_generate
     from mlx_flash.integration.mlx_lm import FlashPatch, apply_flash_patch, remove_flash_patch
+    from mlx_flash.integration.modelfile import parse_flash_directives
     from mlx_flash.kv.cache import DiskKVCache
     from mlx_flash.loading import load, load_model
+    from mlx_flash.manager import FlashGenerationLoop, FlashManager
     from mlx_flash.model import FlashLLM
 
 __version__ = "0.1.0"
@@ -50,6 +51,7 @@ __all__ = [
     "FileChangedError",
     "FlashConfig",
     "FlashError",
+    "FlashGenerationLoop",
     "FlashLLM",
     "FlashManager",
     "FlashPatch",
@@ -68,6 +70,7 @@ __all__ = [
     "load",
     "load_model",
     "parse_budget",
+    "parse_flash_directives",
     "remove_flash_patch",
     "stream_generate",
 ]
@@ -75,9 +78,10 @@ __all__ = [
 _HOMES = {
     "mlx_flash.batching": {"batch_generate"},
     "mlx_flash.config": {"FlashConfig", "parse_budget"},
-    "mlx_flash.engine.manager": {"FlashManager"},
+    "mlx_flash.manager": {"FlashGenerationLoop", "FlashManager"},
     "mlx_flash.generation": {"generate", "generate_step", "stream_generate"},
     "mlx_flash.integration.mlx_lm": {"FlashPatch", "apply_flash_patch", "remove_flash_patch"},
+    "mlx_flash.integration.modelfile": {"parse_flash_directives"},
     "mlx_flash.kv.cache": {"DiskKVCache"},
     "mlx_flash.loading": {"load", "load_model"},
     "mlx_flash.model": {"FlashLLM"},

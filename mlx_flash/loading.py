@@ -13,6 +13,7 @@ from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import ConfigError
+from mlx_flash.generation import stream_generate
 from mlx_flash.layout.load import model_name
 from mlx_flash.model import FlashLLM
 
@@ -55,6 +56,7 @@ def load(
     model, _ = load_model(
         path, config, adapter_path=adapter_path, model_config=model_config, progress=progress, group=group
     )
+    model.belongs_with(tokenizer, stream_generate)
     return model, tokenizer
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -27,9 +28,11 @@ from mlx_flash.engine.pending import Pending, owed_token, settle
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.warn import Warnings
+from mlx_flash.engine.wrapped import prepare_loaded
 from mlx_flash.errors import BudgetError, WriteError
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.checkpoints import Checkpoints
+from mlx_flash.layout.load import model_name
 from mlx_flash.prefixes.cache import PrefixCache
 from mlx_flash.residency.admission import room_bytes, rows_bytes
 from mlx_flash.residency.plan import ResidencyPlan
@@ -47,9 +50,10 @@ class FlashLLM(ModelFacade):
     that is when adapters are applied.
 
     Args:
-        prepared: the model and the plan for it.
+        prepared: the model and the plan for it; or a model that mlx-lm loaded lazily and nobody changed.
         config: the settings.
-        name: what to call it.
+        name: what to call it; None takes the folder's name.
+        model_path: the folder of a lazily loaded model; None finds it.
 
     Attributes:
         plan: what is in memory, and what is not. Made anew by :meth:`start`.
@@ -69,14 +73,23 @@ class FlashLLM(ModelFacade):
     forecast = OfLifecycle[Forecast | None]()
     times = OfLifecycle[Times]()
 
-    def __init__(self, prepared: Prepared, config: FlashConfig, name: str) -> None:
-        life = Lifecycle(prepared, config, name)
+    def __init__(
+        self,
+        prepared: Prepared | nn.Module,
+        config: FlashConfig,
+        name: str | None = None,
+        *,
+        model_path: str | Path | None = None,
+    ) -> None:
+        if isinstance(prepared, nn.Module):
+            prepared = prepare_loaded(prepared, config, None if model_path is None else Path(model_path))
+        life = Lifecycle(prepared, config, name or model_name(prepared.checkpoint.directory))
         super().__init__(prepared.loaded.model, life)
         self.kv = life.kv
         self.name = life.name
         self.counters = life.counters
         self.batching = config.batching
-        self._warnings = Warnings(name)
+        self._warnings = Warnings(life.name)
 
     def start(self, progress: Progress | None = None) -> None:
         """Read the pinned weights, and begin to stream the rest. Harmless when repeated.

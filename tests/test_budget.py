@@ -13,7 +13,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_flash import BudgetError, ConfigError, FlashConfig, FlashLLM, FlashManager, load_model
+from mlx_flash import BudgetError, ConfigError, FlashConfig, FlashLLM, load_model
+from mlx_flash.engine.manager import ModelManager
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.plan import MB
 from models import QWEN3_MOE, WIDE_LLAMA, same_bits, save, stock
@@ -57,7 +58,7 @@ def test_changes_of_the_budget_change_no_bit(directories: dict[str, Path], name:
         least = model.plan.minimum_bytes / 1e9 + 0.001
         cache, plans = make_prompt_cache(model), set()
         for some, outputs, gb in zip(tokens, expected, (0.19, 0.17, 0.3, least, 0.16, least, 0.5, 0.18), strict=True):
-            FlashManager.of_process().set_ram_budget(gb)
+            ModelManager.of_process().set_ram_budget(gb)
             assert same_bits(decode(model, cache, some), outputs)
             assert model.plan.budget_bytes == round(gb * 1e9)
             assert active_memory() <= model.plan.budget_bytes - model.plan.base_bytes + model.plan.active_bytes
@@ -71,9 +72,9 @@ def test_lent_memory_leaves_before_the_plan_changes(directories: dict[str, Path]
         cache = make_prompt_cache(model)
         decode(model, cache, list(range(30)))
         engine, before = model.engine, active_memory()
-        FlashManager.of_process().set_ram_budget(0.15)
+        ModelManager.of_process().set_ram_budget(0.15)
         assert model.engine is engine and 100 * MB + active_memory() <= 150 * MB < 100 * MB + before
-        FlashManager.of_process().set_ram_budget(0.2)
+        ModelManager.of_process().set_ram_budget(0.2)
         decode(model, cache, list(range(40)))
         assert model.engine is engine and active_memory() > before
 
@@ -86,7 +87,7 @@ def test_a_larger_budget_is_lent_to_streamed_weights(directories: dict[str, Path
         decode(model, cache, [1, 2])
         engine = model.engine
         assert engine is not None and engine.loans.saved_bytes < model.plan.streaming.read_bytes
-        FlashManager.of_process().set_ram_budget(1)
+        ModelManager.of_process().set_ram_budget(1)
         decode(model, cache, [3, 4, 5])
         before = engine.reader.stats.nbytes
         decode(model, cache, [6, 7])
@@ -99,7 +100,7 @@ def test_a_larger_budget_is_lent_to_streamed_weights(directories: dict[str, Path
 
 
 def test_an_impossible_budget_is_refused_with_the_smallest(directories: dict[str, Path]) -> None:
-    manager = FlashManager.of_process()
+    manager = ModelManager.of_process()
     with load_model(directories["dense"], FlashConfig(ram_budget_gb=0.18, telemetry=False, context_length=256))[
         0
     ] as model:
@@ -120,14 +121,14 @@ def test_a_model_that_waits_is_planned_again(directories: dict[str, Path]) -> No
         0
     ] as model:
         assert model.plan.streaming.num_slots == 0
-        FlashManager.of_process().set_ram_budget(0.16)
+        ModelManager.of_process().set_ram_budget(0.16)
         decode(model, make_prompt_cache(model), [1])
         assert model.plan.budget_bytes == 160 * MB and model.plan.streaming.num_slots > 0
 
 
 def test_models_that_share_a_budget_start_again(directories: dict[str, Path]) -> None:
     settings = FlashConfig(ram_budget_gb=0.35, context_length=256, prefill_step_size=16, telemetry=False)
-    manager = FlashManager.of_process()
+    manager = ModelManager.of_process()
     models: list[FlashLLM] = []
     try:
         models += [load_model(directories[name], settings)[0] for name in ("dense", "mixture")]
@@ -145,12 +146,13 @@ PROGRAM = """
 import json, sys
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_flash import FlashConfig, FlashManager, load_model
+from mlx_flash import FlashConfig, load_model
+from mlx_flash.engine.manager import ModelManager
 from mlx_flash.memory.footprint import footprint
 model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=0.2, context_length=256, telemetry=False))
 cache, found = make_prompt_cache(model), []
 for gb in (0.2, 0.18, 0.165, 0.2, 0.16):
-    FlashManager.of_process().set_ram_budget(gb)
+    ModelManager.of_process().set_ram_budget(gb)
     for i in range(12):
         mx.eval(model(mx.array([[i * 37 % 1000]]), cache=cache))
     found.append((gb * 1e9, footprint()))

@@ -13,8 +13,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_flash
-from mlx_flash import BudgetError, FlashConfig, FlashManager, ReadError
+from mlx_flash import BudgetError, FlashConfig, ReadError
 from mlx_flash.engine.engine import Engine, Progress
+from mlx_flash.engine.manager import ModelManager
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.model import FlashLLM
@@ -65,8 +66,8 @@ class Model:
         raise NotImplementedError
 
 
-def manager_of(*models: Model) -> FlashManager:
-    manager = FlashManager()
+def manager_of(*models: Model) -> ModelManager:
+    manager = ModelManager()
     for model in models:
         manager.add(model)
     return manager
@@ -117,7 +118,7 @@ def test_models_leave_when_removed_or_forgotten(plan: ResidencyPlan) -> None:
 
 
 def test_the_manager_of_the_process_lists_streamed_models(directory: Path) -> None:
-    manager, config = FlashManager.of_process(), FlashConfig(ram_budget_gb=1, context_length=256)
+    manager, config = ModelManager.of_process(), FlashConfig(ram_budget_gb=1, context_length=256)
     first = FlashLLM(prepare(directory, config), config, "first")
     assert [model.name for model in manager.waiting] == ["first"]
     second, _ = mlx_flash.load_model(directory, config)
@@ -175,4 +176,4 @@ def test_two_models_at_their_smallest_budgets_both_go_on(directory: Path, tmp_pa
         for model in (first, second, first):
             tokens = mx.array([[7 * i % 300 for i in range(290)]])
             mx.eval(model(tokens, cache=make_prompt_cache(model)))
-        assert first.plan.budget_bytes == second.plan.budget_bytes == FlashManager.of_process().budget_bytes
+        assert first.plan.budget_bytes == second.plan.budget_bytes == ModelManager.of_process().budget_bytes

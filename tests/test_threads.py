@@ -24,7 +24,7 @@ import mlx_flash
 import models
 from mlx_flash import FlashConfig, apply_flash_patch
 from mlx_flash.convert import derived
-from mlx_flash.engine.manager import FlashManager
+from mlx_flash.engine.manager import ModelManager
 from mlx_flash.forks import THREAD_PREFIX
 from mlx_flash.storage.ranges import RangeReader
 from test_patch import save_adapter
@@ -151,8 +151,8 @@ def test_another_budget_is_set_in_another_thread(tmp_path: Path) -> None:
     expected = models.run(models.stock(directory), CHUNKS)
     with in_thread(mlx_flash.load_model, directory, settings(1.0))[0] as model:
         assert models.same_bits(in_thread(models.run, model, CHUNKS), expected)
-        least = FlashManager.of_process().least_budget
-        in_thread(FlashManager.of_process().set_ram_budget, least / 1e9 + 0.01)
+        least = ModelManager.of_process().least_budget
+        in_thread(ModelManager.of_process().set_ram_budget, least / 1e9 + 0.01)
         assert models.same_bits(in_thread(models.run, model, CHUNKS), expected)
 
 

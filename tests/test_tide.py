@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_flash import FlashConfig, FlashManager, facts, load_model
+from mlx_flash import FlashConfig, facts, load_model
+from mlx_flash.engine.manager import ModelManager
 from mlx_flash.engine.tide import CALM_SECONDS, DEADBAND, HIGH_PRESSURE, MOST_CALM_SECONDS, Tide
 from mlx_flash.engine.watcher import Watcher
 from mlx_flash.memory import footprint as footprint_module
@@ -171,7 +172,7 @@ def test_a_budget_of_auto_follows_the_machine(tmp_path: Path, monkeypatch: pytes
     room = [math.inf]
     monkeypatch.setattr(MemoryReading, "room", lambda self, held: int(min(room[0], 10 * GB)))
     monkeypatch.setattr("mlx_flash.engine.watcher.INTERVAL_SECONDS", 0.02)
-    manager = FlashManager.of_process()
+    manager = ModelManager.of_process()
     with load_model(saved, FlashConfig(ram_budget_gb="auto"))[0] as model:
         assert model.plan.budget_bytes == 10 * GB
         expected = model(mx.array([[1, 2, 3]]), cache=make_prompt_cache(model))

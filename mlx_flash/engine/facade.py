@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar, cast
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ from mlx_flash.compat.arrays import TRAINING_FLAG
 from mlx_flash.compat.callers import adapter_file, is_load_adapters, is_save_model
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.lifecycle import Lifecycle
-from mlx_flash.errors import StreamedWeightsError
+from mlx_flash.errors import ConfigError, StreamedWeightsError
 from mlx_flash.layout.parts import ModelLayout
 
 T = TypeVar("T")
@@ -46,7 +46,11 @@ class ModelFacade(nn.Module):
     Attributes:
         layout: the model's units.
         engine: None before streaming begins.
+        tokenizer: the one that was loaded with it; None without.
     """
+
+    _generates: Callable[..., Iterator[Any]] | None = None
+    tokenizer: Any = None
 
     layout = OfLifecycle[ModelLayout]()
     engine = OfLifecycle[Engine | None]()
@@ -62,6 +66,11 @@ class ModelFacade(nn.Module):
     def __class__(self) -> Any:
         """That of mlx-lm's model, for programs that ask with ``isinstance``; ``type()`` tells the truth."""
         return type(self._model)
+
+    def belongs_with(self, tokenizer: Any, generates: Callable[..., Iterator[Any]]) -> None:
+        """Note the tokenizer, and the function that generates, for :meth:`stream_generate`."""
+        object.__setattr__(self, "tokenizer", tokenizer)
+        object.__setattr__(self, "_generates", generates)
 
     def __getattr__(self, key: str) -> Any:
         if key in ("_model", "_life"):  # not there yet: being made by copy or pickle
@@ -112,6 +121,24 @@ class ModelFacade(nn.Module):
             raise _refusal("set_dtype()")
         with self._life.prepared.loaded.streams.in_force():
             self._model.set_dtype(dtype, lambda found: found != dtype and (predicate is None or predicate(found)))
+
+    def stream_generate(self, prompt: str | list[int], **options: Any) -> Iterator[str]:
+        """Yield the text that follows a prompt, in parts, with the tokenizer that ``mlx_flash.load`` loaded.
+
+        Args:
+            prompt: text or tokens.
+            options: as of ``mlx_flash.stream_generate``.
+
+        Raises:
+            ConfigError: the model was loaded without a tokenizer.
+        """
+        if self._generates is None:
+            raise ConfigError(
+                f"{self._life.name} was loaded without a tokenizer. Hint: mlx_flash.load(), or "
+                "FlashGenerationLoop(model, tokenizer)."
+            )
+        for response in self._generates(self, self.tokenizer, prompt, **options):
+            yield response.text
 
     def trainable_parameters(self) -> dict[str, Any]:
         """None: weights that are read again on every pass cannot be trained."""

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.engine import Engine, Progress
 from mlx_flash.engine.forecast import Forecast
-from mlx_flash.engine.manager import FlashManager
+from mlx_flash.engine.manager import ModelManager
 from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.session import Session
@@ -68,7 +68,7 @@ class Lifecycle:
         self._pid = os.getpid()
         self._closed = False
         self._is_planned = False
-        self._manager = FlashManager.of_process()
+        self._manager = ModelManager.of_process()
         self._manager.add(self)
         if config.ram_budget_gb == "auto":
             self._manager.watch()

@@ -62,7 +62,7 @@ class StreamedModel(Protocol):
         """End streaming."""
 
 
-class FlashManager:
+class ModelManager:
     """The models that share the budget of a process: those that run, and those that wait for their first call.
 
     Attributes:
@@ -76,7 +76,7 @@ class FlashManager:
         self._models: weakref.WeakValueDictionary[int, StreamedModel] = weakref.WeakValueDictionary()
 
     @staticmethod
-    def of_process() -> FlashManager:
+    def of_process() -> ModelManager:
         """Return the manager of this process."""
         return _OF_PROCESS
 
@@ -201,7 +201,7 @@ class FlashManager:
         )
 
 
-_OF_PROCESS = FlashManager()
+_OF_PROCESS = ModelManager()
 _CLOSED: weakref.WeakSet[StreamedModel] = weakref.WeakSet()
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
 from mlx_flash.engine.forecast import Forecast
-from mlx_flash.engine.manager import FlashManager
+from mlx_flash.engine.manager import ModelManager
 from mlx_flash.engine.meter import SpeedMeter
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.rankstate import RankMeter
@@ -104,7 +104,7 @@ class Session:
     def _published(self, status: Status, counters: PassCounters) -> Publisher:
         """Publish the state for flash-monitor."""
         reader = self._reader
-        status.tell("budget", FlashManager.of_process().telemetry)
+        status.tell("budget", ModelManager.of_process().telemetry)
         status.tell("outlook", self.forecast.telemetry)
         if self.chain is not None:
             status.tell("ranks", RankMeter(self.chain, counters, lambda: reader.stats).telemetry)

@@ -19,7 +19,7 @@ _log = logging.getLogger("mlx_flash")
 
 
 class Budgeted(Protocol):
-    """Models that share a budget, as the watcher knows them: a :class:`~mlx_flash.engine.manager.FlashManager`."""
+    """Models that share a budget, as the watcher knows them: a :class:`~mlx_flash.engine.manager.ModelManager`."""
 
     @property
     def budget_bytes(self) -> int:

@@ -40,6 +40,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
     Args:
         max_tokens: beyond it the older half is dropped, which changes the output; None keeps every token.
         directory: the folder for files, which is created; None for the cache folder.
+        cache_dir: another name of it.
         rows: storage that a pool has made. With it the other arguments are not used.
 
     Raises:
@@ -47,8 +48,14 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
     """
 
     def __init__(
-        self, max_tokens: int | None = None, directory: str | Path | None = None, *, rows: LayerRows | None = None
+        self,
+        max_tokens: int | None = None,
+        directory: str | Path | None = None,
+        *,
+        cache_dir: str | Path | None = None,
+        rows: LayerRows | None = None,
     ) -> None:
+        directory = cache_dir if directory is None else directory
         self._start(rows or _rows_on_disk(max_tokens, None if directory is None else Path(directory).expanduser()))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import FlashError
 from mlx_flash.kv.cache import make_caches
-from mlx_flash.kv.ledger import KVLedger, Layer
+from mlx_flash.kv.ledger import Coming, KVLedger, Layer
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 
@@ -123,3 +123,30 @@ def test_now_is_a_sum_over_layers() -> None:
     assert KVLedger(options, layers, slots_held=7).now == 16 * 200 + 900 + 300 + 7
     on_disk = layers | {"on disk": Layer((100, 100), 40, is_on_disk=True)}
     assert KVLedger(options, on_disk).now == 16 * 200 + 900 + 300 + 16 * 200 + 2 * 2 * 8192
+
+
+def test_peak_counts_the_old_buffers_of_the_layer_that_grows() -> None:
+    """And the parts that nobody else holds: they are freed when the layer has its buffers."""
+    options, new = KVOptions(step=16), Coming(200, 8, 18)
+    layers = {"a": Layer((100, 100), 10, 16), "b": Layer((100, 100), 10, 16)}
+    grown = 200 * (10 + 16)
+    assert KVLedger(options, layers, {"a": new}).peak == 200 * 16 + grown + 200 * 16
+    assert KVLedger(options, layers, {"a": new, "b": new}).peak == 2 * grown + 200 * 16
+    assert KVLedger(options, layers, {"a": Coming(200, 6, 16)}).peak == 2 * 200 * 16
+    parked = {
+        "c": Layer((100, 100), 10, parts=((1, 900), (2, 300))),
+        "its copy": Layer((100, 100), 5, parts=((1, 900),)),
+    }
+    assert KVLedger(options, parked, {"c": new}).peak == grown + 900 + 300
+
+
+def test_peak_counts_the_copy_of_a_layer_that_drops_tokens() -> None:
+    layers = {"a": Layer((100, 100), 60, 64), "b": Layer((100, 100), 60, 64)}
+    call = KVLedger(KVOptions(step=16, max_tokens=64), layers, {"a": Coming(200, 8, 64)})
+    assert call.peak == 3 * 200 * 64
+
+
+def test_slots_count_with_the_tokens_to_come() -> None:
+    layers = {"a": Layer((4096,), 16, is_on_disk=True)}
+    call = KVLedger(KVOptions(step=16), layers, {"a": Coming(4096, 1, 17)})
+    assert (call.now, call.peak) == (4096 * (16 + 2 * 16), 4096 * (16 + 2 * 32))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import HfApi, constants
 
+from hub import Hub, serving
 from mlx_flash import CheckpointNotFoundError
 from mlx_flash.commands import preview as module
 from mlx_flash.commands.arguments import parse_arguments
@@ -24,71 +21,17 @@ from mlx_flash.storage import probe
 from mlx_flash.storage.safetensors import read_checkpoint
 from models import LLAMA, save
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-class Hub(BaseHTTPRequestHandler):
-    """The parts of Hugging Face's server that are asked for a model. Counts the bytes of shards that it sends."""
-
-    sent = 0
-
-    def __init__(self, folder: Path, *args: Any) -> None:
-        self.folder = folder
-        super().__init__(*args)
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def _answer(self, *, with_body: bool) -> None:
-        parts = self.path.partition("?")[0].split("/")
-        if parts[1:3] == ["api", "models"]:
-            names = sorted(path.name for path in self.folder.iterdir())
-            files = [{"rfilename": name, "size": (self.folder / name).stat().st_size} for name in names]
-            body = json.dumps({"id": "some/model", "sha": COMMIT, "siblings": files}).encode()
-        elif parts[1:4] == ["some", "model", "resolve"] and (self.folder / parts[-1]).exists():
-            body = (self.folder / parts[-1]).read_bytes()
-        else:
-            self.send_error(404)
-            return
-        etag = hashlib.sha1(body).hexdigest()
-        wanted = self.headers.get("Range")
-        if wanted:
-            first, _, last = wanted.removeprefix("bytes=").partition("-")
-            total, body = len(body), body[int(first) : int(last or len(body)) + 1]
-        self.send_response(206 if wanted else 200)
-        if wanted:
-            self.send_header("Content-Range", f"bytes {first}-{int(first) + len(body) - 1}/{total}")
-        for name, value in {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Content-Length": len(body)}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        if with_body:
-            Hub.sent += len(body) if parts[-1].endswith(".safetensors") else 0
-            self.wfile.write(body)
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A model that the hub has, whose tensors are not aligned."""
     found = save(tmp_path / "model", LLAMA, num_shards=2, header_shift=3)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, found))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    monkeypatch.setattr(module, "HfApi", lambda: HfApi(endpoint=endpoint, token=False))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(probe, "SAMPLE_BYTES", 1 << 20)
-    Hub.sent = 0
-    yield found
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(found) as endpoint:
+        monkeypatch.setattr(module, "HfApi", lambda: HfApi(endpoint=endpoint, token=False))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(probe, "SAMPLE_BYTES", 1 << 20)
+        yield found
 
 
 def planned(model: object) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -15,22 +16,37 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from mlx_flash import __version__
-from mlx_flash.commands.borrowed import borrow_flags
+from mlx_flash.commands.borrowed import borrow_flags, flags_of
+from mlx_flash.commands.flags import (
+    ACCESS,
+    BENCH,
+    CACHE,
+    COMPLETION,
+    CREATE,
+    DOCTOR,
+    EXEC,
+    JSON,
+    LIST,
+    LOG,
+    PACK,
+    PLAN,
+    PULL,
+    RM,
+    RUN,
+    SHOW,
+    STOP,
+    VERIFY,
+    Flag,
+)
+from mlx_flash.commands.parser import SHOWN, Parser
 from mlx_flash.commands.ranges import (
     boolean,
-    count,
     json_object,
     max_tokens,
-    port,
-    prompt_tokens,
-    ranks,
-    seconds,
     setting,
 )
 from mlx_flash.commands.serve_flags import add_model_flags, add_serve_flags
 from mlx_flash.config import FlashConfig, did_you_mean, setting_kinds
-
-EXIT_USAGE = 2
 
 SETTINGS = tuple(field.name for field in fields(FlashConfig) if field.name not in {"enabled", "poison_released_slots"})
 """The fields of ``FlashConfig`` that are flags of every command."""
@@ -38,12 +54,7 @@ SETTINGS = tuple(field.name for field in fields(FlashConfig) if field.name not i
 BASICS = ("ram_budget_gb", "context_length", "prefill_step_size")
 """The settings that help shows first; the others are for tuning."""
 
-LOG = 2
-"""Value of ``args.verbose`` that asks for the log, too."""
-
-Parser = argparse.ArgumentParser
-Flag = tuple[tuple[str, ...], dict[str, Any]]
-"""The arguments of ``add_argument``."""
+_ALL_HELP = "--help-tuning"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +64,8 @@ class Command:
     Attributes:
         usage: the arguments in a usage line.
         help: one line about the command.
-        flags: its own flags; or a function that adds them; or the program of mlx-lm that has them.
-        more: further flags, beside those of mlx-lm's program.
+        flags: its own flags; or a function that adds them.
+        more: further flags.
         first: adds flags before all others.
         streams: the command loads models, so it takes the flags of all settings.
         model: the command requires ``--model``.
@@ -62,7 +73,7 @@ class Command:
 
     usage: str
     help: str
-    flags: Sequence[Flag] | Callable[[Parser], None] | str
+    flags: Sequence[Flag] | Callable[[Parser], None]
     more: Sequence[Flag] = ()
     first: Callable[[Parser], None] | None = None
     streams: bool = True
@@ -78,9 +89,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         argv = [*argv[1:2], "--help"]
     name = argv[0] if argv and not argv[0].startswith("-") else None
     parser, command = make_parser(name)
+    if name is not None and _ALL_HELP in itertools.takewhile(lambda word: word != "--", argv):
+        print(_whole_help(name), end="")
+        parser.exit()
     args, unknown = parser.parse_known_args(argv)
     if command is not None and unknown:
-        command.error(_unrecognized(unknown, re.findall(r"--[a-z][a-z-]+", command.format_help())))
+        command.error(_unrecognized(unknown, re.findall(r"--[a-z][a-z-]+", _whole_help(args.command))))
     if command is not None and COMMANDS[args.command].model and args.model is None:
         command.error("the following arguments are required: --model")
     return args
@@ -92,8 +106,18 @@ def _unrecognized(unknown: list[str], known: Iterable[str]) -> str:
     return f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(flag.partition('=')[0], known)}"
 
 
-def make_parser(chosen: str | None = None) -> tuple[Parser, Parser | None]:
-    """Return the parser of the command line, and the parser of the chosen command, the only one that gets flags."""
+def _whole_help(command: str) -> str:
+    parser = make_parser(command, is_whole=True)[1]
+    return "" if parser is None else parser.format_help()
+
+
+def make_parser(chosen: str | None = None, *, is_whole: bool = False) -> tuple[Parser, Parser | None]:
+    """Return the parser of the command line, and the parser of the chosen command, the only one that gets flags.
+
+    Args:
+        chosen: the command.
+        is_whole: show all flags in its help.
+    """
     parser = Parser(prog="mlx-flash", description="Run mlx-lm models larger than memory, bit for bit.")
     parser.add_argument("-V", "--version", action="version", version=f"mlx-flash {__version__}")
     parser.set_defaults(command=None, traceback=False, verbose=True, quiet=False, rest=[])
@@ -106,7 +130,10 @@ def make_parser(chosen: str | None = None) -> tuple[Parser, Parser | None]:
         usage = f"mlx-flash {name} {command.usage}"
         made = adding.add_parser(name, help=command.help, description=words, usage=usage, allow_abbrev=False)
         if name == chosen:
-            _add_flags(found := made, command)
+            found = made
+            own = [] if callable(command.flags) else [names for names, _ in (*command.flags, *command.more)]
+            found.shown = None if is_whole else SHOWN.union(*own)
+            _add_flags(found, command)
     return parser, found
 
 
@@ -117,33 +144,30 @@ def _add_flags(parser: Parser, command: Command) -> None:
         parser.add_argument("--model", help="model directory, or Hugging Face repository")
     if command.first is not None:
         command.first(parser)
-    if isinstance(command.flags, str):
-        borrow_flags(parser, command.flags, "--model")
     for name in BASICS if command.streams else ():
         _add_setting(parser, name, help_texts.get(name, ""))
-    if isinstance(command.flags, str):
-        borrow_flags(parser, command.flags)
-    elif callable(command.flags):
+    if callable(command.flags):
         command.flags(parser)
     else:
         for names, options in command.flags:
             parser.add_argument(*names, **options)
     for names, options in command.more:
         parser.add_argument(*names, **options)
-    _add_loudness(parser, has_log=not isinstance(command.flags, str))
+    _add_loudness(parser)
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    tuning = parser.add_argument_group("tuning")
+    if command.streams or callable(command.flags):
+        parser.add_argument(_ALL_HELP, action="store_true", help="show all flags")
+    tuning = parser if parser.shown is not None else parser.add_argument_group("tuning")
     for name in SETTINGS if command.streams else ():
         if name not in BASICS:
             _add_setting(tuning, name, help_texts.get(name, ""))
 
 
-def _add_loudness(parser: Parser, *, has_log: bool) -> None:
-    """Add ``--quiet``, and ``--verbose`` where mlx-lm's program has no log of its own."""
+def _add_loudness(parser: Parser) -> None:
+    """Add ``--quiet`` and ``--verbose``."""
     parser.add_argument("--quiet", action="store_true", help="results and errors alone: no progress, notes or warnings")
     with contextlib.suppress(argparse.ArgumentError):  # the command has a flag of that name
-        if has_log:
-            parser.add_argument("--verbose", action="store_const", const=LOG, default=True, help="print the log, too")
+        parser.add_argument("--verbose", action="store_const", const=LOG, default=True, help="print the log, too")
 
 
 def setting_help() -> dict[str, str]:
@@ -170,10 +194,6 @@ def _add_setting(parser: Any, name: str, words: str) -> None:
     parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
-def _flag(*names: str, **options: Any) -> Flag:
-    return names, options
-
-
 def _add_generate_flags(parser: Parser) -> None:
     """Add mlx-lm's own flags after those that we check more strictly."""
     words = "tokens to generate at most; -1: no limit"
@@ -183,147 +203,80 @@ def _add_generate_flags(parser: Parser) -> None:
     words = "False: text alone on stdout; without a value: print the log, too"
     add("--verbose", type=boolean, nargs="?", const=LOG, default=True, metavar="BOOL", help=words)
     add("--chat-template-config", type=json_object, default=None, metavar="JSON", help="for the chat template")
-    borrow_flags(parser, "generate", parse=True, without=("--image", "--quantize-activations"))
+    borrow_flags(parser, "generate", without=("--image", "--quantize-activations"))
     add("--json", action="store_true", help="write one JSON object to stdout")
     add("--resident", action="store_true", help="keep everything in memory, by mlx-lm alone, to compare with")
     add("--routing-trace", type=Path, metavar="FILE", help="record the experts of each token, for benchmarks")
 
 
+def _add_chat_model(parser: Parser) -> None:
+    for names, options in flags_of("chat"):
+        if names[0] == "--model":
+            parser.add_argument(*names, **options)
+
+
 def _add_chat_flags(parser: Parser) -> None:
     """Add mlx-lm's own flags. Those that a Modelfile may give have no default."""
-    borrow_flags(parser, "chat", parse=True)
+    borrow_flags(parser, "chat")
     parser.set_defaults(temp=None, top_p=None, max_tokens=None)
     parser.add_argument(
         "--verbose", action="store_const", const=LOG, default=False, help="print the log, and all measurements"
     )
 
 
-_JSON = _flag("--json", action="store_true", help="write one JSON object to stdout")
-_ACCESS = (
-    _flag("--api-key-file", type=Path, metavar="FILE", help="a key that clients must send (also MLX_FLASH_API_KEY)"),
-    _flag("--no-auth", action="store_true", help="let other machines connect without a key"),
-)
-_RUN = (
-    _flag("words", nargs="*", metavar="MODEL | PROMPT", help="a model to run without a Modelfile; a prompt to answer"),
-    _flag("-f", "--file", metavar="MODELFILE", help="default: ./Modelfile"),
-    _flag("--max-tokens", "-m", type=max_tokens, metavar="N", help="overrides num_predict of the Modelfile"),
-    _flag(
-        "--verbose",
-        action="store_const",
-        const=LOG,
-        default=False,
-        help="print the log, and budget, speed and peak memory after each answer",
-    ),
-    _flag("--serve", action="store_true", help="serve it, as mlx-flash serve does"),
-    _flag("--host", default="127.0.0.1", help="for --serve"),
-    _flag("--port", type=port, default=8080, help="for --serve"),
-    *_ACCESS,
-)
-_PLAN = (
-    _JSON,
-    _flag("--budgets", action="store_true", help="compare budgets: peak, speed, first token, longest context"),
-    _flag("--ranks", type=ranks, default=1, metavar="N", help="show the layers of each of N machines like this one"),
-    _flag("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer"),
-)
-_BENCH = (
-    _flag("--prompt-tokens", type=prompt_tokens, default=64, metavar="N", help="length of the prompt (default: 64)"),
-    _flag("--max-tokens", "-m", type=count, default=16, metavar="N", help="tokens to generate (default: 16)"),
-    _JSON,
-)
-_VERIFY = (
-    _flag("--prompt-tokens", type=prompt_tokens, default=16, metavar="N", help="length of the prompt (default: 16)"),
-    _flag("--max-tokens", "-m", type=count, default=4, metavar="N", help="tokens after it (default: 4)"),
-    _flag(
-        "--reference",
-        choices=("resident", "layers"),
-        help="mlx-lm's model whole in memory, or one layer at a time; unset: whole where memory allows",
-    ),
-    _flag("--output", "-o", type=Path, metavar="FILE", help="save the receipt"),
-    _flag("--against", type=Path, metavar="FILE", help="compare with another receipt"),
-    _JSON,
-)
-_DOCTOR = (
-    _flag("--model", help="model directory, or Hugging Face repository: compare budgets, and measure a short run"),
-    _flag(
-        "--prompt-tokens",
-        type=prompt_tokens,
-        default=16,
-        metavar="N",
-        help="prompt of the measured run (default: 16)",
-    ),
-    _flag(
-        "--max-tokens",
-        "-m",
-        type=count,
-        default=12,
-        metavar="N",
-        help="tokens of the measured run (default: 12)",
-    ),
-    _JSON,
-)
-_EXEC = (_flag("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL"),)
-_PACK = (
-    _flag("source", help="model directory, or Hugging Face repository"),
-    _flag("target", help="directory to make"),
-    _flag("--verify", action="store_true", help="read everything back and compare"),
-    _JSON,
-)
-_LIST = (
-    _flag("folders", nargs="*", type=Path, metavar="FOLDER", help="folders to look in, beside Hugging Face's cache"),
-    _JSON,
-)
-_STOP = (
-    _flag("engine", metavar="PID | MODEL", help="process or model, as ps shows it"),
-    _flag("--timeout", type=seconds, default=30.0, metavar="S", help="seconds to wait for its end (default: 30)"),
-)
-_COMPLETION = (_flag("shell", choices=("bash", "zsh", "fish"), help="the shell that runs the printed code"),)
-_CACHE = (_flag("action", choices=("list", "clear"), help="clear removes everything that is not in use"), _JSON)
-
 COMMANDS = {
     "generate": Command("--model MODEL [flags]", "generate text", _add_generate_flags),
     "run": Command(
         "[MODEL] [PROMPT] | -f MODELFILE [PROMPT]",
         "chat with, prompt, or serve a model or a Modelfile",
-        _RUN,
+        RUN,
         model=False,
     ),
-    "chat": Command("--model MODEL [flags]", "chat, with the flags of mlx-lm's chat", _add_chat_flags, model=False),
+    "chat": Command(
+        "--model MODEL [flags]",
+        "chat, with the flags of mlx-lm's chat",
+        _add_chat_flags,
+        first=_add_chat_model,
+        model=False,
+    ),
     "serve": Command(
         "--model MODEL [flags]",
         "answer requests in OpenAI's dialect",
         add_serve_flags,
-        _ACCESS,
+        ACCESS,
         first=add_model_flags,
         model=False,
     ),
-    "plan": Command("--model MODEL [flags]", "show what stays in memory, and the expected speed", _PLAN),
-    "bench": Command("--model MODEL [flags]", "measure a model against its plan", _BENCH),
-    "verify": Command("--model MODEL [flags]", "compare streamed output with mlx-lm's, bit for bit", _VERIFY),
+    "plan": Command("--model MODEL [flags]", "show what stays in memory, and the expected speed", PLAN),
+    "bench": Command("--model MODEL [flags]", "measure a model against its plan", BENCH),
+    "verify": Command("--model MODEL [flags]", "compare streamed output with mlx-lm's, bit for bit", VERIFY),
     "doctor": Command(
-        "[--model MODEL] [flags]", "look at machine, disk and MLX, and compare budgets of a model", _DOCTOR, model=False
+        "[--model MODEL] [flags]", "look at machine, disk and MLX, and compare budgets of a model", DOCTOR, model=False
     ),
-    "list": Command("[FOLDER ...]", "list models here: size, fit, and expected speed", _LIST, model=False),
-    "ps": Command("[--json]", "list running engines", (_JSON,), streams=False, model=False),
-    "stop": Command("PID | MODEL", "end a running engine", _STOP, streams=False, model=False),
-    "exec": Command(
-        "[flags] -- PROGRAM [its flags]", "run any program that uses mlx-lm, streaming", _EXEC, model=False
-    ),
+    "list": Command("[FOLDER ...]", "list models here: size, fit, and expected speed", LIST, model=False),
+    "pull": Command("REPOSITORY [flags]", "download a model, after showing its plan", PULL, model=False),
+    "show": Command("MODEL [flags]", "show a model's files and its plan, or a Modelfile", SHOW, model=False),
+    "create": Command("NAME [-f MODELFILE]", "give a Modelfile a name", CREATE, streams=False, model=False),
+    "rm": Command("NAME ... [--yes]", "remove downloaded models and named Modelfiles", RM, streams=False, model=False),
+    "ps": Command("[--json]", "list running engines", (JSON,), streams=False, model=False),
+    "stop": Command("PID | MODEL", "end a running engine", STOP, streams=False, model=False),
+    "exec": Command("[flags] -- PROGRAM [its flags]", "run any program that uses mlx-lm, streaming", EXEC, model=False),
     "pack": Command(
         "SOURCE TARGET",
         "rewrite a checkpoint in the order in which it is read",
-        _PACK,
+        PACK,
         streams=False,
         model=False,
     ),
     "cache": Command(
         "list|clear",
         "list models and cached data, or remove the cached data",
-        _CACHE,
+        CACHE,
         streams=False,
         model=False,
     ),
     "completion": Command(
-        "bash|zsh|fish", "print code that completes commands, flags and models", _COMPLETION, streams=False, model=False
+        "bash|zsh|fish", "print code that completes commands, flags and models", COMPLETION, streams=False, model=False
     ),
 }
 """The commands by name, in the order of help."""

@@ -15,66 +15,27 @@ from mlx_flash.commands.ranges import OF_MLX_LM
 _TYPES = {"int": int, "float": float, "str": str}
 
 
-class PassOn(argparse.Action):
-    """An action that appends the flag and its values, as typed, to ``args.rest``."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        given = [values] if isinstance(values, str) else list(values or ())
-        self._check(given)
-        namespace.rest = [*getattr(namespace, "rest", []), option_string, *given]
-
-    def _check(self, given: Sequence[str]) -> None:
-        """Check the values of numbers."""
-        if parse := OF_MLX_LM.get(self.option_strings[0]):
-            try:
-                for text in given:
-                    parse(text)
-            except argparse.ArgumentTypeError as error:
-                raise argparse.ArgumentError(self, str(error)) from None
-
-
 def borrow_flags(
     parser: argparse.ArgumentParser,
     program: str,
-    only: str | None = None,
-    *,
-    parse: bool = False,
     without: Sequence[str] = (),
 ) -> None:
-    """Add the flags of one of mlx-lm's programs that the parser lacks.
+    """Add the flags of one of mlx-lm's programs that the parser lacks, with mlx-lm's defaults.
 
     Args:
         parser: the parser.
         program: module of mlx-lm, such as ``server``.
-        only: add only this flag.
-        parse: give the flags mlx-lm's types and defaults. Otherwise they are passed on, and mlx-lm checks them.
         without: flags to leave out.
     """
     for names, keywords in flags_of(program):
-        if only in (None, *names) and names[0] not in without:
-            options = {**keywords, **_type_of(names)} if parse else _passed_on(names, keywords)
+        if names[0] not in without:
+            options = {**keywords, **_type_of(names)}
             with contextlib.suppress(argparse.ArgumentError):  # the parser has the flag
                 parser.add_argument(*names, **options)
 
 
 def _type_of(names: Sequence[str]) -> dict[str, Any]:
     return {"type": OF_MLX_LM[names[0]]} if names[0] in OF_MLX_LM else {}
-
-
-def _passed_on(names: Sequence[str], keywords: dict[str, Any]) -> dict[str, Any]:
-    kept: dict[str, Any] = {name: keywords[name] for name in ("nargs", "metavar", "help") if name in keywords}
-    if "action" in keywords:
-        kept["nargs"] = 0
-    elif "metavar" not in kept:
-        choices = keywords.get("choices")
-        kept["metavar"] = f"{{{','.join(choices)}}}" if choices else names[0].strip("-").replace("-", "_").upper()
-    return {**kept, "action": PassOn, "dest": f"mlx_lm_{names[0]}"}
 
 
 def flags_of(program: str) -> Iterator[tuple[list[str], dict[str, Any]]]:

@@ -33,7 +33,7 @@ def complete() -> None:
     import argcomplete
 
     words = os.environ.get("COMP_LINE", "").split()
-    parser, _ = make_parser(next((word for word in words[1:] if word in COMMANDS), None))
+    parser, _ = make_parser(next((word for word in words[1:] if word in COMMANDS), None), is_whole=True)
     argcomplete.autocomplete(parser, default_completer=cast(Any, _values))
 
 

@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-from mlx_flash.commands.arguments import EXIT_USAGE, LOG, make_parser, parse_arguments
+from mlx_flash.commands.arguments import make_parser, parse_arguments
 from mlx_flash.commands.completion import REQUEST_VARIABLE, complete, completion
+from mlx_flash.commands.flags import LOG
+from mlx_flash.commands.parser import EXIT_USAGE
 from mlx_flash.errors import FlashError
 
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 1, 130, 141, 143
@@ -88,8 +90,10 @@ def _load_commands_of_models() -> dict[str, Run]:
     from mlx_flash.commands.generate import generate
     from mlx_flash.commands.mlx_lm import execute
     from mlx_flash.commands.models import list_
+    from mlx_flash.commands.named import create, remove, show
     from mlx_flash.commands.pack import pack
     from mlx_flash.commands.plan import plan
+    from mlx_flash.commands.pull import pull
     from mlx_flash.commands.run import run
     from mlx_flash.commands.verify import verify
 
@@ -102,6 +106,10 @@ def _load_commands_of_models() -> dict[str, Run]:
         "verify": verify,
         "doctor": doctor,
         "list": list_,
+        "pull": pull,
+        "show": show,
+        "create": create,
+        "rm": remove,
         "exec": execute,
         "pack": pack,
         "cache": cache,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -13,10 +13,12 @@ from rich import box
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from mlx_flash.commands.common import make_config, print_json, print_rich, progress_bar
+from mlx_flash.commands.common import dial, make_config, note, print_json, print_rich, progress_bar
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.errors import BudgetError, FlashError
+from mlx_flash.errors import BudgetError, ConfigError, FlashError
+from mlx_flash.modelfile.named import named_models
+from mlx_flash.modelfile.parse import read_modelfile
 from mlx_flash.monitor.words import rate, size
 
 _SHARDS = "model*.safetensors"
@@ -35,11 +37,13 @@ class Model:
         name: repository or folder.
         folder: of its files.
         bytes: of its weights in files.
+        modelfile: the Modelfile with this name; None for a folder or repository.
     """
 
     name: str
     folder: str
     bytes: int
+    modelfile: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,12 @@ def list_(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash list``."""
     config = make_config(args)
     models = list(dict.fromkeys([*_downloaded(), *_in_folders(args.folders)]))
+    models += _named({model.name: model for model in models})
     outcomes = []
     with progress_bar(args, "Planning", MofNCompleteColumn()) as progress:
         for number, model in enumerate(models):
             progress(number, len(models))
-            outcomes.append(expect(Path(model.folder), config))
+            outcomes.append(_outcome(model, args, config))
     if args.json:
         entries = [{**asdict(model), **asdict(outcome)} for model, outcome in zip(models, outcomes, strict=True)]
         print_json({"models": entries}, out)
@@ -80,10 +85,27 @@ def list_(args: argparse.Namespace, out: TextIO) -> int:
     return 0
 
 
-def expect(folder: Path, config: FlashConfig) -> Outcome:
-    """Plan for a model. Reads headers, no weights."""
+def _outcome(model: Model, args: argparse.Namespace, config: FlashConfig) -> Outcome:
+    """Plan for a model, with the settings of its Modelfile."""
+    if model.modelfile is None:
+        return expect(Path(model.folder), config)
+    if not model.folder:
+        return Outcome("not downloaded")
+    return expect(
+        Path(model.folder), FlashConfig.resolve(modelfile=read_modelfile(model.modelfile).flash, **dial(args))
+    )
+
+
+def expect(folder: Path, config: FlashConfig, probe: Path | None = None) -> Outcome:
+    """Plan for a model. Reads headers, no weights.
+
+    Args:
+        folder: the model.
+        config: how to stream.
+        probe: a file to probe the disk with; None takes the largest shard.
+    """
     try:
-        plan = prepare(folder, config, writes=False).plan
+        plan = prepare(folder, config, writes=False, probe=probe).plan
     except BudgetError as error:
         return Outcome("too large", budget_bytes=error.minimum_bytes, why=" ".join(str(error).split()))
     except _NOT_PLANNED as error:
@@ -102,6 +124,21 @@ def _downloaded() -> Iterator[Model]:
         newest = max(repository.revisions, key=lambda revision: revision.last_modified)
         if (nbytes := _weight_bytes(newest.snapshot_path)) and repository.repo_type == "model":
             yield Model(repository.repo_id, str(newest.snapshot_path), nbytes)
+
+
+def _named(downloaded: Mapping[str, Model]) -> Iterator[Model]:
+    """Yield the Modelfiles with names. One that cannot be read is left out, and reported."""
+    for name, path in named_models().items():
+        try:
+            base = read_modelfile(path).base
+        except ConfigError as error:
+            note(f"mlx-flash: {error}")
+            continue
+        if base in downloaded:
+            yield replace(downloaded[base], name=name, modelfile=str(path))
+        else:
+            is_folder = Path(base).is_dir()
+            yield Model(name, base if is_folder else "", _weight_bytes(Path(base)) if is_folder else 0, str(path))
 
 
 def _in_folders(folders: Sequence[Path]) -> Iterator[Model]:

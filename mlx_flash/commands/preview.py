@@ -13,11 +13,12 @@ from typing import Any
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
-from mlx_flash.layout.hub import not_found
+from mlx_flash.layout.hub import NOT_FOUND_ERRORS, not_found
 from mlx_flash.layout.load import METADATA_SUFFIXES
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES
 
 _SHARDS = "model*.safetensors"
+_ERRORS: tuple[type[Exception], ...] = (*NOT_FOUND_ERRORS, NotASafetensorsRepoError, SafetensorsParsingError)
 
 
 def is_remote(name: str) -> bool:
@@ -29,7 +30,7 @@ def is_remote(name: str) -> bool:
 
 
 @contextmanager
-def preview(repository: str) -> Iterator[Path]:
+def preview(repository: str, revision: str | None = None) -> Iterator[Path]:
     """Yield a folder that can be planned for. Only headers of the shards are fetched, by ranged requests.
 
     Raises:
@@ -39,41 +40,42 @@ def preview(repository: str) -> Iterator[Path]:
         path = Path(folder) / repository.replace("/", "--")
         path.mkdir()
         try:
-            _fetch(repository, path)
-        except (OSError, ValueError, NotASafetensorsRepoError, SafetensorsParsingError) as error:
+            _fetch(repository, revision, path)
+        except _ERRORS as error:
             raise not_found(repository, error) from error
         yield path
 
 
-def _fetch(repository: str, path: Path) -> None:
+def _fetch(repository: str, revision: str | None, path: Path) -> None:
     api = HfApi()
-    files = api.model_info(repository, files_metadata=True).siblings or []
+    files = api.model_info(repository, revision=revision, files_metadata=True).siblings or []
     for file in files:
         name, nbytes = file.rfilename, file.size or 0
         if "/" in name:
             continue
         if fnmatch(name, _SHARDS):
-            _write_shard(path / name, nbytes, api.parse_safetensors_file_metadata(repository, name))
+            header = api.parse_safetensors_file_metadata(repository, name, revision=revision)
+            _write_shard(path / name, nbytes, header)
         elif Path(name).suffix in METADATA_SUFFIXES and nbytes <= MAX_METADATA_BYTES:
-            api.hf_hub_download(repository, name, local_dir=path)
+            api.hf_hub_download(repository, name, revision=revision, local_dir=path)
 
 
-def _write_shard(path: Path, nbytes: int, told: Any) -> None:
+def _write_shard(path: Path, nbytes: int, header: Any) -> None:
     """Write a file with a header and a hole. Tensors lie where they lie in the real one.
 
     Args:
         path: the file.
         nbytes: size of the real one.
-        told: its header, as ``HfApi.parse_safetensors_file_metadata`` returns it.
+        header: its header, as ``HfApi.parse_safetensors_file_metadata`` returns it.
     """
     tensors = {
         name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": tensor.data_offsets}
-        for name, tensor in told.tensors.items()
+        for name, tensor in header.tensors.items()
     }
-    end = max((tensor.data_offsets[1] for tensor in told.tensors.values()), default=0)
-    metadata = {"__metadata__": told.metadata} if told.metadata else {}
-    header = json.dumps({**metadata, **tensors}, ensure_ascii=False, separators=(",", ":")).encode()
-    header = header.ljust(nbytes - 8 - end)
+    end = max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
+    metadata = {"__metadata__": header.metadata} if header.metadata else {}
+    text = json.dumps({**metadata, **tensors}, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(nbytes - 8 - end)
     with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + end)
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)

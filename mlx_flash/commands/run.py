@@ -15,14 +15,17 @@ from typing import Any, TextIO
 
 import mlx.nn as nn
 import mlx_lm
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from mlx_flash.commands.common import dial, note
 from mlx_flash.commands.lines import make_reader
+from mlx_flash.commands.preview import is_remote
 from mlx_flash.commands.slash import COMPLETIONS
 from mlx_flash.commands.status import Status
 from mlx_flash.commands.talk import Talk
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Progress
+from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import ConfigError
 from mlx_flash.layout.hub import is_ollama_name
 from mlx_flash.loading import load
@@ -71,6 +74,7 @@ def talk_about(
     if args.max_tokens is not None:
         modelfile = replace(modelfile, parameters=replace(modelfile.parameters, num_predict=args.max_tokens))
     read = make_reader(COMPLETIONS) if prompt is None else None  # before loading: libraries are in the budget, too
+    _download(modelfile.base)
     began = time.perf_counter()
     with ExitStack() as stack:
         with Status(f"loading {modelfile.base}", is_shown=not args.quiet) as status:
@@ -84,6 +88,14 @@ def talk_about(
             talk.converse(read)
         elif prompt is not None:
             talk.answer(prompt)
+
+
+def _download(base: str) -> None:
+    """Download a model that is not here, with Hugging Face's own progress, which would mix with our line."""
+    if is_remote(base):
+        note(f"{base} is not on this machine and is downloaded; `mlx-flash pull {base}` shows its plan first")
+        resolve(base)
+    disable_progress_bars()
 
 
 def _described(args: argparse.Namespace) -> tuple[Modelfile, str | None]:

@@ -42,7 +42,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add("--prompt-cache-bytes", type=_size, metavar="SIZE", help=words)
     words = "seconds that an idle model stays in memory (default: until another one needs the memory)"
     add("--keep-alive", type=seconds, metavar="S", help=words)
-    borrow_flags(parser, "server", parse=True, without=[*_OWN, *_WITHOUT_EFFECT])
+    borrow_flags(parser, "server", without=[*_OWN, *_WITHOUT_EFFECT])
     for name in _WITHOUT_EFFECT:
         add(name, action="store_true", help=argparse.SUPPRESS)
 

@@ -286,7 +286,7 @@ def resolve(path_or_hf_repo: str, revision: str | None = None) -> Path:
         hub.check_name(path_or_hf_repo)
     try:
         return loading.download(path_or_hf_repo, revision)
-    except (OSError, ValueError) as error:
+    except hub.NOT_FOUND_ERRORS as error:
         raise hub.not_found(path_or_hf_repo, error) from error
 
 

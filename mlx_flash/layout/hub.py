@@ -6,6 +6,7 @@ import re
 
 from huggingface_hub.errors import (
     GatedRepoError,
+    HfHubHTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -13,6 +14,12 @@ from huggingface_hub.errors import (
 )
 
 from mlx_flash.errors import CheckpointNotFoundError
+
+DOWNLOAD_ERRORS: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
+"""Errors of downloads: of the disk, of the connection, and of Hugging Face."""
+
+NOT_FOUND_ERRORS: tuple[type[Exception], ...] = (*DOWNLOAD_ERRORS, ValueError)
+"""Errors of looking for a model: those, and wrong names."""
 
 _OLLAMA = re.compile(r"(?:[\w.-]+/)*([\w.-]+):([\w.-]+)")
 _EXAMPLE = "mlx-community/Llama-3.2-3B-Instruct-4bit"

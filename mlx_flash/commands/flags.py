@@ -1,0 +1,120 @@
+"""Flags of single commands."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mlx_flash.commands.ranges import count, max_tokens, port, prompt_tokens, ranks, seconds
+
+LOG = 2
+"""Value of ``args.verbose`` that asks for the log, too."""
+
+Flag = tuple[tuple[str, ...], dict[str, Any]]
+"""The arguments of ``add_argument``."""
+
+
+def flag(*names: str, **options: Any) -> Flag:
+    """Return the arguments of a flag."""
+    return names, options
+
+
+JSON = flag("--json", action="store_true", help="write one JSON object to stdout")
+ACCESS = (
+    flag("--api-key-file", type=Path, metavar="FILE", help="a key that clients must send (also MLX_FLASH_API_KEY)"),
+    flag("--no-auth", action="store_true", help="let other machines connect without a key"),
+)
+RUN = (
+    flag("words", nargs="*", metavar="MODEL | PROMPT", help="a model to run without a Modelfile; a prompt to answer"),
+    flag("-f", "--file", metavar="MODELFILE", help="default: ./Modelfile"),
+    flag("--max-tokens", "-m", type=max_tokens, metavar="N", help="overrides num_predict of the Modelfile"),
+    flag(
+        "--verbose",
+        action="store_const",
+        const=LOG,
+        default=False,
+        help="print the log, and budget, speed and peak memory after each answer",
+    ),
+    flag("--serve", action="store_true", help="serve it, as mlx-flash serve does"),
+    flag("--host", default="127.0.0.1", help="for --serve"),
+    flag("--port", type=port, default=8080, help="for --serve"),
+    *ACCESS,
+)
+PLAN = (
+    JSON,
+    flag("--budgets", action="store_true", help="compare budgets: peak, speed, first token, longest context"),
+    flag("--ranks", type=ranks, default=1, metavar="N", help="show the layers of each of N machines like this one"),
+    flag("--trust-remote-code", action="store_true", help="run the code that comes with a tokenizer"),
+)
+BENCH = (
+    flag("--prompt-tokens", type=prompt_tokens, default=64, metavar="N", help="length of the prompt (default: 64)"),
+    flag("--max-tokens", "-m", type=count, default=16, metavar="N", help="tokens to generate (default: 16)"),
+    JSON,
+)
+VERIFY = (
+    flag("--prompt-tokens", type=prompt_tokens, default=16, metavar="N", help="length of the prompt (default: 16)"),
+    flag("--max-tokens", "-m", type=count, default=4, metavar="N", help="tokens after it (default: 4)"),
+    flag(
+        "--reference",
+        choices=("resident", "layers"),
+        help="mlx-lm's model whole in memory, or one layer at a time; unset: whole where memory allows",
+    ),
+    flag("--output", "-o", type=Path, metavar="FILE", help="save the receipt"),
+    flag("--against", type=Path, metavar="FILE", help="compare with another receipt"),
+    JSON,
+)
+DOCTOR = (
+    flag("--model", help="model directory, or Hugging Face repository: compare budgets, and measure a short run"),
+    flag(
+        "--prompt-tokens",
+        type=prompt_tokens,
+        default=16,
+        metavar="N",
+        help="prompt of the measured run (default: 16)",
+    ),
+    flag(
+        "--max-tokens",
+        "-m",
+        type=count,
+        default=12,
+        metavar="N",
+        help="tokens of the measured run (default: 12)",
+    ),
+    JSON,
+)
+EXEC = (flag("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL"),)
+PACK = (
+    flag("source", help="model directory, or Hugging Face repository"),
+    flag("target", help="directory to make"),
+    flag("--verify", action="store_true", help="read everything back and compare"),
+    JSON,
+)
+LIST = (
+    flag("folders", nargs="*", type=Path, metavar="FOLDER", help="folders to look in, beside Hugging Face's cache"),
+    JSON,
+)
+PULL = (
+    flag("repository", help="Hugging Face repository, such as mlx-community/Llama-3.2-3B-Instruct-4bit"),
+    flag("--revision", metavar="NAME", help="branch, tag or commit (default: main)"),
+    JSON,
+)
+SHOW = (
+    flag("model", help="model directory, Hugging Face repository, or name of a Modelfile"),
+    flag("--modelfile", action="store_true", help="print the Modelfile"),
+    JSON,
+)
+CREATE = (
+    flag("name", metavar="NAME", help="for run, show, list, rm and the server"),
+    flag("-f", "--file", default="Modelfile", metavar="MODELFILE", help="default: ./Modelfile"),
+)
+RM = (
+    flag("names", nargs="+", metavar="NAME", help="Hugging Face repository, or name of a Modelfile"),
+    flag("-y", "--yes", action="store_true", help="do not ask"),
+)
+STOP = (
+    flag("engine", metavar="PID | MODEL", help="process or model, as ps shows it"),
+    flag("--timeout", type=seconds, default=30.0, metavar="S", help="seconds to wait for its end (default: 30)"),
+)
+COMPLETION = (flag("shell", choices=("bash", "zsh", "fish"), help="the shell that runs the printed code"),)
+CACHE = (flag("action", choices=("list", "clear"), help="clear removes everything that is not in use"), JSON)

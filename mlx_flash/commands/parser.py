@@ -1,0 +1,50 @@
+"""The parser of the command line: short help, the whole help of ``--help-tuning``, and errors of one shape."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from typing import Any, NoReturn
+
+EXIT_USAGE = 2
+
+WIDTH, HELP_COLUMN = 80, 32
+
+SHOWN = frozenset(
+    {
+        *("--help", "--help-tuning", "--model", "--ram-budget-gb", "--context-length", "--prefill-step-size"),
+        *("--prompt", "--max-tokens", "--system-prompt", "--temp", "--top-p", "--seed", "--adapter-path"),
+        *("--draft-model", "--json", "--resident", "--host", "--port", "--api-key-file", "--no-auth", "--models-dir"),
+        *("--keep-alive", "--verbose", "--quiet", "--traceback", "--kv-cache", "--kv-prefixes"),
+    }
+)
+"""Flags in the short help of commands with many flags."""
+
+
+class _Formatter(argparse.HelpFormatter):
+    """A formatter that leaves flags more room, and is no wider than :data:`WIDTH`."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size().columns, WIDTH)
+        super().__init__(prog, max_help_position=HELP_COLUMN, width=width - 2)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help may be short.
+
+    Attributes:
+        shown: flags in help; None shows all of them.
+    """
+
+    shown: frozenset[str] | None = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=_Formatter, **options)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        if self.shown is not None and str(names[0]).startswith("-") and not self.shown & set(names):
+            options["help"] = argparse.SUPPRESS
+        return super().add_argument(*names, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"mlx-flash: error: {message}. Hint: {self.prog} --help\n")

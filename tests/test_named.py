@@ -1,0 +1,227 @@
+"""Models by name: ``pull``, ``show``, ``rm``, ``create``, and named models in ``list`` and ``run``."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import scan_cache_dir
+from hypothesis import given
+from hypothesis import strategies as st
+
+import children
+from hub import Hub, serving
+from mlx_flash import cli
+from mlx_flash.commands import models, named, run
+from mlx_flash.errors import ConfigError
+from mlx_flash.modelfile.named import create_model, models_folder, named_models
+from mlx_flash.modelfile.parse import Modelfile, parse_modelfile, read_modelfile
+from models import LLAMA, save
+from terminals import ROOT
+
+DRAFT = ROOT / "examples" / "pair" / "draft"
+CHUNK = 10 << 20
+"""Bytes that huggingface_hub writes at a time: it resumes at a multiple."""
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save(tmp_path_factory.mktemp("remote") / "model", {**LLAMA, "vocab_size": 30_000}, num_shards=2)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((DRAFT / file).read_bytes())
+    return folder
+
+
+@pytest.fixture
+def hub(remote: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The variables of programs that use a hub with one model."""
+    with serving(remote) as endpoint:
+        yield {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "cache")}
+
+
+def command(env: dict[str, str], *words: object) -> subprocess.CompletedProcess[bytes]:
+    return children.run("-m", "mlx_flash", *words, env=env, forks=False)
+
+
+def test_a_connection_that_breaks_off_is_resumed_within_a_shard(hub: dict[str, str], remote: Path) -> None:
+    sizes = {shard.name: shard.stat().st_size for shard in remote.glob("*.safetensors")}
+    assert all(CHUNK < size < 2 * CHUNK + 12_345 for size in sizes.values()) and len(sizes) == 2
+    Hub.cut_after = CHUNK + 12_345
+    done = command(hub, "pull", "some/model", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for name in sizes:
+        assert (name, f"bytes={CHUNK}-") in Hub.requests
+        assert (Path(found["folder"]) / name).read_bytes() == (remote / name).read_bytes()
+
+
+def test_a_download_that_failed_goes_on_with_the_shards_that_are_missing(
+    hub: dict[str, str], remote: Path, tmp_path: Path
+) -> None:
+    first, second = sorted(shard.name for shard in remote.glob("*.safetensors"))
+    Hub.broken = second
+    done = command(hub, "pull", "some/model", "--ram-budget-gb", "min")
+    told = done.stderr.decode()
+    assert done.returncode == 1 and "the download of some/model broke off: " in told
+    assert told.index("read for each token") < told.index("broke off") and "Traceback" not in told
+    assert told.splitlines()[-1].endswith("Hint: the same command goes on, and keeps every file that is complete.")
+    assert (first, None) in Hub.requests
+    Hub.broken, Hub.requests = None, []
+    done = command(hub, "pull", "some/model", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (first, None) not in Hub.requests and (second, None) in Hub.requests
+    folder = Path(found["folder"])
+    assert (folder / second).read_bytes() == (remote / second).read_bytes()
+    assert found["downloaded_bytes"] == (remote / second).stat().st_size
+    assert found["way"] == "in memory" and folder.is_relative_to(tmp_path / "cache")
+    done = command(hub, "rm", "some/model", "--yes")
+    assert done.returncode == 0 and b"removed some/model (" in done.stdout and not folder.exists()
+
+
+def test_what_the_hub_does_not_have_is_not_pulled(hub: dict[str, str], tmp_path: Path) -> None:
+    done = command(hub, "pull", "some/nothing")
+    told = done.stderr.decode()
+    assert done.returncode == 1 and "there is no such repository, or it is private. Hint: " in told
+    assert told.count("\n") == 1 and not (tmp_path / "cache" / "models--some--nothing" / "snapshots").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["pull", "llama3.2:3b"], "is a name of Ollama"),
+        (["pull", str(ROOT)], "it is a folder on this machine"),
+        (["show", "no/such/folder"], "there is no directory"),
+        (["show", str(DRAFT), "--modelfile"], "it is no Modelfile with a name"),
+        (["rm", "nothing"], "no model of this name is on this machine"),
+        (["rm", str(DRAFT)], "it is a path"),
+        (["create", "a/b", "-f", "x"], "is no name for a model"),
+        (["create", "ab", "-f", "/nonexistent"], "the Modelfile cannot be read"),
+    ],
+)
+def test_errors_have_one_shape(
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "hub").mkdir()
+    monkeypatch.setattr(named, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "hub"))
+    assert cli.main(words) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("mlx-flash: error: ") and told.count("\n") == 1 and error in told
+
+
+@pytest.fixture
+def own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config" / "mlx-flash" / "models"
+
+
+@pytest.mark.usefixtures("own_config")
+def test_a_named_modelfile_is_a_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "base").symlink_to(DRAFT)
+    source = tmp_path / "source" / "Modelfile"
+    source.write_text('# mine\nFROM ./base\nSYSTEM """a\nFROM b\n"""\nPARAMETER num_predict 3\nFLASH_RAM_GB 1\n')
+    assert cli.main(["create", "tiny:v1", "-f", str(source)]) == 0
+    assert "created tiny:v1" in capsys.readouterr().out
+    made, given_ = read_modelfile(named_models()["tiny:v1"]), read_modelfile(source)
+    assert (made.base, made.system, made.parameters) == (
+        str(tmp_path / "source" / "base"),
+        "a\nFROM b\n",
+        given_.parameters,
+    )
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "tiny:v1", "Hello"]) == 0
+    answer = capsys.readouterr().out
+    assert answer.strip() and cli.main(["run", "-f", str(source), "Hello"]) == 0
+    assert capsys.readouterr().out == answer
+    monkeypatch.setattr(models, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "source"))
+    assert cli.main(["list", "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)["models"]
+    assert (listed["name"], listed["modelfile"]) == ("tiny:v1", str(models_folder() / "tiny:v1"))
+    assert listed["way"] == "in memory" and listed["budget_bytes"] == 10**9
+    assert cli.main(["show", "tiny:v1"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "parameters num_predict 3" in told and "settings ram_budget_gb 1" in told and "within 1.00 GB" in told
+    assert cli.main(["show", "tiny:v1", "--modelfile"]) == 0
+    assert capsys.readouterr().out.startswith("# mine\nFROM /")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert cli.main(["rm", "tiny:v1"]) == 1 and "There is no terminal to ask" in capsys.readouterr().err
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert cli.main(["rm", "tiny:v1"]) == 0 and not named_models()
+    told = capsys.readouterr()
+    assert "remove tiny:v1 (Modelfile)? [y/N]" in told.err and "removed tiny:v1" in told.out
+
+
+def test_a_no_keeps_a_model(
+    own_config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_config.mkdir(parents=True)
+    (own_config / "mine").write_text(f"FROM {DRAFT}")
+    (own_config / ".partial").write_text("")
+    for answer in ("\n", "n\n", ""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+        assert cli.main(["rm", "mine"]) == 1 and list(named_models()) == ["mine"]
+        assert "nothing was removed" in capsys.readouterr().err
+
+
+def test_a_folder_comes_before_a_name(own_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_config.mkdir(parents=True)
+    (own_config / "mine").write_text(f"FROM {DRAFT}")
+    monkeypatch.chdir(tmp_path)
+    assert run.described_model("mine").base == str(DRAFT)
+    (tmp_path / "mine").mkdir()
+    assert run.described_model("mine").base == "mine"
+
+
+def contents(modelfile: Modelfile) -> list[Any]:
+    return [getattr(modelfile, name) for name in Modelfile.__slots__ if name not in ("path", "notes")]
+
+
+LINES = st.lists(
+    st.sampled_from(
+        [
+            "FROM ./model",
+            'FROM """./model"""',
+            "# FROM other",
+            "",
+            'SYSTEM """one\nFROM two\n"""',
+            'MESSAGE user """one\nADAPTER two"""',
+            "PARAMETER stop x",
+            'PARAMETER stop "y\nz"',
+            "adapter adapter",
+            "LICENSE free",
+            "FLASH_RAM_GB 2",
+        ]
+    ),
+    max_size=6,
+)
+
+
+@given(LINES)
+def test_a_copy_of_a_modelfile_says_the_same(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("model", "adapter"):
+        (folder / name).mkdir()
+    source = folder / "Modelfile"
+    source.write_text("\n".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder))
+        try:
+            wanted = read_modelfile(source)
+        except ConfigError:
+            with pytest.raises(ConfigError):
+                create_model("x", source)
+            assert not models_folder().exists()
+            return
+        path = create_model("x", source)
+        assert contents(parse_modelfile(path.read_text(), "/elsewhere/Modelfile")) == contents(wanted)
+        assert path.stat().st_mode & 0o077 == 0

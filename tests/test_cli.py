@@ -428,13 +428,6 @@ def test_misspelt_flags_and_commands_get_a_suggestion(
     assert exit_.value.code == 2 and hint in capsys.readouterr().err
 
 
-def test_flags_of_mlx_lm_are_passed_on_as_typed() -> None:
-    words = ["--model", "m", "--max-tokens=80", "--trust-remote-code", "--ram-budget-gb", "2", "--temp", "0.5"]
-    args = parse_arguments(["chat", *words])
-    assert args.rest == ["--model", "m", "--max-tokens", "80", "--trust-remote-code", "--temp", "0.5"]
-    assert args.ram_budget_gb == 2
-
-
 def test_serve_takes_the_flags_and_defaults_of_mlx_lm() -> None:
     args = parse_arguments(["serve", "--model", "a", "--model", "b=c", "--port=80", "--temp", "0.5"])
     assert (args.model, args.port, args.temp) == (["a", "b=c"], 80, 0.5)
@@ -448,6 +441,13 @@ def test_wrong_flags_of_serve(flags: str, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit) as exit_:
         parse_arguments(["serve", *flags.split()])
     assert exit_.value.code == 2
+
+
+def test_chat_takes_the_flags_of_mlx_lm() -> None:
+    words = ["--model", "m", "--max-tokens=80", "--trust-remote-code", "--ram-budget-gb", "2", "--xtc-threshold", "0.2"]
+    args = parse_arguments(["chat", *words])
+    assert (args.model, args.max_tokens, args.trust_remote_code, args.ram_budget_gb) == ("m", 80, True, 2)
+    assert (args.temp, args.top_p, args.xtc_threshold, args.seed) == (None, None, 0.2, 0)
 
 
 def test_no_arguments_show_help(capsys: pytest.CaptureFixture[str]) -> None:

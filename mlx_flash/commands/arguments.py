@@ -83,7 +83,7 @@ class Command:
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Return the parsed arguments. Errors and help end the program, as argparse does.
 
-    ``args.command`` is a name in :data:`COMMANDS`, or None; ``args.rest`` has the flags for mlx-lm's own parser.
+    ``args.command`` is a name in :data:`COMMANDS`, or None.
     """
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help"]
@@ -120,7 +120,7 @@ def make_parser(chosen: str | None = None, *, is_whole: bool = False) -> tuple[P
     """
     parser = Parser(prog="mlx-flash", description="Run mlx-lm models larger than memory, bit for bit.")
     parser.add_argument("-V", "--version", action="version", version=f"mlx-flash {__version__}")
-    parser.set_defaults(command=None, traceback=False, verbose=True, quiet=False, rest=[])
+    parser.set_defaults(command=None, traceback=False, verbose=True, quiet=False)
     if chosen is not None and chosen not in COMMANDS:
         parser.error(f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)}")
     adding = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")

@@ -12,7 +12,7 @@ from mlx_flash.residency.kv import KVShare, in_memory, on_disk, prefix_bytes, pr
 from mlx_flash.residency.ledger import Ledger
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, TensorSize, UnitSize
-from mlx_flash.residency.spread import Streamed, add_up, spread
+from mlx_flash.residency.spread import Streamed, add_up, choose
 from mlx_flash.residency.streamed import Streaming
 from mlx_flash.streaming.stream import take_turns
 
@@ -68,7 +68,7 @@ class Task:
     def streamed(self) -> Callable[[int, bool], Streamed]:
         """Sums for a number of bytes spread over the layers. Bisections ask for the same again and again."""
         layers = self.sizes.layers
-        return cache(lambda target, whole_layers: add_up(spread(layers, target, whole_layers)))
+        return cache(lambda target, whole_layers: add_up(choose(layers, target, whole_layers)))
 
     @cached_property
     def for_tokens(self) -> Callable[[Reserve], tuple[KVShare, int, int]]:

@@ -25,11 +25,17 @@ class Streamed:
     largest: int
 
 
-def add_up(chosen: Sequence[tuple[TensorSize, ...]]) -> Streamed:
+Chosen = tuple[tuple[TensorSize, ...], int, int]
+"""The streamed tensors of a layer, their bytes, and what they take of a buffer."""
+
+_NONE: Chosen = ((), 0, 0)
+
+
+def add_up(chosen: Sequence[Chosen]) -> Streamed:
     """Add up the streamed tensors of each layer."""
-    buffers = [sum([tensor.buffer_bytes for tensor in tensors]) for tensors in chosen]
-    nbytes = sum([tensor.nbytes for tensors in chosen for tensor in tensors])
-    return Streamed(sum(map(bool, chosen)), nbytes, sum(buffers), max(buffers, default=0))
+    buffers = [buffer_bytes for _, _, buffer_bytes in chosen]
+    num_layers = len(buffers) - buffers.count(0)
+    return Streamed(num_layers, sum([nbytes for _, nbytes, _ in chosen]), sum(buffers), max(buffers, default=0))
 
 
 def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[tuple[TensorSize, ...]]:
@@ -40,14 +46,20 @@ def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[
         target: bytes to stream, over all layers.
         whole_layers: stream a layer whole or not at all; fewer layers are waited for then.
     """
+    chosen = [tensors for tensors, _, _ in choose(layers, target, whole_layers)]
+    return [_in_order(unit, tensors) for unit, tensors in zip(layers, chosen, strict=True)]
+
+
+def choose(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[Chosen]:
+    """Choose as :func:`spread` does. Returns the bytes too."""
     total = max(sum([unit.nbytes for unit in layers]), 1)
-    choose = _whole if whole_layers else _some
+    choose_of = _whole if whole_layers else _some
     chosen, passed, done = [], 0, 0
     for unit in layers:
         passed += unit.nbytes
-        tensors = choose(unit, target * passed // total - done)
-        done += unit.nbytes if tensors is unit.tensors else sum([tensor.nbytes for tensor in tensors])
-        chosen.append(tensors)
+        found = choose_of(unit, target * passed // total - done)
+        done += found[1]
+        chosen.append(found)
     return chosen
 
 
@@ -56,17 +68,26 @@ def spread_whole(units: Sequence[UnitSize], target: int) -> list[UnitSize]:
     return [unit for unit, tensors in zip(units, spread(units, target, True), strict=True) if tensors]
 
 
-def _whole(unit: UnitSize, due: int) -> tuple[TensorSize, ...]:
-    return unit.tensors if 2 * due >= unit.nbytes else ()
+def _in_order(unit: UnitSize, tensors: tuple[TensorSize, ...]) -> tuple[TensorSize, ...]:
+    if len(tensors) in (0, len(unit.tensors)):
+        return tensors
+    names = {tensor.name for tensor in tensors}
+    return tuple([tensor for tensor in unit.tensors if tensor.name in names])
 
 
-def _some(unit: UnitSize, due: int) -> tuple[TensorSize, ...]:
+def _whole(unit: UnitSize, due: int) -> Chosen:
+    return (unit.tensors, unit.nbytes, unit.buffer_bytes) if 2 * due >= unit.nbytes else _NONE
+
+
+def _some(unit: UnitSize, due: int) -> Chosen:
     """Tensors of together about ``due`` bytes, the largest first."""
-    kept = set()
+    kept, nbytes, buffer_bytes = [], 0, 0
     for tensor in unit.largest_first:
         if 2 * due >= tensor.nbytes:
-            kept.add(tensor.name)
+            kept.append(tensor)
             due -= tensor.nbytes
-    if len(kept) in (0, len(unit.tensors)):
-        return unit.tensors if kept else ()
-    return tuple([tensor for tensor in unit.tensors if tensor.name in kept])
+            nbytes += tensor.nbytes
+            buffer_bytes += tensor.buffer_bytes
+    if len(kept) == len(unit.tensors):
+        return unit.tensors, nbytes, buffer_bytes
+    return tuple(kept), nbytes, buffer_bytes

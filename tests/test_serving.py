@@ -248,6 +248,8 @@ def test_a_signal_ends_the_server(models: list[str], tmp_path: Path, number: sig
         responses = server.client().chat.completions.create(model="default_model", **request)
         next(iter(responses))
         os.kill(server.process.pid or 0, number)
+        with pytest.raises(openai.APIError, match="the server stops"):  # the last event
+            list(responses)
         server.process.join(20)
         assert server.process.exitcode == 0, server.log.read_text()
         assert "terminate called" not in server.log.read_text()

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_lm.generate import make_stop_sequences
 
-from mlx_flash.errors import RefusedError
+from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
 from mlx_flash.server.batches import BatchOptions, make_rows
@@ -143,7 +143,7 @@ class LoadedModel:
                     self._take_token(job, response)
         for uid, error in self._rows.take_errors().items():
             if (job := self.jobs.pop(uid, None)) is not None:
-                job.fail(error)
+                self._fail(job, error)
 
     def drop(self, job: Job, error: RefusedError | None = None) -> None:
         """End a request: with an error, or because its client left."""
@@ -167,6 +167,15 @@ class LoadedModel:
         for model in (self.model, self.draft):
             if model is not None:
                 model.close()
+
+    def _fail(self, job: Job, error: RefusedError) -> None:
+        """End a request that could not be computed. If memory was short, kept caches leave, and it begins once more."""
+        if isinstance(error.__cause__, BudgetError) and len(self.kept) and not job.num_tokens:
+            self.kept.trim_to(n_sequences=0)
+            with ends_alone(job.fail):
+                self.begin(job)
+        else:
+            job.fail(error)
 
     def _processors(self, job: Job) -> Sequence[Any]:
         found: list[Any] = list(processors_of(job.request.sampling, self.source.defaults, self.vocab_size))

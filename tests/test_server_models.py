@@ -1,0 +1,149 @@
+"""Several models under one budget, and models of many kinds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from live import live
+from mlx_flash import FlashConfig
+from mlx_flash.config import GB
+from mlx_flash.memory.footprint import footprint
+from mlx_flash.server.batches import BatchOptions
+from mlx_flash.server.catalog import Source
+from mlx_flash.server.events import End, Failed, Progress
+from mlx_flash.server.request import GenerationRequest
+from models import make_random_model
+from served import serving
+from zoo import configuration
+
+SHAPE = "--layers 6 --hidden-size 512 --intermediate-size 1536 --heads 8 --kv-heads 4 --vocab-size 1000 --dtype float32"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two models of 80 MB."""
+    folder = tmp_path_factory.mktemp("models")
+    return [str(make_random_model(folder / name, *SHAPE.split(), "--seed", name)) for name in ("1", "2")]
+
+
+def budget(mb: float) -> float:
+    """Return a budget of so many MB beside this process."""
+    return footprint() / GB + mb / 1000
+
+
+def named(model: str, **fields: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, **fields}
+
+
+def test_a_model_leaves_for_another_that_then_fits(models: list[str]) -> None:
+    """Its memory is free before the plan is made: the second one is not streamed beside what is left of the first."""
+    with live(*models, ram_budget_gb=budget(130), context_length=512, prefill_step_size=128) as server:
+        answers: list[dict[str, str]] = []
+        for _ in range(2):
+            answers.append({})
+            for model in models:
+                status, reply = server.post("/v1/chat/completions", named(model))
+                assert status == 200, reply
+                answers[-1][model] = reply["choices"][0]["message"]["content"]
+                (loaded,) = server.room.models
+                assert loaded.source.name == model
+                assert loaded.model.plan.read_bytes == 0, loaded.model.plan.parts()
+        assert answers[0] == answers[1] and len(set(answers[0].values())) == 2
+        assert server.get("/ready")[0] == 200
+
+
+def test_models_that_fit_together_stay(models: list[str]) -> None:
+    with live(*models, ram_budget_gb=budget(500), context_length=512, prefill_step_size=128) as server:
+        with ThreadPoolExecutor(4) as pool:
+            replies = list(pool.map(lambda model: server.post("/v1/chat/completions", named(model)), models * 2))
+        assert {status for status, _ in replies} == {200}
+        assert len(list(server.room.models)) == 2
+        assert len({reply["choices"][0]["message"]["content"] for _, reply in replies}) == 2
+
+
+def test_a_model_that_cannot_be_loaded_fails_alone(models: list[str], tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(models[1], broken)
+    next(broken.glob("*.safetensors")).write_bytes(b"\x10" + b"\0" * 7 + b"{" * 16)
+    with live(models[0], str(broken), ram_budget_gb=budget(130), context_length=512, prefill_step_size=128) as server:
+        expected = server.say("Hi")
+        for _ in range(2):
+            status, reply = server.post("/v1/chat/completions", named(str(broken)))
+            assert status == 500 and "safetensors" in reply["error"]["message"]
+            assert server.say("Hi") == expected
+        assert server.get("/health")[0] == 200
+
+
+def test_requests_for_two_models_wait_for_each_other(models: list[str]) -> None:
+    """The budget holds one: they are answered in turn, each as alone."""
+    with live(*models, ram_budget_gb=budget(130), context_length=512, prefill_step_size=128) as server:
+        alone = {model: server.post("/v1/chat/completions", named(model))[1]["choices"] for model in models}
+        with ThreadPoolExecutor(4) as pool:
+            replies = list(pool.map(lambda model: server.post("/v1/chat/completions", named(model)), models * 2))
+        assert [reply["choices"] for _, reply in replies] == [alone[model] for model in models * 2]
+
+
+def test_idle_models_leave_after_a_time(models: list[str]) -> None:
+    with live(models[0], keep_alive=0.2, context_length=512) as server:
+        server.say("Hi")
+        deadline = time.monotonic() + 10
+        while list(server.room.models):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert server.say("Hi")
+
+
+def test_loading_is_told_to_those_who_wait(models: list[str]) -> None:
+    with serving(*models, ram_budget_gb=2.0) as served:
+        request = GenerationRequest(model=models[1], messages=[{"role": "user", "content": "Hi"}], max_tokens=2)
+        events = served.events(request)
+        assert isinstance(events[0], Progress) and events[0].stage == "loading"
+        assert isinstance(events[-1], End) and events[-1].load_seconds > 0
+        again = served.events(request)
+        assert not isinstance(again[0], Progress) and isinstance(again[-1], End) and again[-1].load_seconds == 0
+
+
+def test_a_hybrid_model_at_the_smallest_budget_answers_chats_in_a_row(tmp_path: Path) -> None:
+    """Kept caches leave before a request that a fresh server answers."""
+    (tmp_path / "config.json").write_text(json.dumps(configuration("qwen3_5")))
+    model = str(make_random_model(tmp_path / "hybrid", "--config", str(tmp_path / "config.json")))
+    for form in (None, "stock"):
+        settings = {"ram_budget_gb": "min", "context_length": 1024, "kv_cache": form}
+        with serving(model, options=BatchOptions(prompt_cache_size=10), **settings) as served:
+            for number in range(6):
+                system = {"role": "system", "content": f"You are number {number}. " * 10}
+                assert served.ask(system, {"role": "user", "content": f"word {number} " * 40}, max_tokens=8)
+            assert served.model.plan.budget_bytes >= footprint()
+
+
+@pytest.mark.parametrize("kind", ["draft", "kv_bits"])
+def test_requests_one_after_another(models: list[str], kind: str) -> None:
+    """With a draft model the answers are those without; quantized keys and values have answers of their own."""
+    config = FlashConfig(ram_budget_gb=2.0, telemetry=False)
+    draft = models[1] if kind == "draft" else None
+    options = BatchOptions(kv_bits=None if draft else 8, quantized_kv_start=0)
+    with live(models[0], ram_budget_gb=2.0) as server:
+        expected = [server.say(text) for text in ("Hi", "Tell me of the sea")]
+    with live(Source(name="m", base=models[0], config=config, draft=draft), options=options) as server:
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(server.say, ("Hi", "Tell me of the sea", "Hi")))
+        assert found[0] == found[2]
+        if draft is not None:
+            assert found[:2] == expected
+        assert server.say("Hi") == found[0]  # from a kept cache
+        assert server.say("Hi", stop=[found[0][1:3]]) == found[0][:1]
+
+
+def test_a_request_that_leaves_while_it_waits_is_forgotten(models: list[str]) -> None:
+    with serving(models[0], ram_budget_gb=2.0) as served:
+        assert served.ask({"role": "user", "content": "Hi"})
+        request = GenerationRequest(model="nowhere", prompt="x")
+        (event,) = served.events(request)
+        assert isinstance(event, Failed) and event.error.status == 404

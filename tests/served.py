@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -78,9 +79,13 @@ class Served:
 
     def events(self, request: GenerationRequest) -> list[Event]:
         """Return all events of an answer."""
+        return [event for event, _ in self.timed_events(request)]
 
-        async def collect() -> list[Event]:
-            return [event async for event in self.room.submit(request)]
+    def timed_events(self, request: GenerationRequest) -> list[tuple[Event, float]]:
+        """Return all events of an answer, and when each came."""
+
+        async def collect() -> list[tuple[Event, float]]:
+            return [(event, time.monotonic()) async for event in self.room.submit(request)]
 
         return asyncio.run_coroutine_threadsafe(collect(), self._loop).result(120)
 

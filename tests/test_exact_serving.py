@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,9 @@ import pytest
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import loaded
+from mlx_flash.server.batches import BatchOptions
+from mlx_flash.server.events import Piece
+from mlx_flash.server.request import GenerationRequest, Sampling
 from served import Answer, Served, StockServed, serving, stock_serving
 from test_admission import plan
 from test_kept import LONG, model, turn
@@ -120,6 +124,44 @@ def test_a_device_that_is_unplugged_and_comes_back(
                     with pytest.raises(RefusedError, match=r"cannot read 'model.*' .* in .*: No such device at offset"):
                         failed.result()
             assert together(mine, TEXTS) == alone
+
+
+def answered_at(served: Served, text: str, max_tokens: int) -> tuple[Answer, float, float]:
+    """Return an answer, and the times of its first and its last token."""
+    answer: Answer = []
+    times: list[float] = []
+    request = GenerationRequest(
+        model="default_model",
+        messages=turn(text),
+        top_logprobs=0,
+        sampling=Sampling(temperature=0.0),
+        max_tokens=max_tokens,
+    )
+    for event, at in served.timed_events(request):
+        if isinstance(event, Piece) and event.tokens:
+            answer.append((event.text, event.tokens[0].chosen.logprob))
+            times.append(at)
+    return answer, times[0], times[-1]
+
+
+@pytest.mark.parametrize("budget", ["min", 2.0])
+def test_a_short_request_is_not_starved_by_a_long_prompt(model: str, budget: Any) -> None:
+    """It is answered before the prompt that came first is computed, and both answers are those of each alone."""
+    long_text, options = LONG * 12, BatchOptions(prefill_step_size=64)
+    settings = {"ram_budget_gb": budget, "context_length": 8192, "prefill_step_size": 64}
+    with serving(model, options=options, **settings) as mine:
+        alone = [answered_at(mine, text, 4)[0] for text in (long_text, "Hi")]
+        mine.prompt_cache.trim_to(n_sequences=0)
+        with ThreadPoolExecutor(2) as pool:
+            before = mine.model.counters.num_tokens_in
+            long_one = pool.submit(answered_at, mine, long_text, 4)
+            while mine.model.counters.num_tokens_in == before:
+                time.sleep(0.001)
+            short_one = pool.submit(answered_at, mine, "Hi", 4)
+            (long_answer, first, _), (short_answer, _, last) = long_one.result(), short_one.result()
+        assert [long_answer, short_answer] == alone
+        if budget == 2.0:  # a streamed prompt that is alone takes what memory allows in a pass
+            assert last < first
 
 
 def test_stock_batches_stay_mlx_lms(model: str, alone: list[Answer]) -> None:

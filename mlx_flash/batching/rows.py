@@ -41,6 +41,8 @@ class RowGenerator(BatchGenerator):
         model: the streamed model.
         completes_caches: add the last tokens to the caches when all sequences have ended, in one pass for all.
         on_error: called with the number of a sequence that could not be computed, and the reason. None raises it.
+        takes_turns: compute at most a step of each prompt in a pass that others wait for.
+        takes_turns_alone: do so in every pass, since another sequence may come at any time.
         options: as mlx-lm's generator takes them.
     """
 
@@ -50,6 +52,8 @@ class RowGenerator(BatchGenerator):
         *,
         completes_caches: bool = False,
         on_error: Callable[[int, Exception], None] | None = None,
+        takes_turns: bool = False,
+        takes_turns_alone: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
@@ -58,6 +62,7 @@ class RowGenerator(BatchGenerator):
         self._completes_caches = completes_caches
         self._ended: list[RowSequence] = []
         self._on_error = on_error
+        self._takes_turns, self._takes_turns_alone = takes_turns, takes_turns_alone
 
     def advance(self) -> tuple[list[Any], list[Any]]:
         """Compute a part of each sequence. Return the progress of prompts, and tokens.
@@ -84,7 +89,7 @@ class RowGenerator(BatchGenerator):
         rows: list[Row] = []
         num_others = len(self._sequences) - 1
         for sequence in self._sequences:
-            rows.append(sequence.begin(self._flash, self.prefill_step_size, num_others))
+            rows.append(sequence.begin(self._flash, self.prefill_step_size, num_others, most=self._most_prompt))
             num_others += len(sequence.new) - 1 if sequence.is_guessing else 0
         num_prompt, num_passes = sum(sequence.num_left for sequence in self._sequences), self._flash.counters.num_passes
         engine = self._flash.engine
@@ -103,7 +108,13 @@ class RowGenerator(BatchGenerator):
             if not self._has_room():
                 return
             self._sequences.append(sequence := RowSequence.of(self.take()))
-            sequence.begin(self._flash, self.prefill_step_size)
+            sequence.begin(self._flash, self.prefill_step_size, most=self._most_prompt)
+
+    @property
+    def _most_prompt(self) -> int | None:
+        """The most tokens of a prompt in a pass: a step where others wait for the pass, as in mlx-lm's batches."""
+        is_waited_for = self._takes_turns_alone or (self._takes_turns and len(self._sequences) > 1)
+        return self.prefill_step_size if is_waited_for else None
 
     def _has_room(self) -> bool:
         """Return whether the next sequence, and those that run, can all be computed to their ends in the budget."""
@@ -124,7 +135,7 @@ class RowGenerator(BatchGenerator):
             return
         is_done = row.is_done or sequence.is_guessing
         if sequence.token is None:
-            prompts.append(sequence.progress(ends_segment=is_done))
+            prompts.append(sequence.progress(ends_segment=is_done and sequence.ends_segment))
         if not is_done:
             return
         new = sequence.answers(self._flash.counters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -37,6 +38,7 @@ class RowSequence:
         token: the last token; None before the first one.
         num_tokens: tokens of the answer so far.
         guesses: those of the next tokens; None where none are made.
+        ends_segment: the row that is computed ends with a segment.
     """
 
     uid: int
@@ -53,6 +55,7 @@ class RowSequence:
     token: mx.array | None = None
     num_tokens: int = 0
     guesses: Guesses | None = None
+    ends_segment: bool = True
 
     @classmethod
     def of(cls, waiting: Waiting) -> RowSequence:
@@ -75,25 +78,44 @@ class RowSequence:
             guesses=guesses,
         )
 
-    def begin(self, model: FlashLLM, step: int, num_others: int = 0) -> Row:
-        """Return the row to compute now, beside as many rows of others."""
+    def begin(self, model: FlashLLM, step: int, num_others: int = 0, *, most: int | None = None) -> Row:
+        """Return the row to compute now, beside as many rows of others.
+
+        Args:
+            model: the model.
+            step: mlx-lm's ``prefill_step_size``.
+            num_others: rows of others.
+            most: the most tokens of a prompt, a multiple of the step; None for as many as memory allows.
+        """
         if self.row is None:
-            self.row = self._next_row(model, step, num_others)
+            self.row = self._next_row(model, step, num_others, most)
         return self.row
 
-    def _next_row(self, model: FlashLLM, step: int, num_others: int) -> Row:
+    def _next_row(self, model: FlashLLM, step: int, num_others: int, most: int | None) -> Row:
         if self.token is not None:
             token = cast(int, self.token.item())
             self.new = [token, *self._guess(model, token, num_others)]
             return (
                 guessed_row(self.new, self.cache) if self.is_guessing else model.row(self.token[None], self.cache, step)
             )
-        # A cache that can be trimmed has the ends of its segments in it; of another one they are states of their own.
-        apart = len(self.segments) > 2 and trimmer(self.cache) is None
-        taken, self.segments = (self.segments[:1], self.segments[1:]) if apart else (self.segments, [])
+        taken = self._take_segments(most)
         self.new = [token for segment in taken for token in segment]
         ends = list(accumulate(map(len, taken[:-1])))
         return model.row(mx.array([self.new]), self.cache, step, wants_logits=not self.segments, ends=ends)
+
+    def _take_segments(self, most: int | None) -> list[list[int]]:
+        """Return the segments of the prompt to compute now. A part of one ends where the whole would be cut, too."""
+        # A cache that can be trimmed has the ends of its segments in it; of another one they are states of their own.
+        apart = len(self.segments) > 2 and trimmer(self.cache) is None
+        taken: list[list[int]] = []
+        num_left = math.inf if most is None else most
+        while self.segments and len(self.segments[0]) <= num_left and not (apart and taken):
+            taken.append(self.segments.pop(0))
+            num_left -= len(taken[-1])
+        self.ends_segment = bool(taken)
+        if not taken and most is not None:
+            taken, self.segments[0] = [self.segments[0][:most]], self.segments[0][most:]
+        return taken
 
     def _guess(self, model: FlashLLM, token: int, num_others: int) -> Sequence[int]:
         """Return guesses of the tokens after the next one."""

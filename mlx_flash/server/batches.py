@@ -79,4 +79,5 @@ def make_rows(
     }
     if model.batching == "stock":
         return StockRows(model, **limits)
-    return ServedRows(model, is_shared=is_shared, **limits)
+    has_cheap_passes = not is_shared and not model.plan.read_bytes  # nothing is read for another pass
+    return ServedRows(model, is_shared=is_shared, takes_turns=True, takes_turns_alone=has_cheap_passes, **limits)

@@ -169,6 +169,41 @@ def test_answers_follow_a_schema(server: Live) -> None:
     assert reply["choices"][0]["message"]["content"].lstrip().startswith("{")
 
 
+def test_responses(server: Live) -> None:
+    client = server.client()
+    options: Any = {"model": "default_model", "max_output_tokens": 8, "temperature": 0}
+    whole = client.responses.create(input="Tell me about the sea", **options)
+    assert whole.output_text == server.say("Tell me about the sea", temperature=0)
+    assert whole.status == "incomplete" and whole.usage is not None and whole.usage.output_tokens == 8
+    asked: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes?"}]},
+        {"role": "user", "content": "Tell me about the sea"},
+    ]
+    whole = client.responses.create(input=asked, instructions="Be brief", **options)
+    kinds, text, final = [], "", None
+    for event in client.responses.create(input=asked, instructions="Be brief", stream=True, **options):
+        kinds.append(event.type)
+        text += event.delta if event.type == "response.output_text.delta" else ""
+        final = event.response if event.type == "response.incomplete" else final
+    assert text == whole.output_text and final is not None and final.output_text == text
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    for field, value in {"previous_response_id": "x", "background": True, "include": ["x"], "input": []}.items():
+        status, reply = server.post("/v1/responses", {"input": "x", field: value})
+        assert status == 400 and reply["error"]["param"] == field
+
+
 def test_models_are_listed(server: Live, model: str) -> None:
     assert [found.id for found in server.client().models.list()] == [model]
     assert server.client().models.retrieve(model).id == model

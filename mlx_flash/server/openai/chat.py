@@ -92,7 +92,7 @@ def message_of(message: Message, field: str) -> dict[str, Any]:
     if message.tool_calls:
         calls = []
         for i, call in enumerate(message.tool_calls):
-            arguments = _arguments(call.function.arguments, f"{field}.tool_calls.{i}.function.arguments")
+            arguments = arguments_of(call.function.arguments, f"{field}.tool_calls.{i}.function.arguments")
             calls.append(
                 {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
             )
@@ -100,7 +100,16 @@ def message_of(message: Message, field: str) -> dict[str, Any]:
     return found
 
 
-def _arguments(arguments: str | dict[str, Any], field: str) -> dict[str, Any]:
+def arguments_of(arguments: str | dict[str, Any], field: str) -> dict[str, Any]:
+    """Return the arguments of a call.
+
+    Args:
+        arguments: as a client sends them.
+        field: their place in the request.
+
+    Raises:
+        RefusedError: they are no JSON object.
+    """
     try:
         value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):

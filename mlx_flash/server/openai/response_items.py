@@ -1,0 +1,79 @@
+"""Replies of ``/v1/responses``: a response, and the items of its output."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+from mlx_flash.server.events import End, ToolCall
+from mlx_flash.server.openai.response_schemas import ResponseRequest
+from mlx_flash.server.replies import Whole
+
+
+def response_of(body: ResponseRequest, head: dict[str, Any], whole: Whole | None) -> dict[str, Any]:
+    """Return a response: complete, or one that is being made."""
+    is_cut = whole is not None and whole.end.reason == "length"
+    return {
+        **head,
+        "status": "in_progress" if whole is None else "incomplete" if is_cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "model": body.model,
+        "output": [] if whole is None else items_of(whole),
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "usage": None if whole is None else _usage(whole.end),
+    }
+
+
+def items_of(whole: Whole) -> list[dict[str, Any]]:
+    """Return the items of a complete answer."""
+    status = "incomplete" if whole.end.reason == "length" else "completed"
+    items: list[dict[str, Any]] = []
+    if whole.reasoning:
+        items.append(reasoning_of(whole.reasoning))
+    if whole.text or not whole.calls:
+        items.append(message_of(f"msg_{uuid.uuid4().hex}", whole.text, status))
+    return items + [call_of(call) for call in whole.calls]
+
+
+def reasoning_of(text: str) -> dict[str, Any]:
+    """Return an item of reasoning."""
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": content}
+
+
+def message_of(name: str, text: str, status: str) -> dict[str, Any]:
+    """Return an item of text."""
+    content = [{"type": "output_text", "text": text, "annotations": []}] if status != "in_progress" else []
+    return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def call_of(call: ToolCall) -> dict[str, Any]:
+    """Return an item that asks for a call."""
+    return {
+        "id": f"fc_{uuid.uuid4().hex}",
+        "type": "function_call",
+        "status": "completed",
+        "call_id": call.id or f"call_{uuid.uuid4().hex}",
+        "name": call.name,
+        "arguments": json.dumps(call.arguments, ensure_ascii=False),
+    }
+
+
+def _usage(end: End) -> dict[str, Any]:
+    return {
+        "input_tokens": end.num_prompt,
+        "input_tokens_details": {"cached_tokens": end.num_cached},
+        "output_tokens": end.num_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": end.num_prompt + end.num_tokens,
+    }

@@ -1,0 +1,74 @@
+"""Requests of ``/v1/responses``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from mlx_flash.server.body import Body
+from mlx_flash.server.openai.schemas import Count, FunctionName, Ignored, Name
+
+
+class InputText(Body, extra="ignore"):
+    """A part of a message. Images and files are not supported."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class InputItem(Body, extra="ignore"):
+    """A message, a call of the model, or the result of one."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[InputText] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | None = None
+
+
+class ResponseTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class TextFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    """Options of the text."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponseRequest(Ignored):
+    """A request for the next items of a conversation."""
+
+    model: Name = "default_model"
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stream: bool | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=512)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None

@@ -35,12 +35,12 @@ class PromptCaches(LRUPromptCache):  # type: ignore[misc]
         self._ranks = ranks
         self._kept = KeptCaches()
 
-    def keep(self, tokens: list[int], prompt_cache: list[Any], kind: str = "assistant") -> None:
+    def keep(self, prompt_cache: list[Any], tokens: list[int], kind: str = "assistant") -> None:
         """Keep a cache that is not computed with any more, if there is room for it.
 
         Args:
-            tokens: those in the cache.
             prompt_cache: the cache.
+            tokens: those in the cache.
             kind: of the segment that it ends with: a system prompt is dropped last.
         """
         if not tokens:
@@ -55,10 +55,10 @@ class PromptCaches(LRUPromptCache):  # type: ignore[misc]
                 lending = self._model.engine.lending
                 lending.recall(min(nbytes, lending.nbytes))
             if self._model.kv is not None:
-                prompt_cache = self._kept.take(prompt_cache, tokens, self._model.kv)
+                prompt_cache = self._kept.take(prompt_cache, tokens[:], self._model.kv)
         for entry in prompt_cache:
             mx.eval(arrays_in(entry))
-        self.insert_cache(_KEY, tokens, prompt_cache, cache_type=kind)
+        self.insert_cache(_KEY, tokens[:], prompt_cache, cache_type=kind)
 
     def longest(self, tokens: list[int]) -> tuple[list[Any] | None, int]:
         """Return a copy of the kept cache with the longest prefix of a prompt, and the number of tokens in it.

@@ -206,7 +206,7 @@ class LoadedModel:
         if response.end_of_segment and not response.end_of_prompt and job.kinds:
             kind = job.kinds.pop(0)
             for cache, tokens in self._rows.extract_cache([response.uid]).values():
-                self.kept.keep(tokens[:], cache, kind)
+                self.kept.keep(cache, tokens, kind)
 
     def _take_token(self, job: Job, response: Any) -> None:
         """Send what a token completes, and end the answer with its last one."""
@@ -235,12 +235,9 @@ class LoadedModel:
             return
         self.jobs.pop(response.uid)
         if kept is not None:
-            self._keep(*kept)
+            self.kept.keep(*kept)
         del kept
         job.end(reason)
-
-    def _keep(self, cache: list[Any], tokens: list[int]) -> None:
-        self.kept.keep(tokens[:], cache)
 
 
 def _taken(response: Any) -> Kept | None:

@@ -1,4 +1,4 @@
-"""Files: regular files only, atomic replacement, locks, and files that end with their process."""
+"""Files: regular files only, atomic replacement, and locks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ import fcntl
 import os
 import shutil
 import stat
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mlx_flash.errors import WriteError
 from mlx_flash.forks import finalize
 
 PARTIAL_SUFFIX = ".partial"
 """Ends the names of files and folders that are not complete."""
-
-_PREFIX = "mlx-flash-session-"
-"""Begins names that only this program gives: a folder of the user's choice may hold others."""
 
 _RETRY_SECONDS = 0.002
 _UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
@@ -120,7 +115,7 @@ class AtomicFile:
         self.nbytes = 0
         self._descriptors: list[int] = []
         finalize(self, _abandon, self.partial, self._descriptors)  # an interrupt may hide this file from its user
-        self._descriptors.append(open_locked(self.partial, create=mode, required=False))
+        _lock_into(self._descriptors, self.partial, create=mode, required=False)
         self.fd = self._descriptors[0]
         try:
             os.ftruncate(self.fd, 0)
@@ -229,27 +224,83 @@ def open_locked(
         BlockingIOError: another holder has it, and ``wait`` is False or the seconds have passed.
         OSError: it cannot be opened or locked.
     """
+    descriptors: list[int] = []
+    _lock_into(descriptors, path, create=create, shared=shared, wait=wait, required=required)
+    return descriptors.pop()
+
+
+def _lock_into(
+    descriptors: list[int],
+    path: Path,
+    *,
+    create: int | None = None,
+    shared: bool = False,
+    wait: bool | float = True,
+    required: bool = True,
+) -> None:
+    """Add the descriptor that :func:`open_locked` returns to an empty list, so that no interrupt can hide it."""
     access = os.O_RDONLY if create is None else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    flags = access | os.O_CLOEXEC | os.O_NONBLOCK  # another user's FIFO must not block
     while True:
-        fd = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK, create or 0)  # another user's FIFO must not block
         try:
-            _lock(fd, shared, wait, required)
-            if _is_at(path, fd):
-                return fd
+            # one step: no signal handler runs in map and extend, between the opening and the noting
+            descriptors.extend(map(os.open, [path], [flags], [create or 0]))
+            _lock(descriptors[0], shared, wait, required)
+            if _is_at(path, descriptors[0]):
+                return
         except BaseException:
-            os.close(fd)
+            close_all(descriptors)
             raise
-        os.close(fd)
+        close_all(descriptors)
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Close and forget some descriptors. An interrupt leaves none that is closed and not forgotten, or the reverse."""
+    any(map(os.close, map(descriptors.pop, [-1] * len(descriptors))))  # one step, as above
+
+
+class HeldLock:
+    """A locked file or folder, until it is released, or dropped: an interrupt may hide it from its user.
+
+    Arguments and errors are those of :func:`open_locked`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        create: int | None = None,
+        shared: bool = False,
+        wait: bool | float = True,
+        required: bool = True,
+    ) -> None:
+        self._descriptors: list[int] = []
+        finalize(self, close_all, self._descriptors)
+        _lock_into(self._descriptors, path, create=create, shared=shared, wait=wait, required=required)
+
+    @property
+    def is_held(self) -> bool:
+        """False once it was released."""
+        return bool(self._descriptors)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, while it is held."""
+        return self._descriptors[0]
+
+    def release(self) -> None:
+        """Unlock the file. Does nothing when called again."""
+        close_all(self._descriptors)
 
 
 @contextmanager
 def locked(path: Path, *, create: int | None = None, shared: bool = False, wait: bool | float = True) -> Iterator[int]:
     """Hold a lock during a block. Arguments, value and errors are those of :func:`open_locked`."""
-    fd = open_locked(path, create=create, shared=shared, wait=wait)
+    lock = HeldLock(path, create=create, shared=shared, wait=wait)
     try:
-        yield fd
+        yield lock.fd
     finally:
-        os.close(fd)
+        lock.release()
 
 
 def _lock(fd: int, shared: bool, wait: bool | float, required: bool) -> None:
@@ -274,68 +325,3 @@ def _is_at(path: Path, fd: int) -> bool:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
         return False
-
-
-class PrivateFolder:
-    """A new folder, locked while this object lives. Making one removes the folders of processes that were killed.
-
-    Args:
-        base: the folder to make it in.
-        purpose: what it is for, in errors.
-
-    Raises:
-        WriteError: it cannot be made.
-    """
-
-    def __init__(self, base: Path, purpose: str = "the KV cache") -> None:
-        made, descriptors = list[Path](), list[int]()
-        self._end = finalize(self, _remove_made, made, descriptors)  # first, in case an interrupt ends what follows
-        try:
-            make_private(base)
-            with locked(base):  # or another process might remove the folder before it is locked
-                remove_unheld(base.glob(f"{_PREFIX}*"))
-                made.append(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base)))
-                descriptors.append(open_locked(made[0]))
-        except OSError as error:
-            raise WriteError(
-                f"cannot make a folder for {purpose} in {base}: {error.strerror}. Hint: set another directory."
-            ) from error
-        self.path, self._owner = made[0], os.getpid()
-
-    def close(self) -> None:
-        """Remove the folder. Further calls do nothing, unless an interrupt ended the first."""
-        if self._owner == os.getpid():
-            shutil.rmtree(self.path, ignore_errors=True)  # first: a finalizer runs once
-        self._end()
-
-
-def _remove_made(made: list[Path], descriptors: list[int]) -> None:
-    for path in made:
-        shutil.rmtree(path, ignore_errors=True)
-    while descriptors:
-        os.close(descriptors.pop())
-
-
-def remove_orphans(base: Path) -> None:
-    """Remove the folders that killed processes made with :class:`PrivateFolder`. ``base`` need not exist."""
-    if base.is_dir():
-        with locked(base):
-            remove_unheld(base.glob(f"{_PREFIX}*"))
-
-
-def remove_unheld(paths: Iterable[Path]) -> None:
-    """Remove files and folders that no process has locked."""
-    for path in paths:
-        try:
-            fd = open_locked(path, wait=False)
-        except (FileNotFoundError, BlockingIOError, PermissionError):
-            continue  # removed, in use, or another user's
-        _remove(path, fd)
-
-
-def _remove(path: Path, fd: int) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)  # the next process removes as an orphan whatever is left
-    else:
-        path.unlink(missing_ok=True)
-    os.close(fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from interrupt_points import Operation, interrupted_in, total_points
 from mlx_flash.errors import WriteError
 from mlx_flash.files import (
     PARTIAL_SUFFIX,
     AtomicFile,
-    PrivateFolder,
+    HeldLock,
     check_regular,
     locked,
     open_locked,
@@ -26,6 +28,7 @@ from mlx_flash.files import (
     rename_durably,
     write_atomically,
 )
+from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.samples import temporary_file
 
 
@@ -223,3 +226,26 @@ def test_temporary_files_end_with_their_block(tmp_path: Path) -> None:
         temporary_file(tmp_path / "file", "a test", []),
     ):
         pass
+
+
+def test_interrupts_leave_no_lock_held(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+
+    def program(run: Callable[[Operation], bool]) -> None:
+        held = list[HeldLock]()
+
+        def hold() -> None:
+            with locked(path, create=0o600):
+                pass
+
+        run(lambda: held.append(HeldLock(path, create=0o600)))
+        for lock in held:
+            run(lock.release)
+            del lock
+        held.clear()
+        run(hold)
+        gc.collect()
+        os.close(open_locked(path, wait=False))
+
+    total = total_points(program, ["files.py"])
+    assert sum(interrupted_in(program, number, ["files.py"]) is not None for number in range(total)) > 20

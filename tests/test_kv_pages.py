@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import FileChangedError, ReadError, TruncatedFileError, WriteError
-from mlx_flash.files import PrivateFolder, locked, open_locked
+from mlx_flash.files import locked, open_locked
 from mlx_flash.kv import pages as pages_module
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.disk import DiskRows
@@ -34,6 +34,7 @@ from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import commits_lazily
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.sessions import PrivateFolder
 
 WIDE = RowLayout((Component((1, 2), 128, mx.float16), Component((1, 3), 64, mx.float32)), 64)
 NARROW = RowLayout((Component((1, 2), 3, mx.float16), Component((1, 1), 2, mx.float32)), 5)

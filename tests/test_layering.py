@@ -14,7 +14,7 @@ PACKAGE = ROOT / "mlx_flash"
 FLOORS = [
     ["errors", "folders", "forks"],
     ["compat", "config", "files"],
-    ["facts", "memory", "telemetry"],
+    ["facts", "memory", "sessions", "telemetry"],
     ["storage"],
     ["layout"],
     ["convert", "kv", "ranks"],

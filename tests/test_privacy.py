@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from mlx_flash import cli
-from mlx_flash.files import PrivateFolder, make_private
+from mlx_flash.files import make_private
 from mlx_flash.kv.files import sessions_directory
+from mlx_flash.sessions import PrivateFolder
 from writers import WRITERS, Pack, Receipt, Routing, TinyModels, Writer, make_source
 
 

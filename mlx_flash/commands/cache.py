@@ -14,13 +14,14 @@ from rich.table import Table
 from mlx_flash.commands.common import print_json, print_rich
 from mlx_flash.commands.report import Json
 from mlx_flash.convert.copies import Copy, derived_directory, list_copies, remove
-from mlx_flash.files import PARTIAL_SUFFIX, remove_orphans, remove_unheld
+from mlx_flash.files import PARTIAL_SUFFIX
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.files import sessions_directory
 from mlx_flash.monitor.words import counted, size
 from mlx_flash.prefixes.cache import prefix_directory
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
 from mlx_flash.residency.speed import SPEEDS
+from mlx_flash.sessions import remove_orphans, remove_unheld
 from mlx_flash.storage.probe import PROFILES
 from mlx_flash.storage.selftest import RESULTS
 

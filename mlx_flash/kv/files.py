@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_flash.errors import WriteError
-from mlx_flash.files import PrivateFolder, free_bytes
+from mlx_flash.files import free_bytes
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.layout import RowLayout
@@ -18,6 +18,7 @@ from mlx_flash.kv.options import NUM_SLOTS, QUEUE_DEPTH, READ_SIZE, KVOptions, q
 from mlx_flash.kv.pages import LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.slots import row_bytes
 from mlx_flash.kv.stored import StoredFiles, StoredRows
+from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.ranges import Arrival
 from mlx_flash.storage.selftest import way_of_reading
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
-from mlx_flash.files import locked, make_private, open_locked
+from mlx_flash.files import HeldLock, locked, make_private
 from mlx_flash.folders import cache_directory
 
 GB = 10**9
@@ -144,15 +144,15 @@ class WriteGovernor:
                 return self._change_unsaved(nbytes, only_if_it_fits)
             try:
                 make_private(self._path.parent)
-                fd = open_locked(self._path, create=0o600)
+                lock = HeldLock(self._path, create=0o600)
             except OSError as error:
                 self._warn(error.strerror or str(error))
                 self._begin_day()
                 return self._change_known(nbytes, only_if_it_fits)
             try:
-                return self._change_saved(fd, nbytes, only_if_it_fits)
+                return self._change_saved(lock.fd, nbytes, only_if_it_fits)
             finally:
-                os.close(fd)
+                lock.release()
 
     def _change_saved(self, fd: int, nbytes: int, only_if_it_fits: bool) -> bool:
         is_counted = False

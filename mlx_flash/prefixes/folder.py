@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_flash.errors import WriteError
-from mlx_flash.files import PARTIAL_SUFFIX, flush_folder, locked, make_private, open_locked
-from mlx_flash.forks import finalize
+from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, flush_folder, locked, make_private, open_locked
 from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.prefixes.listing import Page, PageListing
 from mlx_flash.prefixes.pages import EncodedPage, PageKey, path_of
@@ -46,8 +45,8 @@ class StoredModel:
     last_used: float
 
 
-class Hold:
-    """A shared lock on a page file, until it is released or dropped: an interrupt may hide it from its user.
+class Hold(HeldLock):
+    """A shared lock on a page file.
 
     Args:
         path: the file.
@@ -59,23 +58,7 @@ class Hold:
 
     def __init__(self, path: Path, pages: Sequence[str]) -> None:
         self.pages = pages
-        descriptors: list[int] = []
-        self._release = finalize(self, _close_all, descriptors)
-        descriptors.append(open_locked(path, shared=True, wait=False, required=False))
-
-    @property
-    def is_held(self) -> bool:
-        """False once it was released."""
-        return self._release.alive
-
-    def release(self) -> None:
-        """Unlock the file. Does nothing when called again."""
-        self._release()
-
-
-def _close_all(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())
+        super().__init__(path, shared=True, wait=False, required=False)
 
 
 class PageFolder:
@@ -253,13 +236,13 @@ class PageFolder:
     def _remove_unheld(self, page: str) -> bool:
         path = path_of(self.path, page)
         try:
-            fd = open_locked(path, wait=False)
+            lock = HeldLock(path, wait=False)
         except BlockingIOError:
             return False
         try:
             path.unlink(missing_ok=True)
         finally:
-            os.close(fd)
+            lock.release()
         return True
 
     def _spare_bytes(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_flash.errors import ReadError
-from mlx_flash.files import PARTIAL_SUFFIX, open_locked
+from mlx_flash.files import PARTIAL_SUFFIX, HeldLock
 from mlx_flash.prefixes.pages import SUFFIX, PageFile, PageKey, path_of
 
 _log = logging.getLogger("mlx_flash")
@@ -106,7 +106,7 @@ class PageListing:
         """Remove useless pages and the unfinished files of killed processes. Return what :meth:`look` found."""
         for path in self.path.glob(f"*{PARTIAL_SUFFIX}"):
             with suppress(FileNotFoundError, BlockingIOError):
-                os.close(open_locked(path, wait=False))
+                HeldLock(path, wait=False).release()
                 path.unlink()
         pages, useless = self.look()
         for page in reversed(useless):

@@ -15,11 +15,11 @@ from pathlib import Path
 import mlx.nn as nn
 
 from mlx_flash.errors import CheckpointError
-from mlx_flash.files import PrivateFolder
 from mlx_flash.folders import cache_directory
 from mlx_flash.layout.load import iter_parameters
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.ranks.peers import Peers
+from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.safetensors import Checkpoint, read_shard
 
 _HINT = "Hint: copy it; `mlx-flash plan --model DIR --ranks N` prints the files that each rank needs."

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from mlx_flash.errors import WriteError
-from mlx_flash.files import PrivateFolder
+from mlx_flash.sessions import PrivateFolder
 
 
 @contextmanager

@@ -1,0 +1,81 @@
+"""Folders that end with their process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from mlx_flash.errors import WriteError
+from mlx_flash.files import locked, make_private, open_locked
+from mlx_flash.forks import finalize
+
+_PREFIX = "mlx-flash-session-"
+"""Begins names that only this program gives: a folder of the user's choice may hold others."""
+
+
+class PrivateFolder:
+    """A new folder, locked while this object lives. Making one removes the folders of processes that were killed.
+
+    Args:
+        base: the folder to make it in.
+        purpose: what it is for, in errors.
+
+    Raises:
+        WriteError: it cannot be made.
+    """
+
+    def __init__(self, base: Path, purpose: str = "the KV cache") -> None:
+        made, descriptors = list[Path](), list[int]()
+        self._end = finalize(self, _remove_made, made, descriptors)  # first, in case an interrupt ends what follows
+        try:
+            make_private(base)
+            with locked(base):  # or another process might remove the folder before it is locked
+                remove_unheld(base.glob(f"{_PREFIX}*"))
+                made.append(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base)))
+                descriptors.append(open_locked(made[0]))
+        except OSError as error:
+            raise WriteError(
+                f"cannot make a folder for {purpose} in {base}: {error.strerror}. Hint: set another directory."
+            ) from error
+        self.path, self._owner = made[0], os.getpid()
+
+    def close(self) -> None:
+        """Remove the folder. Further calls do nothing, unless an interrupt ended the first."""
+        if self._owner == os.getpid():
+            shutil.rmtree(self.path, ignore_errors=True)  # first: a finalizer runs once
+        self._end()
+
+
+def _remove_made(made: list[Path], descriptors: list[int]) -> None:
+    for path in made:
+        shutil.rmtree(path, ignore_errors=True)
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+def remove_orphans(base: Path) -> None:
+    """Remove the folders that killed processes made with :class:`PrivateFolder`. ``base`` need not exist."""
+    if base.is_dir():
+        with locked(base):
+            remove_unheld(base.glob(f"{_PREFIX}*"))
+
+
+def remove_unheld(paths: Iterable[Path]) -> None:
+    """Remove files and folders that no process has locked."""
+    for path in paths:
+        try:
+            fd = open_locked(path, wait=False)
+        except (FileNotFoundError, BlockingIOError, PermissionError):
+            continue  # removed, in use, or another user's
+        _remove(path, fd)
+
+
+def _remove(path: Path, fd: int) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)  # the next process removes as an orphan whatever is left
+    else:
+        path.unlink(missing_ok=True)
+    os.close(fd)

@@ -305,7 +305,7 @@ def test_writing_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None
     rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 64 * 9)
     for start in range(0, 64 * 9, 64):
         rows.append([part[:, start : start + 64] for part in expected])
-        waiting = sum(size for future, size in rows.file._writer._waiting if not future.done())
+        waiting = sum(write.nbytes for write in rows.file._writer._waiting if not write.is_done)
         assert waiting <= 2 * 64 * WIDE.token_bytes
     assert equal(read(rows), expected)
 

@@ -10,7 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
@@ -53,6 +53,43 @@ class PageReader(BackgroundPrefetcher):
             file.close()
 
 
+class Write:
+    """Blocks that are written behind. A lock, and no future: an interrupt may leave the lock of a future held.
+
+    Args:
+        file: the file; the object keeps it open.
+        blocks: the blocks, with their offsets.
+    """
+
+    def __init__(self, file: LayerFile, blocks: Sequence[tuple[int, memoryview]]) -> None:
+        self.nbytes = sum(len(block) for _, block in blocks)
+        self.is_done = False
+        self._error: BaseException | None = None
+        self._content: tuple[LayerFile, Sequence[tuple[int, memoryview]]] | None = (file, blocks)
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
+
+    def run(self, count: Callable[[int], None]) -> None:
+        """Write the blocks, in the thread that does."""
+        assert self._content is not None
+        try:
+            _write_blocks(*self._content, count)
+        except BaseException as error:
+            self._error = error  # raised where the file is used next
+            raise
+        finally:
+            self._content = None
+            self.is_done = True
+            self._under_way.release()
+
+    def error(self) -> BaseException | None:
+        """Wait for the end. Return the error that it ended with."""
+        if not self.is_done:
+            with self._under_way:
+                pass
+        return self._error
+
+
 class WriteBehind:
     """A thread that writes blocks in order.
 
@@ -72,25 +109,24 @@ class WriteBehind:
         self.limit_bytes = WRITE_BEHIND_BYTES
         self._count = count
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlx-flash-kv-writer")
-        self._waiting: deque[tuple[Future[None], int]] = deque()
-        self._queue: deque[tuple[Future[None], LayerFile, Sequence[tuple[int, memoryview]]]] = deque()
+        self._waiting: deque[Write] = deque()
+        self._queue: deque[Write] = deque()
         self._one_writes = threading.Lock()
 
-    def submit(self, file: LayerFile, blocks: Sequence[tuple[int, memoryview]]) -> Future[None]:
+    def submit(self, file: LayerFile, blocks: Sequence[tuple[int, memoryview]]) -> Write:
         """Queue blocks for writing at their offsets in a file. Wait while too many bytes are queued."""
-        nbytes = sum(len(block) for _, block in blocks)
-        self.nbytes += nbytes
+        write = Write(file, blocks)
+        self.nbytes += write.nbytes
         limit = min(self.limit_bytes, WRITE_BEHIND_BYTES)
-        while self._waiting and sum(size for _, size in self._waiting) + nbytes > limit:
-            self._waiting[0][0].exception()  # raised where its file is used next
+        while self._waiting and sum(other.nbytes for other in self._waiting) + write.nbytes > limit:
+            self._waiting[0].error()  # raised where its file is used next
             self._waiting.popleft()
-        future = Future[None]()
-        self._queue.append((future, file, blocks))  # it holds the file, whose end closes it
+        self._queue.append(write)
         self._pool.submit(self._write_queued)
-        self._waiting.append((future, nbytes))
-        while self._waiting and self._waiting[0][0].done():
+        self._waiting.append(write)
+        while self._waiting and self._waiting[0].is_done:
             self._waiting.popleft()
-        return future
+        return write
 
     def close(self) -> None:
         """End the thread, and drop the blocks that it has not begun to write."""
@@ -101,16 +137,11 @@ class WriteBehind:
         with self._one_writes:
             while self._queue:
                 try:
-                    future, file, blocks = self._queue.popleft()
+                    write = self._queue.popleft()
                 except IndexError:
                     return  # dropped by close
-                try:
-                    _write_blocks(file, blocks, self._count)
-                except BaseException as error:
-                    future.set_exception(error)  # raised where the file is used next; another task goes on
-                    raise
-                future.set_result(None)
-                del future, file, blocks
+                write.run(self._count)  # after an error another task goes on
+                del write
 
 
 def _write_blocks(file: LayerFile, blocks: Sequence[tuple[int, memoryview]], count: Callable[[int], None]) -> None:
@@ -160,7 +191,7 @@ class LayerFile:
         self._close = finalize(self, _remove_file, path, self.fd, reader)
         reader.add(path, direct)
         self._writer = writer
-        self._pending: deque[Future[None]] = deque()
+        self._pending: deque[Write] = deque()
         self.users: WeakSet[PageUser] = WeakSet()
 
     @property
@@ -193,7 +224,7 @@ class LayerFile:
             self._pending.append(self._writer.submit(self, blocks))
 
     def _check(self) -> None:
-        while self._pending and self._pending[0].done():
+        while self._pending and self._pending[0].is_done:
             self._finish_first()
 
     def flush(self) -> None:
@@ -210,7 +241,7 @@ class LayerFile:
 
         The error is a new one each time: the traceback of one that is kept would keep the caller's caches.
         """
-        error = self._pending[0].exception()
+        error = self._pending[0].error()
         if error is not None:
             raise WriteError(str(error)) from error.__cause__
         self._pending.popleft()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,8 @@ _WARNINGS = {
 }
 """Texts for reasons that users can change."""
 
+_POLL_SECONDS = 0.002
+
 _log = logging.getLogger("mlx_flash")
 
 
@@ -37,9 +41,7 @@ class PageWriter:
         self._governor = governor
         self._queue_bytes = queue_bytes
         self._pending: dict[str, tuple[PageKey, Mapping[str, Blob], int]] = {}
-        # `with` on a Condition is Python code, which an interrupt may end with the lock held
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._lock = threading.RLock()  # and no condition: `with` on one is Python code, which may end with it locked
         self._one_writes = threading.Lock()  # an executor whose start of a thread was interrupted may have two
         self._executor = ThreadPoolExecutor(1, "mlx-flash-prefixes")
         self._is_closed = False
@@ -48,34 +50,38 @@ class PageWriter:
     def put(self, key: PageKey, blobs: Mapping[str, Blob], *, waits: bool, only_new: bool) -> bool:
         """Queue a page, see :meth:`PrefixStore.put`."""
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
-        with self._lock:
-            if self._has(key.page):
-                return not only_new
-            reason = self._reason_against(key, nbytes)
-            if not reason and waits and nbytes <= self._queue_bytes:
+        while True:
+            with self._lock:
+                if self._has(key.page):
+                    return not only_new
+                reason = self._reason_against(key, nbytes)
+                has_room = self._fits(nbytes) and not self._is_closed
+                if reason or has_room or not waits or self._is_closed or nbytes > self._queue_bytes:
+                    reason = reason or ("" if has_room else "queue")
+                    self._count(reason)
+                    if not reason:
+                        copies = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
+                        self._pending[key.page] = key, copies, nbytes
+                        self._start_writing()
+                    return not reason
                 self._start_writing()
-                self._changed.wait_for(lambda: self._is_closed or self._fits(nbytes))
-            if not reason and (self._is_closed or not self._fits(nbytes)):
-                reason = "queue"
-            self._count(reason)
-            if reason:
-                return False
-            copies = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
-            self._pending[key.page] = key, copies, nbytes
-            self._start_writing()
-            return True
+            time.sleep(_POLL_SECONDS)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the queue is empty, at most so many seconds. Return whether it is."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._lock:
             self._start_writing()
-            return self._changed.wait_for(lambda: not self._pending, timeout)
+        while self._pending:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
 
     def close(self) -> None:
         """Write what is queued, and end the thread. Further calls do nothing."""
         with self._lock:
             self._is_closed = True
-            self._changed.notify_all()
         self.flush()
         self._executor.shutdown()
 
@@ -137,4 +143,3 @@ class PageWriter:
             with self._lock:
                 self._count(reason)
                 del self._pending[key.page]
-                self._changed.notify_all()

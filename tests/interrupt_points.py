@@ -1,8 +1,9 @@
 """Interrupts like Ctrl-C at chosen points of the code, or at random moments.
 
 CPython raises what a signal handler raises after a call, at the beginning of a function, and at the end of a loop's
-round. A point is one of these, or the place behind an instruction that changes an object. Left out is the end of a
-``with`` block, where CPython raises nothing before ``__exit__`` was called.
+round. A point is one of these, or the place behind an instruction that changes an object. A trace can only raise before
+the next instruction. Where that has other handlers it is left out, such as the way from the last call of a ``with``
+block to ``__exit__``: CPython finds the handlers of the call.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -79,16 +81,16 @@ class Tracer:
 
 @functools.cache
 def _points(code: CodeType) -> frozenset[int]:
-    instructions = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
-    found = set()
-    for number in range(1, len(instructions)):
-        previous, here = instructions[number - 1], instructions[number]
-        if not previous.opname.startswith(_BEFORE_POINT):
-            continue
-        following = [(i.opname, i.argval) for i in instructions[number : number + 3]]
-        if following != [("LOAD_CONST", None)] * 3:  # the call of __exit__
-            found.add(here.offset)
-    return frozenset(found)
+    entries = getattr(dis.Bytecode(code), "exception_entries", ())  # none before Python 3.11, whose blocks are marked
+
+    def handler(offset: int) -> int | None:
+        return next((entry.target for entry in entries if entry.start <= offset < entry.end), None)
+
+    return frozenset(
+        here.offset
+        for previous, here in pairwise(i for i in dis.get_instructions(code) if i.opname != "CACHE")
+        if previous.opname.startswith(_BEFORE_POINT) and handler(previous.offset) == handler(here.offset)
+    )
 
 
 Operation = Callable[[], object]

@@ -14,12 +14,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import save_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from mlx_lm.models.mamba2 import Mamba2Block
 
 from interrupting import CHANGES, Strike, Victim, every_interrupt, outcomes
 from mlx_flash import CacheError, FlashLLM, load_model
+from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.lifecycle import Lifecycle
+from mlx_flash.engine.undo import undo_of
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.slots import ExpertSlots
 from mlx_flash.memory.arena import Arena, SlotArena
@@ -170,6 +172,20 @@ def test_a_cache_that_cannot_be_put_back_refuses_everything(tmp_path: Path, monk
             with pytest.raises(CacheError, match=words):
                 use()
         assert victim.is_right()
+
+
+def test_a_cache_whose_putting_back_was_interrupted_refuses(directory: Path) -> None:
+    with load_model(directory, config())[0] as model:
+        cache = make_prompt_cache(model)
+        model.prompt(mx.array([[1, 2, 3, 4]]), cache, 2048)
+        call = parse_call((mx.array([[5]]), cache), {})
+        undo = undo_of([call])
+        undo()
+        assert [entry.offset for entry in cache] == [4] * len(cache)
+        cache[-1].trim(2)  # as the prefix cache does, until it has put its rows back
+        undo()
+        with pytest.raises(CacheError):
+            model(mx.array([[5]]), cache=cache)
 
 
 def interrupted(function: Callable[..., Any], number: int) -> Callable[..., Any]:

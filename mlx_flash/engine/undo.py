@@ -32,8 +32,18 @@ def undo_of(calls: Sequence[ForwardCall]) -> Callable[[], None]:
         return lambda: None
     if len(calls) > 1 and calls[0].checkpoints is not None:
         return partial(calls[0].checkpoints.take_back, 0)
-    put_back = trimmer(cache) or (snapshot(cache) if can_be_viewed(cache) else None)
+    if (trim := trimmer(cache)) is not None:
+        return partial(_trim, cache, [entry.offset for entry in cache], trim)
+    put_back = snapshot(cache) if can_be_viewed(cache) else None
     return put_back or partial(break_cache, cache)
+
+
+def _trim(cache: Sequence[Any], offsets: Sequence[int], trim: Callable[[], None]) -> None:
+    if broken(cache) is not None:
+        return
+    trim()
+    if [entry.offset for entry in cache] != offsets:
+        break_cache(cache)  # a second interrupt ended the prefix cache's own putting back, where rows were missing
 
 
 def break_cache(cache: Sequence[Any]) -> None:

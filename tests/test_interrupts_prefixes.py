@@ -152,9 +152,13 @@ def test_interrupted_prefix_cache_is_right(kind: str, mode: str, tmp_path: Path)
         talks(folder, run)
         # as in another process, which nobody interrupts
         num_restored = talks(folder, lambda operation: bool(operation()))
-        assert num_restored > (0 if kind == "memory" else len(TOKENS)), "pages leave where there is room for few"
+        may_lack_states = kind == "hybrid" and mode == "longest"  # pages that have no state, whose names are taken
+        least = len(TOKENS) if kind != "memory" else 0  # pages leave where there is room for few
+        assert num_restored > least or may_lack_states
         assert not clear_prefixes(folder), "nothing is locked"
         assert not list((folder / "pages").iterdir())
+        if num_restored <= least:
+            assert talks(folder, lambda operation: bool(operation())) > least
 
     total = total_points(program, FOLDERS)
     where = [interrupted_in(program, number, FOLDERS) for number in sample(total, 8)]

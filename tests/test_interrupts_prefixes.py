@@ -158,7 +158,7 @@ def test_interrupted_prefix_cache_is_right(kind: str, mode: str, tmp_path: Path)
         assert not clear_prefixes(folder), "nothing is locked"
         assert not list((folder / "pages").iterdir())
         if num_restored <= least:
-            assert talks(folder, lambda operation: bool(operation())) > least
+            assert talks(folder, lambda operation: bool(operation())) > 0
 
     total = total_points(program, FOLDERS)
     where = [interrupted_in(program, number, FOLDERS) for number in sample(total, 8)]

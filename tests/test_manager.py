@@ -150,10 +150,9 @@ def test_freed_buffers_are_given_back_while_a_model_runs(directory: Path) -> Non
             mx.eval(mx.ones((1 << 20,)) + 1)
             assert mx.get_cache_memory() <= model.plan.cache_limit
             model.close()
-        mx.eval(mx.ones((1 << 20,)) + 1)
-        assert mx.get_cache_memory() > 1 << 20
     finally:
-        assert mx.set_cache_limit(before) == 1 << 24
+        after = mx.set_cache_limit(before)
+        assert after == (1 << 24 if mx.default_device() == mx.gpu else 0)  # putting it back would start system threads
         mx.clear_cache()
 
 

@@ -67,6 +67,35 @@ print(len(os.listdir("/proc/self/task")))
 """
 
 
+SYSTEM_THREADS = """
+import os, sys, threading
+import mlx.core as mx
+from mlx_lm.utils import load_model
+from mlx_flash import FlashConfig
+import mlx_flash
+from pathlib import Path
+folder, is_streamed = Path(sys.argv[1]), bool(sys.argv[2])
+if is_streamed:
+    from mlx_flash import generate_step
+    model = mlx_flash.load_model(folder, FlashConfig(ram_budget_gb="min", context_length=256))[0]
+else:
+    from mlx_lm.generate import generate_step
+    model = load_model(folder)[0]
+generate = lambda: list(generate_step(mx.array([1, 2, 3]), model, max_tokens=3))
+generate()
+count = lambda: len(os.listdir("/proc/self/task"))
+before = count()
+for _ in range(20):
+    thread = threading.Thread(target=generate)
+    thread.start()
+    thread.join()
+after = count()
+if is_streamed:
+    model.close()
+print(after - before, count() - after)
+"""
+
+
 def num_system_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
@@ -219,3 +248,14 @@ def test_threads_that_generate_leave_no_more_system_threads_than_with_mlx_lm(tmp
     directory = models.save(tmp_path / "model", models.LLAMA)
     left = [int(children.run("-c", GENERATES, directory, is_patched).stdout) for is_patched in ("", "patched")]
     assert left[1] <= left[0] + 2  # its loading streams
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts system threads in /proc")
+def test_streaming_in_threads_leaves_no_more_system_threads_and_closing_starts_none(tmp_path: Path) -> None:
+    directory = models.save(tmp_path / "model", models.LLAMA)
+    stock, streamed = [
+        [int(word) for word in children.run("-c", SYSTEM_THREADS, directory, is_streamed).stdout.split()]
+        for is_streamed in ("", "streamed")
+    ]
+    assert 0 < streamed[0] <= stock[0]
+    assert streamed[1] <= 0

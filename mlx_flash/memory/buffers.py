@@ -29,7 +29,11 @@ def limit_buffers(owner: object, nbytes: int) -> None:
 
 
 def end_limit(owner: object) -> None:
-    """Forget the limit of an owner. After the last one, MLX has the limit that it had before."""
+    """Forget the limit of an owner. After the last one on a GPU, MLX has the limit that it had before.
+
+    On the CPU the limit stays, and speed does not depend on it. There MLX waits for all streams before it changes the
+    limit, and for that gives each that was never used a system thread: also those of Python threads that have ended.
+    """
     with _lock:
-        if _held.pop(id(owner), None) is not None:
+        if _held.pop(id(owner), None) is not None and mx.default_device() == mx.gpu:
             mx.set_cache_limit(max(_held.values(), default=_before))

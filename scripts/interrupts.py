@@ -1,24 +1,30 @@
 """Interrupt passes and changes of tiny models at random moments, and count what is left.
 
     python scripts/interrupts.py [--seconds 20] [--kinds dense,mixture] [--changes decode,prompt] [--seed 1]
+    python scripts/interrupts.py --kinds "" --caches "evicted,prefixes disk exact"
 
 For each kind of model and of change it prints the number of interrupts, and how often the model and the prompt cache
 were `right` afterwards (mlx-lm's logits, bit for bit) or `refused` to go on. Half of the interrupts come from a trace,
-before a random instruction; the others from a timer. The exit status is 1 if anything was wrong.
+before a random instruction; the others from a timer. KV caches and the prefix cache alone are interrupted by the timer,
+in the scenarios of their tests. The exit status is 1 if anything was wrong. Where a scenario takes more than two
+minutes, the stacks of all threads are printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import random
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import mlx.core as mx
 
+import test_interrupts_kv
+import test_interrupts_prefixes
+from interrupt_points import Program, durations, interrupted_at_random
 from interrupting import CHANGES, Strike, Victim, outcomes
-from mlx_flash import FlashLLM
+from mlx_flash import FlashError, FlashLLM
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save, stock
 from test_experts import with_pool
 from test_model import streamed_whole
@@ -40,6 +49,16 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], FlashLLM]]] = {
     "mixture": (QWEN3_MOE | {"num_hidden_layers": 2}, lambda folder: with_pool(folder, 6)),
     "streamed mixture": (QWEN3_MOE | {"num_hidden_layers": 2}, lambda folder: with_pool(folder, 6, "streamed")),
     "full shape": (QWEN3_MOE | {"num_hidden_layers": 2}, lambda folder: with_pool(folder, 12, exact_rows=False)),
+}
+
+
+CACHES: dict[str, Callable[[Path], Program]] = {
+    **{name: partial(test_interrupts_kv.program, name) for name in test_interrupts_kv.SCENARIOS},
+    **{
+        f"prefixes {kind} {mode}": partial(test_interrupts_prefixes.program, kind, mode)
+        for kind in test_interrupts_prefixes.KINDS
+        for mode in test_interrupts_prefixes.MODES
+    },
 }
 
 
@@ -85,16 +104,36 @@ def attack(victim: Victim, change: str, seconds: float, dice: random.Random) -> 
     return counts
 
 
+def attack_caches(name: str, seconds: float, dice: random.Random) -> Counter[str]:
+    """Interrupt a scenario of caches again and again."""
+    counts, end = Counter[str](), time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder:
+        program = CACHES[name](Path(folder))
+        expected = durations(program)
+        while time.monotonic() < end:
+            faulthandler.dump_traceback_later(120)
+            try:
+                counts["interrupts"] += interrupted_at_random(program, expected, dice)
+            except (AssertionError, FlashError, OSError, RuntimeError, ValueError):
+                traceback.print_exc()
+                counts["wrong"] += 1
+            else:
+                counts["right"] += 1
+            faulthandler.cancel_dump_traceback_later()
+    return counts
+
+
 def main() -> int:
     """Return 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20, help="time for each kind of change (20)")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of models")
+    parser.add_argument("--caches", default=",".join(CACHES), help="scenarios of caches")
     parser.add_argument("--changes", default=",".join(CHANGES), help="kinds of changes")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     dice, total = random.Random(options.seed), Counter[str]()
-    for kind in options.kinds.split(","):
+    for kind in filter(None, options.kinds.split(",")):
         architecture, make = KINDS[kind]
         with tempfile.TemporaryDirectory() as name:
             folder = save(Path(name) / "model", architecture, mx.float32)
@@ -108,6 +147,10 @@ def main() -> int:
                     total += counts
             del model, victim
             gc.collect()
+    for name in filter(None, options.caches.split(",")):
+        counts = attack_caches(name, options.seconds, dice)
+        print(f"{name}: {dict(counts)}", flush=True)
+        total += counts
     print(f"all: {dict(total)}")
     return int(not total.keys() <= {"interrupts", "right", "refused"})
 

@@ -16,6 +16,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -64,6 +65,15 @@ class Tracer:
         finally:
             sys.settrace(before)
 
+    def strike(self, operation: Operation) -> bool:
+        """Trace an operation. Return whether it was interrupted."""
+        try:
+            with self.tracing():
+                operation()
+        except Interrupt:
+            return True
+        return False
+
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self._paths):
             return None
@@ -101,13 +111,7 @@ Program = Callable[[Callable[[Operation], bool]], None]
 def total_points(program: Program, folders: Sequence[str]) -> int:
     """Run a program without an interrupt. Return the points that its operations pass."""
     tracer = Tracer(None, folders)
-
-    def run(operation: Operation) -> bool:
-        with tracer.tracing():
-            operation()
-        return False
-
-    program(run)
+    program(tracer.strike)
     return tracer.count
 
 
@@ -117,24 +121,73 @@ def interrupted_in(program: Program, number: int, folders: Sequence[str]) -> str
     An interrupt in a finalizer ends only that, as Python has it.
     """
     tracer, hook = Tracer(number, folders), sys.unraisablehook
-
-    def run(operation: Operation) -> bool:
-        try:
-            with tracer.tracing():
-                operation()
-        except Interrupt:
-            return True
-        return False
-
     sys.unraisablehook = lambda event: None if isinstance(event.exc_value, Interrupt) else hook(event)
     try:
-        program(run)
+        program(tracer.strike)
     except BaseException:
         print(f"interrupted at point {number}, {tracer.where}")
         raise
     finally:
         sys.unraisablehook = hook
     return tracer.where
+
+
+def durations(program: Program) -> list[float]:
+    """Run a program without an interrupt. Return the seconds that each operation took."""
+    found: list[float] = []
+
+    def run(operation: Operation) -> bool:
+        began = time.perf_counter()
+        operation()
+        found.append(time.perf_counter() - began)
+        return False
+
+    program(run)
+    return found
+
+
+def interrupted_at_random(program: Program, seconds: Sequence[float], dice: random.Random) -> int:
+    """Run a program whose operations are interrupted by a signal at random moments. Return how many were.
+
+    Args:
+        program: the program.
+        seconds: how long its operations take.
+        dice: chooses the moments.
+    """
+    hook, expected, count = sys.unraisablehook, iter(seconds), 0
+
+    def run(operation: Operation) -> bool:
+        nonlocal count
+        is_struck = strike(operation, dice.uniform(1e-5, next(expected) + 1e-4))
+        count += is_struck
+        return is_struck
+
+    sys.unraisablehook = lambda event: None if isinstance(event.exc_value, Interrupt) else hook(event)
+    try:
+        program(run)
+    finally:
+        sys.unraisablehook = hook
+    return count
+
+
+def strike(operation: Operation, seconds: float) -> bool:
+    """Raise :class:`Interrupt` from a signal handler after some seconds. Return whether the operation still ran."""
+
+    def ring(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            operation()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except Interrupt:
+        return True
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return False
 
 
 def sample(total: int, few: int, seed: int = 0) -> list[int]:

@@ -12,9 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import KVCache
 
-from interrupt_points import interrupted_in, sample, total_points
+from interrupt_points import Program, interrupted_in, sample, total_points
 from mlx_flash.kv.cache import DiskKVCache
+from mlx_flash.kv.kept import KeptCaches
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 
@@ -54,6 +56,10 @@ class Conversation:
         kept = self.pool.options.kept_tokens
         for entry, given in zip(self.mine, self.given, strict=True):
             assert entry.offset == given.shape[2]
+            if type(entry) is KVCache:  # mlx-lm's own
+                rows = mx.concatenate([entry.keys, entry.values], axis=1)[:, :, : entry.offset]
+                assert bool(mx.array_equal(rows, given))
+                continue
             rows = mx.concatenate([given[:, :, :kept], given[:, :, kept + entry.num_forgotten :]], axis=2)
             if entry.empty():
                 assert not rows.size
@@ -71,6 +77,7 @@ class Script:
     def __init__(self, pool: KVPool, run: Callable[[Callable[[], object]], bool]) -> None:
         self.pool = pool
         self.all = [Conversation(pool)]
+        self.kept = KeptCaches()
         self._run = run
         self._seed = 0
 
@@ -102,6 +109,21 @@ class Script:
         other = Conversation(self.pool)
         other.mine, other.given = copies[-1], one.given
         self.all.append(other)
+
+    def keep(self, number: int) -> None:
+        """Keep what a cache of mlx-lm with the same content holds."""
+        one, other, taken = self.all[number], Conversation(self.pool), list[Any]()
+        other.mine, other.given = [KVCache() for _ in one.mine], one.given
+        other.feed(one.given)
+        tokens = one.given[0][0, 0, :, 0].tolist()  # the same tokens for the same rows
+        take = lambda: taken.append(self.kept.take(other.mine, tokens, self.pool))  # noqa: E731
+        if self._run(take):
+            other.check()
+            take()
+        other.mine = taken[-1]
+        self.all.append(other)
+        for conversation in self.all:
+            conversation.check()
 
     def quantize(self, number: int) -> None:
         one = self.all[number]
@@ -159,6 +181,19 @@ def quantized(script: Script) -> None:
     script.feed(0, 1)
 
 
+def kept(script: Script) -> None:
+    script.feed(0, 40)
+    script.keep(0)
+    script.feed(0, 20)
+    script.keep(0)
+    script.copy(1)
+    script.feed(3, 25)
+    script.keep(3)
+    script.trim(0, 31)
+    script.keep(0)
+    script.end(1)
+
+
 def forgetful(script: Script) -> None:
     for num_tokens in (40, 30, 1, 1, 40, 17, 1):
         script.feed(0, num_tokens)
@@ -171,6 +206,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], Callable[[Script], None]]] = {
     "evicted": ({"budget_bytes": 200_000}, talk),
     "quantized": ({}, quantized),
     "quantized, evicted": ({"budget_bytes": 100_000}, quantized),
+    "kept": ({}, kept),
     "forgetful": ({"max_tokens": 80, "keep": 5}, forgetful),
     "forgetful on disk": ({"max_tokens": 80, "keep": 5, "always_on_disk": True}, forgetful),
 }
@@ -180,10 +216,10 @@ def pool_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "mlx-flash-kv" in thread.name]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_interrupted_caches_are_right(name: str, tmp_path: Path) -> None:
+def program(name: str, folder: Path) -> Program:
+    """Return what plays a scenario and checks everything that it leaves."""
     changes, play = SCENARIOS[name]
-    options = KVOptions(step=STEP, directory=tmp_path, direct=False, **changes)
+    options = KVOptions(step=STEP, directory=folder, direct=False, **changes)
 
     def run_all(run: Callable[[Callable[[], object]], bool]) -> None:
         pool = KVPool(options)
@@ -200,8 +236,14 @@ def test_interrupted_caches_are_right(name: str, tmp_path: Path) -> None:
         assert bool(pool.stats.num_spilled) == ("budget_bytes" in changes or "always_on_disk" in changes)
         assert pool.memory_bytes == pool.reserved_bytes == pool.note().disk_bytes == 0
         pool.close()
-        assert not list(tmp_path.iterdir())
+        assert not list(folder.iterdir())
 
+    return run_all
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_interrupted_caches_are_right(name: str, tmp_path: Path) -> None:
+    run_all = program(name, tmp_path)
     total = total_points(run_all, FOLDERS)
     where = [interrupted_in(run_all, number, FOLDERS) for number in sample(total, 12)]
     print(f"{name}: {sum(map(bool, where))} interrupts at {len(set(where))} places, of {total} points")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from interrupt_points import interrupted_in, sample, total_points
+from interrupt_points import Program, Tracer, interrupted_in, sample, total_points
+from interrupting import Victim, outcomes
+from mlx_flash import load_model
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
@@ -22,6 +25,9 @@ from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes.cache import PrefixCache
 from mlx_flash.prefixes.folder import clear_prefixes
 from mlx_flash.prefixes.store import PrefixStore
+from models import LLAMA, MAMBA2, save
+from models import stock as stock_model
+from test_model import config
 
 PAGE, HEADS, WIDTH = 8, 2, 16
 FOLDERS = ("kv", "prefixes")
@@ -113,9 +119,12 @@ class Talk:
         assert all(bool(mx.array_equal(a, b)) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["exact", "longest"])
-@pytest.mark.parametrize("kind", ["stock", "memory", "disk", "hybrid"])
-def test_interrupted_prefix_cache_is_right(kind: str, mode: str, tmp_path: Path) -> None:
+KINDS = ("stock", "memory", "disk", "hybrid")
+MODES = ("exact", "longest")
+
+
+def program(kind: str, mode: str, tmp_path: Path) -> Program:
+    """Return what fills a prefix cache, uses it, and checks what it leaves."""
     governor, numbers = WriteGovernor(tmp_path / "wear", gb_per_day=None), iter(range(1 << 20))
 
     def opened(folder: Path) -> PrefixCache:
@@ -147,7 +156,7 @@ def test_interrupted_prefix_cache_is_right(kind: str, mode: str, tmp_path: Path)
         assert not (tmp_path / "kv").exists() or not list((tmp_path / "kv").iterdir())
         return prefixes.counters.num_restored
 
-    def program(run: Run) -> None:
+    def run_all(run: Run) -> None:
         folder = tmp_path / str(next(numbers))
         talks(folder, run)
         # as in another process, which nobody interrupts
@@ -160,7 +169,35 @@ def test_interrupted_prefix_cache_is_right(kind: str, mode: str, tmp_path: Path)
         if num_restored <= least:
             assert talks(folder, lambda operation: bool(operation())) > 0
 
-    total = total_points(program, FOLDERS)
-    where = [interrupted_in(program, number, FOLDERS) for number in sample(total, 8)]
+    return run_all
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_interrupted_prefix_cache_is_right(kind: str, mode: str, tmp_path: Path) -> None:
+    run_all = program(kind, mode, tmp_path)
+    total = total_points(run_all, FOLDERS)
+    where = [interrupted_in(run_all, number, FOLDERS) for number in sample(total, 8)]
     print(f"{kind}, {mode}: {sum(map(bool, where))} interrupts at {len(set(where))} places, of {total} points")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("mlx-flash-")]
+
+
+@pytest.mark.parametrize("name", ["dense", "recurrent"])
+def test_interrupted_model_gives_stock_logits(name: str, tmp_path: Path) -> None:
+    """Interrupts in caches on disk and in the prefix cache, while a model uses them."""
+    folder = save(
+        tmp_path / "model", {"dense": LLAMA, "recurrent": MAMBA2}[name] | {"num_hidden_layers": 2}, mx.float32
+    )
+    settings = config(kv_cache="disk", kv_prefixes="exact", kv_directory=tmp_path / "kv")
+    with load_model(folder, settings)[0] as model:
+        model.start()
+        model.plan = replace(model.plan, budget_bytes=10**11, prefill_step_size=2048)
+        victim = Victim(model, stock_model(folder))
+        for change in ("decode", "prompt", "generation"):
+            count = Tracer(None, FOLDERS)
+            outcomes(victim, change, lambda work, count=count: count.strike(work))  # type: ignore[misc]
+            for number in sample(count.count, 3):
+                tracer = Tracer(number, FOLDERS)
+                found = outcomes(victim, change, tracer.strike)
+                assert set(found) <= {"right", "refused"}, (change, tracer.where)
+                assert "refused" not in found or name == "recurrent"

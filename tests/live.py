@@ -31,11 +31,11 @@ class Live:
         port: its port.
     """
 
-    def __init__(self, room: EngineRoom) -> None:
+    def __init__(self, room: EngineRoom, access: Access | None = None) -> None:
         self.room = room
         self._socket = take_port("127.0.0.1", 0)
         self.port = self._socket.getsockname()[1]
-        self.server = Server(room, Access())
+        self.server = Server(room, access or Access())
         self._thread = threading.Thread(target=self.server.answer, args=(self._socket,))
         self._thread.start()
         while not self.server.started:
@@ -88,6 +88,7 @@ def live(
     options: BatchOptions | None = None,
     defaults: Defaults | None = None,
     keep_alive: float | None = None,
+    access: Access | None = None,
     **settings: Any,
 ) -> Iterator[Live]:
     """Run a server of some models."""
@@ -100,7 +101,7 @@ def live(
     ]
     room = EngineRoom(Catalog(sources, config, defaults), options, keep_alive)
     room.start()
-    running = Live(room)
+    running = Live(room, access)
     try:
         yield running
     finally:

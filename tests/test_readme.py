@@ -204,7 +204,7 @@ def test_the_first_command_gives_the_text_of_mlx_lm(desk: Desk) -> None:
 
 def test_clients_get_the_text_of_mlx_lm(desk: Desk) -> None:
     with server(desk):
-        for client in ("openai", "ollama"):
+        for client in ("openai", "ollama", "anthropic"):
             pytest.importorskip(client)
             assert desk.run(the_block("docs/server.md", f"import {client}")) == f"{stock_answer(desk, 50)}\n"
 

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import metrics
 from mlx_flash.server.access import Access, AccessMiddleware
+from mlx_flash.server.anthropic.routes import anthropic_routes
 from mlx_flash.server.ollama.routes import ollama_routes
 from mlx_flash.server.openai.routes import openai_routes
 from mlx_flash.server.service import Service
@@ -57,6 +58,7 @@ def make_app(service: Service, access: Access) -> Starlette:
         Route("/metrics", show_metrics),
         *openai_routes(service),
         *ollama_routes(service),
+        *anthropic_routes(service),
     ]
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
 

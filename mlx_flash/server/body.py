@@ -85,6 +85,12 @@ def checked(value: dict[str, Any], kind: type[Checked]) -> Checked:
         raise RefusedError(f"{field or 'the request'}: {message}", 400, field or None) from None
 
 
+def message_of(error: RefusedError) -> str:
+    """Return the message of an error, with its field. For dialects whose errors have no place for the field."""
+    message = str(error)
+    return message if error.field is None or error.field in message else f"{error.field}: {message}"
+
+
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 

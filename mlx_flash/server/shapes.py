@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from starlette.responses import JSONResponse
 
 from mlx_flash.errors import RefusedError
+from mlx_flash.server.anthropic.common import error_body as anthropic_error
 from mlx_flash.server.ollama.common import error_body as ollama_error
 from mlx_flash.server.openai.common import error_body as openai_error
 
@@ -19,5 +20,9 @@ def error_reply(path: str, error: RefusedError, headers: Mapping[str, str] | Non
         error: the error.
         headers: of the reply.
     """
-    body = ollama_error if path.startswith("/api/") else openai_error
+    body = openai_error
+    if path.startswith("/api/"):
+        body = ollama_error
+    elif path.startswith("/v1/messages"):
+        body = anthropic_error
     return JSONResponse(body(error), error.status, headers)

@@ -1,0 +1,144 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_flash.server.anthropic.common import error_body, event
+from mlx_flash.server.anthropic.conversation import generation_request
+from mlx_flash.server.anthropic.schemas import CountRequest, MessagesRequest
+from mlx_flash.server.events import Begun, End, Event, Failed, Piece, Progress, ToolCall
+from mlx_flash.server.pace import paced
+from mlx_flash.server.replies import Stream, Whole, collect_all, opened
+from mlx_flash.server.request import Sampling
+from mlx_flash.server.service import Service
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+async def answer_messages(service: Service, request: Request, body: MessagesRequest) -> Response:
+    """Answer a request for the next message of a conversation."""
+    asked = replace(
+        generation_request(body),
+        sampling=Sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
+        max_tokens=body.max_tokens,
+        stop=tuple(body.stop_sequences or ()),
+    )
+    (answer,) = service.submit(asked)
+    if body.stream:
+        return Stream(_events(body, await opened(request, answer)), [answer], "text/event-stream")
+    (whole,) = await collect_all(request, [answer])
+    found = {**_head(body), "content": _blocks(whole), **_ending(body, whole.end)}
+    return JSONResponse({**found, "usage": _usage(whole.end, whole.end.num_tokens)})
+
+
+async def count_tokens(service: Service, request: Request, body: CountRequest) -> Response:
+    """Answer with the number of tokens of a conversation. The model is loaded, because its template decides."""
+    (answer,) = service.submit(replace(generation_request(body), work="count"))
+    (whole,) = await collect_all(request, [answer])
+    return JSONResponse({"input_tokens": whole.end.num_prompt})
+
+
+def _head(body: MessagesRequest) -> dict[str, Any]:
+    return {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": body.model}
+
+
+def _blocks(whole: Whole) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if whole.reasoning:
+        found.append({"type": "thinking", "thinking": whole.reasoning, "signature": ""})
+    if whole.text:
+        found.append({"type": "text", "text": whole.text})
+    return found + [{**_call(call), "input": call.arguments} for call in whole.calls]
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id or f"toolu_{uuid.uuid4().hex}", "name": call.name, "input": {}}
+
+
+def _ending(body: MessagesRequest, end: End) -> dict[str, Any]:
+    """Return the reason for the end of an answer. A stop text of the model itself is its usual end."""
+    stop = end.stop if end.stop in (body.stop_sequences or ()) and end.reason == "stop" else None
+    return {"stop_reason": _REASONS[end.reason] if stop is None else "stop_sequence", "stop_sequence": stop}
+
+
+def _usage(prompt: Begun | End, num_tokens: int) -> dict[str, int]:
+    return {
+        "input_tokens": prompt.num_prompt - prompt.num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": prompt.num_cached,
+        "output_tokens": num_tokens,
+    }
+
+
+class _Blocks:
+    """The blocks of a stream: text of one kind in a row is one block, and so is each call."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._kind: str | None = None
+
+    def add(self, piece: Piece) -> Iterator[bytes]:
+        """Yield the events for a part of the text."""
+        if not piece.text:
+            return
+        kind = "text" if piece.kind == "text" else "thinking"
+        if kind != self._kind:
+            yield from self.end()
+            signature = {"signature": ""} if kind == "thinking" else {}
+            yield self._start({"type": kind, kind: "", **signature})
+            self._kind = kind
+        yield self._delta({"type": f"{kind}_delta", kind: piece.text})
+
+    def add_call(self, call: ToolCall) -> Iterator[bytes]:
+        """Yield the events for a call."""
+        yield from self.end()
+        yield self._start(_call(call))
+        self._kind = "tool_use"
+        text = json.dumps(call.arguments, ensure_ascii=False)
+        yield self._delta({"type": "input_json_delta", "partial_json": text})
+        yield from self.end()
+
+    def end(self) -> Iterator[bytes]:
+        """Yield the event that ends the last block, if it is open."""
+        if self._kind is not None:
+            yield event({"type": "content_block_stop", "index": self._number})
+            self._number += 1
+            self._kind = None
+
+    def _start(self, block: dict[str, Any]) -> bytes:
+        return event({"type": "content_block_start", "index": self._number, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return event({"type": "content_block_delta", "index": self._number, "delta": delta})
+
+
+async def _events(body: MessagesRequest, events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+    """Yield the parts of a stream."""
+    blocks = _Blocks()
+    async for each in paced(events):
+        if isinstance(each, Progress):
+            yield event({"type": "ping"})
+        elif isinstance(each, Begun):
+            message = {**_head(body), "content": [], "stop_reason": None, "stop_sequence": None}
+            yield event({"type": "message_start", "message": {**message, "usage": _usage(each, 0)}})
+        elif isinstance(each, Piece):
+            for part in blocks.add(each):
+                yield part
+        elif isinstance(each, ToolCall):
+            for part in blocks.add_call(each):
+                yield part
+        elif isinstance(each, End):
+            for part in blocks.end():
+                yield part
+            yield event({"type": "message_delta", "delta": _ending(body, each), "usage": _usage(each, each.num_tokens)})
+            yield event({"type": "message_stop"})
+        elif isinstance(each, Failed):
+            yield event(error_body(each.error))

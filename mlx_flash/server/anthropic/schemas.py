@@ -1,0 +1,146 @@
+"""Requests in Anthropic's dialect. A field that would change the answer and is not supported is an error."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from mlx_flash.server.body import Body
+from mlx_flash.server.openai.schemas import Count, FunctionName, Name, StopText
+
+
+class TextBlock(Body, extra="ignore"):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Body, extra="ignore"):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(Body, extra="ignore"):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Body, extra="ignore"):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+"""A part of a message. Images and documents are not supported."""
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+    @model_validator(mode="after")
+    def _suits_role(self) -> Message:
+        allowed = ("text", "tool_result") if self.role == "user" else ("text", "thinking", "tool_use")
+        for block in self.content if isinstance(self.content, list) else ():
+            if block.type not in allowed:
+                raise ValueError(f"a message of the {self.role} has no {block.type} blocks")
+        return self
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    cache_control: Any = None
+    strict: Literal[False] | None = None
+    eager_input_streaming: Any = None
+
+
+class ToolChoice(Body):
+    """Permission to call functions. Calls cannot be forced."""
+
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Body):
+    """The choice to reason first. The chat template decides how long."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Any = None
+    display: Any = None
+
+
+class JsonFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """The form of the answer, and how much work it is worth."""
+
+    format: JsonFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class Conversation(Body):
+    """A conversation."""
+
+    model: Name
+    messages: Annotated[list[Message], Field(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None
+
+    @model_validator(mode="after")
+    def _ends_with_user(self) -> Conversation:
+        if self.messages[-1].role != "user":
+            raise ValueError("the last of the messages must be the user's: answers cannot be continued")
+        return self
+
+
+class CountRequest(Conversation):
+    """A request for the number of tokens of a conversation."""
+
+
+class MessagesRequest(Conversation):
+    """A request for the next message of a conversation."""
+
+    max_tokens: Count
+    stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    metadata: Any = None
+    service_tier: Any = None
+    inference_geo: Any = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> MessagesRequest:
+        has_tools = self.tools and (self.tool_choice is None or self.tool_choice.type != "none")
+        if has_tools and self.output_config is not None and self.output_config.format is not None:
+            raise ValueError("tools and output_config.format cannot be used together")
+        return self

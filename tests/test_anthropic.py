@@ -1,0 +1,180 @@
+"""The server as Anthropic's clients use it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from live import Live, live
+from mlx_flash.errors import RefusedError
+from mlx_flash.server import loaded
+from mlx_flash.server.access import Access
+from scripted import make_scripted_model, saying
+
+anthropic = pytest.importorskip("anthropic")
+
+HELLO = [{"role": "user", "content": "Tell me about the sea"}]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Seoul"}}</tool_call>'
+TOOL = {
+    "name": "weather",
+    "description": "The weather",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_scripted_model(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def server(folder: str) -> Iterator[Live]:
+    with live(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as found:
+        yield found
+
+
+def ask(client: Any, messages: list[Any], streams: bool = False, **fields: Any) -> Any:
+    given = {"model": "default_model", "messages": messages, "max_tokens": 8, **fields}
+    if not streams:
+        return client.messages.create(**given)
+    with client.messages.stream(**given) as stream:
+        return stream.get_final_message()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_messages_equal_openais(server: Live, client: Any, streams: bool) -> None:
+    found = ask(client, HELLO, streams, system="Be brief", extra_body={"temperature": 0.0})
+    messages = [{"role": "system", "content": "Be brief"}, *HELLO]
+    _, same = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 8})
+    assert "".join(block.text for block in found.content) == same["choices"][0]["message"]["content"]
+    assert (found.role, found.stop_reason, found.usage.output_tokens) == ("assistant", "max_tokens", 8)
+    num_prompt = found.usage.input_tokens + found.usage.cache_read_input_tokens
+    assert num_prompt == same["usage"]["prompt_tokens"]
+    again = ask(client, HELLO, streams, system=[{"type": "text", "text": "Be brief"}])
+    assert again.usage.cache_read_input_tokens > 0
+
+
+def test_stream_events_come_in_order(client: Any) -> None:
+    given = {"model": "default_model", "messages": HELLO, "max_tokens": 300, "tools": [TOOL]}
+    with saying(f"<think>Hm.</think>Wait. {CALL}"):
+        kinds = [event.type for event in client.messages.create(**given, stream=True)]
+    assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+    starts = [i for i, kind in enumerate(kinds) if kind == "content_block_start"]
+    stops = [i for i, kind in enumerate(kinds) if kind == "content_block_stop"]
+    assert all(start < stop for start, stop in zip(starts, stops, strict=True))
+    assert all(stop + 1 == start for stop, start in zip(stops, starts[1:], strict=False))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_tools_and_thinking(client: Any, streams: bool) -> None:
+    prompts: list[str] = []
+    with saying(f"<think>Hm.</think>Wait. {CALL}", prompts):
+        found = ask(client, HELLO, streams, tools=[TOOL], max_tokens=300)
+    thinking, text, call = found.content
+    assert (thinking.thinking, text.text.strip(), call.name, call.input) == (
+        "Hm.",
+        "Wait.",
+        "weather",
+        {"city": "Seoul"},
+    )
+    assert found.stop_reason == "tool_use"
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": "Rain"}, {"type": "text", "text": "So?"}]
+    messages = [*HELLO, {"role": "assistant", "content": found.content}, {"role": "user", "content": results}]
+    with saying("It rains.", prompts):
+        found = ask(client, messages, streams, tools=[TOOL], thinking={"type": "disabled"}, max_tokens=300)
+    assert (found.content[0].text, found.stop_reason) == ("It rains.", "end_turn")
+    assert '"name": "weather"' in prompts[0]
+    assert "<think>Hm.</think>Wait." in prompts[-1] and CALL in prompts[-1]
+    assert "<|tool|>Rain<|user|>So?" in prompts[-1] and prompts[-1].endswith("-")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_stop_sequences(client: Any, streams: bool) -> None:
+    with saying("One. Two. Three."):
+        found = ask(client, HELLO, streams, stop_sequences=["Four", "Two"], max_tokens=300)
+    assert (found.content[0].text, found.stop_reason, found.stop_sequence) == ("One. ", "stop_sequence", "Two")
+
+
+def test_answers_follow_a_schema(client: Any) -> None:
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 9, "minimum": 0}}}
+    form = {"type": "json_schema", "schema": {**schema, "required": ["age"], "additionalProperties": False}}
+    config = {"format": form, "effort": "max"}
+    found = ask(client, HELLO, extra_body={"output_config": config, "temperature": 1.0}, max_tokens=200)
+    assert 0 <= json.loads(found.content[0].text)["age"] <= 9
+
+
+def test_tokens_are_counted_without_an_answer(server: Live, client: Any) -> None:
+    passes = server.model.counters.num_passes
+    found = client.messages.count_tokens(model="default_model", messages=HELLO, system="Be brief", tools=[TOOL])
+    assert server.model.counters.num_passes == passes
+    answer = ask(client, HELLO, system="Be brief", tools=[TOOL], max_tokens=1)
+    assert found.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": [*HELLO, {"role": "assistant", "content": "The sea"}]}, "messages"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages.0"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
+    ({"tools": [TOOL], "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "output_config.format.schema"),
+    ({"thinking": {"type": "deep"}}, "thinking.type"),
+    ({"temperature": True}, "temperature"),
+    ({"stop_sequences": [""]}, "stop_sequences.0"),
+    ({"temperature": 1, "top_k": 100_000}, "top_k"),
+    ({"container": "x"}, "container"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), WRONG, ids=[f"{wrong[1]}-{i}" for i, wrong in enumerate(WRONG)])
+def test_wrong_requests_name_the_field(server: Live, fields: dict[str, Any], words: str) -> None:
+    body = {"model": "default_model", "messages": HELLO, "max_tokens": 2, **fields}
+    for streams in (False, True):
+        status, reply = server.post("/v1/messages", {**body, "stream": streams})
+        assert (status, reply["type"], reply["error"]["type"]) == (400, "error", "invalid_request_error")
+        assert words in reply["error"]["message"]
+
+
+def test_errors_have_anthropics_form(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="no model 'lake' here") as found:
+        ask(client, HELLO, model="lake")
+    assert found.value.body["error"]["type"] == "not_found_error"
+
+    def fail(*given: Any) -> Any:
+        raise RefusedError("late", 500)
+
+    def late(*given: Any) -> Any:
+        return fail
+
+    monkeypatch.setattr(loaded, "sampler_of", late)
+    with pytest.raises(anthropic.APIStatusError, match="late"):
+        ask(client, HELLO, streams=True)
+    with pytest.raises(anthropic.InternalServerError, match="late"):
+        ask(client, HELLO)
+
+
+def test_keys_may_come_as_x_api_key(folder: str) -> None:
+    with live(folder, access=Access("secret")) as locked:
+        given = {"base_url": locked.url, "max_retries": 0}
+        with anthropic.Anthropic(api_key="secret", **given) as client:
+            assert ask(client, HELLO, max_tokens=1).usage.output_tokens == 1
+        with (
+            anthropic.Anthropic(api_key="wrong", **given) as client,
+            pytest.raises(anthropic.AuthenticationError) as found,
+        ):
+            ask(client, HELLO)
+        assert found.value.body["error"]["type"] == "authentication_error"

@@ -197,6 +197,7 @@ def test_a_stopped_answer_begins_no_further_pass(model_dir: Path) -> None:
             )
         )
         assert len(passes) == 1 and answer.startswith(text)
+        assert model.counters.num_passes == passes[0]
 
 
 @pytest.mark.parametrize("command", [["run", "--max-tokens", "-1"], ["chat", "--max-tokens", "-1", "--model"]])
@@ -216,7 +217,7 @@ def test_ctrl_c_stops_an_answer_and_slash_commands_work(model_dir: Path, command
     time.sleep(0.5)
     shell.interrupt()
     shell.wait_for("Ctrl-C again ends the program")
-    shell.wait_for("prompt 1")
+    shell.wait_for("; prompt ")
     shell.wait_for(" tokens in ")
     shell.wait_for(">>>")
     shell.type("/bye\r")

@@ -42,10 +42,6 @@ class Status:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def say(self, words: str) -> None:
-        """Show another activity."""
-        self._words, self._began = words, time.monotonic()
-
     def watch(self, is_stopping: Callable[[], bool]) -> None:
         """Show that the activity is about to stop, once a function says so. A thread calls it."""
         self._is_stopping = is_stopping

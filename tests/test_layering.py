@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mlx_flash"
 
 FLOORS = [
-    ["errors", "folders", "forks"],
+    ["errors", "folders", "forks", "workers"],
     ["compat", "config", "files"],
     ["facts", "memory", "sessions", "telemetry"],
     ["storage"],

@@ -10,7 +10,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
@@ -27,6 +26,7 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.source import FileIdentity, SourceFile
+from mlx_flash.workers import Workers
 
 
 class _GrowingFile(SourceFile):
@@ -108,7 +108,7 @@ class WriteBehind:
         self.nbytes = 0
         self.limit_bytes = WRITE_BEHIND_BYTES
         self._count = count
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlx-flash-kv-writer")
+        self._pool = Workers(1, "mlx-flash-kv-writer")
         self._waiting: deque[Write] = deque()
         self._queue: deque[Write] = deque()
         self._one_writes = threading.Lock()

@@ -8,11 +8,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes.folder import PageFolder
 from mlx_flash.prefixes.pages import Blob, PageKey, encode_page
+from mlx_flash.workers import Workers
 
 REASONS = ("stopped", "parent", "queue", "room", "wear")
 """Reasons for not storing a page: storing has stopped, the page before it is missing, too much waits to be written, the
@@ -43,7 +43,7 @@ class PageWriter:
         self._pending: dict[str, tuple[PageKey, Mapping[str, Blob], int]] = {}
         self._lock = threading.RLock()  # and no condition: `with` on one is Python code, which may end with it locked
         self._one_writes = threading.Lock()  # an executor whose start of a thread was interrupted may have two
-        self._executor = ThreadPoolExecutor(1, "mlx-flash-prefixes")
+        self._executor = Workers(1, "mlx-flash-prefixes")
         self._is_closed = False
         self._counts: Counter[str] = Counter()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,7 @@ from mlx_flash.storage.gate import Gate
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.ranges import Arrival, RangeReader, ReadStats, Way
 from mlx_flash.storage.source import SourceFile
+from mlx_flash.workers import Workers
 
 DEFAULT_READ_SIZE = 4 << 20
 DEFAULT_QUEUE_DEPTH = 4
@@ -175,8 +176,8 @@ class BackgroundPrefetcher:
             raise
         self.cached = CachedShare(sum(file.identity.nbytes for file in self._files.values()), room)
         # An executor starts its threads when they are needed: an unused one costs nothing.
-        self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="mlx-flash-reader")
-        self._urgent_pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="mlx-flash-reader-urgent")
+        self._pool = Workers(queue_depth, "mlx-flash-reader")
+        self._urgent_pool = Workers(queue_depth, "mlx-flash-reader-urgent")
 
     @property
     def stats(self) -> ReadStats:

@@ -17,7 +17,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from mlx_lm.models.mamba2 import Mamba2Block
 
-from interrupting import CHANGES, Strike, Victim, every_interrupt, outcomes
+from interrupting import CHANGES, CHUNKS, Strike, Victim, every_interrupt, outcomes
 from mlx_flash import CacheError, FlashLLM, load_model
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.lifecycle import Lifecycle
@@ -150,6 +150,26 @@ def test_interrupts_of_passes(tmp_path: Path, name: str) -> None:
                 found = outcomes(victim, change, strike.run)
                 assert set(found) <= {"right", "refused"}, (change, at, strike.where)
                 assert "refused" not in found or name in ("sliding window", "recurrent")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_interrupts_while_guesses_are_taken_back(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path / "model", KINDS[name], mx.float32)
+    with with_pool(folder, 6) if name == "mixture" else streamed_whole(folder, tile_rows=10**9) as model:
+        model.start()
+        model.plan = replace(model.plan, budget_bytes=10**11)
+        victim, found, at = Victim(model, stock(folder)), [], 0
+        while True:
+            cache = victim.filled()
+            rows = model.rows([7, 8, 8], cache)
+            strike = Strike(None, at)
+            is_over = not strike.run(lambda rows=rows: rows.keep(2))
+            found.append(victim.goes_on(cache, [*CHUNKS, [7], [8], [8]]))
+            assert found[-1] == "right", strike.where
+            if is_over:
+                break
+            at += 11
+        assert len(found) > 5
 
 
 def test_a_cache_that_cannot_be_put_back_refuses_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

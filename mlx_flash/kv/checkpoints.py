@@ -28,11 +28,18 @@ class Checkpoints:
         self._before[call].append(checkpoint(entry))
 
     def take_back(self, num_kept: int) -> None:
-        """Put the entries back as the first calls left them, as if the others had never been."""
+        """Put the entries back as the first calls left them. An interrupt leaves none of them in between."""
+        try:
+            self._put_back(num_kept)
+        except BaseException:
+            self._put_back(num_kept)  # each entry may be put back twice
+            raise
+        del self._before[num_kept:]
+
+    def _put_back(self, num_kept: int) -> None:
         for put_backs in reversed(self._before[num_kept:]):
             for put_back in put_backs:
                 put_back()
-        del self._before[num_kept:]
 
 
 def checkpoint(entry: Any) -> PutBack:

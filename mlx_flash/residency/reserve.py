@@ -26,6 +26,9 @@ DISK_SHARE = 0.5
 PROCESS_BYTES = 128_000_000
 """The process without models, as the choice counts it. The real one differs a little from run to run."""
 
+SLOTS_FIRST = 2
+"""Tokens get no more than they must have where the budget has no room for so many layers."""
+
 WORTH_MORE_TOKENS = 1.25
 """A longer context or prefill step may make a token read so many times as much."""
 
@@ -41,7 +44,11 @@ def reserves(task: Task, budget: int) -> Iterator[Reserve]:
     """Yield the reserve to plan with, then smaller ones, for a process that leaves less room than expected."""
     least = least_reserve(task.config)
     most_read = WORTH_MORE_TOKENS * _read_bytes(task, budget, least)
+    largest = max((unit.nbytes for unit in task.sizes.layers), default=0)
+    is_tight = _room(task, budget, least) < SLOTS_FIRST * largest
     for reserve in _all_reserves(task):
+        if is_tight and _token_bytes(task, reserve) > _token_bytes(task, least):
+            continue  # a slot more brings more
         if _is_modest(task, budget, reserve) and _read_bytes(task, budget, reserve) <= most_read:
             yield reserve
     yield least
@@ -80,10 +87,7 @@ def _read_bytes(task: Task, budget: int, reserve: Reserve) -> float:
 
     Of a mixture, the trunk is held first, and the pool of experts gets what is left.
     """
-    sizes, experts = task.sizes, task.sizes.experts
-    kv, activations, prefixes = task.for_tokens(reserve)
-    tokens = max(kv.nbytes + activations, task.promised_bytes) + prefixes
-    room = budget - PROCESS_BYTES - task.machine.runtime_bytes - sizes.resident_bytes - task.cache_limit - tokens
+    sizes, experts, room = task.sizes, task.sizes.experts, _room(task, budget, reserve)
     if experts is None:
         tables = [table.unit for table in sizes.tables]
         weights = sizes.layer_bytes + sum(unit.nbytes for unit in [*sizes.heads, *tables])
@@ -93,3 +97,15 @@ def _read_bytes(task: Task, budget: int, reserve: Reserve) -> float:
     pool = max(least, room - trunk)
     missing = (1 - experts.hit_rate(task.pool_slots or pool // experts.slot_bytes)) * experts.token_bytes
     return min(trunk, max(0, trunk + least - room)) + missing
+
+
+def _room(task: Task, budget: int, reserve: Reserve) -> int:
+    """Return about how much of a budget is left for weights that can be streamed."""
+    others = PROCESS_BYTES + task.machine.runtime_bytes + task.sizes.resident_bytes + task.cache_limit
+    return budget - others - _token_bytes(task, reserve)
+
+
+def _token_bytes(task: Task, reserve: Reserve) -> int:
+    """Return the memory that a plan sets aside for tokens. The promised context counts in any case."""
+    kv, activations, prefixes = task.for_tokens(reserve)
+    return max(kv.nbytes + activations, task.promised_bytes) + prefixes

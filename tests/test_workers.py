@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures.thread
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
+
+import pytest
 
 from interrupt_points import Operation, interrupted_in, total_points
-from mlx_flash.workers import Workers
+from mlx_flash.workers import Job, Workers
 
 FILES = (str(threading.__file__), str(concurrent.futures.thread.__file__), "workers.py")
 
@@ -23,3 +27,42 @@ def test_workers_go_on_after_an_interrupted_submit() -> None:
         for number in range(total_points(program, FILES)):
             assert interrupted_in(program, number, FILES) is None or len(workers._threads) == 1
     assert not [thread for thread in threading.enumerate() if "mlx-flash-test" in thread.name]
+
+
+def test_jobs_end_after_an_interrupted_use() -> None:
+    with Workers(1, "mlx-flash-test") as workers:
+
+        def use(job: Job) -> None:
+            job.done()
+            if not job.cancel():
+                job.result()
+
+        def program(run: Callable[[Operation], bool]) -> None:
+            jobs = [Job(time.sleep, 0.001) for _ in range(2)]
+            for job in jobs:
+                workers.submit(job.run)
+                run(lambda job=job: use(job))  # type: ignore[misc]
+            last = Job(int)
+            workers.submit(last.run)
+            last.result()
+            assert all(job.done() for job in jobs)
+
+        files = (str(threading.__file__), "workers.py")
+        for number in range(total_points(program, files)):
+            interrupted_in(program, number, files)
+
+
+def test_a_job_tells_its_error_and_whether_it_was_cancelled() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    job, cancelled = Job(fail), Job(fail)
+    with pytest.raises(ZeroDivisionError):
+        job.run()
+    with pytest.raises(ZeroDivisionError):
+        job.result()
+    assert job.done() and not job.cancel()
+    assert cancelled.cancel() and cancelled.cancel() and cancelled.done()
+    cancelled.run()
+    with pytest.raises(CancelledError):
+        cancelled.result()

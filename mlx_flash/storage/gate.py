@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import CancelledError
+
+_POLL_SECONDS = 0.0002
 
 
 class Gate:
     """A counter of the tasks that may write to a buffer, until it is shut. It is light, since every ticket has one."""
 
-    __slots__ = ("_empty", "_lock", "_num_inside")
+    __slots__ = ("_is_shut", "_lock", "_num_inside")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_inside = 0
-        self._empty: threading.Event | None = None
+        self._is_shut = False
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._empty is not None:
+            if self._is_shut:
                 raise CancelledError
             self._num_inside += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._num_inside -= 1
-            if self._empty is not None and not self._num_inside:
-                self._empty.set()
 
     def shut(self) -> None:
-        """Keep new tasks out, and wait until those inside have left."""
+        """Keep new tasks out, and wait until those inside have left.
+
+        There is no event to wait for: an interrupt may leave the lock of one held.
+        """
         with self._lock:
-            if self._empty is None:
-                self._empty = threading.Event()
-            if not self._num_inside:
-                self._empty.set()
-        self._empty.wait()
+            self._is_shut = True
+        while self._num_inside:
+            time.sleep(_POLL_SECONDS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import CancelledError, Executor
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from mlx_flash.storage.gate import Gate
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.ranges import Arrival, RangeReader, ReadStats, Way
 from mlx_flash.storage.source import SourceFile
-from mlx_flash.workers import Workers
+from mlx_flash.workers import Job, Workers
 
 DEFAULT_READ_SIZE = 4 << 20
 DEFAULT_QUEUE_DEPTH = 4
@@ -54,8 +54,8 @@ class Ticket:
         self._segments = segments
         self._buffer = buffer
         self._caching = caching
-        self._gate = Gate()  # an interrupt may hide a future from us, the gate knows its task all the same
-        self._futures: list[Future[None]] = []
+        self._gate = Gate()  # an interrupt may hide a job from us, the gate knows its task all the same
+        self._jobs: list[Job] = []
         self._tasks = list(prefetcher._tasks(segments, caching, num_tasks))
 
     def start(self) -> Ticket:
@@ -67,14 +67,16 @@ class Ticket:
         try:
             self._prefetcher._check_open()
             for task in self._tasks:
-                self._futures.append(self._submit(task))
+                self._jobs.append(self._submit(task))
         except BaseException:
             self.cancel()
             raise
         return self
 
-    def _submit(self, task: Sequence[_Range]) -> Future[None]:
-        return self._pool.submit(self._prefetcher._read_all, task, self._buffer, self._caching, self._gate)
+    def _submit(self, task: Sequence[_Range]) -> Job:
+        job = Job(self._prefetcher._read_all, task, self._buffer, self._caching, self._gate)
+        self._pool.submit(job.run)
+        return job
 
     def hurry(self) -> None:
         """Move reads that have not started to the urgent queue."""
@@ -83,16 +85,16 @@ class Ticket:
         self._prefetcher._check_open()
         self._pool = self._prefetcher._urgent_pool
         try:
-            for i, future in enumerate(self._futures):
-                if future.cancel():
-                    self._futures[i] = self._submit(self._tasks[i])
+            for i, job in enumerate(self._jobs):
+                if job.cancel():
+                    self._jobs[i] = self._submit(self._tasks[i])
         except BaseException:
             self.cancel()
             raise
 
     def done(self) -> bool:
         """Return whether no read is in flight."""
-        return all(future.done() for future in self._futures)
+        return all(job.done() for job in self._jobs)
 
     def wait(self) -> None:
         """Wait until every byte is in the buffer.
@@ -112,10 +114,10 @@ class Ticket:
 
     def _gather(self) -> ReadError | None:
         try:
-            if len(self._futures) != len(self._tasks):  # an interrupt came before all reads had started
+            if len(self._jobs) != len(self._tasks):  # an interrupt came before all reads had started
                 raise CancelledError
-            for future in self._futures:
-                future.result()
+            for job in self._jobs:
+                job.result()
         except ReadError as error:
             return error
         except CancelledError:
@@ -125,8 +127,8 @@ class Ticket:
 
     def cancel(self) -> None:
         """Cancel the reads that have not started, and wait until none of the others writes to the buffer."""
-        for future in self._futures:
-            future.cancel()
+        for job in self._jobs:
+            job.cancel()
         self._gate.shut()
 
 
@@ -321,7 +323,7 @@ class BackgroundPrefetcher:
         self._closed = True
         self._gate.shut()  # joining the threads is not enough: CPython forgets one whose join was interrupted
         for pool in (self._pool, self._urgent_pool):
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=True)  # the gate keeps out what has not begun
         self._release()
 
     def _release(self) -> None:

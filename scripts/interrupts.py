@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], FlashLLM]]] = {
 
 
 CACHES: dict[str, Callable[[Path], Program]] = {
-    **{name: partial(test_interrupts_kv.program, name) for name in test_interrupts_kv.SCENARIOS},
+    **{name.replace(",", ""): partial(test_interrupts_kv.program, name) for name in test_interrupts_kv.SCENARIOS},
     **{
         f"prefixes {kind} {mode}": partial(test_interrupts_prefixes.program, kind, mode)
         for kind in test_interrupts_prefixes.KINDS

@@ -18,6 +18,7 @@ from mlx_flash.server.access import Access, AccessMiddleware
 from mlx_flash.server.anthropic.routes import anthropic_routes
 from mlx_flash.server.ollama.routes import ollama_routes
 from mlx_flash.server.openai.routes import openai_routes
+from mlx_flash.server.page import page_routes
 from mlx_flash.server.service import Service
 from mlx_flash.server.shapes import error_reply
 
@@ -56,6 +57,7 @@ def make_app(service: Service, access: Access) -> Starlette:
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", show_metrics),
+        *page_routes(service),
         *openai_routes(service),
         *ollama_routes(service),
         *anthropic_routes(service),

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_sampler
 
 from live import Live, live
-from mlx_flash.server import loaded
+from mlx_flash.errors import RefusedError
+from mlx_flash.server import grammar, loaded
 from mlx_flash.server.loop import Loop
 from mlx_flash.server.openai.schemas import ChatRequest, CompletionRequest
 from models import make_random_model
@@ -167,6 +169,29 @@ def test_answers_follow_a_schema(server: Live) -> None:
         assert set(value) == {"name", "age"} and isinstance(value["name"], str) and 0 <= value["age"] <= 9
     _, reply = server.post(CHAT, {"messages": messages(), "response_format": {"type": "json_object"}, "max_tokens": 5})
     assert reply["choices"][0]["message"]["content"].lstrip().startswith("{")
+
+
+def test_a_grammar_that_has_no_room_is_refused(model: str) -> None:
+    """It takes memory that no plan has."""
+    form = {"type": "json_object"}
+    with live(model, ram_budget_gb="min", context_length=1024) as running:
+        room = next(iter(running.room.models))
+        room._grammars._vocab_size = 10**9
+        status, reply = running.post(CHAT, {"messages": messages(), "response_format": form, "max_tokens": 2})
+        assert status == 413 and "the budget is" in reply["error"]["message"]
+        assert running.say("Hi")
+
+
+@pytest.mark.parametrize("kind", ["ByteLevel", "ByteFallback"])
+def test_bytes_of_tokens(kind: str) -> None:
+    tokenizer = SimpleNamespace(backend_tokenizer=SimpleNamespace(decoder=f"Sequence({kind}())"))
+    to_bytes = grammar._bytes_of(tokenizer)
+    if kind == "ByteLevel":
+        assert to_bytes("\u0120a\u010a") == b" a\n" and to_bytes("\u00c3\u00a9") == "é".encode()
+    else:
+        assert to_bytes("\u2581a") == b" a" and to_bytes("<0x0A>") == b"\n" and to_bytes("é") == "é".encode()
+    with pytest.raises(RefusedError, match="cannot follow a grammar"):
+        grammar._bytes_of(SimpleNamespace())
 
 
 def test_responses(server: Live) -> None:

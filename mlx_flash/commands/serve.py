@@ -113,6 +113,10 @@ def _source(name: str, base: str, config: FlashConfig, defaults: Defaults, setti
     modelfile = read_modelfile(base)
     for found in modelfile.notes:
         note(f"{modelfile.path}:{found.line}: {found.text}")
+    if "ram_budget_gb" in modelfile.flash:
+        note(f"{modelfile.path}: FLASH_RAM_GB has no effect here: all models share the budget of the server")
+    own = FlashConfig.resolve(modelfile=modelfile.flash)
+    config = replace(config, **{field: getattr(own, field) for field in modelfile.flash if field != "ram_budget_gb"})
     return source_of(modelfile, name, config, defaults, settings)
 
 
@@ -136,8 +140,7 @@ def serve_catalog(catalog: Catalog, endpoint: Endpoint, options: BatchOptions, k
     group = launched_group()
     if group is not None and group.rank() > 0:  # rank 0 has the clients
         room.start()
-        room.join()
-        return 0
+        return int(not room.join())
     with closing(take_port(endpoint.host, endpoint.port)) as listener:
         plan = room.start()
         if plan is not None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import json
+import re
+from collections.abc import Callable
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_flash.errors import RefusedError
 
 MAX_SCHEMA_CHARACTERS = 100_000
 """The longest JSON schema."""
+
+_SPECIAL = b"\xff"
+"""The first byte of tokens that are no text, for llguidance."""
 
 
 def json_grammar(schema: dict[str, Any] | None, field: str) -> str:
@@ -40,17 +45,62 @@ def json_grammar(schema: dict[str, Any] | None, field: str) -> str:
 
 
 def grammar_tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:
-    """Return the tokenizer as llguidance needs it. Takes a second for large vocabularies.
+    """Return the tokenizer as llguidance needs it: the bytes of each token.
+
+    llguidance could read the whole tokenizer again, which takes five times the memory.
+
+    Args:
+        tokenizer: mlx-lm's wrapper.
+        vocab_size: tokens that the model knows.
 
     Raises:
-        RefusedError: it is none of the fast tokenizers.
+        RefusedError: the bytes of its tokens are not known.
     """
-    if not tokenizer.is_fast:
-        raise RefusedError("this model's tokenizer cannot follow a grammar.", 400, "response_format")
-    fast = copy.copy(tokenizer.backend_tokenizer)
-    fast.no_padding()
-    fast.no_truncation()
-    return LLTokenizer(fast.to_str(), n_vocab=vocab_size, eos_token=sorted(tokenizer.eos_token_ids))
+    to_bytes = _bytes_of(tokenizer)
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    texts = tokenizer.convert_ids_to_tokens(list(range(min(len(tokenizer), vocab_size))))
+    tokens = [
+        _SPECIAL + (text or "").encode() if i in special else to_bytes(text or "") for i, text in enumerate(texts)
+    ]
+    tokens += [_SPECIAL + f"<unused {i}>".encode() for i in range(len(tokens), vocab_size)]
+    return LLTokenizer(
+        TokenizerWrapper(_Tokens(tokenizer, tokens)), eos_token=sorted(tokenizer.eos_token_ids), slices=[]
+    )
+
+
+class _Tokens:
+    """A tokenizer as llguidance's wrapper takes it."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, tokens: list[bytes]) -> None:
+        self.tokens = tokens
+        self.eos_token_id = min(tokenizer.eos_token_ids)
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _bytes_of(tokenizer: Any) -> Callable[[str], bytes]:
+    """Return a function from the text of a token in the vocabulary to its bytes.
+
+    Raises:
+        RefusedError: the tokenizer is of another kind.
+    """
+    decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+    if "ByteLevel" in decoder:
+        numbers = {character: number for number, character in bytes_to_unicode().items()}
+        return lambda text: b"".join(
+            bytes([numbers[character]]) if character in numbers else character.encode() for character in text
+        )
+    if "ByteFallback" in decoder:
+        return lambda text: (
+            bytes([int(text[3:5], 16)])
+            if re.fullmatch("<0x[0-9A-F]{2}>", text)
+            else text.replace("\u2581", " ").encode()
+        )
+    raise RefusedError("this model's tokenizer cannot follow a grammar.", 400, "response_format")
 
 
 class GrammarProcessor:

@@ -12,11 +12,13 @@ from mlx_lm.generate import make_stop_sequences
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.batches import BatchOptions, make_rows
 from mlx_flash.server.boundary import ends_alone, refused
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.chances import detail_of
 from mlx_flash.server.events import Begun, Piece, Progress, ToolCall
+from mlx_flash.server.grammars import Grammars
 from mlx_flash.server.job import Job
 from mlx_flash.server.kept import PromptCaches
 from mlx_flash.server.lone import LoneRows
@@ -60,6 +62,7 @@ class LoadedModel:
         self.expires: float | None = None
         self._options = options
         self._ranks = ranks
+        self._grammars = Grammars(tokenizer, self.vocab_size)
         self._stops = make_stop_sequences(tokenizer)
         self._rows = make_rows(self.model, self.draft, self._options, is_shared=self._ranks is not None)
 
@@ -67,13 +70,6 @@ class LoadedModel:
     def vocab_size(self) -> int:
         """Tokens that the model knows: the length of its logits."""
         return self.model.plan.activations.logits_per_token // 4
-
-    @cached_property
-    def grammar_tokenizer(self) -> Any:
-        """The tokenizer as grammars need it. Made for the first request that has one."""
-        from mlx_flash.server.grammar import grammar_tokenizer
-
-        return grammar_tokenizer(self.tokenizer, self.vocab_size)
 
     def prepare(self, job: Job) -> None:
         """Make the prompt of a request, and check that the budget has room for it when nothing else runs.
@@ -99,7 +95,7 @@ class LoadedModel:
         decision = self._decide(job, running)
         if decision == "wait":
             return False
-        plan, batching = self.model.plan, self.model.batching
+        plan, batching = self._plan_for(job), self.model.batching
         lengths = [*running, job.length]
         needed = alone_bytes(plan, job.length) if decision == "alone" else together_bytes(plan, lengths, batching)
         self.kept.limit_bytes = max(0, room_bytes(plan) - needed)
@@ -180,10 +176,13 @@ class LoadedModel:
     def _processors(self, job: Job) -> Sequence[Any]:
         found: list[Any] = list(processors_of(job.request.sampling, self.source.defaults, self.vocab_size))
         if job.request.grammar is not None:
-            from mlx_flash.server.grammar import GrammarProcessor
-
-            found.append(GrammarProcessor(self.grammar_tokenizer, job.request.grammar))
+            found.append(self._grammars.processor(job.request.grammar))
         return found
+
+    def _plan_for(self, job: Job) -> ResidencyPlan:
+        """Return the plan as a request finds it: grammars take memory, if it has one or an earlier one had."""
+        nbytes = self._grammars.nbytes if job.request.grammar is None else self._grammars.needed_bytes
+        return replace(self.model.plan, base_bytes=self.model.plan.base_bytes + nbytes)
 
     def _decide(self, job: Job, running: Sequence[int]) -> Decision:
         """Return where a request is answered beside others with so many tokens.
@@ -195,7 +194,13 @@ class LoadedModel:
         model, num_prompt = self.model, len(job.prompt.tokens)
         may_batch = not isinstance(self._rows, LoneRows) and (model.batching == "exact" or model.is_batchable)
         wish = partial(
-            decide, model.plan, num_prompt, job.max_tokens, running, may_batch=may_batch, batching=model.batching
+            decide,
+            self._plan_for(job),
+            num_prompt,
+            job.max_tokens,
+            running,
+            may_batch=may_batch,
+            batching=model.batching,
         )
         return wish() if self._ranks is None else self._ranks.agree(wish)
 

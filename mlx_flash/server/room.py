@@ -43,7 +43,7 @@ class EngineRoom:
         self._plan: Future[ResidencyPlan | None] = Future()
         self._thread = threading.Thread(target=self._run, name="generation")
         self._native_id: int | None = None
-        self._is_stopping = False
+        self._is_stopping = self._has_ended_well = False
 
     def start(self) -> ResidencyPlan | None:
         """Start the thread, and load the default model. Return its plan; None if there is no default model.
@@ -84,10 +84,11 @@ class EngineRoom:
         self._is_stopping = True
         self._inbox.stop()
 
-    def join(self) -> None:
-        """Wait for the end of the thread."""
+    def join(self) -> bool:
+        """Wait for the end of the thread. Return False if it died."""
         self._thread.join()
         _wait_for_end_of_thread(self._native_id)
+        return self._has_ended_well
 
     def _run(self) -> None:
         self._native_id = threading.get_native_id()
@@ -103,6 +104,7 @@ class EngineRoom:
             self._plan.set_result(None if model is None else model.model.plan)
             del model
             loop.run()
+            self._has_ended_well = True
         finally:
             self._inbox.close()
             models.close()

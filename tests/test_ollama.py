@@ -162,6 +162,16 @@ def test_models_are_loaded_and_unloaded(server: Live, client: Any) -> None:
     wait_until_empty()
 
 
+def test_keep_alive_begins_at_the_end_of_the_answer(client: Any) -> None:
+    began = time.time()
+    reply = client.chat("sea", HELLO, options={"num_predict": 400}, keep_alive="100s")
+    seconds = 100 + (reply.prompt_eval_duration + reply.eval_duration) / 1e9
+    while client.ps().models[0].expires_at.timestamp() - began < seconds:
+        assert time.time() - began < 60
+        time.sleep(0.01)
+    client.generate("sea", keep_alive=-1)
+
+
 def test_loading_is_shown_by_status_lines(server: Live, client: Any) -> None:
     client.generate("sea", keep_alive=0)
     deadline = time.monotonic() + 10

@@ -44,6 +44,7 @@ class LoadedModel:
         source, model, tokenizer, draft: as given.
         jobs: the requests that are computed, by their number in the batch.
         kept: prompt caches of earlier requests.
+        keep_alive: seconds that it stays in memory after its last request; None or a negative number for ever.
         expires: when it leaves memory if no request comes, by ``time.monotonic()``; None for never.
     """
 
@@ -60,6 +61,7 @@ class LoadedModel:
         self.jobs: dict[int, Job] = {}
         self.kept = PromptCaches(model, options.prompt_cache_size, ranks)
         self.expires: float | None = None
+        self.keep_alive: float | None = None
         self._options = options
         self._ranks = ranks
         self._grammars = Grammars(tokenizer, self.vocab_size)

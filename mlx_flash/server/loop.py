@@ -78,6 +78,8 @@ class Loop:
             if model.jobs:
                 with ends_alone(partial(self._fail_all, model)):
                     model.advance()
+                if not model.jobs:
+                    self._models.note_end(model)
         return False
 
     def _news(self) -> News:
@@ -152,6 +154,7 @@ class Loop:
         for model in self._models:
             for job in [job for job in model.jobs.values() if job.number == number]:
                 model.drop(job)
+                self._models.note_end(model)
 
     def _fail_all(self, model: LoadedModel, error: RefusedError) -> None:
         """End all requests of a model after a pass that failed.

@@ -105,7 +105,12 @@ class Models:
             keep_alive: as of `GenerationRequest`.
         """
         self._loaded[model.source.name] = self._loaded.pop(model.source.name)
-        seconds = self._keep_alive if keep_alive is None else keep_alive
+        model.keep_alive = self._keep_alive if keep_alive is None else keep_alive
+        self.note_end(model)
+
+    def note_end(self, model: LoadedModel) -> None:
+        """Note that a model becomes idle now, or was used: its time in memory begins."""
+        seconds = model.keep_alive
         model.expires = None if seconds is None or seconds < 0 else time.monotonic() + seconds
 
     def expired(self) -> list[str]:

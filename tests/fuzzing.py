@@ -483,13 +483,13 @@ def remembered(function: Callable[..., Any], key: Callable[..., Any]) -> Callabl
 @contextmanager
 def remembered_lines() -> Iterator[None]:
     """Make each line of a frame once: most lines of a case are those of others, and lines take most of its time."""
-    make, fit, legend = render._line, render._fit, render._legend
-    line = remembered(make, lambda *parts: parts)
+    make, fit, legend = render._text, render._fit, render._legend
+    text = remembered(make, lambda line: tuple(line))
     fitted = remembered(  # a text that is kept has an id of its own
         lambda text, canvas: (text, list(fit(text, canvas))), lambda text, canvas: (id(text), canvas.width)
     )
     changes = {
-        "_line": lambda *parts: line(*parts) if len(parts) > 1 else make(*parts),
+        "_text": lambda line: text(line) if len(line) > 1 else make(line),
         "_fit": lambda *parts: fitted(*parts)[1],
         "_legend": remembered(lambda *parts: list(legend(*parts)), lambda parts, canvas: (*parts, canvas.width)),
         "chart": remembered(render.chart, lambda values, top, rows, glyphs: (tuple(values), top, rows, id(glyphs))),

@@ -448,7 +448,8 @@ def test_disk_error_names_the_tensor_and_later_calls_work(
     with with_pool(directory, pool_slots, exact_rows=exact_rows) as model:
         for failing in (chunks, [PROMPT], chunks):
             pool_of(model).drop_unread(0, range(16))
-            pool_of(model).drop(0, [e for e in range(16) if pool_of(model).slot_of[0][e] != ABSENT])
+            for expert in np.flatnonzero(pool_of(model).slot_of[0] != ABSENT).tolist():
+                pool_of(model).leave((0, expert))
             disk.is_broken = True
             for _ in range(2):
                 with pytest.raises(ReadError, match=named):

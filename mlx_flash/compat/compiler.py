@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -18,8 +18,9 @@ _FAILED = re.compile(r"\[Compile::eval_cpu\] Failed to compile|Could not load C\
 
 
 def kernel_cache() -> Path:
-    """Return the folder where MLX keeps compiled kernels for later runs."""
-    return Path(tempfile.gettempdir()) / "mlx" / version("mlx") / "cpu"
+    """Return the folder where MLX keeps compiled kernels for later runs, below C++'s ``temp_directory_path``."""
+    named = (os.environ.get(name) for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))
+    return Path(next(filter(None, named), "/tmp")) / "mlx" / version("mlx") / "cpu"
 
 
 def explained(error: Exception) -> Exception:

@@ -245,6 +245,6 @@ def program(name: str, folder: Path) -> Program:
 def test_interrupted_caches_are_right(name: str, tmp_path: Path) -> None:
     run_all = program(name, tmp_path)
     total = total_points(run_all, FOLDERS)
-    where = [interrupted_in(run_all, number, FOLDERS) for number in sample(total, 12)]
+    where = [interrupted_in(run_all, number, FOLDERS) for number in sample(total, 8)]
     print(f"{name}: {sum(map(bool, where))} interrupts at {len(set(where))} places, of {total} points")
     assert not pool_threads()

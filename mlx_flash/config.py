@@ -13,6 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from mlx_flash.aliases import BOOLEANS, OTHER_NAMES, own_setting, put, takes_aliases
 from mlx_flash.errors import ConfigError
 from mlx_flash.folders import settings_file
 
@@ -39,13 +40,13 @@ _BOUNDS = {"queue_depth": (1, 64), "kv_keep": (0, math.inf)}
 
 _KIND_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 _MAY_BE_ZERO = {"expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day"}
-_BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 VARIABLE_PREFIX = "MLX_FLASH_"
 OTHER_VARIABLES = frozenset({"MLX_FLASH_API_KEY", "MLX_FLASH_TRACEBACK"})
 """Environment variables with the prefix that are not settings."""
 
 
+@takes_aliases
 @dataclass(frozen=True, kw_only=True)
 class FlashConfig:
     """Settings of one streamed model.
@@ -190,11 +191,13 @@ class FlashConfig:
         path = settings_file() if file is None else file
         from_file = _read_toml(path, must_exist=file is not None)
         variables = _own_variables(os.environ if environment is None else environment)
-        known = {field.name for field in fields(cls)}
+        known = {*(field.name for field in fields(cls)), *OTHER_NAMES}
         given = {name: value for name, value in keywords.items() if value is not None or name not in known}
         merged = _settings(from_file, lambda name: f"{path}, key {name}")
         merged |= _settings(modelfile or {}, lambda name: f"Modelfile, {name}")
-        merged |= _settings(variables, lambda name: f"environment variable {name}", variables_of_fields())
+        merged |= _settings(
+            variables, lambda name: f"environment variable {name}", lambda name: VARIABLE_PREFIX + name.upper()
+        )
         merged |= _settings(settings or {}, lambda name: f"settings, key {name}")
         merged |= _settings(given, lambda name: f"keyword {name}")
         return cls(**merged)
@@ -258,23 +261,25 @@ def variables_of_fields() -> dict[str, str]:
 
 
 def _settings(
-    values: Mapping[str, Any], source: Callable[[str], str], fields_of: Mapping[str, str] | None = None
+    values: Mapping[str, Any], source: Callable[[str], str], spell: Callable[[str], str] = str
 ) -> dict[str, Any]:
-    """Return the settings of one source, parsed and checked.
+    """Return the settings of one source under our names, parsed and checked.
 
     Args:
         values: the keys and values of the source.
         source: returns the name of a key for error messages.
-        fields_of: the known keys, each with its field; None takes the names of the fields.
+        spell: returns the key of a setting.
     """
-    fields_of = fields_of or {field.name: field.name for field in fields(FlashConfig)}
-    found = {}
+    ours = {spell(field.name): field.name for field in fields(FlashConfig)}
+    names = ours | {spell(name): name for name in OTHER_NAMES}
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        if key not in fields_of:
-            hint = did_you_mean(key, fields_of) or f". There are {', '.join(fields_of)}"
+        if key not in names:
+            hint = did_you_mean(key, names) or f". There are {', '.join(ours)}"
             raise ConfigError(f"{source(key)}: there is no such setting{hint}")
         try:
-            found[fields_of[key]] = parse_setting(fields_of[key], value)
+            name, own = own_setting(names[key], value, spell)
+            put(found, name, parse_setting(name, own), key)
         except ConfigError as error:
             raise ConfigError(f"{source(key)}: {error}") from None
     return found
@@ -289,7 +294,7 @@ def _from_text(name: str, text: str) -> object:
         return None
     try:
         if bool in kinds:
-            return _BOOLEANS[text.lower()]
+            return BOOLEANS[text.lower()]
         return int(text) if int in kinds else float(text) if float in kinds else text
     except (KeyError, ValueError):
         words = "true or false" if bool in kinds else _KIND_WORDS[kinds[0]]

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "mlx_flash"
 
 FLOORS = [
     ["errors", "folders", "forks", "workers"],
-    ["compat", "config", "files"],
-    ["facts", "memory", "sessions", "telemetry"],
+    ["aliases", "compat", "files"],
+    ["config", "facts", "memory", "sessions", "telemetry"],
     ["storage"],
     ["layout"],
     ["convert", "kv", "ranks"],

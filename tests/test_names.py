@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -94,7 +95,7 @@ def test_directives_of_a_modelfile() -> None:
     assert parse_flash_directives(text) == FlashConfig(enabled=True, ram_budget_gb=12.0, queue_depth=6)
     assert parse_flash_directives("FROM /models/x\nSYSTEM hello\n") == FlashConfig(enabled=False)
     for line, ours in (("FLASH_PREFETCH_LAYERS 3", "FLASH_NUM_SLOTS"), ("FLASH_TOP_K 4", "changes the output")):
-        with pytest.raises(ConfigError, match=f"{line.split()[0]} is not available: .*{ours}"):
+        with pytest.raises(ConfigError, match=f"line 2: {line.split()[0]} is not available: .*{ours}"):
             parse_flash_directives(f"FLASH true\n{line}")
     with pytest.raises(ConfigError, match="FLASH_RAM"):
         parse_flash_directives("FLASH_RAMGB 3")
@@ -107,3 +108,51 @@ def test_a_cache_names_its_folder(tmp_path: Path) -> None:
     cache = [DiskKVCache(max_tokens=None, cache_dir=tmp_path / "keys") for _ in model.layers]
     found = [model(mx.array([list(chunk)]), cache=cache) for chunk in PREFILL_AND_DECODE]
     assert same_bits(found, expected) and list((tmp_path / "keys").iterdir())
+
+
+OTHER_NAMES = [
+    ("max_kv_size", 512, "kv_max_tokens", 512),
+    ("prefill_chunk_size", 64, "prefill_step_size", 64),
+    ("disk_kv_enabled", True, "kv_cache", "disk"),
+    ("disk_kv_enabled", False, "kv_cache", None),
+    ("disk_kv_dir", "keys", "kv_directory", "keys"),
+    ("disk_kv_max_tokens", 512, "kv_max_tokens", 512),
+    ("threads", 6, "queue_depth", 6),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "ours", "expected"), OTHER_NAMES)
+def test_other_names_mean_the_same_everywhere(
+    name: str, value: Any, ours: str, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = FlashConfig(**{ours: expected})
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    file = tmp_path / "config.toml"
+    file.write_text(f"{name} = {text if not isinstance(value, str) else repr(value)}\n")
+    assert FlashConfig(**{name: value}) == wanted
+    assert FlashConfig.resolve(file=file, environment={}) == wanted
+    assert FlashConfig.resolve({name: value}, environment={}) == wanted
+    assert FlashConfig.resolve(environment={f"MLX_FLASH_{name.upper()}": text}) == wanted
+    assert FlashConfig.resolve(environment={}, **{name: value}) == wanted
+    assert parse_flash_directives(f"FLASH_{name.upper()} {text}") == wanted
+
+
+@pytest.mark.parametrize("name", ["top_k", "prefetch_layers", "eviction", "quant_warn_below"])
+def test_settings_without_counterpart_are_refused_with_the_reason(name: str) -> None:
+    hint = r"Hint: (set (FLASH_)?(num_slots|io|NUM_SLOTS|IO)|leave it out)\.$"
+    with pytest.raises(ConfigError, match=rf"^{name} is not available: .*{hint}"):
+        FlashConfig(**{name: 2})
+    with pytest.raises(ConfigError, match=rf"FLASH_{name.upper()} is not available: .*{hint}"):
+        parse_flash_directives(f"FLASH_{name.upper()} 2")
+    with pytest.raises(ConfigError, match=rf"variable MLX_FLASH_{name.upper()}: .* is not available"):
+        FlashConfig.resolve(environment={f"MLX_FLASH_{name.upper()}": "2"})
+
+
+def test_two_names_of_a_setting_must_agree(tmp_path: Path) -> None:
+    assert FlashConfig(max_kv_size=8, kv_max_tokens=8).kv_max_tokens == 8  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"max_kv_size is kv_max_tokens, which is 9 and 8"):
+        FlashConfig(kv_max_tokens=9, max_kv_size=8)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="'perhaps': it must be true or false"):
+        FlashConfig(disk_kv_enabled="perhaps")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        FlashConfig(max_kv_sise=8)  # type: ignore[call-arg]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from mlx_flash.aliases import OTHER_NAMES, own_setting
 from mlx_flash.config import FlashConfig, did_you_mean, parse_setting
 from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.gotemplate import to_jinja
@@ -132,6 +133,9 @@ FLASH_INSTRUCTIONS = {
 }
 """The instructions for streaming, each with its field of FlashConfig."""
 
+_INSTRUCTION_OF = {setting: name for name, setting in FLASH_INSTRUCTIONS.items()}
+_ALIASES = {f"FLASH_{name.upper()}": name for name in OTHER_NAMES}
+
 _WITHOUT_EFFECT = {
     "REQUIRES": "mlx-flash has no versions of Ollama",
     "RENDERER": "the prompt is made by TEMPLATE or the tokenizer's chat template",
@@ -191,6 +195,13 @@ def parse_modelfile(text: str, path: Path | str) -> Modelfile:
     return draft.finish()
 
 
+def _own_instruction(alias: str, rest: list[str]) -> tuple[str, list[str]]:
+    """Return our instruction for another name of a setting, and its value if it has one."""
+    spell = lambda name: _INSTRUCTION_OF.get(name, f"FLASH_{name.upper()}")  # noqa: E731
+    setting, value = own_setting(alias, rest[0] if rest else None, spell)
+    return _INSTRUCTION_OF[setting], [str(value)] if rest else []
+
+
 class _Draft:
     """A Modelfile that is being read."""
 
@@ -209,6 +220,8 @@ class _Draft:
         if not first or first.startswith("#"):
             return
         name = first.upper()
+        if name in _ALIASES:
+            name, rest = _own_instruction(_ALIASES[name], rest)
         if name not in _INSTRUCTIONS:
             raise ConfigError(f"there is no instruction {first!r}{did_you_mean(name, _INSTRUCTIONS)}")
         what = name

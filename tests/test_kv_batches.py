@@ -20,7 +20,8 @@ import test_exact_serving as exact_serving
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.batching import RowGenerator
 from mlx_flash.engine.row import Row
-from mlx_flash.kv import stored
+from mlx_flash.kv import opened
+from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.wear import FILE_NAME
 from mlx_flash.prefixes.cache import prefix_directory
 from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
@@ -242,6 +243,11 @@ def prefixes() -> Iterator[Path]:
     (prefix_directory().parent / FILE_NAME).unlink(missing_ok=True)
 
 
+def num_stored(disk: DiskRows) -> int:
+    """Return how many pages are in files of the prefix cache."""
+    return sum(page.where.file is not disk.file for page in disk.pages)
+
+
 def with_prefixes(directory: Path, **changes: Any) -> FlashLLM:
     """Return a model that has no room for keys and values in memory."""
     options = {"kv_prefixes": "exact", "kv_step": 16, "context_length": 420, "times": 1.2, **changes}
@@ -283,7 +289,7 @@ def test_an_evicted_prefix_stays_with_those_who_refer_to_it(directory: Path, pre
         assert model.prefixes is not None and model.kv is not None
         cache = make_prompt_cache(model)
         advance(model, model.row(mx.array([SHARED]), cache, STEP, wants_logits=False))
-        assert any(entry.rows.disk is not None and entry.rows.disk.head_tokens for entry in cache)
+        assert any(entry.rows.disk is not None and num_stored(entry.rows.disk) for entry in cache)
         nbytes = sum(each.nbytes for each in list_prefixes(prefixes))
         clear_prefixes(prefixes)
         assert list_prefixes(prefixes)[0].tokens == len(SHARED) and nbytes  # in use
@@ -327,7 +333,7 @@ def test_what_cannot_be_referred_to_is_written(
 ) -> None:
     with with_prefixes(directory) as model:
         run(model, BRANCHES)
-    monkeypatch.setattr(stored, "MOST_FILES", most)
+    monkeypatch.setattr(opened, "MOST_FILES", most)
     with with_prefixes(directory) as model:
         check_branches(directory, run(model, BRANCHES)[0])
         assert model.kv is not None and model.prefixes is not None

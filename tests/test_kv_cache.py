@@ -236,13 +236,13 @@ class Against(RuleBasedStateMachine):
     def what_is_held_is_counted_once(self) -> None:
         memories = [rows.memory for rows in self.pool._layers]
         buffers = [array for memory in memories for array in memory.arrays]
-        parts = [array for memory in memories for part in memory.parts for array in part.rows.arrays]
+        parts = [array for memory in memories for page in memory.pages for array in page.where.arrays]
         arrays = {id(array): array.nbytes for array in (*buffers, *parts)}
         held = sum(arrays.values())
         assert self.pool.reserved_bytes == held + self.pool.ring.nbytes
         if not self.pool.on_disk:
             assert self.pool.memory_bytes == held + self.pool.ring.held
-        assert not any(memory.arrays and memory.parts for memory in memories)
+        assert not any(memory.arrays and memory.pages for memory in memories)
 
 
 def total(arrays: Any) -> mx.array:

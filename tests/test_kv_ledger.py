@@ -92,7 +92,7 @@ def sizes_of(layers: list[Any]) -> list[int]:
 
 def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) -> None:
     memories = [rows.memory for rows in pool._layers]
-    parts = [array for memory in memories for part in memory.parts for array in part.rows.arrays]
+    parts = [array for memory in memories for page in memory.pages for array in page.where.arrays]
     arrays = {id(array): array.nbytes for array in (*parts, *(array for memory in memories for array in memory.arrays))}
     held, tails = sum(arrays.values()), sum(disk.tail_bytes for disk in pool.on_disk.values())
     assert pool.memory_bytes == pool.ledger().now >= held + tails + pool.ring.held
@@ -116,8 +116,8 @@ def test_now_is_a_sum_over_layers() -> None:
     options = KVOptions(step=16)
     layers = {
         "in memory": Layer((100, 100), 10, 16),
-        "parked": Layer((100, 100), 10, parts=((1, 900), (2, 300))),
-        "its copy": Layer((100, 100), 5, parts=((1, 900),)),
+        "parked": Layer((100, 100), 10, pages=((1, 900), (2, 300))),
+        "its copy": Layer((100, 100), 5, pages=((1, 900),)),
     }
     assert KVLedger(options, layers).now == 16 * 200 + 900 + 300
     assert KVLedger(options, layers, slots_held=7).now == 16 * 200 + 900 + 300 + 7
@@ -134,8 +134,8 @@ def test_peak_counts_the_old_buffers_of_the_layer_that_grows() -> None:
     assert KVLedger(options, layers, {"a": new, "b": new}).peak == 2 * grown + 200 * 16
     assert KVLedger(options, layers, {"a": Coming(200, 6, 16)}).peak == 2 * 200 * 16
     parked = {
-        "c": Layer((100, 100), 10, parts=((1, 900), (2, 300))),
-        "its copy": Layer((100, 100), 5, parts=((1, 900),)),
+        "c": Layer((100, 100), 10, pages=((1, 900), (2, 300))),
+        "its copy": Layer((100, 100), 5, pages=((1, 900),)),
     }
     assert KVLedger(options, parked, {"c": new}).peak == grown + 900 + 300
 

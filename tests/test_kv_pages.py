@@ -22,14 +22,15 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import FileChangedError, ReadError, TruncatedFileError, WriteError
 from mlx_flash.files import locked, open_locked
-from mlx_flash.kv import pages as pages_module
+from mlx_flash.kv import written
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.layout import CHUNK_TOKENS, Component, RowBytes, RowLayout
+from mlx_flash.kv.opened import PageReader, StoredFile, StoredFiles
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
-from mlx_flash.kv.pages import LayerFile, PageReader, WriteBehind
+from mlx_flash.kv.pages import InFile, Page, segments
 from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.stored import StoredFiles, StoredRows
+from mlx_flash.kv.written import LayerFile, WriteBehind
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import commits_lazily
@@ -81,26 +82,18 @@ def equal(left: Any, right: Any) -> bool:
 @settings(max_examples=25, deadline=None)
 @given(
     stored=st.lists(st.integers(1, 90), max_size=3),
-    steps=st.lists(st.tuples(st.sampled_from(["append", "truncate", "drop", "fork"]), st.integers(1, 300))),
+    steps=st.lists(st.tuples(st.sampled_from(["append", "truncate", "drop", "fork", "refer"]), st.integers(1, 300))),
 )
 def test_rows_equal_what_was_appended(
     layout: RowLayout, stored: list[int], steps: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Whether or not the first of them are in files of the prefix cache."""
+    """Whether or not some of them are in files of the prefix cache."""
     reader, writer = PageReader(()), WriteBehind()
     path = tmp_path_factory.mktemp("pages") / "layer.kv"
     rows = DiskRows(LayerFile(path, layout, reader, writer, True))
     expected, files = random_rows(layout, 0), StoredFiles(reader, True)
-    for seed, length in enumerate(stored, 1000):
-        new = random_rows(layout, length, seed)
-        place = write_stored(path.with_name(f"{seed}.page"), layout, new)
-        file = files.open(place)
-        assert file is not None
-        rows.refer(place, file)
-        place.path.unlink()  # the open file keeps its bytes
-        expected = [np.concatenate([old, more], axis=1) for old, more in zip(expected, new, strict=True)]
     forks: list[tuple[DiskRows, Any]] = []
-    for seed, (what, number) in enumerate(steps):
+    for seed, (what, number) in enumerate([*(("refer", length) for length in stored), *steps]):
         if what == "append":
             new = random_rows(layout, number, seed)
             rows.append(new)
@@ -110,7 +103,14 @@ def test_rows_equal_what_was_appended(
         elif what == "truncate":
             rows.truncate(rows.length * number // 300)
             expected = [old[:, : rows.length] for old in expected]
-        elif what == "drop" and rows.pages and not stored:
+        elif what == "refer" and rows.length == rows.paged_tokens:
+            new = random_rows(layout, number, seed)
+            page = files.open(write_stored(path.with_name(f"{seed}.page"), layout, new))
+            assert page is not None
+            rows.refer(page)
+            page.where.file.path.unlink()  # the open file keeps its bytes
+            expected = [np.concatenate([old, more], axis=1) for old, more in zip(expected, new, strict=True)]
+        elif what == "drop" and rows.pages and all(page.where.file is rows.file for page in rows.pages):
             stop = layout.step * max(1, len(rows.pages) * number // 300)
             rows = rows.fork(0, stop)
             expected = [old[:, stop:] for old in expected]
@@ -124,7 +124,7 @@ def test_rows_equal_what_was_appended(
     reader.close()
 
 
-def write_stored(path: Path, layout: RowLayout, rows: RowBytes) -> StoredRows:
+def write_stored(path: Path, layout: RowLayout, rows: RowBytes) -> Page[InFile]:
     """Write rows as a page of the prefix cache has them."""
     offsets, data = [], b"description"
     for part in rows:
@@ -133,7 +133,15 @@ def write_stored(path: Path, layout: RowLayout, rows: RowBytes) -> StoredRows:
         data += part.tobytes()
     path.write_bytes(data)
     length = rows[0].shape[1]
-    return StoredRows(path, path.stat().st_ino, layout.components, tuple(offsets), length, length)
+    strides = tuple(length * component.width_bytes for component in layout.components)
+    file = StoredFile(path, path.stat().st_ino)
+    return Page(InFile(file, layout.components, tuple(offsets), strides), length)
+
+
+def replaced(page: Page[InFile]) -> Page[InFile]:
+    """Return a page in a file of the same name."""
+    path, inode = page.where.file  # type: ignore[misc]
+    return replace(page, where=replace(page.where, file=StoredFile(path, inode + 1)))
 
 
 @pytest.mark.parametrize("fault", ["none", "short", "error"])
@@ -143,8 +151,8 @@ def test_one_read_puts_all_heads_of_a_stored_page_in_their_places(
     rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 128)
     files = StoredFiles(rows.file.reader, True)
     for start in (0, 64):
-        place = write_stored(tmp_path / f"{start}.page", WIDE, [part[:, start : start + 64] for part in expected])
-        rows.refer(place, files.open(place))  # type: ignore[arg-type]
+        page = write_stored(tmp_path / f"{start}.page", WIDE, [part[:, start : start + 64] for part in expected])
+        rows.refer(files.open(page))  # type: ignore[arg-type]
     assert all(segment.is_scattered for segment in rows.segments(0, 128, 256))
     preadv, counts = os.preadv, list[int]()
 
@@ -161,20 +169,21 @@ def test_one_read_puts_all_heads_of_a_stored_page_in_their_places(
 
 def test_files_that_are_gone_replaced_or_being_evicted_are_not_referred_to(tmp_path: Path) -> None:
     reader = PageReader(())
-    place = write_stored(tmp_path / "a.page", WIDE, random_rows(WIDE, 10))
+    path = tmp_path / "a.page"
+    page = write_stored(path, WIDE, random_rows(WIDE, 10))
     files = StoredFiles(reader, True)
-    with locked(place.path):
-        assert files.open(place) is None
-    assert files.open(replace(place, inode=place.inode + 1)) is None
-    kept = files.open(place)
-    assert kept is not None and files.open(place) is kept
+    with locked(path):
+        assert files.open(page) is None
+    assert files.open(replaced(page)) is None
+    kept = files.open(page)
+    assert kept is not None and files.open(page) == kept
     with pytest.raises(BlockingIOError):
-        os.close(open_locked(place.path, wait=False))
-    assert files.open(replace(place, inode=place.inode + 1)) is None
+        os.close(open_locked(path, wait=False))
+    assert files.open(replaced(page)) is None
     del kept
-    os.close(open_locked(place.path, wait=False))
-    place.path.unlink()
-    assert files.open(place) is None
+    os.close(open_locked(path, wait=False))
+    path.unlink()
+    assert files.open(page) is None
     reader.close()
 
 
@@ -193,9 +202,9 @@ def test_pages_are_written_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> 
 def test_reads_are_large_and_in_place(make: Make) -> None:
     file = make(RowLayout((Component((1, 2), 128, mx.float16),), 256))
     pages = file.allocate(2 * CHUNK_TOKENS // 256)
-    segments = file.segments(pages, 0, 2 * CHUNK_TOKENS)
-    assert [segment.nbytes for segment in segments] == [CHUNK_TOKENS * 256] * 4
-    assert all(segment.buffer_offset is not None for segment in segments)
+    found = segments(pages, file.layout, 0, 2 * CHUNK_TOKENS, 2 * CHUNK_TOKENS)
+    assert [segment.nbytes for segment in found] == [CHUNK_TOKENS * 256] * 4
+    assert all(segment.buffer_offset is not None for segment in found)
 
 
 def test_free_pages_are_reused(make: Make) -> None:
@@ -208,7 +217,8 @@ def test_free_pages_are_reused(make: Make) -> None:
     del other
     gc.collect()
     rows.append(random_rows(WIDE, 512, 1))
-    assert rows.pages == tuple(range(10))
+    offsets = [page.where.offsets for page in rows.pages]
+    assert offsets == [WIDE.file_offsets(number) for number in range(10)]
     file.flush()
     assert file.path.stat().st_size <= WIDE.chunk_bytes
 
@@ -301,7 +311,7 @@ def test_a_truncated_or_replaced_file_raises(tmp_path: Path) -> None:
 
 
 def test_writing_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages_module, "WRITE_BEHIND_BYTES", 64 * WIDE.token_bytes)
+    monkeypatch.setattr(written, "WRITE_BEHIND_BYTES", 64 * WIDE.token_bytes)
     rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 64 * 9)
     for start in range(0, 64 * 9, 64):
         rows.append([part[:, start : start + 64] for part in expected])
@@ -356,9 +366,12 @@ def test_a_folder_that_cannot_be_created_raises(tmp_path: Path) -> None:
 def test_rows_of_a_file_do_not_overlap(capacity: int, step: int, page: int) -> None:
     layout = RowLayout(NARROW.components, step)
     ends = [
-        (offset, offset + step * layout.components[index].width_bytes)
+        (offset + head * stride, offset + head * stride + step * component.width_bytes)
         for number in (page, page + 1)
-        for index, _, offset in layout.file_offsets(number)
+        for component, offset, stride in zip(
+            layout.components, layout.file_offsets(number), layout.strides, strict=True
+        )
+        for head in range(component.heads)
     ]
     ordered = sorted(ends)
     assert all(left[1] <= right[0] for left, right in pairwise(ordered))

@@ -12,9 +12,8 @@ from mlx_flash.compat.callers import evaluates_only, is_for_a_draft
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pages import InFile, Page, sizes
 from mlx_flash.kv.pool import KVPool, LayerRows
-from mlx_flash.kv.shared import sizes
-from mlx_flash.kv.stored import StoredRows
 
 C = TypeVar("C", bound="PooledCache")
 
@@ -56,7 +55,7 @@ class RowsHolder:
     def nbytes(self) -> int:
         """Bytes in memory, shared ones included. Those on disk do not count."""
         disk, memory = self.rows.disk, self.rows.memory
-        return memory.held + sum(sizes([memory.parts]).values()) if disk is None else disk.tail_bytes
+        return memory.held + sum(sizes([memory.pages]).values()) if disk is None else disk.tail_bytes
 
     def size(self) -> int:
         """Return the number of tokens that are kept."""
@@ -95,7 +94,7 @@ class PooledCache(RowsHolder):
         forgotten = self.pool.options.forgotten_tokens(self.size(), N)
         return create_attention_mask(N, *args, offset=self.size() - forgotten, **kwargs)
 
-    def append_rows(self, new: Sequence[mx.array], stored: StoredRows | None = None) -> list[mx.array]:
+    def append_rows(self, new: Sequence[mx.array], stored: Page[InFile] | None = None) -> list[mx.array]:
         """Add tokens as the cache stores them, ``(batch, heads, new tokens, width)`` for each array. Return all tokens.
 
         Args:

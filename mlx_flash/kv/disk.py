@@ -1,6 +1,6 @@
-"""Layers on disk: pages of a file, and the last tokens in memory.
+"""Layers on disk: pages in files, and the last tokens in memory.
 
-A layer may begin with rows of the prefix cache's files, which are read where they are.
+Pages are in the layer's own file or in files of the prefix cache, which are read where they are.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mlx_flash.kv.layout import RowBytes
-from mlx_flash.kv.pages import LayerFile
-from mlx_flash.kv.stored import OpenFile, StoredRows, cut_stored
+from mlx_flash.kv.pages import FilePages, InFile, Page, cut, num_tokens, segments
+from mlx_flash.kv.written import LayerFile
 from mlx_flash.layout.arrays import Opaque
 from mlx_flash.storage.placement import Segment
 
@@ -23,25 +23,26 @@ class _Held(NamedTuple):
     Attributes:
         tail: room for a page in memory. Rows behind the last token mean nothing.
         length: number of tokens.
-        pages: the pages in the order of their tokens, which follow those of the head.
-        head: the first tokens, in files of the prefix cache.
-        head_tokens: number of tokens in it.
-        files: the open files of the head.
+        pages: the pages in the order of their tokens.
+        paged_tokens: number of tokens in them.
     """
 
     tail: RowBytes
     length: int = 0
-    pages: tuple[int, ...] = ()
-    head: tuple[StoredRows, ...] = ()
-    head_tokens: int = 0
-    files: tuple[OpenFile, ...] = ()
+    pages: FilePages = ()
+    paged_tokens: int = 0
+
+    def with_pages(self, *pages: Page[InFile]) -> _Held:
+        """Return this with more pages; tokens are in them."""
+        paged = self.paged_tokens + num_tokens(pages)
+        return self._replace(pages=(*self.pages, *pages), paged_tokens=paged, length=paged)
 
 
 class DiskRows(Opaque):
     """The tokens of one layer on disk; the last ones, which do not fill a page, in memory.
 
     Args:
-        file: the file of the pages. A page is free when no layer that uses the file has it.
+        file: the layer's own file. A page in it is free when no layer that uses the file has it.
         num_forgotten: number of tokens that were dropped from between them.
     """
 
@@ -59,31 +60,24 @@ class DiskRows(Opaque):
         return self._held.length
 
     @property
-    def head_tokens(self) -> int:
-        """Number of first tokens in files of the prefix cache."""
-        return self._held.head_tokens
-
-    @property
-    def pages(self) -> tuple[int, ...]:
-        """The pages in the order of their tokens, which follow those of the prefix cache."""
+    def pages(self) -> FilePages:
+        """The pages in the order of their tokens."""
         return self._held.pages
 
     @property
     def paged_tokens(self) -> int:
-        """Number of tokens in files."""
-        return self.head_tokens + len(self.pages) * self.layout.step
+        """Number of tokens in pages."""
+        return self._held.paged_tokens
 
-    def whole_tokens(self, length: int) -> int:
-        """Return how many of some first tokens can be kept without copying the rest of a page."""
-        length = min(length, self.paged_tokens)
-        return length - max(0, length - self.head_tokens) % self.layout.step
+    def first_pages(self, length: int) -> FilePages:
+        """Return pages with some first tokens, or with fewer: a page of the layer's own file is not cut."""
+        pages = cut(self.pages, length)
+        is_cut = bool(pages) and pages[-1].where.file is self.file and pages[-1].length < self.layout.step
+        return pages[:-1] if is_cut else pages
 
-    def refer(self, rows: StoredRows, file: OpenFile) -> None:
-        """Add stored tokens behind those of the head; there are no others yet."""
-        held, length = self._held, self.length + rows.length
-        self._held = held._replace(
-            head=(*held.head, rows), files=(*held.files, file), head_tokens=length, length=length
-        )
+    def refer(self, page: Page[InFile]) -> None:
+        """Add a page of the prefix cache. All tokens are in pages."""
+        self._held = self._held.with_pages(page)
 
     @property
     def tail_bytes(self) -> int:
@@ -103,16 +97,15 @@ class DiskRows(Opaque):
         Raises:
             WriteError: the disk is full, or fails.
         """
-        held, num_new = self._held, rows[0].shape[1]
-        waiting = self.length - self.paged_tokens
-        num_full = (waiting + num_new) // self.layout.step
-        used = num_full * self.layout.step - waiting if num_full else 0
+        held, num_new, step = self._held, rows[0].shape[1], self.layout.step
+        waiting = held.length - held.paged_tokens
+        num_full = (waiting + num_new) // step
+        used = num_full * step - waiting if num_full else 0
         if num_full:
             block = [np.concatenate([tail, new[:, :used]], axis=1) for tail, new in zip(self.tail, rows, strict=True)]
             pages = self.file.allocate(num_full)
             self.file.write(pages, block)
-            # now, because the tail is about to be written over
-            self._held = held = held._replace(pages=(*held.pages, *pages), length=held.length + used)
+            self._held = held = held.with_pages(*pages)  # now, because the tail is about to be written over
         start = 0 if num_full else waiting
         for part, new in zip(held.tail, rows, strict=True):
             part[:, start : start + num_new - used] = new[:, used:]
@@ -125,14 +118,12 @@ class DiskRows(Opaque):
             ReadError: tokens that do not fill a page any more could not be read.
         """
         held = self._held
-        if length < held.head_tokens:
-            held = held._replace(head=cut_stored(held.head, length), head_tokens=length)
-        num_pages, rest = divmod(length - held.head_tokens, self.layout.step)
-        if num_pages < len(held.pages):
-            if rest:
-                start = held.head_tokens + num_pages * self.layout.step
-                held = held._replace(tail=self._read_files(start, start + self.layout.step))
-            held = held._replace(pages=held.pages[:num_pages])
+        if length < held.paged_tokens:
+            pages = self.first_pages(length)
+            paged = num_tokens(pages)
+            if paged < length:
+                held = held._replace(tail=self._read_files(paged, paged + self.layout.step))
+            held = held._replace(pages=pages, paged_tokens=paged)
         self._held = held._replace(length=length)
 
     def read(self, start: int, stop: int) -> RowBytes:
@@ -141,34 +132,17 @@ class DiskRows(Opaque):
         Raises:
             ReadError: pages could not be read.
         """
-        begin, end = self.whole_tokens(start), min(stop, self.paged_tokens)
-        if end > self.head_tokens:
-            end += (self.head_tokens - end) % self.layout.step  # to the end of a page
-        found = self._read_files(begin, max(begin, end))
-        rows = [np.concatenate([pages, tail], axis=1) for pages, tail in zip(found, self.tail, strict=True)]
-        return [part[:, start - begin : stop - begin] for part in rows]
+        paged = self.paged_tokens
+        found = self._read_files(start, max(start, min(stop, paged)))
+        tails = [tail[:, max(0, start - paged) : max(0, stop - paged)] for tail in self.tail]
+        return [np.concatenate(pair, axis=1) for pair in zip(found, tails, strict=True)]
 
     def segments(self, start: int, stop: int, capacity: int, base: int = 0) -> list[Segment]:
-        """Return the reads that put tokens of the files in a slot, from the page with ``start`` on.
-
-        Args:
-            start: the first token.
-            stop: the token after the last one: in the head, or the end of a page.
-            capacity: tokens that the slot has room for.
-            base: the token at its beginning.
-        """
-        offsets, at, found = self.layout.slot_offsets(capacity), 0, list[Segment]()
-        for rows in cut_stored(self._held.head, stop):
-            skipped = max(0, start - at)
-            if skipped < rows.length:
-                found.append(rows.segment(skipped, offsets, capacity, at + skipped - base))
-            at += rows.length
-        pages = self.pages[: max(0, stop - self.head_tokens) // self.layout.step]
-        number = max(0, start - self.head_tokens) // self.layout.step
-        return found + self.file.segments(pages, number, capacity, self.head_tokens - base)
+        """Return the reads that put tokens of pages in a slot, see :func:`mlx_flash.kv.pages.segments`."""
+        return segments(self.pages, self.layout, start, stop, capacity, base)
 
     def _read_files(self, start: int, stop: int) -> RowBytes:
-        """Read tokens from the beginning of a page, or any of the head, to the end of one."""
+        """Read tokens of pages."""
         self.file.flush()
         capacity = stop - start
         buffer = memoryview(mmap.mmap(-1, max(self.layout.slot_bytes(capacity), 1)))
@@ -181,11 +155,11 @@ class DiskRows(Opaque):
         ]
 
     def fork(self, start: int = 0, stop: int = 0) -> DiskRows:
-        """Return a copy that shares the files, without some whole pages; the tokens behind them move up."""
+        """Return a copy that shares the pages, without those of some tokens; the tokens behind them move up."""
         other, held = DiskRows(self.file, self.num_forgotten + stop - start), self._held
         for mine, copy in zip(held.tail, other._held.tail, strict=True):
             copy[:] = mine
-        first, last = start // self.layout.step, stop // self.layout.step
-        pages, length = (*held.pages[:first], *held.pages[last:]), held.length - (stop - start)
-        other._held = held._replace(tail=other._held.tail, pages=pages, length=length)
+        pages = (*cut(held.pages, start), *held.pages[len(cut(held.pages, stop)) :])
+        num_dropped = stop - start
+        other._held = _Held(other._held.tail, held.length - num_dropped, pages, held.paged_tokens - num_dropped)
         return other

@@ -14,10 +14,11 @@ from mlx_flash.folders import cache_directory
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.opened import PageReader, StoredFiles
 from mlx_flash.kv.options import NUM_SLOTS, QUEUE_DEPTH, READ_SIZE, KVOptions, queued_bytes
-from mlx_flash.kv.pages import LayerFile, PageReader, WriteBehind
+from mlx_flash.kv.pages import FilePages, InFile, Page, num_tokens
 from mlx_flash.kv.slots import row_bytes
-from mlx_flash.kv.stored import StoredFiles, StoredRows
+from mlx_flash.kv.written import LayerFile, WriteBehind
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.ranges import Arrival
 from mlx_flash.storage.selftest import way_of_reading
@@ -61,7 +62,7 @@ class PageFiles:
         memory: MemoryRows,
         new: Sequence[mx.array],
         others: Iterable[tuple[DiskRows, int]],
-        stored: Sequence[StoredRows] = (),
+        stored: FilePages = (),
     ) -> DiskRows:
         """Write the rows of a layer to disk, page by page, without those that other files have already.
 
@@ -76,9 +77,9 @@ class PageFiles:
         """
         step = self._options.step
         disk = self._begun(others)
-        if disk is None or disk.length < sum(rows.length for rows in stored):
+        if disk is None or disk.length < num_tokens(stored):
             fresh = self._new_rows(RowLayout.of(memory.examples or new, step))
-            all(self.refer(fresh, rows) for rows in stored)  # up to the first that is gone
+            all(self.refer(fresh, page) for page in stored)  # up to the first that is gone
             disk = disk if disk is not None and disk.length >= fresh.length else fresh
         disk.num_forgotten = memory.num_forgotten
         for start in range(disk.length, memory.length, step):
@@ -89,26 +90,27 @@ class PageFiles:
         return disk
 
     def _begun(self, others: Iterable[tuple[DiskRows, int]]) -> DiskRows | None:
-        found = [(disk.whole_tokens(length), disk) for disk, length in others]
-        num_tokens, disk = max(found, key=lambda pair: pair[0], default=(0, None))
-        if not num_tokens or disk is None:
+        found = [(num_tokens(disk.first_pages(length)), disk) for disk, length in others]
+        length, disk = max(found, key=lambda pair: pair[0], default=(0, None))
+        if not length or disk is None:
             return None
         begun = disk.fork()
-        begun.truncate(num_tokens)
+        begun.truncate(length)
         return begun
 
-    def refer(self, disk: DiskRows, rows: StoredRows) -> bool:
-        """Add tokens in a file of the prefix cache to a layer on disk, without a copy.
+    def refer(self, disk: DiskRows, page: Page[InFile]) -> bool:
+        """Add a page of the prefix cache to a layer on disk, without a copy.
 
         Returns:
-            Whether that was possible. It is not behind tokens in the layer's own file, nor from a file that is gone.
+            Whether that was possible. It is not behind tokens that are in no page, nor from a file that is gone.
         """
-        if self._stored is None or disk.length > disk.head_tokens or rows.components != disk.layout.components:
+        is_behind_pages = disk.length == disk.paged_tokens
+        if self._stored is None or not is_behind_pages or page.where.components != disk.layout.components:
             return False
-        file = self._stored.open(rows)
-        if file is not None:
-            disk.refer(rows, file)
-        return file is not None
+        if (found := self._stored.open(page)) is None:
+            return False
+        disk.refer(found)
+        return True
 
     def _new_rows(self, layout: RowLayout) -> DiskRows:
         if self._folder is None:

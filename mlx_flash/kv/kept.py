@@ -18,8 +18,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.cache import DiskKVCache
 from mlx_flash.kv.history import pass_on
+from mlx_flash.kv.pages import InMemory, MemoryPages, Page, cut, sizes
 from mlx_flash.kv.pool import KVPool, LayerRows
-from mlx_flash.kv.shared import Part, Parts, SharedRows, cut, sizes
 from mlx_flash.memory.footprint import release_freed_memory
 
 _COMPARED_TOKENS = 1024
@@ -78,8 +78,8 @@ class KeptCaches:
         """Bytes of memory that sharing saves: the additional memory if each kept cache held all of its tokens."""
         entries = [entry for kept in list(self._lists.values()) for entry in kept]
         own = [entry for entry in entries if isinstance(entry, PooledCache)]
-        held = [entry.rows.memory.parts for entry in own]
-        return sum(part.rows.nbytes for parts in held for part in parts) - sum(sizes(held).values())
+        held = [entry.rows.memory.pages for entry in own]
+        return sum(page.where.nbytes for pages in held for page in pages) - sum(sizes(held).values())
 
     def _candidates(
         self, index: int, tokens: Sequence[int], pool: KVPool, common: dict[int, int]
@@ -100,50 +100,50 @@ class KeptCaches:
         for most, other in candidates:
             if most > length and (same := num_equal(other, arrays, most)) > length:
                 length, nearest = same, other
-        known: Parts = ()
+        known: MemoryPages = ()
         if length >= rows.pool.options.step:
-            self._part_at(nearest, length)
-            known = cut(nearest.memory.parts, length)
+            self._page_at(nearest, length)
+            known = cut(nearest.memory.pages, length)
             nearest.lineage.copy_to(rows.lineage, length)
             rows.lineage.cut(length)  # nothing in common with the sequences that share more with the other
         else:
             length = 0
         rest = entry.offset - length
-        behind = (Part(SharedRows([array[..., length:, :] for array in arrays]), rest),) if rest else ()
+        behind = (Page(InMemory([array[..., length:, :] for array in arrays]), rest),) if rest else ()
         rows.memory.park((*known, *behind))
         cache = DiskKVCache(rows=rows)
         pass_on(entry, cache)
         return cache
 
-    def _part_at(self, rows: LayerRows, length: int) -> None:
-        """Park a layer, and split its part at ``length``, so that shared parts hold few unshared tokens."""
+    def _page_at(self, rows: LayerRows, length: int) -> None:
+        """Park a layer, and split its page at ``length``, so that shared pages hold few unshared tokens."""
         if not rows.is_parked:
             rows.pool.parking.park(rows)
         begin = 0
-        for part in rows.memory.parts:
-            if begin + part.length >= length:
-                self._split(part.rows, length - begin, rows)
+        for page in rows.memory.pages:
+            if begin + page.length >= length:
+                self._split(page.where, length - begin, rows)
                 return
-            begin += part.length
+            begin += page.length
 
-    def _split(self, whole: SharedRows, at: int, rows: LayerRows) -> None:
+    def _split(self, whole: InMemory, at: int, rows: LayerRows) -> None:
         """Split shared rows in two for all holders, if the rest is at least a page."""
         if whole.length - at < rows.pool.options.step:
             return
-        holders = [r for r in self._tokens if any(part.rows is whole for part in r.memory.parts)]
-        longest = max(part.length for r in holders for part in r.memory.parts if part.rows is whole)
-        first = SharedRows([array[..., :at, :] for array in whole.arrays])
-        second = SharedRows([array[..., at:longest, :] for array in whole.arrays]) if longest > at else None
+        holders = [r for r in self._tokens if any(page.where is whole for page in r.memory.pages)]
+        longest = max(page.length for r in holders for page in r.memory.pages if page.where is whole)
+        first = InMemory([array[..., :at, :] for array in whole.arrays])
+        second = InMemory([array[..., at:longest, :] for array in whole.arrays]) if longest > at else None
         for holder in holders:
-            parts: list[Part] = []
-            for part in holder.memory.parts:
-                if part.rows is not whole:
-                    parts.append(part)
+            pages: list[Page[InMemory]] = []
+            for page in holder.memory.pages:
+                if page.where is not whole:
+                    pages.append(page)
                     continue
-                parts.append(Part(first, min(part.length, at)))
-                if second is not None and part.length > at:
-                    parts.append(Part(second, part.length - at))
-            holder.memory.park(tuple(parts))
+                pages.append(Page(first, min(page.length, at)))
+                if second is not None and page.length > at:
+                    pages.append(Page(second, page.length - at))
+            holder.memory.park(tuple(pages))
 
 
 def _make_room(pool: KVPool, rows: LayerRows) -> None:

@@ -6,7 +6,7 @@ chunk the tokens of each head are contiguous too, so that reads are large.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,21 +45,6 @@ class Component:
     def width_bytes(self) -> int:
         """Bytes of a head's row."""
         return self.width * int(self.dtype.size)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Pages that follow one another in a file and in the sequence.
-
-    Attributes:
-        number: number of the first page in the sequence.
-        page: number of the first page in the file.
-        count: number of pages.
-    """
-
-    number: int
-    page: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +99,19 @@ class RowLayout:
         """Return the size of a slot for so many tokens."""
         return sum(round_up(c.heads * capacity * c.width_bytes, DIRECT_ALIGNMENT) for c in self.components)
 
-    def runs(self, pages: Sequence[int], first: int = 0) -> Iterator[Run]:
-        """Yield the pages of a sequence from number ``first`` on, in runs that are contiguous within a chunk."""
-        start = first
-        for i in range(first, len(pages)):
-            ends = i + 1 == len(pages) or pages[i + 1] != pages[i] + 1 or pages[i + 1] % self.chunk_pages == 0
-            if ends:
-                yield Run(start, pages[start], i + 1 - start)
-                start = i + 1
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from a head of each array to the next one, in a file."""
+        return tuple([self._region(component) for component in self.components])
 
-    def file_offsets(self, page: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (index of the array, head, offset in the file) of a page's rows, for each head of each array."""
+    def file_offsets(self, page: int) -> tuple[int, ...]:
+        """Return the offsets of each array's first head in the page of this number of a file."""
         chunk, within = divmod(page, self.chunk_pages)
-        at = chunk * self.chunk_bytes
-        for index, component in enumerate(self.components):
-            for head in range(component.heads):
-                yield index, head, at + within * self.step * component.width_bytes
-                at += self._region(component)
+        at, found = chunk * self.chunk_bytes, list[int]()
+        for component in self.components:
+            found.append(at + within * self.step * component.width_bytes)
+            at += component.heads * self._region(component)
+        return tuple(found)
 
     def to_arrays(self, rows: RowBytes) -> list[mx.array]:
         """Return rows as arrays ``(batch, heads, tokens, width)``, copied."""

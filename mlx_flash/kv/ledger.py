@@ -23,14 +23,14 @@ class Layer(NamedTuple):
         widths: bytes of a token in each array; none before the first token.
         length: number of tokens.
         capacity: tokens that its buffers have room for; 0 while it has none.
-        parts: (identity, bytes) of the shared rows that it is parked in.
+        pages: (identity, bytes) of the rows that it is parked in.
         is_on_disk: whether all but its last tokens are on disk.
     """
 
     widths: tuple[int, ...] = ()
     length: int = 0
     capacity: int = 0
-    parts: tuple[tuple[int, int], ...] = ()
+    pages: tuple[tuple[int, int], ...] = ()
     is_on_disk: bool = False
 
     @property
@@ -130,16 +130,16 @@ class KVLedger:
     @cached_property
     def _grown(self) -> int:
         growing, grown, moved = set[Any](), 0, 0
-        holders = Counter([part for layer in self.layers.values() for part, _ in layer.parts])
+        holders = Counter([page for layer in self.layers.values() for page, _ in layer.pages])
         for key, each in self.coming.items():
             layer = self.layers[key]
             if layer.is_on_disk:
                 continue
             num_new = self._num_new[key]
             grown += each.nbytes * self.options.capacity_after(layer.length, layer.capacity, num_new)
-            if layer.takes_more(num_new):  # its old buffers, or the parts that nobody else holds, are there besides
+            if layer.takes_more(num_new):  # its old buffers, or the pages that nobody else holds, are there besides
                 growing.add(key)
-                own = sum([nbytes for part, nbytes in layer.parts if holders[part] == 1])
+                own = sum([nbytes for page, nbytes in layer.pages if holders[page] == 1])
                 moved = max(moved, layer.held + own)
         others = sum([layer.held for key, layer in self.layers.items() if key not in self.coming])
         shared = _shared([layer for key, layer in self.layers.items() if key not in growing])
@@ -214,7 +214,7 @@ class KVLedger:
 
 def _shared(layers: Iterable[Layer]) -> int:
     """Return the bytes of the shared rows that layers are parked in."""
-    return sum({part: nbytes for layer in layers for part, nbytes in layer.parts}.values())
+    return sum({page: nbytes for layer in layers for page, nbytes in layer.pages}.values())
 
 
 def no_room(needed: int, tokens: int, budget_bytes: int) -> BudgetError:

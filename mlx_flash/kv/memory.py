@@ -3,9 +3,9 @@
 New rows are assigned to a slice of the buffer. MLX does that in place while nothing else refers to the buffer, and
 copies it otherwise. So pending computations keep the values that they were given.
 
-A parked sequence is a list of immutable parts that its copies share. It gets a buffer of its own when tokens come.
+A parked sequence is a list of immutable pages that its copies share. It gets a buffer of its own when tokens come.
 
-An interrupt may end any method at any point. While there are parts, they alone count; otherwise the number of tokens
+An interrupt may end any method at any point. While there are pages, they alone count; otherwise the number of tokens
 decides how much of the buffers does. Each method changes these last.
 """
 
@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 import mlx.core as mx
 
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.shared import Part, Parts, SharedRows, cut, num_tokens, slices
+from mlx_flash.kv.pages import InMemory, MemoryPages, Page, cut, num_tokens, slices
 
 _changes = count(1)
 
@@ -39,26 +39,26 @@ class Buffers(NamedTuple):
 
     Attributes:
         arrays: the buffers, with room behind the tokens; empty before the first tokens and while parked.
-        parts: the tokens while parked.
+        pages: the tokens while parked.
         capacity: number of tokens that the buffers have room for.
-        nbytes: bytes of the buffers, without parts.
+        nbytes: bytes of the buffers, without pages.
         widths: bytes of a token in each array; none before the first tokens.
     """
 
     arrays: list[mx.array]
-    parts: Parts
+    pages: MemoryPages
     capacity: int
     nbytes: int
     widths: tuple[int, ...]
 
     @classmethod
-    def of(cls, arrays: Sequence[mx.array], parts: Parts = ()) -> Buffers:
-        """Return buffers, or parts, with their sizes, to be a layer's memory."""
+    def of(cls, arrays: Sequence[mx.array], pages: MemoryPages = ()) -> Buffers:
+        """Return buffers, or pages, with their sizes, to be a layer's memory."""
         Changes.note()
         capacity = int(arrays[0].shape[2]) if arrays else 0
-        examples = parts[0].rows.arrays if parts else arrays
+        examples = pages[0].where.arrays if pages else arrays
         widths = tuple([_token_bytes(array) for array in examples])
-        return cls(list(arrays), parts, capacity, sum([array.nbytes for array in arrays]), widths)
+        return cls(list(arrays), pages, capacity, sum([array.nbytes for array in arrays]), widths)
 
 
 class MemoryRows:
@@ -90,29 +90,29 @@ class MemoryRows:
         return self.buffers.arrays
 
     @property
-    def parts(self) -> Parts:
+    def pages(self) -> MemoryPages:
         """The tokens while parked."""
-        return self.buffers.parts
+        return self.buffers.pages
 
     @property
     def length(self) -> int:
         """Number of tokens."""
-        parts = self.buffers.parts
-        return num_tokens(parts) if parts else self._length
+        pages = self.buffers.pages
+        return num_tokens(pages) if pages else self._length
 
     @property
     def examples(self) -> Sequence[mx.array]:
         """Arrays with the same types, and shapes except for tokens; empty before the first tokens."""
-        return self.parts[0].rows.arrays if self.parts else self.arrays
+        return self.pages[0].where.arrays if self.pages else self.arrays
 
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens take more memory. Called for each token."""
         buffers = self.buffers
-        return bool(buffers.parts) or not buffers.arrays or self._length + num_new > buffers.capacity
+        return bool(buffers.pages) or not buffers.arrays or self._length + num_new > buffers.capacity
 
     @property
     def held(self) -> int:
-        """Bytes of the buffers, without parts."""
+        """Bytes of the buffers, without pages."""
         return self.buffers.nbytes
 
     def append(self, new: Sequence[mx.array]) -> None:
@@ -125,16 +125,16 @@ class MemoryRows:
         self._length = end
 
     def _grow(self, new: Sequence[mx.array]) -> None:
-        parts, length = self.parts, self.length
+        pages, length = self.pages, self.length
         capacity = self._options.capacity_after(length, self.buffers.capacity, new[0].shape[2])
-        if parts:
-            old = slices(parts, 0, length)
+        if pages:
+            old = slices(pages, 0, length)
         else:
             old = [[array[..., :length, :]] for array in self.arrays] if length else [[] for _ in new]
         examples = self.examples or new
         arrays = [_longer(pieces, capacity, like) for pieces, like in zip(old, examples, strict=True)]
-        if parts:
-            mx.eval(arrays)  # frees unshared parts now, instead of after all layers have grown
+        if pages:
+            mx.eval(arrays)  # frees unshared pages now, instead of after all layers have grown
         self._length = length
         self.buffers = Buffers.of(arrays)
 
@@ -146,49 +146,49 @@ class MemoryRows:
 
     def read(self, start: int, stop: int) -> list[mx.array]:
         """Return the rows of some tokens. Copy them if parked."""
-        if self.parts:
-            found = slices(self.parts, start, stop)
+        if self.pages:
+            found = slices(self.pages, start, stop)
             return [_joined(pieces, like) for pieces, like in zip(found, self.examples, strict=True)]
         return [array[..., start:stop, :] for array in self.arrays]
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from ``length`` on."""
-        if self.parts:
-            self.park(cut(self.parts, length))
+        if self.pages:
+            self.park(cut(self.pages, length))
         else:
             self._length = length
 
     def without(self, start: int, stop: int) -> MemoryRows:
         """Return the rows without some tokens; those behind them move up. Evaluate them."""
-        if not self.parts:
+        if not self.pages:
             kept = [mx.concatenate([a[..., :start, :], a[..., stop : self.length, :]], axis=2) for a in self.arrays]
             return MemoryRows(self._options, kept, self.length - stop + start, self.num_forgotten + stop - start)
         other = MemoryRows(self._options, num_forgotten=self.num_forgotten + stop - start)
         rest = self.length - stop
-        behind = (Part(SharedRows(self.read(stop, self.length)), rest),) if rest else ()
-        other.park((*cut(self.parts, start), *behind), self.examples)
+        behind = (Page(InMemory(self.read(stop, self.length)), rest),) if rest else ()
+        other.park((*cut(self.pages, start), *behind), self.examples)
         return other
 
-    def as_parts(self, known: Parts) -> Parts:
-        """Return all tokens as parts. Copy and evaluate those that are in none.
+    def as_pages(self, known: MemoryPages) -> MemoryPages:
+        """Return all tokens as pages. Copy and evaluate those that are in none.
 
         Args:
-            known: parts with the same first tokens; not used while parked.
+            known: pages with the same first tokens; not used while parked.
         """
         length = num_tokens(known)
-        if self.parts or length == self.length:
-            return self.parts or known
-        return (*known, Part(SharedRows(self.read(length, self.length)), self.length - length))
+        if self.pages or length == self.length:
+            return self.pages or known
+        return (*known, Page(InMemory(self.read(length, self.length)), self.length - length))
 
-    def park(self, parts: Parts, examples: Sequence[mx.array] = ()) -> None:
-        """Replace the buffers by parts.
+    def park(self, pages: MemoryPages, examples: Sequence[mx.array] = ()) -> None:
+        """Replace the buffers by pages.
 
         Args:
-            parts: all tokens.
+            pages: all tokens.
             examples: arrays with the same shapes except for tokens, if there were no tokens before.
         """
-        if parts:
-            self.buffers = Buffers.of([], parts)
+        if pages:
+            self.buffers = Buffers.of([], pages)
         else:  # buffers without room keep the shapes
             none = [mx.zeros((*a.shape[:2], 0, a.shape[3]), a.dtype) for a in examples or self.examples]
             self._length = 0

@@ -1,15 +1,15 @@
-"""Sharing of memory between idle copies of a sequence: layers in memory whose rows are parts that others hold, too."""
+"""Sharing of memory between idle copies of a sequence: layers in memory whose rows are pages that others hold, too."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Container
 
+from mlx_flash.kv.pages import MemoryPages, cut, num_tokens, sizes
 from mlx_flash.kv.rows import Rows
-from mlx_flash.kv.shared import Parts, cut, num_tokens, sizes
 
 
 class Parking:
-    """The parts that layers of a model share.
+    """The pages that layers of a model share.
 
     Args:
         layers: every layer of every cache.
@@ -21,36 +21,36 @@ class Parking:
         self._step = step
 
     def shared_bytes(self, but: Container[Rows] = ()) -> int:
-        """Return the bytes of the parts of parked caches, except parts that only the given layers hold."""
-        return sum(sizes(rows.memory.parts for rows in self._layers if rows not in but).values())
+        """Return the bytes of the pages of parked caches, except pages that only the given layers hold."""
+        return sum(sizes(rows.memory.pages for rows in self._layers if rows not in but).values())
 
     def park(self, rows: Rows) -> None:
-        """Replace the buffers of a layer in memory by parts, shared ones where other layers have the same tokens."""
-        rows.memory.park(self.as_parts(rows))
+        """Replace the buffers of a layer in memory by pages, shared ones where other layers have the same tokens."""
+        rows.memory.park(self.as_pages(rows))
 
-    def as_parts(self, rows: Rows) -> Parts:
-        """Return all tokens of a layer in memory as parts."""
-        return rows.memory.as_parts(self._known_parts(rows))
+    def as_pages(self, rows: Rows) -> MemoryPages:
+        """Return all tokens of a layer in memory as pages."""
+        return rows.memory.as_pages(self._known_pages(rows))
 
     def copied_bytes(self, rows: Rows) -> int:
-        """Return the bytes that a copy of a layer takes: tokens that are in no part yet, or on disk in no page."""
+        """Return the bytes that a copy of a layer takes: tokens that are in no page yet, or on disk in no page."""
         if (disk := rows.disk) is not None:
             return disk.tail_bytes
         memory = rows.memory
-        missing = memory.length - num_tokens(self._known_parts(rows))  # a part has one more token than it holds
+        missing = memory.length - num_tokens(self._known_pages(rows))  # a page has one more token than it holds
         return sum(a.nbytes // memory.buffers.capacity * (missing + 1) for a in memory.arrays) if missing else 0
 
     def pays(self, rows: Rows) -> bool:
         """Return whether others hold at least a page of a layer's buffers, so that parking it saves memory."""
-        return bool(rows.memory.arrays) and num_tokens(self._known_parts(rows)) >= self._step
+        return bool(rows.memory.arrays) and num_tokens(self._known_pages(rows)) >= self._step
 
     def next_without_copy(self, group: int) -> Rows | None:
         """Return a layer of another list of caches that frees memory when it is parked, without a copy."""
         others = (rows for rows in self._layers if rows.group != group)
         return next((rows for rows in others if self.pays(rows) and not self.copied_bytes(rows)), None)
 
-    def _known_parts(self, rows: Rows) -> Parts:
-        """Return the first tokens of a layer as parts that another, parked layer holds."""
-        found = [(length, other) for other, length in rows.lineage.relatives() if other.memory.parts]
+    def _known_pages(self, rows: Rows) -> MemoryPages:
+        """Return the first tokens of a layer as pages that another, parked layer holds."""
+        found = [(length, other) for other, length in rows.lineage.relatives() if other.memory.pages]
         length, other = max(found, key=lambda pair: pair[0], default=(0, rows))
-        return cut(other.memory.parts, length)
+        return cut(other.memory.pages, length)

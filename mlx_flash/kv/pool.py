@@ -18,9 +18,9 @@ from mlx_flash.forks import finalize
 from mlx_flash.kv.ledger import Coming, KVLedger, Way
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pages import InFile, Page, num_tokens
 from mlx_flash.kv.residence import Residence
 from mlx_flash.kv.rows import Rows
-from mlx_flash.kv.stored import StoredRows
 from mlx_flash.memory.footprint import release_freed_memory
 
 
@@ -36,7 +36,7 @@ class LayerRows(Rows):
         """The pool that the layer belongs to."""
         return self._pool()
 
-    def append(self, new: Sequence[mx.array], stored: StoredRows | None = None) -> list[mx.array]:
+    def append(self, new: Sequence[mx.array], stored: Page[InFile] | None = None) -> list[mx.array]:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all tokens.
 
         Args:
@@ -51,7 +51,7 @@ class LayerRows(Rows):
             if (disk := self.disk) is not None:
                 is_referred = stored is not None and self.pool.files.refer(disk, stored)
                 return [] if is_referred else self.pool.ring.append(disk, new)
-            follows = stored is not None and sum(rows.length for rows in self.stored) == self.length
+            follows = stored is not None and num_tokens(self.stored) == self.length
             self.memory.append(new)
             if stored is not None and follows:
                 self.stored += (stored,)
@@ -107,7 +107,7 @@ class LayerRows(Rows):
             if (disk := self.disk) is not None:
                 other.replace(disk.fork())
             else:
-                other.memory.park(self.pool.parking.as_parts(self), self.memory.examples)
+                other.memory.park(self.pool.parking.as_pages(self), self.memory.examples)
                 other.memory.num_forgotten = self.num_forgotten
                 other.stored = self.stored
             self.lineage.copy_to(other.lineage, self.length)

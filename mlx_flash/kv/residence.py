@@ -36,7 +36,7 @@ class Residence:
         ring: the slots that layers on disk are computed from.
         stats: counters.
         usage: sizes at the last :meth:`note`. Any thread may read it.
-        parking: the parts of layers that copies share.
+        parking: the pages of layers that copies share.
         files: the files of layers on disk.
     """
 
@@ -83,7 +83,7 @@ class Residence:
         if now != self._added_up_at:
             layers = list(self._layers)
             buffers = [rows.memory.buffers for rows in layers]
-            shared = {id(part.rows): part.rows.nbytes for each in buffers for part in each.parts}
+            shared = {id(page.where): page.where.nbytes for each in buffers for page in each.pages}
             self._held = sum([each.nbytes for each in buffers]) + sum(shared.values())
             self._num_on_disk = sum([rows.disk is not None for rows in layers])
             self._added_up_at = now

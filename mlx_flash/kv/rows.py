@@ -5,10 +5,10 @@ from __future__ import annotations
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.ledger import Layer
+from mlx_flash.kv.lineage import Lineage
 from mlx_flash.kv.memory import Changes, MemoryRows
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.shared import Lineage
-from mlx_flash.kv.stored import StoredRows, cut_stored
+from mlx_flash.kv.pages import FilePages, cut
 from mlx_flash.memory.pagecache import round_up
 
 
@@ -34,7 +34,7 @@ class Rows:
         self.group = group
         self.index = index
         self.lineage = Lineage(self)
-        self.stored: tuple[StoredRows, ...] = ()
+        self.stored: FilePages = ()
         self.options = options
         self._no_rows = MemoryRows(options)
 
@@ -46,7 +46,7 @@ class Rows:
     def cut(self, length: int) -> None:
         """Record that the tokens from ``length`` on were changed or removed."""
         self.lineage.cut(length)
-        self.stored = cut_stored(self.stored, length)
+        self.stored = cut(self.stored, length)
 
     @property
     def memory(self) -> MemoryRows:
@@ -82,8 +82,8 @@ class Rows:
         if (disk := self.disk) is not None:
             return Layer(disk.layout.widths, disk.length, is_on_disk=True)
         buffers = self.memory.buffers
-        parts = tuple([(id(part.rows), part.rows.nbytes) for part in buffers.parts])
-        return Layer(buffers.widths, self.memory.length, buffers.capacity, parts)
+        pages = tuple([(id(page.where), page.where.nbytes) for page in buffers.pages])
+        return Layer(buffers.widths, self.memory.length, buffers.capacity, pages)
 
     def grows(self, num_new: int) -> bool:
         """Return whether so many new tokens take more memory. Called for each token."""
@@ -93,5 +93,5 @@ class Rows:
 
     @property
     def is_parked(self) -> bool:
-        """True when the rows are in memory only as parts that copies may share."""
-        return bool(self.memory.parts)
+        """True when the rows are in memory only as pages that copies may share."""
+        return bool(self.memory.pages)

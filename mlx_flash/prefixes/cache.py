@@ -22,9 +22,9 @@ from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.history import History, Labels, make_labels
 from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
-from mlx_flash.kv.stored import StoredRows
+from mlx_flash.kv.pages import InFile, Page
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.prefixes.leaves import Leaf, RowLeaf, StateLeaf, forget, form_of, leaves_of, new_array, stored_rows
+from mlx_flash.prefixes.leaves import Leaf, RowLeaf, StateLeaf, forget, form_of, leaves_of, new_array, page_in
 from mlx_flash.prefixes.pages import Blob, Place, full_pages
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
@@ -198,14 +198,14 @@ class PrefixCache:
             holder.set_state(state)
         return True
 
-    def _read(self, page: str, num_leaves: int) -> list[tuple[dict[str, mx.array], StoredRows | None]] | None:
+    def _read(self, page: str, num_leaves: int) -> list[tuple[dict[str, mx.array], Page[InFile] | None]] | None:
         """Return for each leaf the arrays of a page or snapshot, by name, and their place; None if it is damaged."""
         arrays: list[dict[str, mx.array]] = [{} for _ in range(num_leaves)]
         views: dict[str, memoryview] = {}
-        places: list[StoredRows | None] = []
+        places: list[Page[InFile] | None] = []
 
         def allocate(place: Place) -> dict[str, memoryview]:
-            places.extend(stored_rows(place, leaf) for leaf in range(num_leaves))
+            places.extend(page_in(place, leaf) for leaf in range(num_leaves))
             for name, blob in place.blobs.items():
                 leaf, _, key = name.partition(".")
                 arrays[int(leaf)][key], views[name] = new_array(blob.dtype, blob.shape)

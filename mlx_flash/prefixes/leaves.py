@@ -26,7 +26,8 @@ from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.checkpoints import PutBack, checkpoint
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
 from mlx_flash.kv.layout import Component
-from mlx_flash.kv.stored import StoredRows
+from mlx_flash.kv.opened import StoredFile
+from mlx_flash.kv.pages import InFile, Page
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.prefixes.pages import Blob, Place
 
@@ -123,7 +124,7 @@ class RowLeaf(Leaf):
         """Return the rows of some tokens, ``(1, heads, tokens, width)`` for each array."""
         return {str(i): to_blob(array) for i, array in enumerate(self._read(start, stop))}
 
-    def append(self, arrays: Sequence[mx.array], stored: StoredRows | None = None) -> None:
+    def append(self, arrays: Sequence[mx.array], stored: Page[InFile] | None = None) -> None:
         """Add rows as :meth:`read` returned them, and evaluate them.
 
         Args:
@@ -205,14 +206,16 @@ def to_blob(array: mx.array) -> Blob:
     return Blob(memory_of(flat), str(array.dtype).removeprefix("mlx.core."), tuple(array.shape))
 
 
-def stored_rows(place: Place, leaf: int) -> StoredRows | None:
-    """Return the place of a leaf's rows in a page file."""
+def page_in(place: Place, leaf: int) -> Page[InFile] | None:
+    """Return the rows of a leaf in a page file; None if it has a state."""
     blobs = [blob for name, blob in place.blobs.items() if name.partition(".")[0] == str(leaf)]
     if not all(len(blob.shape) == 4 for blob in blobs):
         return None
     components = tuple(Component((b.shape[0], b.shape[1]), b.shape[3], getattr(mx, b.dtype)) for b in blobs)
     length = blobs[0].shape[2] if blobs else 0
-    return StoredRows(place.path, place.inode, components, tuple(b.offset for b in blobs), length, length)
+    strides = tuple(length * component.width_bytes for component in components)
+    file = StoredFile(place.path, place.inode)
+    return Page(InFile(file, components, tuple(blob.offset for blob in blobs), strides), length)
 
 
 def new_array(dtype: str, shape: Sequence[int]) -> tuple[mx.array, memoryview]:

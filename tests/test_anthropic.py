@@ -128,7 +128,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "system", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
     ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages.0"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
     ({"tools": [TOOL], "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "output_config.format.schema"),

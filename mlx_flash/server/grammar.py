@@ -38,9 +38,10 @@ def json_grammar(schema: dict[str, Any] | None, field: str) -> str:
         grammar = LLMatcher.grammar_from_json_schema(text)
     except ValueError as error:
         raise RefusedError(f"the schema cannot be used: {error}", 400, field) from error
-    is_wrong, *messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_wrong:
-        raise RefusedError(f"the schema cannot be used: {' '.join(map(str, messages))}", 400, field)
+        reason = " ".join(map(str, messages)).partition("\n")[0]
+        raise RefusedError(f"the schema cannot be used: {reason}", 400, field)
     return grammar
 
 
@@ -133,4 +134,5 @@ class GrammarProcessor:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RefusedError(f"the grammar cannot be followed: {self._matcher.get_error()}", 400, "response_format")
+            reason = self._matcher.get_error().partition("\n")[0]  # the rest is the state of llguidance
+            raise RefusedError(f"the grammar cannot be followed: {reason}", 400, "response_format")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlx_flash.server.callforms import CallForm, form_of
+from mlx_flash.server.request import GenerationRequest
+
 _TOKEN_BYTES = 200
 """Memory that the first grammar takes for each token of the vocabulary. Measured: 158 (Qwen2.5, 152 000 tokens)."""
 
@@ -27,11 +30,26 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._made: Any = None
+        self._call_form: CallForm | None = None
 
     @property
     def needed_bytes(self) -> int:
         """Memory that a grammar takes, if it is in use or not."""
         return _LEAST_BYTES + _TOKEN_BYTES * self._vocab_size
+
+    def of(self, request: GenerationRequest) -> str | None:
+        """Return the grammar of the answer to a request; None if it may be any text.
+
+        Raises:
+            RefusedError: the model's calls have no form that a grammar can follow, or a schema is not supported.
+        """
+        if not request.must_call and not request.strict_tools:
+            return request.grammar
+        from mlx_flash.server.callgrammar import call_grammar  # 8 MB that few servers need
+
+        if self._call_form is None:
+            self._call_form = form_of(self._tokenizer, "tool_choice" if request.must_call else "tools")
+        return call_grammar(request, self._call_form, self._tokenizer)
 
     def processor(self, grammar: str) -> Any:
         """Return a logits processor that follows a grammar.

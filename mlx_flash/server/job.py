@@ -24,6 +24,7 @@ class Job:
         source: its model.
         answer: the way to its client; None on other ranks than 0.
         prompt: its prompt; None until its model is in memory.
+        grammar: that its answer follows; None for any text.
         max_tokens: the most tokens of its answer.
         uid: its number in the batch; None before it is computed.
         text: the text so far. There from the beginning of the computation.
@@ -38,6 +39,7 @@ class Job:
     source: Source
     answer: Answer | None
     prompt: Prompt | None = None
+    grammar: str | None = None
     max_tokens: int = 0
     uid: int | None = None
     text: TextStream | None = None

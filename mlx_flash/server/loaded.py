@@ -81,6 +81,7 @@ class LoadedModel:
         """
         request, defaults = job.request, self.source.defaults
         check_tools(self.tokenizer, request.tools)
+        job.grammar = self._grammars.of(request)
         job.max_tokens = defaults.max_tokens if request.max_tokens is None else request.max_tokens
         if request.messages is not None and self.source.first_messages:
             request = replace(request, messages=opened_with(self.source.first_messages, request.messages))
@@ -177,13 +178,13 @@ class LoadedModel:
 
     def _processors(self, job: Job) -> Sequence[Any]:
         found: list[Any] = list(processors_of(job.request.sampling, self.source.defaults, self.vocab_size))
-        if job.request.grammar is not None:
-            found.append(self._grammars.processor(job.request.grammar))
+        if job.grammar is not None:
+            found.append(self._grammars.processor(job.grammar))
         return found
 
     def _plan_for(self, job: Job) -> ResidencyPlan:
         """Return the plan as a request finds it: grammars take memory, if it has one or an earlier one had."""
-        nbytes = self._grammars.nbytes if job.request.grammar is None else self._grammars.needed_bytes
+        nbytes = self._grammars.nbytes if job.grammar is None else self._grammars.needed_bytes
         return replace(self.model.plan, base_bytes=self.model.plan.base_bytes + nbytes)
 
     def _decide(self, job: Job, running: Sequence[int]) -> Decision:

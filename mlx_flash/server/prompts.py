@@ -102,7 +102,7 @@ def _of_text(request: GenerationRequest, tokenizer: Any) -> Prompt:
 def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[str, Any]) -> Prompt:
     messages = [dict(message) for message in request.messages or ()]
     options = {**options, **_checked(request.template_options or {})}
-    if request.grammar is not None and tokenizer.has_thinking:
+    if request.has_form and tokenizer.has_thinking:
         options = {**options, "enable_thinking": False}
 
     def render(part: Sequence[dict[str, Any]], *, generates: bool) -> list[int]:
@@ -116,8 +116,9 @@ def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[st
 
     tokens = render(messages, generates=True)
     state = _state(tokenizer, tokens)
-    if request.grammar is not None and state == "reasoning":
-        raise RefusedError("this model always reasons first, which a grammar does not allow.", 400, "response_format")
+    if request.has_form and state == "reasoning":
+        field = "tool_choice" if request.must_call else "response_format"
+        raise RefusedError("this model always reasons first, which a grammar does not allow.", 400, field)
     if messages[-1].get("role") != "user":
         return Prompt(tokens, [tokens], ["assistant"], state)
     num_system = next(i for i, message in enumerate(messages) if message["role"] != "system")

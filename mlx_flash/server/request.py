@@ -60,6 +60,8 @@ class GenerationRequest:
         stop: texts that end the answer. They are not part of it.
         top_logprobs: log probabilities of each token, and of so many of the likeliest ones; None for none.
         grammar: a grammar of llguidance that the answer follows; None for any text.
+        must_call: names of functions, one of which the answer has to call; none if it may be text.
+        strict_tools: names of functions whose arguments follow their schema.
         one_call: end the answer after the first tool call.
         keep_alive: seconds that the model stays in memory after its last request; None takes the server's default,
             a negative number means for ever.
@@ -77,6 +79,8 @@ class GenerationRequest:
     stop: Sequence[str] = ()
     top_logprobs: int | None = None
     grammar: str | None = None
+    must_call: Sequence[str] = ()
+    strict_tools: Sequence[str] = ()
     one_call: bool = False
     keep_alive: float | None = None
 
@@ -84,6 +88,11 @@ class GenerationRequest:
     def has_prompt(self) -> bool:
         """True if it has a prompt: requests that load or unload a model have none."""
         return self.work in ("answer", "count")
+
+    @property
+    def has_form(self) -> bool:
+        """True if the answer may not be any text: the model cannot reason first."""
+        return self.grammar is not None or bool(self.must_call)
 
     def to_json(self) -> str:
         """Return it as text for other ranks."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_flash.server.anthropic.schemas import Conversation, Message, TextBlock, Tool
 from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.toolchoice import tool_fields
 
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """The nearest levels that chat templates know."""
@@ -18,12 +19,14 @@ def generation_request(body: Conversation) -> GenerationRequest:
     Raises:
         RefusedError: the schema of the answer cannot be used.
     """
-    has_tools = body.tool_choice is None or body.tool_choice.type != "none"
+    kind = None if body.tool_choice is None else body.tool_choice.type
+    name = None if body.tool_choice is None else body.tool_choice.name
+    tools = [] if kind == "none" else [_tool(tool) for tool in body.tools or ()]
     output = body.output_config
     return GenerationRequest(
         model=body.model,
         messages=_messages(body),
-        tools=[_tool(tool) for tool in body.tools or ()] if has_tools and body.tools else None,
+        **tool_fields(tools, must_call=kind in ("any", "tool"), name=name),
         template_options=_template_options(body),
         grammar=None if output is None or output.format is None else _grammar(output.format.schema_),
         one_call=body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use,
@@ -97,7 +100,13 @@ def _text(content: str | Sequence[TextBlock] | None) -> str:
 
 def _tool(tool: Tool) -> dict[str, Any]:
     """Return a tool as chat templates know it: in OpenAI's form."""
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    function: dict[str, Any] = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": tool.input_schema,
+    }
+    if tool.strict:
+        function["strict"] = True
     return {"type": "function", "function": function}
 
 

@@ -69,15 +69,22 @@ class Tool(Body):
     description: str | None = None
     input_schema: dict[str, Any]
     cache_control: Any = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
     eager_input_streaming: Any = None
 
 
 class ToolChoice(Body):
-    """Permission to call functions. Calls cannot be forced."""
+    """Permission to call functions, or the duty to call any, or one."""
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: FunctionName | None = None
     disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _has_name(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name is there if, and only if, the type is tool")
+        return self
 
 
 class Thinking(Body):

@@ -23,10 +23,11 @@ from mlx_flash.server.openai.common import (
     usage_of,
     wants_usage,
 )
-from mlx_flash.server.openai.schemas import ChatRequest, Message
+from mlx_flash.server.openai.schemas import ChatRequest, FunctionChoice, Message
 from mlx_flash.server.replies import Stream, Whole, collect_all, merged, opened_all
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.service import Service
+from mlx_flash.server.toolchoice import tool_fields
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -49,21 +50,22 @@ def generation_requests(body: ChatRequest) -> list[GenerationRequest]:
     """
     messages = [message_of(message, f"messages.{i}") for i, message in enumerate(body.messages)]
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.tool_choice != "none" else []
+    name = body.tool_choice.function.name if isinstance(body.tool_choice, FunctionChoice) else None
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return [
         GenerationRequest(
             model=body.model,
             messages=messages,
-            tools=tools or None,
+            **tool_fields(tools, must_call=body.tool_choice == "required" or name is not None, name=name),
             template_options=body.chat_template_kwargs,
-            sampling=sampling_of(body, choice),
+            sampling=sampling_of(body, number),
             max_tokens=most,
             stop=stop_of(body),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             grammar=_grammar(body),
             one_call=body.parallel_tool_calls is False,
         )
-        for choice in range(body.n or 1)
+        for number in range(body.n or 1)
     ]
 
 

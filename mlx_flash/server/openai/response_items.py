@@ -26,7 +26,7 @@ def response_of(body: ResponseRequest, head: dict[str, Any], whole: Whole | None
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "tool_choice": body.tool_choice or "auto",
+        "tool_choice": body.model_dump()["tool_choice"] or "auto",
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "text": {"format": {"type": "text"}},
         "truncation": "disabled",

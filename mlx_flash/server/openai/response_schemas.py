@@ -36,7 +36,14 @@ class ResponseTool(Body):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(Body):
+    """A function that the answer has to call."""
+
+    type: Literal["function"]
+    name: FunctionName
 
 
 class TextFormat(Body):
@@ -67,7 +74,7 @@ class ResponseRequest(Ignored):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=512)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None

@@ -12,11 +12,12 @@ from starlette.responses import JSONResponse, Response
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.openai.chat import arguments_of
 from mlx_flash.server.openai.response_items import response_of
-from mlx_flash.server.openai.response_schemas import ResponseRequest
+from mlx_flash.server.openai.response_schemas import FunctionChoice, ResponseRequest
 from mlx_flash.server.openai.response_stream import stream_of
 from mlx_flash.server.replies import Stream, collect_all, opened
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.service import Service
+from mlx_flash.server.toolchoice import tool_fields
 
 
 async def respond(service: Service, request: Request, body: ResponseRequest) -> Response:
@@ -34,10 +35,15 @@ def _generation_request(body: ResponseRequest) -> GenerationRequest:
         {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
         for tool in body.tools or ()
     ]
+    name = body.tool_choice.name if isinstance(body.tool_choice, FunctionChoice) else None
     return GenerationRequest(
         model=body.model,
         messages=_messages(body),
-        tools=(tools or None) if body.tool_choice != "none" else None,
+        **tool_fields(
+            [] if body.tool_choice == "none" else tools,
+            must_call=body.tool_choice == "required" or name is not None,
+            name=name,
+        ),
         sampling=Sampling(temperature=body.temperature, top_p=body.top_p),
         max_tokens=body.max_output_tokens,
         grammar=_grammar(body),

@@ -118,7 +118,20 @@ class Function(Body):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(Body):
+    """A function that the answer has to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: FunctionName
 
 
 class JsonSchema(Body):
@@ -151,7 +164,7 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=512)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None

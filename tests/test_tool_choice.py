@@ -1,0 +1,242 @@
+"""Answers that have to call a function, and calls that follow a schema: with a model of random weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import mlx.core as mx
+import pytest
+from llguidance import LLMatcher
+
+from live import Live, live
+from mlx_flash.engine.tokenizer import load_tokenizer
+from mlx_flash.errors import RefusedError
+from mlx_flash.server import loaded
+from mlx_flash.server.callforms import form_of
+from mlx_flash.server.callgrammar import call_grammar
+from mlx_flash.server.grammar import grammar_tokenizer
+from mlx_flash.server.request import GenerationRequest
+from models import make_random_model
+
+SHAPE = "--layers 2 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
+CALL = "{% set f = c.function %}"
+TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+END = "{% endfor %}{% if m.tool_calls and not loop.last %}\n{% endif %}{% endfor %}"
+QWEN = (
+    TOOLS
+    + "{% for c in m.tool_calls or [] %}"
+    + CALL
+    + '{{ "" if loop.first else "\n" }}<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n'
+    + "</tool_call>"
+    + END
+)
+MISTRAL = (
+    TOOLS
+    + "{% for c in m.tool_calls or [] %}"
+    + CALL
+    + '{{ "[TOOL_CALLS] [" if loop.first else ", " }}{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, '
+    + '"id": "{{ c.id }}"}{{ "]<|eos|>" if loop.last else "" }}'
+    + END
+)
+HEADERS = (
+    TOOLS + "{% for c in m.tool_calls or [] %}" + CALL + "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}"
+)
+HEADERS += "{% endfor %}{% if m.tool_calls %}<|eos|>{% endif %}{% endfor %}"
+XML = (
+    TOOLS
+    + "{% for c in m.tool_calls or [] %}"
+    + CALL
+    + "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n"
+    + "</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}{% endfor %}"
+)
+PARSERS = {QWEN: "json_tools", MISTRAL: "mistral", HEADERS: "mistral", XML: "qwen3_coder"}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
+FUNCTIONS: dict[str, Any] = {"weather": CITY, "now": EMPTY}
+MESSAGES: Any = [{"role": "user", "content": "Weather?"}]
+
+
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": FUNCTIONS[name], **more}}
+
+
+def write(path: Path, template: str) -> Path:
+    file = path / "tokenizer_config.json"
+    settings = {"chat_template": template, "tool_parser_type": PARSERS[template]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("models") / "calls", *SHAPE.split())
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Live]:
+    with live(str(write(model, QWEN))) as running:
+        yield running
+
+
+@pytest.fixture
+def wants(server: Live, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that makes the model say a text as long as it may, and then go on as it likes."""
+
+    def want(text: str) -> None:
+        tokens = next(iter(server.room.models)).tokenizer.encode(text, add_special_tokens=False)
+
+        def scripted(*_: Any) -> Any:
+            left = list(tokens)
+
+            def choose(logprobs: mx.array) -> mx.array:
+                if left and logprobs[0, left[0]].item() > -math.inf:
+                    return mx.array([left.pop(0)])
+                left.clear()
+                return mx.argmax(logprobs, axis=-1)
+
+            return choose
+
+        monkeypatch.setattr(loaded, "sampler_of", scripted)
+
+    return want
+
+
+def check(name: str, arguments: Any) -> None:
+    jsonschema.validate(arguments if isinstance(arguments, dict) else json.loads(arguments), FUNCTIONS[name])
+
+
+def test_a_call_is_forced_in_chat(server: Live) -> None:
+    client = server.client()
+    options: Any = {"model": "default_model", "messages": MESSAGES, "max_tokens": 400, "seed": 3, "temperature": 1.0}
+    tools: Any = [tool("weather"), tool("now")]
+    for choice, names in (
+        ("required", {"weather", "now"}),
+        ({"function": {"name": "now"}, "type": "function"}, {"now"}),
+    ):
+        whole: Any = client.chat.completions.create(
+            tools=tools, tool_choice=choice, parallel_tool_calls=False, **options
+        )
+        (found,) = whole.choices[0].message.tool_calls
+        assert whole.choices[0].finish_reason == "tool_calls" and whole.choices[0].message.content is None
+        assert found.function.name in names
+        check(found.function.name, found.function.arguments)
+    streamed: Any = client.chat.completions.create(
+        tools=tools, tool_choice="required", parallel_tool_calls=False, stream=True, **options
+    )
+    assert [c.function.name for chunk in streamed for c in chunk.choices[0].delta.tool_calls or []]
+
+
+def test_a_call_is_forced_in_the_other_dialects(server: Live) -> None:
+    tools = [{"type": "function", "name": name, "parameters": schema} for name, schema in FUNCTIONS.items()]
+    body = {"input": "Weather?", "tools": tools, "temperature": 0.0, "parallel_tool_calls": False}
+    choice = {"type": "function", "name": "weather"}
+    status, reply = server.post("/v1/responses", {**body, "tool_choice": choice})
+    (item,) = reply["output"]
+    assert (status, item["type"], item["name"], reply["tool_choice"]) == (200, "function_call", "weather", choice)
+    check("weather", item["arguments"])
+    tools = [{"name": name, "input_schema": schema} for name, schema in FUNCTIONS.items()]
+    body = {"model": "default_model", "messages": MESSAGES, "max_tokens": 400, "tools": tools}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        choice = {**choice, "disable_parallel_tool_use": True}  # type: ignore[dict-item]
+        status, reply = server.post("/v1/messages", {**body, "tool_choice": choice})
+        assert (status, reply["stop_reason"]) == (200, "tool_use"), reply
+        (block,) = reply["content"]
+        check(block["name"], block["input"])
+
+
+def test_arguments_of_strict_functions_follow_their_schema(server: Live, wants: Any) -> None:
+    wants('Well. <tool_call>\n{"name": "weather", "arguments": {"town": 1}}\n</tool_call>')
+    body = {"messages": MESSAGES, "max_tokens": 150, "parallel_tool_calls": False}
+    found, num_prompt = [], set()
+    for is_strict in (True, False):
+        status, reply = server.post("/v1/chat/completions", {**body, "tools": [tool("weather", strict=is_strict)]})
+        (call,) = reply["choices"][0]["message"]["tool_calls"]
+        assert (status, reply["choices"][0]["message"]["content"]) == (200, "Well. ")
+        found.append(json.loads(call["function"]["arguments"]))
+        num_prompt.add(reply["usage"]["prompt_tokens"])
+    check("weather", found[0])
+    assert found[1] == {"town": 1}
+    status, reply = server.post("/v1/chat/completions", {**body, "tools": [tool("weather")]})
+    assert num_prompt - {reply["usage"]["prompt_tokens"]} == set()  # chat templates do not see ``strict``
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "chat/completions",
+            {"tools": [tool("now")], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        ),
+        ("chat/completions", {"tool_choice": "required"}),
+        ("chat/completions", {"tools": [tool("now")], "tool_choice": "any"}),
+        ("messages", {"tool_choice": {"type": "any"}}),
+        ("messages", {"tools": [{"name": "now", "input_schema": EMPTY}], "tool_choice": {"type": "tool"}}),
+    ],
+)
+def test_a_call_that_cannot_be_forced_is_refused(server: Live, path: str, body: dict[str, Any]) -> None:
+    status, reply = server.post(
+        f"/v1/{path}", {"model": "default_model", "messages": MESSAGES, "max_tokens": 5, **body}
+    )
+    assert status == 400 and "tool_choice" in json.dumps(reply)
+
+
+def test_a_strict_schema_that_is_not_supported_is_refused(server: Live) -> None:
+    odd = {"type": "function", "function": {"name": "odd", "parameters": {"properties": {"x": {"not": {}}}}}}
+    body = {"messages": MESSAGES, "max_tokens": 5}
+    odd["function"]["strict"] = True  # type: ignore[index]
+    status, reply = server.post("/v1/chat/completions", {**body, "tools": [odd]})
+    assert status == 400 and "odd" in reply["error"]["message"]
+    assert "\n" not in reply["error"]["message"]
+    odd["function"]["strict"] = False  # type: ignore[index]
+    assert server.post("/v1/chat/completions", {**body, "tools": [odd]})[0] == 200
+
+
+# --- forms of templates -----------------------------------------------------------------------------------------------
+
+TEXTS = {
+    QWEN: '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    MISTRAL: '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "AbC123xyz"}]',
+    HEADERS: "[TOOL_CALLS]now[ARGS]{}",
+}
+
+
+def matches(tokenizer: Any, request: GenerationRequest, text: str) -> bool:
+    grammar = call_grammar(request, form_of(tokenizer, "tools"), tokenizer)
+    matcher = LLMatcher(grammar_tokenizer(tokenizer, len(tokenizer)), grammar, log_level=0)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return all(matcher.consume_token(token) for token in tokens) and bool(matcher.is_accepting())
+
+
+@pytest.mark.parametrize("template", TEXTS)
+def test_grammars_follow_the_form_of_the_template(model: Path, tmp_path: Path, template: str) -> None:
+    (tmp_path / "m").mkdir()
+    for file in model.glob("*.json"):
+        (tmp_path / "m" / file.name).write_bytes(file.read_bytes())
+    tokenizer = load_tokenizer(write(tmp_path / "m", template))
+    tools = [tool("now"), tool("weather")]
+    must = GenerationRequest(model="m", tools=tools, must_call=["now"])
+    may = GenerationRequest(model="m", tools=tools, strict_tools=["now"])
+    text = TEXTS[template]
+    assert matches(tokenizer, must, text) and matches(tokenizer, may, f"Well. {text}")
+    for wrong in ("Well.", f"Well. {text}", text.replace("now", "weather"), text.replace("{}", '{"a": 1}'), text[:-4]):
+        assert not matches(tokenizer, must, wrong)
+    assert matches(tokenizer, may, "Well.") and not matches(tokenizer, may, text.replace("{}", '{"a": 1}'))
+
+
+def test_forms_that_are_not_json_are_refused(model: Path, tmp_path: Path) -> None:
+    for file in model.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(RefusedError, match="no form of calls with JSON") as caught:
+        form_of(load_tokenizer(write(tmp_path, XML)), "tool_choice")
+    assert (caught.value.status, caught.value.field) == (400, "tool_choice")

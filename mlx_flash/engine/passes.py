@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -15,7 +15,7 @@ from mlx_flash.compat.caches import recurrent_states
 from mlx_flash.compat.compiler import explained
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
-from mlx_flash.engine.group import CallGroup, Compute
+from mlx_flash.engine.group import CallGroup, Outcome
 from mlx_flash.engine.headroom import check_headroom, check_least, layers_at_once
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
@@ -53,7 +53,7 @@ class Passes:
         self._told_steps: set[int] = set()
         self._under_way: dict[Row, Callable[[], None]] = {}
         chain = session.chain
-        self._all_have_room = contextlib.nullcontext if chain is None else chain.all_have_room
+        self._all_have_room = nullcontext if chain is None else chain.all_have_room
         self._least: Callable[[int], int] = int if chain is None else chain.least
 
     def advance(self, plan: ResidencyPlan, rows: Sequence[Row], *, lends: bool) -> None:
@@ -84,7 +84,7 @@ class Passes:
                 if lanes:
                     pinned, calls = self._session.engine.pinned, [call for lane in lanes.values() for call in lane]
                     pinned.num_at_once = layers_at_once(plan, list(map(Lane, calls)), pinned.num_layers)
-                    self._run(list(lanes), list(lanes.values()))
+                    self._run(lanes)
                 waiting = waiting[max(1, len(lanes)) :]
         finally:
             for pending in owed:
@@ -176,11 +176,23 @@ class Passes:
             return "how many are guessed depends on measured times, which differ between ranks"
         return "prompts are cached" if self._session.prefixes is not None else self.group.refusal(cache)
 
-    def _run(self, rows: list[Row], lanes: list[list[ForwardCall]]) -> None:
+    def _run(self, lanes: dict[Row, list[ForwardCall]]) -> None:
         """Compute parts of some rows in a pass. It ends with one assignment, before which an exception undoes it."""
-        self._under_way = {row: row.undo(lane) for row, lane in zip(rows, lanes, strict=True)}
+        self._under_way = {row: row.undo(calls) for row, calls in lanes.items()}
         try:
-            self._compute_parts(rows, lanes)
+            outcomes: Sequence[Outcome] = [None]
+            if sum(map(len, lanes.values())) > 1:
+                run = partial(self.group.run, [*lanes.values()], self._call, _report(lanes))
+                outcomes = self._counted([*lanes.values()], run)
+            for (row, calls), outcome in zip(lanes.items(), outcomes, strict=True):
+                if outcome is None:  # one call, or the first of some that need an order
+                    calls, self._under_way[row] = calls[:1], row.undo(calls[:1])
+                    outcome = self._alone(row)
+                if isinstance(outcome, Exception):
+                    self._under_way[row]()
+                    row.error = explained(outcome)
+                else:
+                    row.finish(calls, outcome)
         except BaseException:
             self._put_back()
             raise
@@ -194,77 +206,58 @@ class Passes:
             self._session.engine.recover()
             self._under_way = {}
 
-    def _compute_parts(self, rows: list[Row], lanes: list[list[ForwardCall]]) -> None:
-        calls = [call for lane in lanes for call in lane]
-        if len(calls) == 1:
-            self._run_alone(rows[0], calls[0])
-            return
-        num_tokens = sum(call.num_tokens for call in calls)
-        report: Callable[[float], None] = lambda share: None  # noqa: E731
-        if len(rows) == 1:
-            report = partial(rows[0].tell, num_tokens)
-        run = partial(self.group.run, lanes, partial(self._with_prefixes, compute=self._call), report)
-        for row, lane, outcome in zip(rows, lanes, self._counted(calls, lanes, run), strict=True):
-            if isinstance(outcome, Exception):
-                row.error = explained(outcome)
-            elif outcome is not None:
-                row.finish(lane, outcome)
-            else:  # its parts need an order
-                self._under_way[row] = row.undo(lane[:1])
-                self._run_alone(row, lane[0])
-
-    def _run_alone(self, row: Row, call: ForwardCall) -> None:
+    def _alone(self, row: Row) -> list[Any] | Exception:
+        """Return the output of the next part of a row, in a pass of its own, or why there is none."""
+        call = row.left[0]
+        self._session.engine.drop_logits(not call.wants_logits)
         try:
-            output = self._with_prefixes(call, self._compute)
+            output = self._call(call, is_alone=True)
             if len(row.left) > 1:  # lets the intermediate results go
                 mx.eval(arrays_in(call.cache), arrays_in(output if call.wants_logits else ()))
         except CALL_ERRORS as error:
-            self._under_way[row]()
-            row.error = explained(error)
-        else:
-            row.finish([call], [output])
+            return error
+        return [output]
 
-    def _compute(self, call: ForwardCall) -> Any:
-        self._session.engine.drop_logits(not call.wants_logits)
-        chain = self._session.chain
+    def _call(self, call: ForwardCall, *, is_alone: bool = False) -> Any:
+        """Call the model, for the tokens that the prefix cache does not answer.
+
+        Args:
+            call: the call.
+            is_alone: whether the call is a pass of its own, which is counted if the model is called.
+        """
+        prefixes, chain, cached = self._session.prefixes, self._session.chain, None
+        if prefixes is not None and call.cache is not None:
+            if call.tokens is None or not call.is_plain:
+                forget(call.cache)
+            else:
+                cached = prefixes.begin(call.tokens, call.cache, is_prompt=not call.wants_logits)
+        rest = call if cached is None or not cached.num_restored else call.part(cached.num_restored)
 
         def run() -> Any:
-            with contextlib.nullcontext() if chain is None else chain.calls([call.tokens], [call.cache]):
-                return self._call(call)
+            if chain is None:
+                output = self._model(*rest.arguments, **rest.keywords)
+                # No logits need the last state, and another thread could not compute it.
+                mx.async_eval(*recurrent_states(rest.cache or ()))
+                return output
+            with ExitStack() as stack:
+                if is_alone:
+                    stack.enter_context(chain.calls([rest.tokens], [rest.cache]))
+                stack.enter_context(chain.computing(rest.cache))
+                return self._model(*rest.arguments, **rest.keywords)
 
-        return self._counted([call], [[call]], run)
+        output: Any = None
+        if cached is None or not cached.is_answered:
+            output = self._counted([[rest]], run) if is_alone else run()
+        if prefixes is not None and cached is not None:
+            prefixes.end(cached)
+        return DroppedResult() if cached is not None and cached.num_restored else output
 
-    def _with_prefixes(self, call: ForwardCall, compute: Compute) -> Any:
-        """Compute the part of a call that the prefix cache does not answer."""
-        prefixes = self._session.prefixes
-        if prefixes is None or call.cache is None:
-            return compute(call)
-        if call.tokens is None or not call.is_plain:
-            forget(call.cache)
-            return compute(call)
-        cached = prefixes.begin(call.tokens, call.cache, is_prompt=not call.wants_logits)
-        if cached is None:
-            return compute(call)
-        output = None if cached.is_answered else compute(call.part(cached.num_restored))
-        prefixes.end(cached)
-        return DroppedResult() if cached.num_restored else output
-
-    def _call(self, call: ForwardCall) -> Any:
-        chain = self._session.chain
-        with contextlib.nullcontext() if chain is None else chain.computing(call.cache):
-            output = self._model(*call.arguments, **call.keywords)
-        if chain is None:  # no logits need the last state, and another thread could not compute it
-            mx.async_eval(*recurrent_states(call.cache or ()))
-        return output
-
-    def _counted(
-        self, calls: Sequence[ForwardCall], lanes: Sequence[Sequence[ForwardCall]], run: Callable[[], Any]
-    ) -> Any:
+    def _counted(self, lanes: Sequence[Sequence[ForwardCall]], run: Callable[[], Any]) -> Any:
         """Compute some calls in one pass, and count it."""
-        certain = [lane if lane[0].checkpoints is None else lane[:1] for lane in lanes]
-        sizes = [sum(call.num_tokens for call in lane) for lane in certain]
-        num_tokens, num_sequences = sum(sizes), sum(lane[0].batch_size for lane in lanes)
-        num_decoding = sum(n for n, lane in zip(sizes, lanes, strict=True) if n == lane[0].batch_size)
+        certain = [calls if calls[0].checkpoints is None else calls[:1] for calls in lanes]
+        sizes = [sum([call.num_tokens for call in calls]) for calls in certain]
+        num_tokens, num_sequences = sum(sizes), sum([calls[0].batch_size for calls in lanes])
+        num_decoding = sum([n for n, calls in zip(sizes, lanes, strict=True) if n == calls[0].batch_size])
         self._counters.begin(num_tokens, num_sequences, num_decoding)
         self._session.meter.begin(is_comparable=len(lanes) == 1 and num_tokens == num_sequences)
         try:
@@ -277,8 +270,16 @@ class Passes:
             self._kv.note()
         self._counters.end()
         if len(lanes) == 1:
-            self._session.meter.end(num_tokens, num_sequences, len(calls) - sum(map(len, certain)))
+            self._session.meter.end(num_tokens, num_sequences, len(lanes[0]) - len(certain[0]))
         return output
+
+
+def _report(lanes: dict[Row, list[ForwardCall]]) -> Callable[[float], None]:
+    """Return what reports the part of a pass that is done, to the only row in it."""
+    if len(lanes) > 1:
+        return lambda share: None
+    [(row, calls)] = lanes.items()
+    return partial(row.tell, sum(call.num_tokens for call in calls))
 
 
 def _fit(plan: ResidencyPlan, chosen: dict[Row, list[ForwardCall]], loans: Lending | None) -> bool:

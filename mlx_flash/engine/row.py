@@ -96,6 +96,12 @@ class Row:
 
         return undo
 
+    def keep(self, number: int) -> None:
+        """Keep the first tokens of a row that ends with guesses, and take the others back. Harmless when repeated."""
+        checkpoints = self.parts[0].checkpoints
+        assert checkpoints is not None
+        checkpoints.take_back(number)
+
     @property
     def num_left(self) -> int:
         """Tokens that are not computed yet."""

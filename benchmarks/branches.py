@@ -24,8 +24,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from mlx_flash.batching import RowGenerator
 from mlx_flash.config import FlashConfig
+from mlx_flash.generation import RowGenerator
 from mlx_flash.loading import load_model
 
 MB = 10**6

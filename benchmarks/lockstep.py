@@ -33,10 +33,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_flash import FlashConfig, FlashLLM, generate_step, load_model
-from mlx_flash.batching import RowGenerator
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.config import GB, parse_budget
+from mlx_flash.generation import RowGenerator
 from mlx_flash.memory.footprint import peak_footprint
 
 ROW_TOKENS = 23

@@ -8,7 +8,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from mlx_flash.batching import batch_generate
     from mlx_flash.config import FlashConfig, parse_budget
     from mlx_flash.errors import (
         BudgetError,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
         TruncatedFileError,
         WriteError,
     )
-    from mlx_flash.generation import generate, generate_step, stream_generate
+    from mlx_flash.generation import batch_generate, generate, generate_step, stream_generate
     from mlx_flash.integration.mlx_lm import FlashPatch, apply_flash_patch, remove_flash_patch
     from mlx_flash.integration.modelfile import parse_flash_directives
     from mlx_flash.kv.cache import DiskKVCache
@@ -76,10 +75,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "mlx_flash.batching": {"batch_generate"},
     "mlx_flash.config": {"FlashConfig", "parse_budget"},
     "mlx_flash.manager": {"FlashGenerationLoop", "FlashManager"},
-    "mlx_flash.generation": {"generate", "generate_step", "stream_generate"},
+    "mlx_flash.generation": {"batch_generate", "generate", "generate_step", "stream_generate"},
     "mlx_flash.integration.mlx_lm": {"FlashPatch", "apply_flash_patch", "remove_flash_patch"},
     "mlx_flash.integration.modelfile": {"parse_flash_directives"},
     "mlx_flash.kv.cache": {"DiskKVCache"},

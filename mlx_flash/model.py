@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.callers import requested_kv_size
-from mlx_flash.compat.compiler import compiling
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.facade import ModelFacade, OfLifecycle
 from mlx_flash.engine.forecast import Forecast
-from mlx_flash.engine.guesses import GuessedRows, guessed_row
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.engine.pending import Pending, owed_token, settle
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.warn import Warnings
 from mlx_flash.engine.wrapped import prepare_loaded
-from mlx_flash.errors import BudgetError, WriteError
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.layout.load import model_name
@@ -122,38 +118,31 @@ class FlashLLM(ModelFacade):
         """
         call = parse_call(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
         settle(call.cache)
-        with self._life.turn():
+        with self._life.turn() as passes:
             step = call.step_within(self.plan.prefill_step_size)
             if step is not None:
                 self._warnings.step(step * call.batch_size)
-            outputs = self._compute(Row(call, [call] if step is None else list(call.parts(step))))
-            if len(outputs) == 1:
-                return outputs[0]
-            return mx.concatenate(outputs, axis=1) if call.wants_logits else DroppedResult()
-
-    def prompt(self, tokens: mx.array, cache: list[Any], step: int, progress: Progress = lambda *_: None) -> mx.array:
-        """Compute a prompt, in one pass over the weights if memory allows.
-
-        Args:
-            tokens, cache, step: as of :meth:`row`.
-            progress: called with (tokens done, tokens to do). What it raises ends the pass, where the cache can be put
-                back.
-
-        Returns:
-            The logits of the last token, ``(1, 1, vocabulary)``.
-
-        Raises:
-            As a call.
-        """
-        row = self.row(tokens, cache, step)
-        row.report = progress
-        with self._life.turn():
-            return cast(mx.array, self._compute(row)[-1])
+            row = Row(call, [call] if step is None else list(call.parts(step)))
+            while not row.is_done:
+                passes.advance(self.plan, [row], lends=self._life.lends)
+            if row.error is not None:
+                raise row.error
+            if len(row.outputs) == 1:
+                return row.outputs[0]
+            return mx.concatenate(row.outputs, axis=1) if call.wants_logits else DroppedResult()
 
     def row(
-        self, tokens: mx.array, cache: list[Any], step: int, *, wants_logits: bool = True, ends: Sequence[int] = ()
+        self,
+        tokens: mx.array,
+        cache: list[Any],
+        step: int,
+        *,
+        wants_logits: bool = True,
+        ends: Sequence[int] = (),
+        num_guesses: int = 0,
+        owed: Pending | None = None,
     ) -> Row:
-        """Return a prompt, or a token, to be computed by :meth:`advance`.
+        """Return new tokens of a prompt cache, to be computed by :meth:`advance`.
 
         Args:
             tokens: ``(1, length)``.
@@ -162,11 +151,19 @@ class FlashLLM(ModelFacade):
                 one alone, as mlx-lm does.
             wants_logits: whether to compute the logits of the last token. If not, it is not computed alone.
             ends: numbers of tokens at which a part ends too, ascending.
+            num_guesses: the last tokens that are guesses. Then each token is computed alone, with its logits, as far as
+                memory has room for them, and :meth:`Row.keep` takes tokens back.
+            owed: what the first token makes up for, if the caller has computed it for a cache that lacks it.
         """
         self.start()
-        owed = owed_token(cache)
-        before = 0 if owed is None else 1
-        given = tokens if owed is None else mx.concatenate([mx.array([[owed.token]], tokens.dtype), tokens], axis=1)
+        if num_guesses:
+            if owed is None:
+                settle(cache)
+            whole, checkpoints = parse_call((tokens,), {"cache": cache}), Checkpoints()
+            return Row(whole, [replace(part, checkpoints=checkpoints) for part in whole.parts(1)], owed)
+        given, before = tokens, 0
+        if owed is None and (owed := owed_token(cache)) is not None:
+            given, before = mx.concatenate([mx.array([[owed.token]], tokens.dtype), tokens], axis=1), 1
         whole = parse_call((given,), {"cache": cache}, wants_logits=False)
         limit = self.plan.prefill_step_size
         num_together = tokens.shape[1] - wants_logits
@@ -195,44 +192,6 @@ class FlashLLM(ModelFacade):
         with self._life.turn() as passes:
             passes.advance(self.plan, rows, lends=self._life.lends)
 
-    def rows(
-        self,
-        tokens: Sequence[int],
-        cache: list[Any],
-        owed: Pending | None = None,
-        checkpoints: Checkpoints | None = None,
-    ) -> GuessedRows:
-        """Compute tokens that follow each other, in one pass over the weights and each in a call of its own.
-
-        Args:
-            tokens: the next token, and guesses at the tokens after it.
-            cache: the prompt cache, which the tokens are added to.
-            owed: what the next token makes up for.
-            checkpoints: gets those of the cache, if an exception may hide the result from the caller.
-
-        Returns:
-            The logits of the next token, and of as many others as memory has room for.
-
-        Raises:
-            As a call. The cache is put back, if there is more than one token.
-        """
-        if owed is None:
-            settle(cache)
-        row = guessed_row(tokens, cache, owed, checkpoints)
-        with self._life.turn():
-            assert self.engine is not None
-            stats = self.engine.stream.stats
-            began, waited = time.perf_counter(), stats.wait_seconds
-            self.advance([row])
-            if isinstance(row.error, BudgetError | WriteError) and len(tokens) > 1:
-                return self.rows(tokens[:1], cache, owed, checkpoints)
-            if row.error is not None:
-                raise row.error
-            with compiling():
-                mx.eval(row.outputs)
-            self.times.note(len(row.outputs), time.perf_counter() - began, stats.wait_seconds - waited)
-        return GuessedRows(row, self.counters)
-
     def has_room(self, lengths: Sequence[int]) -> bool:
         """Return whether the budget holds sequences that share passes, on every rank, until all have ended.
 
@@ -244,16 +203,9 @@ class FlashLLM(ModelFacade):
         return has_room if chain is None else bool(chain.least(has_room))
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
-        """Return the reason why :meth:`rows` computes one token at a time with a prompt cache; None if it does not."""
+        """Return the reason why no tokens are guessed with a prompt cache; None if they can be."""
         self.start()
         return self._life.passes.refusal(cache) if self._life.config.speculation else "speculation is switched off"
-
-    def _compute(self, row: Row) -> list[Any]:
-        while not row.is_done:
-            self.advance([row])
-        if row.error is not None:
-            raise row.error
-        return row.outputs
 
     def make_cache(self) -> list[Any]:
         """A prompt cache, for mlx-lm's ``make_prompt_cache``: the model's own, its plain entries as the settings say.

@@ -116,7 +116,7 @@ def tokens(model: Any) -> list[int]:
 
 def rows(model: Any) -> Found:
     """Return tokens and log probabilities of several sequences that share passes."""
-    from mlx_flash.batching import RowGenerator
+    from mlx_flash.generation import RowGenerator
 
     number = len(PROMPTS)
     generator = RowGenerator(

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import CacheError, FlashLLM, generate_step
-from models import run, same_bits
+from models import computed, guessed, run, same_bits
 
 
 class Strike:
@@ -167,13 +167,13 @@ def prompt(victim: Victim) -> tuple[list[Any], list[list[int]], Callable[[], Any
     """A prompt whose parts share a pass."""
     cache = make_prompt_cache(victim.model)
     tokens = mx.array([[*PROMPT, 7]])
-    return [cache], [*CHUNKS, [7]], lambda: victim.model.prompt(tokens, cache, STEP)
+    return [cache], [*CHUNKS, [7]], lambda: computed(victim.model, tokens, cache, STEP)
 
 
 def guesses(victim: Victim) -> tuple[list[Any], list[list[int]], Callable[[], Any]]:
     """A token and two guesses, one of which is kept."""
     cache = victim.filled()
-    return [cache], [*CHUNKS, [7], [8], [8]], lambda: victim.model.rows([7, 8, 8], cache).keep(2)
+    return [cache], [*CHUNKS, [7], [8], [8]], lambda: guessed(victim.model, [7, 8, 8], cache).keep(2)
 
 
 def sharing(victim: Victim) -> tuple[list[Any], list[list[int]], Callable[[], Any]]:

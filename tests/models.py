@@ -205,6 +205,26 @@ def run(model: Any, chunks: Sequence[Sequence[int]]) -> list[mx.array]:
     return outputs
 
 
+def computed(model: Any, tokens: mx.array, cache: list[Any], step: int = 2048) -> mx.array:
+    """Compute new tokens with a streamed model, in one pass if memory allows. Return the logits of the last one."""
+    row = model.row(tokens, cache, step)
+    while not row.is_done:
+        model.advance([row])
+    if row.error is not None:
+        raise row.error
+    return cast(mx.array, row.outputs[-1])
+
+
+def guessed(model: Any, tokens: list[int], cache: list[Any]) -> Any:
+    """Compute a token and guesses with a streamed model in one pass. Return the row, which takes guesses back."""
+    row = model.row(mx.array([tokens]), cache, 2048, num_guesses=len(tokens) - 1)
+    model.advance([row])
+    if row.error is not None:
+        raise row.error
+    mx.eval(row.outputs)
+    return row
+
+
 def computed_once(function: Computed) -> Computed:
     """Keep the results of a function for numbers, paths and lists of numbers. With samplers and the like, call it."""
     kept: dict[Any, Any] = {}

@@ -19,9 +19,9 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_flash
 from mlx_flash import FlashLLM, load_model
-from mlx_flash.batching import RowGenerator
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine.prepare import prepare
+from mlx_flash.generation import RowGenerator
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.residency.admission import room_bytes, rows_bytes
 from models import LLAMA, computed_once, same_bits, save, stock

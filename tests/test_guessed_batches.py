@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.generate import StopSequences
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from mlx_flash.batching import RowGenerator
 from mlx_flash.errors import BudgetError
+from mlx_flash.generation import RowGenerator
 from test_batching import Tokens, alone, by_generator, check_equal
 from test_rows import PROMPTS, STEP, Directories, directories
 from test_speculation import Oracle, free_rows, streamed_whole, with_room
@@ -28,7 +28,7 @@ def expected_of(directory: Path, **options: Any) -> list[Tokens]:
 def by_oracles(monkeypatch: pytest.MonkeyPatch, texts: list[Tokens]) -> None:
     """Let each sequence of a batch guess two thirds of its text right."""
     known = {tuple(prompt): [token for token, _ in text] for prompt, text in zip(PROMPTS, texts, strict=True)}
-    monkeypatch.setattr("mlx_flash.batching.sequence.Lookup", lambda prompt: Oracle(known[tuple(prompt)]))
+    monkeypatch.setattr("mlx_flash.generation.batches.Lookup", lambda prompt: Oracle(known[tuple(prompt)]))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba2", "qwen3_moe"])

@@ -27,7 +27,7 @@ from mlx_flash.experts.slots import ExpertSlots
 from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.streaming.loans import Loans
 from mlx_flash.streaming.stream import WeightStream, _Slot
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, guessed, run, same_bits, save, stock
 from test_experts import with_pool
 from test_model import config, streamed_whole
 
@@ -161,7 +161,7 @@ def test_interrupts_while_guesses_are_taken_back(tmp_path: Path, name: str) -> N
         victim, found, at = Victim(model, stock(folder)), [], 0
         while True:
             cache = victim.filled()
-            rows = model.rows([7, 8, 8], cache)
+            rows = guessed(model, [7, 8, 8], cache)
             strike = Strike(None, at)
             is_over = not strike.run(lambda rows=rows: rows.keep(2))
             found.append(victim.goes_on(cache, [*CHUNKS, [7], [8], [8]]))
@@ -184,7 +184,7 @@ def test_a_cache_that_cannot_be_put_back_refuses_everything(tmp_path: Path, monk
         words = "interrupted or failed .* ArraysCache .*Hint: start again with a fresh prompt cache"
         uses: list[Callable[[], Any]] = [
             lambda: model(mx.array([[7]]), cache=cache),
-            lambda: model.prompt(mx.array([[7, 8]]), cache, 2048),
+            lambda: computed(model, mx.array([[7, 8]]), cache),
             lambda: copy.deepcopy(cache)[0][0],
             lambda: save_prompt_cache(str(tmp_path / "cache.safetensors"), cache),
         ]
@@ -197,7 +197,7 @@ def test_a_cache_that_cannot_be_put_back_refuses_everything(tmp_path: Path, monk
 def test_a_cache_whose_putting_back_was_interrupted_refuses(directory: Path) -> None:
     with load_model(directory, config())[0] as model:
         cache = make_prompt_cache(model)
-        model.prompt(mx.array([[1, 2, 3, 4]]), cache, 2048)
+        computed(model, mx.array([[1, 2, 3, 4]]), cache)
         call = parse_call((mx.array([[5]]), cache), {})
         undo = undo_of([call])
         undo()

@@ -18,8 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache
 import children
 import test_exact_serving as exact_serving
 from mlx_flash import FlashLLM, load_model
-from mlx_flash.batching import RowGenerator
 from mlx_flash.engine.row import Row
+from mlx_flash.generation import RowGenerator
 from mlx_flash.kv import opened
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.wear import FILE_NAME

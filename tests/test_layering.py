@@ -25,7 +25,7 @@ FLOORS = [
     ["model"],
     ["generation"],
     ["loading"],
-    ["batching", "manager"],
+    ["manager"],
     ["modelfile", "monitor"],
     ["integration"],
     ["server"],

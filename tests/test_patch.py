@@ -28,8 +28,8 @@ from mlx_flash import (
     apply_flash_patch,
     remove_flash_patch,
 )
-from mlx_flash.batching import RowGenerator
 from mlx_flash.engine.prepare import prepare
+from mlx_flash.generation import RowGenerator
 from models import LLAMA, PREFILL_AND_DECODE, make_random_model, run, same_bits, save, stock
 
 ROOT = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ from mlx_flash import DiskKVCache, FlashLLM, ReadError, load_model
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.generation import speculative_generate_step
 from mlx_flash.speculation.pace import Times
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed_once, same_bits, save, stock
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, computed_once, guessed, same_bits, save, stock
 from test_model import LARGE_GB, config, streamed_whole
 from zoo import configuration
 
@@ -114,13 +114,13 @@ class Oracle:
     def end(self) -> None:
         pass
 
-    def leave(self, tokens: list[int]) -> int:
+    def leave(self) -> int:
         return 0
 
 
 def by_oracle(monkeypatch: pytest.MonkeyPatch, expected: Found) -> None:
     """Make the generation loop ask an oracle."""
-    monkeypatch.setattr("mlx_flash.generation.Lookup", lambda prompt: Oracle([token for token, _ in expected]))
+    monkeypatch.setattr("mlx_flash.generation.steps.Lookup", lambda prompt: Oracle([token for token, _ in expected]))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -277,7 +277,7 @@ def test_a_failed_read_puts_every_cache_back(
     for name in ("gemma3", "mamba2", "qwen3_next"):
         with streamed_whole(directories(name)) as model:
             cache = make_prompt_cache(with_room(model))
-            model.prompt(mx.array([PROMPT]), cache, 2048)
+            computed(model, mx.array([PROMPT]), cache)
             before = [mx.array(array) for array in arrays_of(cache)]
             acquire, count = model.engine.stream.acquire, iter(range(100))  # type: ignore[union-attr]
 
@@ -288,20 +288,20 @@ def test_a_failed_read_puts_every_cache_back(
 
             monkeypatch.setattr(model.engine.stream, "acquire", failing)  # type: ignore[union-attr]
             with pytest.raises(ReadError, match="unplugged"):
-                model.rows([1, 2, 3], cache)
+                guessed(model, [1, 2, 3], cache)
             assert same_bits(arrays_of(cache), before)
 
 
 def test_rows_that_do_not_fit_are_not_computed(directories: Directories) -> None:
     with streamed_whole(directories("llama")) as model:
         cache = make_prompt_cache(with_room(model))
-        model.prompt(mx.array([PROMPT]), cache, 2048)
-        rows = model.rows([1, 2, 3], cache)
+        computed(model, mx.array([PROMPT]), cache)
+        rows = guessed(model, [1, 2, 3], cache)
         assert len(rows.outputs) == 3
         rows.keep(1)
         model.plan = replace(model.plan, activations=replace(model.plan.activations, logits_per_token=10**9))
         model.plan = replace(model.plan, budget_bytes=model.plan.budget_bytes + 6 * 10**9)  # one row needs 5
-        rows = model.rows([2, 3, 4], cache)
+        rows = guessed(model, [2, 3, 4], cache)
         assert len(rows.outputs) == 1
         assert {entry.offset for entry in cache} == {len(PROMPT) + 2}
 

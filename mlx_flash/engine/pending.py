@@ -33,13 +33,13 @@ class Pending(Opaque):
     Args:
         cache: the prompt cache.
         difference: tokens that are owed to it; negative if it has guesses that nobody has asked for.
-        settle: computes the owed tokens, or takes the guesses back. Returns the logits of an owed token.
+        settle: computes the owed tokens, or takes the guesses back. Returns the row of an owed token.
         token: the token that is owed, if a call of the model may take it over.
 
     Attributes:
         token: as given.
         is_owed: whether tokens are owed.
-        logits: what ``settle`` returned.
+        found: what ``settle`` returned.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Pending(Opaque):
     ) -> None:
         self.token = token
         self.is_owed = difference > 0
-        self.logits: Any = None
+        self.found: Any = None
         self.difference = difference
         self._entries = entries_of(cache)
         self._settle = settle
@@ -85,7 +85,7 @@ class Pending(Opaque):
         """Make the cache hold what it says."""
         self.lift()
         if self.is_owed or self.difference < 0:
-            self.logits = self._settle()
+            self.found = self._settle()
             self.is_owed, self.difference = False, 0
 
     @property

@@ -16,7 +16,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_flash.batching import SharingGenerator
 from mlx_flash.compat import tokenizers
 from mlx_flash.compat.batches import StockBatchGenerator, current_batch_generator, replace_batch_generator
 from mlx_flash.compat.callers import calling_modules
@@ -41,7 +40,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import ConfigError, StreamedWeightsError
-from mlx_flash.generation import generate_step, speculative_generate_step
+from mlx_flash.generation import SharingGenerator, generate_step, speculative_generate_step
 from mlx_flash.layout.load import model_name
 from mlx_flash.loading import load_model
 from mlx_flash.model import FlashLLM

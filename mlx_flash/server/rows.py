@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from mlx_flash.batching import RowGenerator
-from mlx_flash.batching.sequence import RowSequence
 from mlx_flash.compat.batches import StockBatchGenerator
 from mlx_flash.errors import BudgetError, RefusedError
+from mlx_flash.generation.batches import Member, RowGenerator
 from mlx_flash.kv.cache import DiskKVCache
 from mlx_flash.kv.history import pass_on
 from mlx_flash.model import FlashLLM
@@ -52,7 +51,7 @@ class ServedRows(RowGenerator):
 
     def finish(self, uid: int) -> Kept | None:
         """End a request before its most tokens. Return its cache; None if it is gone."""
-        found = next((sequence for sequence in self._sequences if sequence.uid == uid), None)
+        found = next((member.sequence for member in self._members if member.uid == uid), None)
         self.remove([uid])
         return None if found is None else (plain_cache(found.cache), found.tokens)
 
@@ -61,14 +60,14 @@ class ServedRows(RowGenerator):
         if self._is_shared and not isinstance(error, BudgetError):
             self._fatal = error
 
-    def _take(self, sequence: RowSequence, prompts: list[Any], answers: list[Any]) -> None:
-        with ends_alone(partial(self._end, sequence)):
-            super()._take(sequence, prompts, answers)
+    def _take(self, member: Member, prompts: list[Any], answers: list[Any]) -> None:
+        with ends_alone(partial(self._end, member)):
+            super()._take(member, prompts, answers)
 
-    def _end(self, sequence: RowSequence, error: RefusedError) -> None:
+    def _end(self, member: Member, error: RefusedError) -> None:
         """End a request whose sampler or logits processor failed."""
-        self._sequences = [other for other in self._sequences if other is not sequence]
-        self._errors[sequence.uid] = error
+        self._members = [other for other in self._members if other is not member]
+        self._errors[member.uid] = error
 
 
 class StockRows(StockBatchGenerator):  # type: ignore[misc]

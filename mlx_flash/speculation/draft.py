@@ -57,9 +57,8 @@ class Draft:
         """Leave the cache with the text and nothing else."""
         self._catch_up()
 
-    def leave(self, tokens: Sequence[int]) -> int:
-        """Add the last tokens of the text, and take guesses back. Return the number of tokens that :meth:`end` adds."""
-        self._coming += tokens
+    def leave(self) -> int:
+        """Take guesses back. Return the number of tokens that :meth:`end` adds."""
         self._take_back()
         return len(self._coming)
 

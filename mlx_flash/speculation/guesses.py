@@ -34,8 +34,8 @@ class Source(Protocol):
     def end(self) -> None:
         """Leave a prompt cache of the caller's with the text and nothing else."""
 
-    def leave(self, tokens: Sequence[int]) -> int:
-        """Add the last tokens of the text, and take guesses back. Return the number of tokens that :meth:`end` adds."""
+    def leave(self) -> int:
+        """Take guesses back. Return the number of tokens that :meth:`end` adds."""
 
 
 class Guesses:

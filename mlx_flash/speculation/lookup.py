@@ -50,7 +50,7 @@ class Lookup:
     def end(self) -> None:
         """Do nothing: there is no cache."""
 
-    def leave(self, tokens: Sequence[int]) -> int:
+    def leave(self) -> int:
         """Do nothing: there is no cache."""
         return 0
 

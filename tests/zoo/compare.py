@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_flash import FlashLLM
-from models import stock
+from models import computed, stock
 from test_model import streamed_whole
 from zoo import configuration
 from zoo.weights import VARIANTS, UnfitError, save
@@ -245,7 +245,7 @@ def prompt_in_parts(model: Any) -> list[Any]:
     """Return the last logits of a prompt that is computed in parts, and its cache. A streamed model shares a pass."""
     cache, tokens = make_prompt_cache(model), mx.array([LONG_PROMPT[: PART * 3]])
     if isinstance(model, FlashLLM) and model.engine is not None:
-        logits = model.prompt(tokens, cache, PART)
+        logits = computed(model, tokens, cache, PART)
     else:
         logits = alone(model, tokens, cache)
     mx.eval(logits, [leaf for _, leaf in states(cache) if isinstance(leaf, mx.array)])

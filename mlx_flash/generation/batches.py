@@ -11,22 +11,79 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import mlx.core as mx
 
-from mlx_flash.batching.sequence import RowSequence
 from mlx_flash.compat.batches import (
     BatchGenerator,
+    Progress,
+    Response,
     StockBatchGenerator,
+    Waiting,
     stock_batch_generate,
     wants_caches,
 )
-from mlx_flash.compat.compiler import compiling
 from mlx_flash.compat.generation import with_names
-from mlx_flash.engine.row import Row
-from mlx_flash.errors import BudgetError, WriteError
+from mlx_flash.generation.sequence import Chooser, GeneratedSequence, compute
 from mlx_flash.model import FlashLLM
+from mlx_flash.speculation.guesses import Guesses
+from mlx_flash.speculation.lookup import Lookup
+
+
+@dataclass(eq=False)
+class Member:
+    """A sequence of a batch.
+
+    Attributes:
+        uid: its number.
+        sequence: the sequence.
+        num_prompt: tokens of the prompt.
+        most_tokens: the most tokens that its cache will have.
+        matcher: finds the end of the answer.
+    """
+
+    uid: int
+    sequence: GeneratedSequence
+    num_prompt: int
+    most_tokens: int
+    matcher: Any
+
+    @classmethod
+    def of(cls, waiting: Waiting, model: FlashLLM, step: int) -> Member:
+        """Return a sequence that begins."""
+        uid, segments, max_tokens, cache, tokens, sampler, processors, stop = waiting
+        prompt = [*tokens, *(token for segment in segments for token in segment)]
+        choose, guesses = Chooser(sampler, processors, prompt), Guesses(Lookup(prompt))
+        sequence = GeneratedSequence(
+            model, cache, segments, choose, step=step, max_tokens=max_tokens, guesses=guesses, tokens=tokens
+        )
+        return cls(uid, sequence, sequence.num_left, waiting.most_tokens, stop.matcher())
+
+    def progress(self) -> Any:
+        """Return how far the prompt is."""
+        sequence = self.sequence
+        done, row = self.num_prompt - sequence.num_left, sequence.begin()
+        return Progress(
+            self.uid, (done, self.num_prompt), row.is_done and sequence.ends_segment, done == self.num_prompt
+        )
+
+    def answer(self) -> Any:
+        """Return the next token of a sequence that is ready."""
+        sequence, random = self.sequence, _random_state()
+        number, logprobs, _ = sequence.next_token()
+        if _random_state() is not random:  # whose order of numbers would depend on guesses
+            sequence.guesses = None
+        reason = "length" if sequence.num_tokens >= sequence.max_tokens else None
+        reason = "stop" if self.matcher.advance(number) else reason
+        kept = (sequence.cache, sequence.tokens) if reason else (None, None)
+        return Response(self.uid, number, logprobs, reason, *kept)
+
+
+def _random_state() -> Any:
+    """Return the key of MLX's random numbers. Drawing one replaces it."""
+    return cast(Any, mx.random).state[0]
 
 
 class RowGenerator(BatchGenerator):
@@ -58,9 +115,9 @@ class RowGenerator(BatchGenerator):
     ) -> None:
         super().__init__(model, **options)
         self._flash = model
-        self._sequences: list[RowSequence] = []
+        self._members: list[Member] = []
         self._completes_caches = completes_caches
-        self._ended: list[RowSequence] = []
+        self._ended: list[Member] = []
         self._on_error = on_error
         self._takes_turns, self._takes_turns_alone = takes_turns, takes_turns_alone
 
@@ -72,119 +129,96 @@ class RowGenerator(BatchGenerator):
             FlashError: a sequence could not be computed, and nobody takes its error. It is removed.
         """
         self._join()
-        began, num_left = time.perf_counter(), sum(sequence.num_left for sequence in self._sequences)
-        self._compute()
+        began, num_left = time.perf_counter(), self._num_left
+        compute([member.sequence for member in self._members], most=self._most_prompt)
         prompts: list[Any] = []
         answers: list[Any] = []
-        for sequence in list(self._sequences):
-            self._take(sequence, prompts, answers)
-        if not self._sequences and not self.num_waiting:
+        for member in list(self._members):
+            self._take(member, prompts, answers)
+        if not self._members and not self.num_waiting:
             self._complete_caches()
-        num_prompt = num_left - sum(sequence.num_left for sequence in self._sequences)
-        self.count(prompt_tokens=num_prompt, new_tokens=len(answers), seconds=time.perf_counter() - began)
+        num_prompt, seconds = num_left - self._num_left, time.perf_counter() - began
+        self.count(prompt_tokens=num_prompt, new_tokens=len(answers), seconds=seconds)
         return prompts, answers
 
-    def _compute(self) -> None:
-        """Compute a part of each sequence, and measure a pass that computes answers alone."""
-        rows: list[Row] = []
-        num_others = len(self._sequences) - 1
-        for sequence in self._sequences:
-            rows.append(sequence.begin(self._flash, self.prefill_step_size, num_others, most=self._most_prompt))
-            num_others += len(sequence.new) - 1 if sequence.is_guessing else 0
-        num_prompt, num_passes = sum(sequence.num_left for sequence in self._sequences), self._flash.counters.num_passes
-        engine = self._flash.engine
-        began, waited = time.perf_counter(), engine.stream.stats.wait_seconds if engine is not None else 0.0
-        self._flash.advance(rows)
-        if engine is not None and rows and not num_prompt and self._flash.counters.num_passes == num_passes + 1:
-            with compiling():
-                mx.eval([row.outputs for row in rows])
-            num_rows, seconds = sum(len(row.outputs) for row in rows), time.perf_counter() - began
-            self._flash.times.note(max(1, num_rows), seconds, engine.stream.stats.wait_seconds - waited)
+    @property
+    def _num_left(self) -> int:
+        return sum(member.sequence.num_left for member in self._members)
 
     def _join(self) -> None:
-        num_prompts = sum(sequence.token is None for sequence in self._sequences)
-        room = min(self.prefill_batch_size - num_prompts, self.completion_batch_size - len(self._sequences))
+        num_prompts = sum(not member.sequence.num_tokens for member in self._members)
+        room = min(self.prefill_batch_size - num_prompts, self.completion_batch_size - len(self._members))
         for _ in range(min(room, self.num_waiting)):
             if not self._has_room():
                 return
-            self._sequences.append(sequence := RowSequence.of(self.take()))
-            sequence.begin(self._flash, self.prefill_step_size, most=self._most_prompt)
+            self._members.append(Member.of(self.take(), self._flash, self.prefill_step_size))
 
     @property
     def _most_prompt(self) -> int | None:
         """The most tokens of a prompt in a pass: a step where others wait for the pass, as in mlx-lm's batches."""
-        is_waited_for = self._takes_turns_alone or (self._takes_turns and len(self._sequences) > 1)
+        is_waited_for = self._takes_turns_alone or (self._takes_turns and len(self._members) > 1)
         return self.prefill_step_size if is_waited_for else None
 
     def _has_room(self) -> bool:
         """Return whether the next sequence, and those that run, can all be computed to their ends in the budget."""
-        if not self._sequences:  # alone, its keys and values may go to disk, and its prompt may be cut
+        if not self._members:  # alone, its keys and values may go to disk, and its prompt may be cut
             return True
-        lengths = [sequence.most_tokens for sequence in (*self._sequences, *self._ended)]
+        lengths = [member.most_tokens for member in (*self._members, *self._ended)]
         return self._flash.has_room([*lengths, self.first_waiting.most_tokens])
 
-    def _take(self, sequence: RowSequence, prompts: list[Any], answers: list[Any]) -> None:
+    def _take(self, member: Member, prompts: list[Any], answers: list[Any]) -> None:
         """Take what a sequence has computed."""
-        row = sequence.begin(self._flash, self.prefill_step_size)
-        if sequence.is_guessing and isinstance(row.error, BudgetError | WriteError):
-            sequence.guesses = sequence.row = None
-            self._flash.advance([row := sequence.begin(self._flash, self.prefill_step_size)])
+        sequence = member.sequence
+        row = sequence.begin()
         if row.error is not None:
-            self._sequences.remove(sequence)
-            self._fail(sequence.uid, row.error)
+            self._members.remove(member)
+            self._fail(member.uid, row.error)
             return
-        is_done = row.is_done or sequence.is_guessing
-        if sequence.token is None:
-            prompts.append(sequence.progress(ends_segment=is_done and sequence.ends_segment))
-        if not is_done:
-            return
-        new = sequence.answers(self._flash.counters)
-        answers += new
-        sequence.row = None
-        if new and new[-1].finish_reason is not None:
-            self._finish(sequence)
+        if not sequence.num_tokens:
+            prompts.append(member.progress())
+        sequence.end_part()
+        while sequence.is_ready:
+            answers.append(member.answer())
+            if answers[-1].finish_reason is not None:
+                self._members.remove(member)
+                sequence.end()
+                self._ended += [member] if self._completes_caches else []
 
     def _fail(self, uid: int, error: Exception) -> None:
         if self._on_error is None:
             raise error
         self._on_error(uid, error)
 
-    def _finish(self, sequence: RowSequence) -> None:
-        self._sequences.remove(sequence)
-        sequence.guesses = None
-        if self._completes_caches:
-            self._ended.append(sequence)
-
     def _complete_caches(self) -> None:
         """Add the last tokens to the caches of sequences that have ended."""
-        rows = [sequence.begin(self._flash, self.prefill_step_size) for sequence in self._ended]
-        self._flash.advance(rows)
-        for sequence, row in zip(self._ended, rows, strict=True):
-            sequence.tokens += sequence.new
+        compute(ended := [member.sequence for member in self._ended])
+        for sequence in ended:
+            row = sequence.begin()
             if row.error is not None:
                 raise row.error
+            sequence.tokens.append(sequence.last)
         self._ended.clear()
 
     def extract_cache(self, uids: Iterable[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """Return copies of the caches of sequences, and the tokens in them."""
         wanted = set(uids)
-        found = [sequence for sequence in self._sequences if sequence.uid in wanted]
-        waiting = super().extract_cache(wanted - {sequence.uid for sequence in found})
-        return {**waiting, **{each.uid: (copy.deepcopy(each.cache), each.tokens) for each in found}}
+        found = {member.uid: member.sequence for member in self._members if member.uid in wanted}
+        waiting = super().extract_cache(wanted - found.keys())
+        return {**waiting, **{uid: (copy.deepcopy(each.cache), [*each.tokens]) for uid, each in found.items()}}
 
     def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
         """Let go of sequences. Return their caches, if wanted, and the tokens in them."""
         gone = set(uids)
         caches = self.extract_cache(gone) if return_prompt_caches else {}
         self.forget(gone)
-        self._sequences = [sequence for sequence in self._sequences if sequence.uid not in gone]
+        self._members = [member for member in self._members if member.uid not in gone]
         return caches
 
     @property
     def prompt_cache_nbytes(self) -> int:
         """Bytes of all caches."""
         waiting = int(super().prompt_cache_nbytes)
-        return waiting + sum(int(entry.nbytes) for sequence in self._sequences for entry in sequence.cache)
+        return waiting + sum(int(entry.nbytes) for member in self._members for entry in member.sequence.cache)
 
 
 class CopyingRows(RowGenerator):

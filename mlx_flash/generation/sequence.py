@@ -1,0 +1,325 @@
+"""A sequence that is generated: the parts of its prompt, its next tokens, guesses of them, and its end.
+
+Every loop drives sequences in the same way. :func:`compute` computes a row of each: a part of the prompt, or the last
+token and guesses of those after it. :meth:`GeneratedSequence.next_token` chooses from the logits of a row as long as it
+:attr:`~GeneratedSequence.is_ready`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import weakref
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+
+from mlx_flash.compat.compiler import compiling
+from mlx_flash.engine.engine import Progress
+from mlx_flash.engine.pending import Pending
+from mlx_flash.engine.row import Row
+from mlx_flash.errors import BudgetError, CacheError, ClosedError, WriteError
+from mlx_flash.kv.views import trimmer
+from mlx_flash.model import FlashLLM
+from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses
+
+_log = logging.getLogger("mlx_flash")
+
+
+class Chooser:
+    """Chooses tokens from logits as mlx-lm does.
+
+    Args:
+        sampler: chooses from log probabilities; None takes the likeliest token.
+        processors: change logits; None for none.
+        tokens: those that processors see before the first ones that are given to a call.
+    """
+
+    def __init__(self, sampler: Any, processors: Any, tokens: mx.array | list[int]) -> None:
+        self._sampler = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
+        self._processors = processors or ()
+        self._tokens = mx.array(tokens) if self._processors else None
+
+    def __call__(self, last: mx.array | None, output: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the next token, ``(1,)``, and the log probabilities, ``(1, vocabulary)``, evaluated.
+
+        Args:
+            last: the token before it; None for the prompt's, which processors know.
+            output: the logits, of which the last row counts.
+        """
+        logits = output[:, -1, :]
+        if self._tokens is not None:
+            self._tokens = self._tokens if last is None else mx.concat([self._tokens, last])
+            for process in self._processors:
+                logits = process(self._tokens, logits)
+        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        token = self._sampler(logprobs)
+        with compiling():
+            mx.eval(token, logprobs)
+        return token, logprobs
+
+
+class Token(NamedTuple):
+    """A token, the logarithms of all probabilities, ``(vocabulary,)``, and whether the token was guessed."""
+
+    number: int
+    logprobs: mx.array
+    is_guessed: bool
+
+
+class GeneratedSequence:
+    """A prompt and the tokens that follow it, on their way through a model.
+
+    Args:
+        model: the model.
+        cache: the prompt cache, which the tokens are added to.
+        segments: parts of the prompt.
+        choose: chooses tokens.
+        step: mlx-lm's ``prefill_step_size``.
+        max_tokens: the most tokens that are chosen; negative for no limit.
+        guesses: of the next tokens; None for none.
+        tokens: those in the cache.
+        report: called with (tokens done, tokens to do) of the prompt. What it raises ends the pass.
+
+    Attributes:
+        model, cache, max_tokens: as given.
+        segments: those that are left.
+        guesses: as given; None once nothing is guessed any more.
+        tokens: those in the cache.
+        row: what is computed now, or was computed and not chosen from; None where the next row is not known.
+        num_tokens: tokens that were chosen.
+        ends_segment: the row that is computed ends with a segment.
+    """
+
+    def __init__(
+        self,
+        model: FlashLLM,
+        cache: list[Any],
+        segments: list[list[int]],
+        choose: Chooser,
+        *,
+        step: int,
+        max_tokens: int,
+        guesses: Guesses | None = None,
+        tokens: Sequence[int] = (),
+        report: Progress = lambda done, total: None,
+    ) -> None:
+        self.model, self.cache, self.segments, self.max_tokens, self.guesses = (
+            model,
+            cache,
+            segments,
+            max_tokens,
+            guesses,
+        )
+        self.tokens = list(tokens)
+        self.row: Row | None = None
+        self.num_tokens = 0
+        self.ends_segment = True
+        self._choose, self._step, self._report = choose, step, report
+        self._new: list[int] = []  # the tokens of the row
+        self._num_guesses = 0  # tokens at its end that may be taken back
+        self._at = -1  # number of the logits to choose from
+        self._token: mx.array | None = None
+        self._owed: Pending | None = None
+        self._reason: str | None = None
+
+    def begin(self, num_others: int = 0, *, most: int | None = None) -> Row:
+        """Return the row to compute now, beside as many rows of others.
+
+        Args:
+            num_others: rows of others.
+            most: the most tokens of a prompt, a multiple of the step; None for as many as memory allows.
+        """
+        if self.row is not None:
+            return self.row
+        if self._token is None:
+            taken = self._take_segments(most)
+            self._new, self._num_guesses, self._at = [token for segment in taken for token in segment], 0, -1
+            ends, wants_logits = list(accumulate(map(len, taken[:-1]))), not self.segments
+            self.row = self.model.row(
+                mx.array([self._new]), self.cache, self._step, wants_logits=wants_logits, ends=ends
+            )
+            self.row.report = self._report
+        else:
+            guessed = self._guess(num_others)
+            self._new, self._num_guesses = [self.last, *guessed], len(guessed)
+            self._at = 0 if guessed else -1
+            self.row = self.model.row(
+                mx.array([self._new]), self.cache, self._step, num_guesses=len(guessed), owed=self._owed
+            )
+        return self.row
+
+    def _take_segments(self, most: int | None) -> list[list[int]]:
+        """Return the segments of the prompt to compute now. A part of one ends where the whole would be cut, too."""
+        # A cache that can be trimmed has the ends of its segments in it; of another one they are states of their own.
+        apart = len(self.segments) > 2 and trimmer(self.cache) is None
+        taken: list[list[int]] = []
+        num_left = math.inf if most is None else most
+        while self.segments and len(self.segments[0]) <= num_left and not (apart and taken):
+            taken.append(self.segments.pop(0))
+            num_left -= len(taken[-1])
+        self.ends_segment = bool(taken)
+        if not taken and most is not None:
+            taken, self.segments[0] = [self.segments[0][:most]], self.segments[0][most:]
+        return taken
+
+    def _guess(self, num_others: int) -> Sequence[int]:
+        """Return guesses of the tokens after the last one."""
+        limit = self.max_tokens - self.num_tokens - 1 if self.max_tokens > 0 else MAX_GUESSES
+        if self.guesses is None or not self.guesses.look(limit):
+            return []
+        before, self._reason = self._reason, self.model.refusal(self.cache)
+        if self._reason is None:
+            return self.guesses.take(self.model.times, limit, num_others)
+        if self._reason != before:
+            _log.info("no tokens are guessed: %s", self._reason)
+        return []
+
+    def forgo_guesses(self) -> Row:
+        """Guess no more tokens, since memory has no room for them. Return the row without them."""
+        self.guesses = self.row = None
+        return self.begin()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one token that are computed now; 0 for a part of the prompt."""
+        return 0 if self._token is None else 1 + self._num_guesses
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the logits that the next token follows from are computed."""
+        row = self.row
+        if row is None or row.error is not None or self.segments:
+            return False
+        return bool(row.outputs) and (row.is_done or self._at >= 0)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens of the prompt that are not in the cache."""
+        if self._token is not None:
+            return 0
+        return (0 if self.row is None else self.row.num_left) + sum(map(len, self.segments))
+
+    def end_part(self) -> bool:
+        """Note that a part of the prompt is in the cache, if it is and others are left. Return whether that is so."""
+        if self.row is None or not self.row.is_done or not self.segments:
+            return False
+        self.tokens += self._new
+        self.row = None
+        return True
+
+    def next_token(self) -> Token:
+        """Choose the token that follows. Guesses that it proves wrong are taken back."""
+        assert self.row is not None
+        token, logprobs = self._choose(self._token, self.row.outputs[self._at])
+        number = cast(int, token.item())
+        self.tokens += self._new if self._at < 0 else self._new[self._at : self._at + 1]
+        self._token, self.num_tokens = token, self.num_tokens + 1
+        if self.guesses is not None:
+            self.guesses.add(number)
+        is_right = self._num_guesses > 0 and self._guessed[self._at : self._at + 1] == [number]
+        if is_right:
+            self._at += 1
+        else:
+            self.take_back()
+            self.row = None
+        return Token(number, logprobs.squeeze(0), is_right)
+
+    @property
+    def _guessed(self) -> list[int]:
+        """The guesses that are computed, as many as memory had room for."""
+        return [] if self.row is None else self._new[1 : len(self.row.outputs)]
+
+    def take_back(self) -> None:
+        """Take tokens from the cache that were only guessed. Harmless when repeated, and after an interrupt."""
+        if self._num_guesses and self.row is not None and self.row.outputs:
+            num_tried, num_right = len(self._guessed), self._at
+            self.row.keep(1 + num_right)
+            self._num_guesses = 0
+            self.model.counters.end_guess(num_tried, num_right)
+            if self.guesses is not None:
+                self.guesses.note(num_tried, num_right)
+
+    @property
+    def last(self) -> int:
+        """The token that was chosen last."""
+        assert self._token is not None
+        return cast(int, self._token.item())
+
+    def end(self) -> None:
+        """End before the last token is computed, although it may have been guessed. Nothing is guessed any more."""
+        if self.row is not None:
+            self._at -= 1
+            self.take_back()
+            self.row = None
+        self.guesses = None
+
+    def owe(self) -> Pending:
+        """Return the difference between the cache, and that of mlx-lm, which holds the token that was chosen last."""
+        if self.row is not None:
+            return Pending(self.cache, self._at - len(self._guessed), self.take_back)
+        cache, step, number, model_of = self.cache, self._step, self.last, weakref.ref(self.model)
+
+        def settle() -> Row:
+            model = model_of()
+            try:
+                if model is None:
+                    raise ClosedError("the model was freed")
+                row = model.row(mx.array([[number]]), cache, step, owed=pending)
+                model.advance([row])
+                if row.error is not None:
+                    raise row.error
+                return row
+            except ClosedError as error:
+                raise CacheError(
+                    f"a prompt cache lacks its last token ({number}): its generator was closed before it was computed, "
+                    "and then the model. Hint: use the cache, or let the generator end, before you close the model."
+                ) from error
+
+        pending = Pending(cache, 1, settle, number)
+        return pending
+
+    def go_on(self, pending: Pending) -> None:
+        """Go on from the state that a cache had between two tokens: what is still owed shares a pass with guesses."""
+        pending.lift()
+        self._owed = pending if pending.is_owed else None
+        if isinstance(pending.found, Row):
+            self.row, self._new, self._at, self._num_guesses = pending.found, [pending.token or 0], -1, 0
+
+
+def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) -> None:
+    """Compute a part of each sequence, in as few passes as memory allows. Errors of one sequence are in its row.
+
+    A pass that computes tokens alone is measured.
+
+    Args:
+        sequences: of one model.
+        most: as in :meth:`GeneratedSequence.begin`.
+
+    Raises:
+        ReadError: weights could not be read, and no sequence went on.
+    """
+    if not sequences:
+        return
+    model, rows, num_others = sequences[0].model, [], len(sequences) - 1
+    for sequence in sequences:
+        rows.append(sequence.begin(num_others, most=most))
+        num_others += max(0, sequence.num_rows - 1)
+    stats = None if model.engine is None else model.engine.stream.stats
+    num_passes, began, waited = model.counters.num_passes, time.perf_counter(), stats.wait_seconds if stats else 0.0
+    model.advance(rows)
+    without = [each for each, row in zip(sequences, rows, strict=True) if each.num_rows > 1 and _has_no_room(row)]
+    if without:
+        model.advance([sequence.forgo_guesses() for sequence in without])
+    if stats and model.counters.num_passes == num_passes + 1 and all(sequence.num_rows for sequence in sequences):
+        with compiling():
+            mx.eval([row.outputs for row in rows])
+        num_rows, seconds = sum(len(row.outputs) for row in rows), time.perf_counter() - began
+        model.times.note(max(1, num_rows), seconds, stats.wait_seconds - waited)
+
+
+def _has_no_room(row: Row) -> bool:
+    return isinstance(row.error, BudgetError | WriteError)

@@ -1,0 +1,170 @@
+"""A generation loop for streamed models, where each pass over the weights counts.
+
+mlx-lm's loop spends three passes before it shows a token: the prompt, the prompt's last token, and the next token,
+which it computes ahead to keep a GPU busy. Here the prompt and its last token share one pass, a token is handed out as
+soon as it is known, and no pass is spent on a token that nobody asked for. Tokens and log probabilities are mlx-lm's
+own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_flash.compat.generation import (
+    generation_stream,
+    stock_generate,
+    stock_generate_step,
+    stock_speculative_generate_step,
+    stock_stream_generate,
+    with_names,
+)
+from mlx_flash.engine.engine import Progress
+from mlx_flash.engine.pending import Pending
+from mlx_flash.generation.sequence import Chooser, GeneratedSequence, Token, compute
+from mlx_flash.kv.views import can_be_viewed
+from mlx_flash.model import FlashLLM
+from mlx_flash.speculation.draft import Draft
+from mlx_flash.speculation.guesses import MAX_GUESSES, Guesses, Source
+from mlx_flash.speculation.lookup import Lookup
+
+_log = logging.getLogger("mlx_flash")
+
+_CLEAR_EVERY = 256
+"""Tokens after which MLX's freed buffers are released, as mlx-lm does."""
+
+_STOCK_OPTIONS = {"kv_bits", "kv_group_size", "quantized_kv_start", "input_embeddings"}
+"""Options that only mlx-lm's own loop reads."""
+
+
+def generate_step(
+    prompt: mx.array, model: Any, stream: Any = generation_stream, **options: Any
+) -> Iterator[tuple[int, mx.array]]:
+    """Yield tokens, as ``mlx_lm.generate.generate_step`` does with the same arguments.
+
+    A model that is not streamed, ``kv_bits`` and ``input_embeddings`` are left to mlx-lm's own loop.
+    """
+    if not _is_ours(prompt, model, options):
+        return stock_generate_step(prompt, model, stream, **options)
+    source = Lookup(cast("list[int]", prompt.tolist()))
+    return _without_marks(_generate(prompt, model, stream, source, MAX_GUESSES, **_ours(options)))
+
+
+def speculative_generate_step(
+    prompt: mx.array, model: Any, draft_model: Any, stream: Any = generation_stream, **options: Any
+) -> Iterator[tuple[int, mx.array, bool]]:
+    """Yield tokens, as ``mlx_lm.generate.speculative_generate_step`` does with the same arguments.
+
+    Tokens and log probabilities are those of :func:`generate_step`, bit for bit: the draft model only guesses, and each
+    guess is checked in a call of its own. That pays where calls share what a pass reads. Where they cannot, such as for
+    a model that is all in memory, the draft model is not asked. mlx-lm's own loop, which checks all guesses in one
+    call, may be faster there; its last bits are others.
+    """
+    stock = partial(stock_speculative_generate_step, prompt, model, draft_model, stream, **options)
+    if not _is_ours(prompt, model, options):
+        return stock()
+    caches = options.pop("prompt_cache", None)
+    num_layers = len(model.layers)
+    cache = make_prompt_cache(model) if caches is None else caches[:num_layers]
+    drafted = make_prompt_cache(draft_model) if caches is None else caches[num_layers:]
+    if not can_be_viewed(drafted):
+        _log.info("mlx-lm checks what the draft model guesses: it has a cache of its own kind")
+        return stock()
+    most = options.pop("num_draft_tokens", 2)
+    options = _ours(options)
+    source = Draft(draft_model, drafted, cast("list[int]", prompt.tolist()), options.get("prefill_step_size", 2048))
+    return _generate(prompt, model, stream, source, most, prompt_cache=caches and cache, **options)
+
+
+def _is_ours(prompt: mx.array, model: Any, options: Mapping[str, Any]) -> bool:
+    others = [name for name in ("kv_bits", "input_embeddings") if options.get(name) is not None]
+    return isinstance(model, FlashLLM) and not others and len(prompt) > 0
+
+
+def _ours(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in options.keys() - _STOCK_OPTIONS}
+
+
+def _without_marks(steps: Generator[Token, None, None]) -> Iterator[tuple[int, mx.array]]:
+    with closing(steps):
+        for token, logprobs, _ in steps:
+            yield token, logprobs
+
+
+stream_generate = with_names(
+    stock_stream_generate, generate_step=generate_step, speculative_generate_step=speculative_generate_step
+)
+generate = with_names(stock_generate, stream_generate=stream_generate)
+
+
+def _generate(
+    prompt: mx.array,
+    model: FlashLLM,
+    stream: Any,
+    source: Source,
+    most: int,
+    *,
+    max_tokens: int = 256,
+    sampler: Callable[[mx.array], mx.array] | None = None,
+    logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
+    max_kv_size: int | None = None,
+    prompt_cache: list[Any] | None = None,
+    prefill_step_size: int = 2048,
+    prompt_progress_callback: Progress | None = None,
+) -> Generator[Token, None, None]:
+    report = prompt_progress_callback or (lambda done, total: None)
+    report(0, len(prompt))
+    sequence = GeneratedSequence(
+        model,
+        make_prompt_cache(model, max_kv_size) if prompt_cache is None else prompt_cache,
+        [cast("list[int]", prompt.tolist())],
+        Chooser(sampler, logits_processors, prompt),
+        step=prefill_step_size,
+        max_tokens=max_tokens,
+        guesses=Guesses(source, most),
+        report=report,
+    )
+    pending = None
+    try:
+        _compute(sequence, stream)
+        while sequence.num_tokens != max_tokens:
+            _compute(sequence, stream)
+            with mx.stream(stream):
+                token = sequence.next_token()
+            if prompt_cache is not None:  # the caller sees every token in it that was handed out
+                pending = sequence.owe()
+                pending.put()
+            yield token
+            if pending is not None:
+                sequence.go_on(pending)
+            if sequence.num_tokens % _CLEAR_EVERY == 0:
+                mx.clear_cache()
+        if pending is not None:
+            _compute(sequence, stream)
+            with mx.stream(stream):
+                source.end()
+    except BaseException:  # no pass begins now: the last token stays owed
+        if pending is not None:
+            Pending(source.cache, source.leave(), source.end).put()
+            if pending.is_owed:
+                pending.put()
+            else:
+                pending.lift()  # the guesses go now
+        raise
+    finally:
+        sequence.take_back()
+
+
+def _compute(sequence: GeneratedSequence, stream: Any) -> None:
+    """Compute what the next token follows from, if that is not done."""
+    while not sequence.is_ready:
+        with mx.stream(stream):
+            compute([sequence])
+        if sequence.row is not None and sequence.row.error is not None:
+            raise sequence.row.error

@@ -178,11 +178,6 @@ class GeneratedSequence:
             _log.info("no tokens are guessed: %s", self._reason)
         return []
 
-    def forgo_guesses(self) -> Row:
-        """Guess no more tokens, since memory has no room for them. Return the row without them."""
-        self.guesses = self.row = None
-        return self.begin()
-
     @property
     def num_rows(self) -> int:
         """Rows of one token that are computed now; 0 for a part of the prompt."""
@@ -312,8 +307,10 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
     num_passes, began, waited = model.counters.num_passes, time.perf_counter(), stats.wait_seconds if stats else 0.0
     model.advance(rows)
     without = [each for each, row in zip(sequences, rows, strict=True) if each.num_rows > 1 and _has_no_room(row)]
+    for sequence in without:
+        sequence.guesses = sequence.row = None
     if without:
-        model.advance([sequence.forgo_guesses() for sequence in without])
+        model.advance([sequence.begin() for sequence in without])
     if stats and model.counters.num_passes == num_passes + 1 and all(sequence.num_rows for sequence in sequences):
         with compiling():
             mx.eval([row.outputs for row in rows])

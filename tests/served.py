@@ -85,7 +85,8 @@ class Served:
         """Return all events of an answer, and when each came."""
 
         async def collect() -> list[tuple[Event, float]]:
-            return [(event, time.monotonic()) async for event in self.room.submit(request)]
+            (answer,) = self.room.submit(request)
+            return [(event, time.monotonic()) async for event in answer]
 
         return asyncio.run_coroutine_threadsafe(collect(), self._loop).result(120)
 

@@ -31,22 +31,19 @@ class Inbox:
         self._number = 0
         self._answers: WeakValueDictionary[int, Answer] = WeakValueDictionary()
 
-    def submit(self, request: GenerationRequest) -> Answer:
-        """Send a request. Called in the event loop that awaits the answer.
+    def submit(self, *requests: GenerationRequest) -> list[Answer]:
+        """Send requests, which the thread gets together. Called in the event loop that awaits the answers.
 
         Raises:
             RefusedError: the thread has ended.
         """
-        text = request.with_seed(secrets.randbits(_SEED_BITS)).to_json()
+        texts = [request.with_seed(secrets.randbits(_SEED_BITS)).to_json() for request in requests]
         with self._changed:
             if self.is_closed:
                 raise RefusedError("the generation thread has ended.", 503)
-            self._number += 1
-            number = self._number
-            answer = self._answers[number] = Answer(lambda: self._leave(number))
-            self._requests.append((number, text))
+            answers = [self._add(text) for text in texts]
             self._changed.notify()
-        return answer
+        return answers
 
     @property
     def num_answers(self) -> int:
@@ -86,6 +83,13 @@ class Inbox:
     def answer(self, number: int) -> Answer | None:
         """Return the way to the client of a request; None on other ranks than 0, or if the client is gone."""
         return self._answers.get(number)
+
+    def _add(self, text: str) -> Answer:
+        self._number += 1
+        number = self._number
+        answer = self._answers[number] = Answer(lambda: self._leave(number))
+        self._requests.append((number, text))
+        return answer
 
     def _leave(self, number: int) -> None:
         with self._changed:

@@ -26,7 +26,9 @@ class Job:
         prompt: its prompt; None until its model is in memory.
         grammar: that its answer follows; None for any text.
         max_tokens: the most tokens of its answer.
-        uid: its number in the batch; None before it is computed.
+        uid: its number in the batch; None while it waits.
+        is_prompt_done: its prompt is computed.
+        leader: the request for whose prompt it waits, or waited; None for none.
         text: the text so far. There from the beginning of the computation.
         kinds: of the segments of its prompt that are not computed yet.
         num_cached: tokens of the prompt that a kept cache had.
@@ -42,6 +44,8 @@ class Job:
     grammar: str | None = None
     max_tokens: int = 0
     uid: int | None = None
+    is_prompt_done: bool = False
+    leader: Job | None = None
     text: TextStream | None = None
     kinds: list[str] = field(default_factory=list)
     num_cached: int = 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from mlx_lm.generate import make_stop_sequences
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.model import FlashLLM
@@ -20,11 +21,12 @@ from mlx_flash.server.chances import detail_of
 from mlx_flash.server.events import Begun, Piece, Progress, ToolCall
 from mlx_flash.server.grammars import Grammars
 from mlx_flash.server.job import Job
+from mlx_flash.server.jobs import Jobs
 from mlx_flash.server.kept import PromptCaches
 from mlx_flash.server.lone import LoneRows
 from mlx_flash.server.prompts import make_prompt, opened_with
 from mlx_flash.server.ranks import Ranks
-from mlx_flash.server.rows import Kept, plain_cache
+from mlx_flash.server.rows import Kept, ServedRows, plain_cache
 from mlx_flash.server.sampling import processors_of, sampler_of
 from mlx_flash.server.text import TextStream, check_tools
 
@@ -42,7 +44,8 @@ class LoadedModel:
 
     Attributes:
         source, model, tokenizer, draft: as given.
-        jobs: the requests that are computed, by their number in the batch.
+        jobs: the requests that were admitted.
+        vocab_size: tokens that the model knows: the length of its logits.
         kept: prompt caches of earlier requests.
         keep_alive: seconds that it stays in memory after its last request; None or a negative number for ever.
         expires: when it leaves memory if no request comes, by ``time.monotonic()``; None for never.
@@ -58,7 +61,8 @@ class LoadedModel:
         ranks: Ranks | None,
     ) -> None:
         self.source, self.model, self.tokenizer, self.draft = source, model, tokenizer, draft
-        self.jobs: dict[int, Job] = {}
+        self.jobs = Jobs()
+        self.vocab_size = model.plan.activations.logits_per_token // 4
         self.kept = PromptCaches(model, options.prompt_cache_size, ranks)
         self.expires: float | None = None
         self.keep_alive: float | None = None
@@ -67,11 +71,8 @@ class LoadedModel:
         self._grammars = Grammars(tokenizer, self.vocab_size)
         self._stops = make_stop_sequences(tokenizer)
         self._rows = make_rows(self.model, self.draft, self._options, is_shared=self._ranks is not None)
-
-    @cached_property
-    def vocab_size(self) -> int:
-        """Tokens that the model knows: the length of its logits."""
-        return self.model.plan.activations.logits_per_token // 4
+        # The last token of a copy is computed once more, so it must be possible to take it out.
+        self._shares_prompts = isinstance(self._rows, ServedRows) and can_trim_prompt_cache(make_prompt_cache(model))
 
     def prepare(self, job: Job) -> None:
         """Make the prompt of a request, and check that the budget has room for it when nothing else runs.
@@ -106,7 +107,16 @@ class LoadedModel:
         return True
 
     def begin(self, job: Job) -> None:
-        """Add a request to the batch."""
+        """Add a request to the batch, or let it wait for another one that computes the same prompt now."""
+        assert job.prompt is not None
+        job.leader = self.jobs.leader_of(job)
+        if job.leader is not None and self._shares_prompts:
+            self.jobs[job.number] = job
+            job.send(Progress("prompt", 0, len(job.prompt.tokens)))
+        else:
+            self._compute(job)
+
+    def _compute(self, job: Job) -> None:
         assert job.prompt is not None
         request, defaults, options = job.request, self.source.defaults, self._options
         job.text = TextStream(self.tokenizer, [*request.stop, *defaults.stop], job.prompt.state, request.tools)
@@ -124,36 +134,40 @@ class LoadedModel:
         del cache
         limit = self.model.plan.kv_bytes // 2 if options.prompt_cache_bytes is None else options.prompt_cache_bytes
         self.kept.trim_to(n_bytes=limit - self._rows.prompt_cache_nbytes)
-        job.uid = uid
-        self.jobs[uid] = job
+        self.jobs.note_computed(job, uid)
         job.begin()
         job.send(Begun(self.source.name, len(job.prompt.tokens), job.num_cached))
 
     def advance(self) -> None:
         """Compute a part of each request, and send what is new."""
+        for job in self.jobs.ready():
+            with ends_alone(partial(self.drop, job)):
+                self._compute(job)
         prompts, answers = self._rows.next()
         for response in prompts:
-            if (job := self.jobs.get(response.uid)) is not None:
-                with ends_alone(partial(self.drop, job)):
-                    self._take_prompt(job, response)
+            if (found := self.jobs.computed(response.uid)) is not None:
+                with ends_alone(partial(self.drop, found)):
+                    self._take_prompt(found, response)
         for response in answers:
-            if (job := self.jobs.get(response.uid)) is not None:
-                with ends_alone(partial(self.drop, job)):
-                    self._take_token(job, response)
+            if (found := self.jobs.computed(response.uid)) is not None:
+                with ends_alone(partial(self.drop, found)):
+                    self._take_token(found, response)
         for uid, error in self._rows.take_errors().items():
-            if (job := self.jobs.pop(uid, None)) is not None:
-                self._fail(job, error)
+            if (found := self.jobs.computed(uid)) is not None:
+                self.jobs.forget(found)
+                self._fail(found, error)
 
     def drop(self, job: Job, error: RefusedError | None = None) -> None:
         """End a request: with an error, or because its client left."""
-        if job.uid is not None and self.jobs.pop(job.uid, None) is not None:
-            self._rows.remove([job.uid])
+        uid = self.jobs.forget(job)
+        if uid is not None:
+            self._rows.remove([uid])
         if error is not None:
             job.fail(error)
 
     def drop_all(self, error: RefusedError) -> None:
         """End all requests with an error, after a pass that failed for all."""
-        jobs, self.jobs = list(self.jobs.values()), {}
+        jobs = self.jobs.take_all()
         self._rows.close()
         self._rows = make_rows(self.model, self.draft, self._options, is_shared=self._ranks is not None)
         for job in jobs:
@@ -171,6 +185,7 @@ class LoadedModel:
         """End a request that could not be computed. If memory was short, kept caches leave, and it begins once more."""
         if isinstance(error.__cause__, BudgetError) and len(self.kept) and not job.num_tokens:
             self.kept.trim_to(n_sequences=0)
+            job.uid, job.is_prompt_done = None, False
             with ends_alone(job.fail):
                 self.begin(job)
         else:
@@ -211,8 +226,11 @@ class LoadedModel:
         """Send how far a prompt is, and keep its cache at the end of a segment."""
         done, total = response.progress if isinstance(response.progress, tuple) else (0, 0)
         job.send(Progress("prompt", job.num_cached + done, job.num_cached + total))
-        if response.end_of_segment and not response.end_of_prompt and job.kinds:
-            kind = job.kinds.pop(0)
+        is_segment = response.end_of_segment and not response.end_of_prompt and job.kinds
+        is_shared = response.end_of_prompt and self.jobs.is_awaited(job)
+        job.is_prompt_done = response.end_of_prompt
+        if is_segment or is_shared:
+            kind = job.kinds.pop(0) if is_segment else "user"
             for cache, tokens in self._rows.extract_cache([response.uid]).values():
                 self.kept.keep(cache, tokens, kind)
 
@@ -241,7 +259,7 @@ class LoadedModel:
             reason, kept = "stop", self._rows.finish(response.uid)
         else:
             return
-        self.jobs.pop(response.uid)
+        self.jobs.forget(job)
         if kept is not None:
             self.kept.keep(*kept)
         del kept

@@ -69,15 +69,15 @@ class EngineRoom:
         """Answers that are computed or wait."""
         return self._inbox.num_answers
 
-    def submit(self, request: GenerationRequest) -> Answer:
-        """Send a request to the thread. Return its answer, for the event loop that runs now.
+    def submit(self, *requests: GenerationRequest) -> list[Answer]:
+        """Send requests to the thread together. Return their answers, for the event loop that runs now.
 
         Raises:
             RefusedError: the thread has ended, or is about to.
         """
         if not self.is_alive:
             raise RefusedError("the server stops." if self._is_stopping else "the generation thread died.", 503)
-        return self._inbox.submit(request)
+        return self._inbox.submit(*requests)
 
     def stop(self) -> None:
         """End all requests with an error after the pass under way, and the thread."""

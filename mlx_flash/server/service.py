@@ -57,7 +57,7 @@ class Service:
         """
         if self.room.num_answers + len(requests) > MAX_REQUESTS:
             raise RefusedError(f"{MAX_REQUESTS} answers wait already. Hint: ask again later.", 503)
-        return [self.room.submit(request) for request in requests]
+        return self.room.submit(*requests)
 
     def endpoint(
         self, kind: type[Checked], answer: Callable[[Service, Request, Checked], Awaitable[Response]], errors: ErrorBody

@@ -1,0 +1,59 @@
+"""The requests of a model that were admitted."""
+
+from __future__ import annotations
+
+from mlx_flash.server.job import Job
+
+
+class Jobs(dict[int, Job]):
+    """The requests, by number. Most are computed; some wait for another one that computes the same prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._computed: dict[int, Job] = {}
+
+    def note_computed(self, job: Job, uid: int) -> None:
+        """Note that a request is computed.
+
+        Args:
+            job: the request.
+            uid: its number in the batch.
+        """
+        job.uid = uid
+        self[job.number] = self._computed[uid] = job
+
+    def computed(self, uid: int) -> Job | None:
+        """Return the request with this number in the batch; None if it is gone."""
+        return self._computed.get(uid)
+
+    def leader_of(self, job: Job) -> Job | None:
+        """Return a request that computes the same prompt now; None if there is none."""
+        assert job.prompt is not None
+        for other in self._computed.values():
+            if not other.is_prompt_done and other.prompt is not None and other.prompt.tokens == job.prompt.tokens:
+                return other
+        return None
+
+    def is_awaited(self, job: Job) -> bool:
+        """Return whether another request waits for the prompt of this one."""
+        return any(other.leader is job and other.uid is None for other in self.values())
+
+    def ready(self) -> list[Job]:
+        """Return the requests that wait no longer."""
+        waiting = [job for job in self.values() if job.uid is None]
+        return [
+            job for job in waiting if job.leader is None or job.leader.is_prompt_done or job.leader.number not in self
+        ]
+
+    def forget(self, job: Job) -> int | None:
+        """Let go of a request. Return its number in the batch; None if it is not computed."""
+        self.pop(job.number, None)
+        found = None if job.uid is None else self._computed.pop(job.uid, None)
+        return None if found is None else found.uid
+
+    def take_all(self) -> list[Job]:
+        """Return all requests, and let go of them."""
+        jobs = list(self.values())
+        self.clear()
+        self._computed.clear()
+        return jobs

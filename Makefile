@@ -19,7 +19,8 @@ demo: $(INSTALLED)  ## build a model of 1 GB, run it in a third of that, then in
 verify: $(INSTALLED)  ## compare small models of each kind with mlx-lm, bit for bit, and save receipts
 	$(BIN)/python scripts/verify.py
 
-# Three processes keep two processors busy while tests wait; the tests of a file stay in one, and `tests/conftest.py` puts the slowest files first.
+# Three processes keep two processors busy while tests wait; the tests of a file stay in one, and the slowest files come first.
+# `--write-durations` notes how long each file takes, in tests/durations.json.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)  ## run all tests
@@ -30,12 +31,12 @@ test-quick: $(INSTALLED)  ## run a fast part of the tests, some of every folder,
 
 # Assertions of the tests still run, since pytest rewrites them; those of the package do not.
 test-optimized: $(INSTALLED)  ## run some tests of generation without the package's assertions, as `python -O` does
-	$(BIN)/python -O -m pytest -W 'ignore:assertions not in test modules' tests/test_loans.py tests/test_generation.py -k 'trimmed or random or speculative'
+	$(BIN)/python -O -m pytest -W 'ignore:assertions not in test modules' tests/streaming/test_loans.py tests/engine/test_generation.py -k 'trimmed or random or speculative'
 
 # The oldest release that pyproject.toml allows; `make test-compat MLX_LM=0.32.1` runs another one.
 MLX_LM ?= 0.32.0
 COMPAT := .venv-mlx-lm-$(MLX_LM)
-COMPAT_TESTS := $(addprefix tests/test_,$(addsuffix .py,compat dropped layers generation patch prefixes serving kv_cache))
+COMPAT_TESTS := $(foreach test,compat dropped layers generation patch prefixes serving kv_cache,$(wildcard tests/*/test_$(test).py))
 
 test-compat: $(COMPAT)/.installed  ## run what touches private parts of mlx-lm, with release MLX_LM of it
 	$(COMPAT)/bin/python -m pytest $(COMPAT_TESTS)

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 import mlx.core as mx
 

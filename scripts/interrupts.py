@@ -28,18 +28,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
 import mlx.core as mx
 
-import test_interrupts_kv
-import test_interrupts_prefixes
+import interrupted_kv
+import interrupted_prefixes
+from expert_pools import with_pool
 from interrupt_points import Program, durations, interrupted_at_random
 from interrupting import CHANGES, Strike, Victim, outcomes
 from mlx_flash import FlashError, FlashLLM
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save, stock
-from test_experts import with_pool
-from test_model import streamed_whole
+from streamed import streamed_whole
 
 KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], FlashLLM]]] = {
     "dense": (LLAMA | {"num_hidden_layers": 2}, lambda folder: streamed_whole(folder, tile_rows=10**9)),
@@ -53,11 +53,11 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], FlashLLM]]] = {
 
 
 CACHES: dict[str, Callable[[Path], Program]] = {
-    **{name.replace(",", ""): partial(test_interrupts_kv.program, name) for name in test_interrupts_kv.SCENARIOS},
+    **{name.replace(",", ""): partial(interrupted_kv.program, name) for name in interrupted_kv.SCENARIOS},
     **{
-        f"prefixes {kind} {mode}": partial(test_interrupts_prefixes.program, kind, mode)
-        for kind in test_interrupts_prefixes.KINDS
-        for mode in test_interrupts_prefixes.MODES
+        f"prefixes {kind} {mode}": partial(interrupted_prefixes.program, kind, mode)
+        for kind in interrupted_prefixes.KINDS
+        for mode in interrupted_prefixes.MODES
     },
 }
 

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 import ranks_zoo
 from zoo import architecture, names, unconfigured

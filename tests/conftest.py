@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,70 +18,6 @@ from hypothesis import settings
 # The same examples in every run; `pytest --hypothesis-profile=default` looks for others.
 settings.register_profile("repeatable", derandomize=True, deadline=None)  # machines are slow at times
 settings.load_profile("repeatable")
-
-SLOWEST = (
-    "test_zoo",
-    "test_kv_batches",
-    "test_experts",
-    "test_model",
-    "test_readme",
-    "test_scripts",
-    "test_kv_streaming",
-    "test_least_budget",
-    "test_plan",
-    "test_cli",
-    "test_monitor",
-    "test_faults",
-    "test_ranks",
-    "test_prefixes",
-    "test_kv_cache",
-    "test_serving",
-    "test_experts_budget",
-    "test_pack",
-    "test_benchmark",
-    "test_rows",
-    "test_speculation",
-    "test_lockstep",
-    "test_huggingface",
-    "test_generation",
-    "test_stacks",
-    "test_budget",
-    "test_kept",
-    "test_reader",
-    "test_kv_store",
-    "test_lending",
-    "test_derived",
-    "test_attention",
-    "test_run",
-    "test_loans",
-    "test_batching",
-    "test_exact_serving",
-    "test_examples",
-    "test_monitor_experts",
-    "test_grow_model",
-    "test_kv_pages",
-    "test_patch",
-    "test_rank_rows",
-    "test_speed",
-    "test_lookahead",
-    "test_guessed_batches",
-    "test_promise",
-    "test_rank_serving",
-    "test_rank_watch",
-    "test_forks",
-    "test_kv_shared",
-    "test_residency_kv",
-    "test_tuning",
-    "test_placement",
-    "test_rank_files",
-    "test_disk_kv_cache",
-    "test_config",
-    "test_gotemplate",
-    "test_stage",
-    "test_counted",
-    "test_telemetry",
-)
-"""Files that take longest, from the slowest. They run first, so that no worker is left with one of them at the end."""
 
 QUICK = {
     "test_compat",
@@ -104,7 +42,9 @@ QUICK = {
 """Files of which every test gets the marker ``quick``; in other files, single tests have it."""
 
 TESTS = Path(__file__).resolve().parent
-sys.path.insert(0, str(TESTS))
+DURATIONS = TESTS / "durations.json"
+"""How many seconds each file took in the last run with ``--write-durations``."""
+sys.path.insert(0, str(TESTS / "helpers"))
 
 # Child processes import this checkout. They and pytest, which rewrites the tests, keep compiled modules.
 os.environ["PYTHONPATH"] = str(TESTS.parent)
@@ -112,14 +52,31 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-durations", action="store_true", help=f"write {DURATIONS.name}, the order of the files")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slowest files first, and mark the tests of the quick ones."""
-    ranks = {name: rank for rank, name in enumerate(SLOWEST)}
-    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+    """Put the slowest files first, so that no worker is left with one of them at the end. Mark the quick tests."""
+    seconds = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -seconds.get(item.path.stem, 0))
     for item in items:
         if item.path.stem in QUICK:
             item.add_marker(pytest.mark.quick)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Write how long each file took, if asked to."""
+    if not config.getoption("--write-durations"):
+        return
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[Path(report.location[0]).stem] += report.duration
+    slow = {name: round(total) for name, total in seconds.most_common() if total >= 1}
+    DURATIONS.write_text(json.dumps(slow, indent=1) + "\n")
 
 
 @pytest.hookimpl(trylast=True)

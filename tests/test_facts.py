@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_flash import FlashConfig, facts, load_model
+from expert_pools import with_pool
+from mlx_flash import FlashConfig, FlashLLM, facts, load_model
 from mlx_flash.telemetry import Json, find
 from models import LLAMA, make_random_model, run, save
 
@@ -18,8 +18,8 @@ RARE = {"outlook.more_bytes", "outlook.times", "writes.day_limit_bytes", "passes
 """Facts that are None until something is known, limited, or under way."""
 
 
-def published(directory: Path, **options: object) -> Json:
-    with load_model(directory, FlashConfig(context_length=512, **options))[0] as model:  # type: ignore[arg-type]
+def published(loaded: FlashLLM) -> Json:
+    with loaded as model:
         run(model, [[1, 2, 3], [4]])
         deadline = time.monotonic() + 10
         while not (found := [each.state for each in find() if each.state["passes"]["num_passes"] == 2]):
@@ -36,9 +36,10 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> list[Json]:
         dense = save(folder / "dense", LLAMA)
         options = ["--architecture=qwen3_moe", "--experts=8", "--experts-per-token=2", "--dtype=float32"]
         mixture = make_random_model(folder / "mixture", "--layers=2", "--hidden-size=64", *options)
+        prefixes = FlashConfig(ram_budget_gb=1, context_length=512, kv_prefixes="exact", kv_directory=folder)
         return [
-            published(dense, ram_budget_gb=1, kv_prefixes="exact", kv_directory=folder),
-            published(mixture, ram_budget_gb="min"),
+            published(load_model(dense, prefixes)[0]),
+            published(with_pool(mixture, pool_slots=3, telemetry=True)),
         ]
 
 

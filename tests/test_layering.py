@@ -8,7 +8,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from children import ROOT
+
 PACKAGE = ROOT / "mlx_flash"
 
 FLOORS = [

@@ -215,8 +215,11 @@ def _interrupts_repeated() -> Iterator[None]:
 def _repeat(number: int, handler: Any) -> None:
     """Send a signal to the main thread until its handler runs. One that comes just before a wait would not end it."""
     seen: list[int] = []  # no lock: a signal may interrupt the handler of the one before
+    caller = sys._getframe()
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if caller in _callers(frame):
+            return  # Python would drop what is raised in a hook of its own
         seen.append(number)
         signal.signal(number, handler)
         handler(number, frame)
@@ -230,6 +233,12 @@ def _repeat(number: int, handler: Any) -> None:
 
     signal.signal(number, handle)
     threading.Timer(_REPEAT_SECONDS, send).start()
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _report(error: Exception, with_traceback: bool) -> int:

@@ -1,0 +1,668 @@
+"""The command line, run as a user runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from huggingface_hub import scan_cache_dir
+from mlx_lm.generate import setup_arg_parser
+from rich.console import Console
+from safetensors.numpy import load_file, save_file
+
+import children
+from children import ROOT
+from mlx_flash import __version__, cli
+from mlx_flash.commands import cache, dispatch
+from mlx_flash.commands.arguments import COMMANDS, parse_arguments
+from mlx_flash.commands.render import render_plan
+from mlx_flash.config import GB, FlashConfig
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.monitor.words import duration, rate, speed
+from models import make_random_model
+
+SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 300"
+MIXTURE = (
+    "--architecture qwen3_moe --layers 4 --hidden-size 128 --intermediate-size 128 --heads 4 --kv-heads 2 "
+    "--vocab-size 300 --experts 16 --experts-per-token 2 --dtype float32"
+)
+PROMPT = "Tell me\\nabout\\tthe sea."
+
+
+def run(
+    *arguments: object, module: str = "mlx_flash", stdin: str = "", forks: bool = True
+) -> subprocess.CompletedProcess[bytes]:
+    return children.run("-m", module, *arguments, stdin=stdin, forks=forks)
+
+
+def run_json(*arguments: object, stdin: str = "", forks: bool = True) -> dict[str, Any]:
+    done = run(*arguments, "--json", stdin=stdin, forks=forks)
+    assert done.returncode == 0, done.stderr.decode()
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def error_of(*arguments: object, status: int = 1) -> str:
+    done = run(*arguments)
+    assert done.returncode == status and done.stdout == b""
+    text = done.stderr.decode()
+    assert "Traceback" not in text
+    line = text.splitlines()[-1]
+    assert "error: " in line
+    return line
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny llama"
+    return make_random_model(path, *SHAPE.split())
+
+
+@pytest.fixture(scope="module")
+def report(model: Path) -> dict[str, Any]:
+    flags = ["--prompt", PROMPT, "-m", 24, "--ram-budget-gb", "min", "--context-length", 64]
+    return run_json("generate", "--model", model, *flags, forks=False)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture whose layers change their input so little that the next router's choices can be guessed.
+
+    Guesses of a model of plain noise are right or wrong by the rounding of the processor.
+    """
+    path = make_random_model(tmp_path_factory.mktemp("models") / "mixture", *MIXTURE.split())
+    for shard in path.glob("*.safetensors"):
+        weights = load_file(shard)
+        for name in weights:
+            if "o_proj" in name or "down_proj" in name:
+                weights[name] = np.float32(0.01) * weights[name]
+        save_file(weights, shard)  # aligned, as reads of single experts want it
+    return path
+
+
+POOL = ("--ram-budget-gb", "min", "--expert-pool-gb", 0.003)
+"""Experts are read one by one, in a pool of some of them."""
+
+SAMPLED = ("-m", 24, "--temp", 1, "--seed", 3, "--no-speculation")
+"""Ever other experts, and one token in a pass: with several there is no look-ahead."""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--prefill-step-size 8",
+        "--prefill-step-size 8 --temp 1 --top-p 0.9 --min-p 0.01 --top-k 50 --seed 3",
+        "--prefill-step-size 16 --system-prompt sys --prefill-response Sure --max-kv-size 40",
+        "--prefill-step-size 2048 --ignore-chat-template --extra-eos-token <|im_end|>",
+    ],
+)
+def test_text_is_that_of_mlx_lm(model: Path, flags: str) -> None:
+    command = ["generate", "--model", model, "--prompt", PROMPT, "--max-tokens", 30, *flags.split()]
+    streamed = run(*command, "--ram-budget-gb", "min")
+    expected = run(*command, "--verbose", "False", module="mlx_lm")
+    if b"unrecognized arguments" in expected.stderr:
+        pytest.skip("this mlx-lm has no such flag")
+    assert streamed.returncode == expected.returncode == 0
+    assert streamed.stdout == expected.stdout
+    assert run(*command, "--resident").stdout == expected.stdout
+
+
+@pytest.mark.parametrize("flags", ["", "--draft-model {model} --num-draft-tokens 2"])
+def test_draft_models_and_saved_prompt_caches_give_the_text_of_mlx_lm(model: Path, tmp_path: Path, flags: str) -> None:
+    file = tmp_path / "cache.safetensors"
+    made = run("cache_prompt", "--model", model, "--prompt", "Once", "--prompt-cache-file", file, module="mlx_lm")
+    assert made.returncode == 0, made.stderr
+    saved = ["--prompt-cache-file", file] if not flags else []
+    more = [word.format(model=model) for word in flags.split()]
+    command = ["generate", "--model", model, "--prompt", PROMPT, "-m", 20, "--prefill-step-size", 16, *saved, *more]
+    expected = run(*command, "--verbose", "False", module="mlx_lm")
+    streamed = run(*command, "--ram-budget-gb", 0.25)
+    assert streamed.returncode == expected.returncode == 0, streamed.stderr.decode()
+    assert streamed.stdout == expected.stdout and b"within the budget" in streamed.stderr
+    assert run(*command, "--resident").stdout == expected.stdout
+
+
+def test_a_prompt_cache_of_another_model_is_refused(model: Path, mixture: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cache.safetensors"
+    run("cache_prompt", "--model", model, "--prompt", "Once", "--prompt-cache-file", file, module="mlx_lm")
+    line = error_of("generate", "--model", mixture, "--prompt-cache-file", file)
+    assert str(model) in line and str(mixture) in line
+    line = error_of("generate", "--model", model, "--prompt-cache-file", file, "--draft-model", model)
+    assert f"no keys and values of --draft-model {model}. Hint: leave one out" in line
+
+
+def test_chat_goes_on_with_a_text_where_there_is_no_chat_template(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    done = run("chat", "--model", folder, "--max-tokens", 2, stdin="Hello")
+    assert done.returncode == 0 and done.stdout.strip() and b"has no chat template" in done.stderr
+
+
+def test_tokens_are_those_of_a_resident_run(model: Path, report: dict[str, Any]) -> None:
+    step = report["prefill_step_size"]
+    command = ["generate", "--model", model, "--prompt", PROMPT, "-m", 24, "--prefill-step-size", step]
+    resident = run_json(*command, "--resident")
+    assert resident["tokens"] == report["tokens"] and resident["text"] == report["text"]
+    assert (resident["mode"], resident["plan"], resident["bytes_read"]) == ("resident", None, None)
+    assert resident["budget_bytes"] is None and resident["peak_memory_bytes"] > 0
+
+
+def test_report_adds_up(report: dict[str, Any]) -> None:
+    plan = report["plan"]
+    assert report["mode"] == "streamed"
+    assert report["peak_memory_bytes"] <= report["budget_bytes"] == plan["budget_bytes"]
+    assert report["within_budget"] is True
+    assert report["bytes_read"] == report["prompt_bytes_read"] + report["generation_bytes_read"] > 0
+    read_bytes = plan["streaming"]["read_bytes"] - report["lent_bytes"]
+    assert report["bytes_read_per_token"] == pytest.approx(read_bytes * report["passes_per_token"], rel=0.25)
+    assert report["prompt_passes"] >= 1 and 0 < report["generation_passes"] <= 23
+    assert report["generation_passes"] == 23 - report["guessed_tokens_right"] <= 23
+    assert report["read_bytes_per_second"] > 0 and report["disk_speed_share"] > 0
+    wall = report["time_to_first_token_seconds"] + report["generation_seconds"]
+    assert report["read_bytes_per_second"] == pytest.approx(report["bytes_read"] / wall)
+    assert report["reading_bytes_per_second"] >= 0.9 * report["read_bytes_per_second"]
+    probed = report["disk_bytes_per_second"]
+    assert report["disk_speed_share"] == pytest.approx(report["reading_bytes_per_second"] / probed)
+    assert 0 <= report["generation_wait_share"] <= 1 and 0 <= report["prompt_wait_share"] <= 1
+    assert report["generation_tokens"] == len(report["tokens"])
+    assert plan["context_length"] == 64 >= report["prompt_tokens"] + 24
+    assert plan["peak_bytes"] == sum(part["bytes"] for part in plan["parts"]) <= plan["budget_bytes"]
+    assert report["prefill_as_mlx_lm"] is (report["prefill_step_size"] >= report["prompt_tokens"] - 1)
+    assert report["versions"]["mlx_flash"] == __version__
+
+
+def test_summary_goes_to_stderr(model: Path) -> None:
+    done = run("generate", "--model", model, "-m", 4, "--ram-budget-gb", "min", "--prefill-step-size", 4, forks=False)
+    summary = done.stderr.decode()
+    assert done.stdout.endswith(b"\n")
+    for words in ("Prompt:", "Generation:", "Peak memory:", "within the budget of", "per token", "Time:"):
+        assert words in summary
+    assert "--prefill-step-size 4" in " ".join(summary.split())
+    assert all(len(line) <= 80 for line in summary.splitlines()) and "\x1b" not in summary
+
+
+def test_verbose_false_writes_text_alone(model: Path) -> None:
+    done = run("generate", "--model", model, "-m", 4, "--verbose", "False")
+    assert done.stderr == b"" and done.stdout.endswith(b"\n")
+
+
+def test_verbose_false_still_says_that_a_smaller_step_changes_last_bits(model: Path) -> None:
+    command = ["generate", "--model", model, "-m", 2, "--prefill-step-size", 4, "--verbose", "False"]
+    told = run(*command).stderr
+    assert told.count(b"\n") == 1 and b"output is mlx-lm's own for --prefill-step-size 4" in told
+    assert run(*command, "--quiet").stderr == b""
+
+
+def test_prompt_from_stdin(model: Path) -> None:
+    command = ["generate", "--model", model, "-m", 3]
+    piped = run_json(*command, "--prompt", "-", stdin="good morning")
+    assert piped["tokens"] == run_json(*command, "--prompt", "good morning")["tokens"]
+    assert piped["prompt_tokens"] > len("good morning")
+
+
+def test_one_token(model: Path) -> None:
+    report = run_json("generate", "--model", model, "-m", 1, "--ram-budget-gb", "min")
+    assert report["generation_tokens"] == 1 and report["generation_tokens_per_second"] is None
+    assert report["bytes_read_per_token"] is None and report["time_to_first_token_seconds"] > 0
+
+
+def test_slow_speeds_are_seconds_per_token() -> None:
+    assert speed(2.5) == "2.500 tokens-per-sec" and speed(0.1) == "0.100 tokens-per-sec"
+    assert speed(0.0004) == "2500.0 s per token" and speed(0) == "0.000 tokens-per-sec"
+    assert rate(0.0004) == "2500.0 s per token" and rate(0.25) == "0.25" and rate(0) == "0.00"
+
+
+def test_pack_reports_in_words_and_in_json(model: Path, tmp_path: Path) -> None:
+    done = run("pack", model, tmp_path / "a", "--verify")
+    text = done.stdout.decode()
+    assert done.returncode == 0 and "PackReport" not in text
+    assert text.startswith(f"{tmp_path / 'a'}: 30 tensors, 299 kB in 1 safetensors file, packed in ")
+    assert "one pass reads, before: " in text and "every tensor was read back and is equal" in text
+    report = run_json("pack", model, tmp_path / "b")
+    assert report["target"] == str(tmp_path / "b") and report["num_tensors"] == 30
+    assert report["before"]["num_reads"] > report["after"]["num_reads"]
+
+
+def test_bench_measures_a_cold_run_against_its_plan(model: Path) -> None:
+    command = ["bench", "--model", model, "--ram-budget-gb", "min", "--prompt-tokens", 20, "--max-tokens", 5]
+    report = run_json(*command)
+    assert (report["prompt_tokens"], report["generation_tokens"], report["finish_reason"]) == (20, 5, "length")
+    assert report["peak_memory_bytes"] <= report["budget_bytes"] and "dropped before loading" in report["cold"]
+    assert report["generation_tokens_per_second"] > 0 and report["load_seconds"] > 0
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.decode().split())
+    for words in ("Cold: the cached pages", "Load: ", "First token: after ", "Generation: ", "planned: ", "budget: "):
+        assert words in text
+
+
+def test_cache_lists_downloaded_models_with_their_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = tmp_path / "hub/models--org--tiny/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "blobs").mkdir()
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("abc")
+    (snapshot / "model.safetensors").write_bytes(bytes(303_000))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "hub"))
+    assert cli.main(["cache", "list"]) == 0
+    assert re.search(r"^org/tiny +303 kB +used today", capsys.readouterr().out, re.MULTILINE)
+    assert cli.main(["cache", "list", "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)["models"]
+    assert (listed["model"], listed["bytes"]) == ("org/tiny", 303_000)
+    monkeypatch.setattr(cache, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "none"))
+    assert cli.main(["cache", "list"]) == 0
+    assert "0 models of 0 kB" in capsys.readouterr().out
+
+
+def test_plan_table(model: Path) -> None:
+    done = run("plan", "--model", model, "--ram-budget-gb", "min")
+    assert done.returncode == 0 and done.stderr == b""
+    table = done.stdout.decode()
+    for words in (
+        "predicted peak",
+        "smallest workable budget",
+        "Streamed layers:",
+        "lm_head",
+        "tokens-per-sec",
+        "16: ",
+        "16 000 tokens",
+    ):
+        assert words in table
+    assert all(len(line) <= 80 for line in table.splitlines())
+
+
+def test_plan_warns_of_prompts_that_take_longer_than_a_minute(model: Path) -> None:
+    prepared = prepare(model, FlashConfig(ram_budget_gb="min"))
+    plan = replace(prepared.plan, prefill_step_size=16, is_measured=False)
+    for seconds, warned in ((0.01, False), (0.1, True), (30.0, True)):
+        slow = replace(plan, streaming=replace(plan.streaming, seconds=seconds), opening_seconds=seconds)
+        file = io.StringIO()
+        Console(file=file, width=200).print(render_plan("tiny", prepared.layout, slow))
+        text = file.getvalue()
+        assert ("Warning:" in text) == warned == (slow.seconds_to_first_token(16_000) > 60)
+        assert f"100 tokens {duration(30 * slow.prompt_passes(100))}" in text or seconds < 30
+    assert "30 s per token, from a short probe; up to 90 s are likely" in text
+
+
+def test_plan_of_a_kv_cache_on_disk_needs_no_context_length(model: Path) -> None:
+    assert run_json("plan", "--model", model, "--kv-cache", "disk")["kv"]["options"]["form"] == "step"
+
+
+def test_plan_json(model: Path) -> None:
+    plan = run_json("plan", "--model", model, "--ram-budget-gb", 1, "--context-length", 100, "--prefill-step-size", 32)
+    assert plan["budget_bytes"] == GB and plan["minimum_bytes"] <= GB
+    assert (plan["context_length"], plan["prefill_step_size"], plan["num_layers"]) == (100, 32, 3)
+    assert plan["streaming"]["layers"] == [] and plan["streaming"]["read_bytes"] == 0
+    assert plan["peak_bytes"] == sum(part["bytes"] for part in plan["parts"])
+    assert plan["tokens_per_second"] == pytest.approx(1 / plan["seconds_per_token"])
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"), [("abc", "number of GB"), ("nan", "finite"), ("-1", "above 0"), ("0", "above 0")]
+)
+def test_budget_that_is_none(budget: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["plan", "--model", "x", f"--ram-budget-gb={budget}"])
+    assert exit_.value.code == 2
+    assert f"ram_budget_gb is '{budget}'" in (text := capsys.readouterr().err) and words in text
+
+
+def test_budget_too_small(model: Path) -> None:
+    line = error_of("generate", "--model", model, "--ram-budget-gb", 0.01)
+    assert line.startswith("mlx-flash: error: ram_budget_gb is 0.01") and "at least" in line
+
+
+def test_model_that_is_not_there(tmp_path: Path) -> None:
+    assert f"no directory '{tmp_path}/none'" in error_of("generate", "--model", tmp_path / "none")
+    assert f"{tmp_path}/config.json" in error_of("generate", "--model", tmp_path)
+    assert str(tmp_path) in error_of("plan", "--model", tmp_path)
+    for command in (["generate", "--model"], ["run"]):
+        line = error_of(*command, "llama3.2:3b")
+        assert "'llama3.2:3b' is a name of Ollama" in line and "look for llama3.2 in MLX's format" in line
+    line = error_of("generate", "--model", "no/such")
+    assert "HF_HUB_OFFLINE" in line and len(line) < 300
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json is not JSON" in error_of("generate", "--model", tmp_path)
+
+
+@pytest.mark.parametrize("flags", ["--max-tokens 0", "--max-tokens -2", "--chat-template-config [1]", "--io fast"])
+def test_usage_errors(flags: str) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["generate", "--model", "x", *flags.split()])
+    assert exit_.value.code == 2
+
+
+def flags_in(text: str) -> list[str]:
+    return re.findall(r"^  (?:-\w[^,]*, )?(--[a-z-]+)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("command", "program"), [("serve", "server"), ("chat", "chat")])
+def test_help_lists_the_flags_of_mlx_lm(command: str, program: str) -> None:
+    found = flags_in(run(command, "--help-tuning").stdout.decode())
+    expected = flags_in(run(program, "--help", module="mlx_lm").stdout.decode())
+    hidden = {"--pipeline", "--use-default-chat-template"} if command == "serve" else set()  # without effect
+    assert set(expected) - {"--help"} - hidden <= set(found) and len(expected) > 10
+    assert found.index("--model") < found.index("--ram-budget-gb") < found.index("--temp") < found.index("--kv-cache")
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_help_shows_the_basics_first_and_tuning_last(command: str) -> None:
+    short = run(command, "--help")
+    assert short.returncode == 0 and short.stdout == run("help", command).stdout
+    lines = short.stdout.decode().splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) < 80 and "--queue-depth" not in short.stdout.decode()
+    done = run(command, "--help-tuning")
+    assert done.returncode == 0 and set(flags_in(short.stdout.decode())) <= set(flags_in(done.stdout.decode()))
+    basics, *tuning = done.stdout.decode().split("\ntuning:\n")
+    assert len(tuning) == COMMANDS[command].streams
+    if tuning:
+        assert {"--ram-budget-gb", "--context-length", "--prefill-step-size"} <= set(flags_in(basics))
+        assert {"--queue-depth", "--kv-cache", "--io"} <= set(flags_in(tuning[0]))
+
+
+def test_generate_takes_the_flags_and_defaults_of_mlx_lm() -> None:
+    ours = vars(parse_arguments(["generate", "--model", "x"]))
+    theirs = vars(setup_arg_parser().parse_args([]))
+    not_supported = {"image", "quantize_activations"}
+    of_its_own = {"model", "prefill_step_size"}  # required here; chosen by the plan
+    for name in theirs.keys() - not_supported - of_its_own:
+        assert ours[name] == theirs[name], name
+
+
+@pytest.mark.parametrize("command", [["--help"], ["help", "serve"], ["generate", "--help"], ["-V"]])
+def test_help_imports_no_mlx_and_takes_less_than_half_a_second(command: list[str]) -> None:
+    program = f"""
+import sys
+from mlx_flash import cli
+try:
+    cli.main({command})
+finally:
+    assert not {{"mlx", "mlx.core", "mlx_lm", "numpy", "rich"}} & set(sys.modules)
+"""
+    times = []
+    for _ in range(3):  # processor time: the machine may be busy
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=ROOT)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(times) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("generate --model x --ram-bugdet-gb 2", "Did you mean '--ram-budget-gb'?"),
+        ("generate --modle x", "unrecognized arguments: --modle x. Did you mean '--model'?"),
+        ("plan --model x --kv-prefixs=exact", "Did you mean '--kv-prefixes'?"),
+        ("serve --model x --prot 80", "Did you mean '--port'?"),
+        ("chat --model x --tmep 1", "Did you mean '--temp'?"),
+        ("genrate --model x", "there is no command 'genrate'. Did you mean 'generate'?"),
+        ("generate --prompt x", "the following arguments are required: --model"),
+    ],
+)
+def test_misspelt_flags_and_commands_get_a_suggestion(
+    words: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(words.split())
+    assert exit_.value.code == 2 and hint in capsys.readouterr().err
+
+
+def test_serve_takes_the_flags_and_defaults_of_mlx_lm() -> None:
+    args = parse_arguments(["serve", "--model", "a", "--model", "b=c", "--port=80", "--temp", "0.5"])
+    assert (args.model, args.port, args.temp) == (["a", "b=c"], 80, 0.5)
+    assert (args.max_tokens, args.top_p, args.prompt_cache_size, args.decode_concurrency) == (512, 1.0, 10, 32)
+    assert parse_arguments(["serve", "--prompt-cache-bytes", "1.5GB"]).prompt_cache_bytes == 1_500_000_000
+    assert parse_arguments(["serve", "--pipeline"]).model == []
+
+
+@pytest.mark.parametrize("flags", ["--port 70000", "--port -1", "--prompt-cache-bytes x", "--chat-template-args []"])
+def test_wrong_flags_of_serve(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse_arguments(["serve", *flags.split()])
+    assert exit_.value.code == 2
+
+
+def test_chat_takes_the_flags_of_mlx_lm() -> None:
+    words = ["--model", "m", "--max-tokens=80", "--trust-remote-code", "--ram-budget-gb", "2", "--xtc-threshold", "0.2"]
+    args = parse_arguments(["chat", *words])
+    assert (args.model, args.max_tokens, args.trust_remote_code, args.ram_budget_gb) == ("m", 80, True, 2)
+    assert (args.temp, args.top_p, args.xtc_threshold, args.seed) == (None, None, 0.2, 0)
+
+
+def test_no_arguments_show_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "generate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([flag])
+    assert exit_.value.code == 0 and capsys.readouterr().out == f"mlx-flash {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ValueError("two\n lines"), 1, "error: two lines"),
+        (FileNotFoundError(2, "No such file", "x/y"), 1, "error: No such file: x/y"),
+        (KeyError("k"), 1, "KeyError: 'k'. Hint: --traceback"),
+    ],
+)
+def test_errors_are_one_line(
+    error: BaseException,
+    status: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("mlx_flash.commands.plan.prepare", fail)
+    assert cli.main(["plan", "--model", str(ROOT)]) == status
+    text = capsys.readouterr().err
+    assert words in text and text.count("\n") == 1
+    if status == 1:
+        monkeypatch.setenv(dispatch.TRACEBACK_VARIABLE, "1")
+        cli.main(["plan", "--model", str(ROOT)])
+        assert "Traceback" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def generating(model: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that would take long, and whose first text has come."""
+    command = [sys.executable, "-m", "mlx_flash", "generate", "--model", str(model), "-m", "100000"]
+    command += ["--ram-budget-gb", "min"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None and process.stdout.read(1)
+            yield process
+        finally:
+            process.kill()
+
+
+def test_ctrl_c_ends_generation(model: Path) -> None:
+    with generating(model) as process:
+        until_then, others = psutil.Process(process.pid).cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = ended.ru_utime + ended.ru_stime - others.ru_utime - others.ru_stime
+        assert seconds - until_then.user - until_then.system < 3
+    assert process.returncode == 130 and out.endswith(b"\n")
+    assert b"ended by: interrupted" in err and b"Traceback" not in err
+
+
+def test_broken_pipe_is_quiet(model: Path) -> None:
+    with generating(model) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.wait(timeout=60) == 141
+        assert process.stderr.read() == b""
+
+
+# --- mixtures of experts ---------------------------------------------------------------------------------------------
+
+
+def test_plan_of_a_mixture(mixture: Path) -> None:
+    plan = run_json("plan", "--model", mixture, *POOL)
+    pool = plan["pool"]
+    assert pool["num_experts"] == 4 * 16 and 2 <= pool["num_slots"] < 64
+    assert 0.8 * 3e6 < pool["num_slots"] * pool["slot_bytes"] <= 3e6
+    assert 0 < pool["hit_rate"] < 1 and pool["read_bytes"] > 0 and pool["seconds"] > 0
+    assert plan["tokens_per_second"] == pytest.approx(1 / plan["opening_seconds"])
+    assert plan["opening_seconds"] >= plan["streaming"]["compute_seconds"]
+    (part,) = [part for part in plan["parts"] if part["name"].startswith("experts")]
+    assert part["name"] == f"experts ({pool['num_slots']} of 64)"
+    assert part["bytes"] == pool["num_slots"] * pool["slot_bytes"]
+    assert plan["peak_bytes"] == sum(part["bytes"] for part in plan["parts"]) <= plan["budget_bytes"]
+
+
+def test_plan_table_of_a_mixture(mixture: Path) -> None:
+    done = run("plan", "--model", mixture, *POOL)
+    assert done.returncode == 0 and done.stderr == b""
+    table = done.stdout.decode()
+    assert "Experts:" in table and "of 64 in memory" in " ".join(table.split())
+    assert all(len(line) <= 80 for line in table.splitlines())
+    for flags in (("--ram-budget-gb", 2), ("--ram-budget-gb", "min", "--expert-pool-gb", 0)):
+        done = run("plan", "--model", mixture, *flags)
+        assert done.returncode == 0 and b"xperts" not in done.stdout
+        assert run_json("plan", "--model", mixture, *flags)["pool"] is None
+
+
+def test_a_pool_too_small_names_the_least(mixture: Path) -> None:
+    line = error_of("plan", "--model", mixture, "--expert-pool-gb", 1e-5)
+    assert "expert_pool_gb is 1e-05" in line and "at least" in line and "experts of" in line
+
+
+@pytest.fixture(scope="module")
+def traced(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The report of a run, and the routing that it recorded."""
+    file = tmp_path_factory.mktemp("trace") / "routing.jsonl"
+    command = ["generate", "--model", mixture, "--prompt", PROMPT, *SAMPLED, "--prefill-step-size", 16]
+    return run_json(*command, *POOL, "--routing-trace", file, forks=False), file
+
+
+def test_report_of_a_mixture(traced: tuple[dict[str, Any], Path], mixture: Path) -> None:
+    report, _ = traced
+    assert report["within_budget"] is True and report["generation_tokens"] == 24
+    assert 0 < report["expert_hit_rate"] < 1
+    assert 0 < report["expert_bytes_read_per_token"] <= report["bytes_read_per_token"]
+    assert report["expert_predictions"] > 0 and 0 <= report["expert_prediction_rate"] <= 1
+    command = ["generate", "--model", mixture, "--prompt", PROMPT, *SAMPLED, "--prefill-step-size", 16]
+    resident = run_json(*command, "--resident")
+    assert resident["tokens"] == report["tokens"]
+    for name in [name for name in report if name.startswith("expert_")]:
+        assert resident[name] is None
+    whole = run_json(*command, "--ram-budget-gb", "min", "--context-length", 64, "--expert-pool-gb", 0)
+    assert whole["tokens"] == report["tokens"] and whole["expert_hit_rate"] is None
+    assert whole["bytes_read_per_token"] > 3 * report["bytes_read_per_token"]
+
+
+def test_a_report_without_lookahead(mixture: Path) -> None:
+    command = ["generate", "--model", mixture, "--prompt", PROMPT, *POOL, "--no-expert-lookahead"]
+    report = run_json(*command, "-m", 6)
+    assert report["expert_predictions"] == 0 and report["expert_prediction_rate"] is None
+    assert 0 < report["expert_hit_rate"] < 1
+    report = run_json(*command, "-m", 1)
+    assert report["expert_hit_rate"] is None and report["expert_bytes_read_per_token"] is None
+
+
+def test_the_summary_tells_about_experts(mixture: Path) -> None:
+    done = run("generate", "--model", mixture, *SAMPLED, *POOL, forks=False)
+    summary = done.stderr.decode()
+    words = " ".join(summary.split())
+    assert "Experts:" in summary and "% in memory when they were needed" in words and "predicted ones right" in words
+    assert all(len(line) <= 80 for line in summary.splitlines())
+
+
+def test_a_routing_trace_has_every_pass(traced: tuple[dict[str, Any], Path], mixture: Path) -> None:
+    report, file = traced
+    header, *calls = [json.loads(line) for line in file.read_text().splitlines()]
+    assert header["format"] == 1 and header["model"] == str(mixture) and header["top_k"] == 2
+    assert [layer["num_experts"] for layer in header["layers"]] == [16] * 4
+    assert {layer["expert_bytes"] for layer in header["layers"]} == {3 * 128 * 128 * 4}
+    num_passes = 1 + max(number for number, *_ in calls)
+    assert [(number, layer) for number, _, layer, _ in calls] == [(n, i) for n in range(num_passes) for i in range(4)]
+    tokens = [tokens for _, tokens, layer, _ in calls if layer == 0]
+    prompt = report["prompt_tokens"]
+    prefill = [min(16, prompt - 1 - i) for i in range(0, prompt - 1, 16)]
+    assert tokens == prefill + [1] * 24
+    for _, num_tokens, _, chosen in calls:
+        experts = [expert for expert, _ in chosen]
+        assert experts == sorted(set(experts)) and set(experts) <= set(range(16))
+        assert sum(count for _, count in chosen) == 2 * num_tokens
+
+
+def test_a_trace_of_what_is_not_routed_is_refused(model: Path, mixture: Path, tmp_path: Path) -> None:
+    file = tmp_path / "none.jsonl"
+    for path, flags in (
+        (model, ("--ram-budget-gb", "min")),
+        (mixture, ("--resident",)),
+        (mixture, ("--ram-budget-gb", 2)),
+    ):
+        line = error_of("generate", "--model", path, "-m", 2, *flags, "--routing-trace", file)
+        assert "--routing-trace" in line and "Hint:" in line
+    line = error_of("generate", "--model", mixture, "-m", 2, *POOL, "--routing-trace", tmp_path / "no" / "trace")
+    assert "No such file or directory" in line and "trace" in line
+    assert not file.exists()
+
+
+WRONG_NUMBERS = [
+    ("run", "--port 70000", "70000 is not between 1 and 65535"),
+    ("run", "--port 0", "0 is not between"),
+    ("serve", "--port 70000", "70000 is not between 1 and 65535"),
+    ("serve", "--top-k -1", "-1 is not between 0"),
+    ("chat", "--temp nan", "nan is not between 0 and 1000"),
+    ("chat", "--max-tokens 0", "0 is not between 1 and 2147483647; -1 sets no limit"),
+    ("generate", "--max-tokens 99999999999999999999", "is not between"),
+    ("generate", "--temp inf", "inf is not between"),
+    ("generate", "--min-p nan", "nan is not between 0 and 1"),
+    ("generate", "--top-p 2", "2 is not between 0 and 1"),
+    ("generate", "--xtc-threshold 0.7", "0.7 is not between 0 and 0.5"),
+    ("generate", "--seed -1", "-1 is not between 0"),
+    ("generate", "--seed 18446744073709551616", "is not between 0"),
+    ("generate", "--kv-bits 7", "'7' is not one of 2, 3, 4"),
+    ("generate", "--num-draft-tokens 0", "0 is not between 1"),
+    ("generate", "--context-length 0", "context_length is 0: it must be at least 1"),
+    ("generate", "--queue-depth 1000", "between 1 and 64"),
+    ("generate", "--kv-ram-gb nan", "kv_ram_gb is nan"),
+    ("plan", "--ranks 1000000000", "is not between 1 and 4096"),
+    ("bench", "--prompt-tokens 1e9", "'1e9' is not a whole number"),
+    ("doctor", "--prompt-tokens 100000000", "is not between 1 and 10000000"),
+    ("stop", "1 --timeout nan", "nan is not between"),
+    ("stop", "1 --timeout -1", "-1 is not between 0 and 86400"),
+]
+
+
+@pytest.mark.parametrize(("command", "flags", "words"), WRONG_NUMBERS)
+def test_numbers_out_of_range_are_usage_errors(
+    command: str, flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([command, *(["--model", "x"] if command not in ("run", "stop") else []), *flags.split()])
+    told = capsys.readouterr().err
+    assert exit_.value.code == 2 and words in told and flags.split()[-2] in told

@@ -1,0 +1,234 @@
+"""``mlx-flash doctor``, the table of budgets, and facts about disks."""
+
+from __future__ import annotations
+
+import io
+import json
+import plistlib
+import subprocess
+from collections import namedtuple
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from machines import FIXED, make_machine, make_model, minimum_of
+from mlx_flash.commands.arguments import parse_arguments
+from mlx_flash.commands.doctor import Findings, advice, doctor
+from mlx_flash.commands.plan import plan
+from mlx_flash.config import GB
+from mlx_flash.errors import BudgetError
+from mlx_flash.memory import footprint
+from mlx_flash.monitor.system import SystemMemory
+from mlx_flash.residency.budgets import table_of_budgets
+from mlx_flash.residency.search import make_plan
+from mlx_flash.storage import disks, probe, selftest
+from mlx_flash.storage.disks import Disk, disk_of
+from mlx_flash.storage.probe import DiskProfile
+from mlx_flash.storage.selftest import SelfTest
+from models import LLAMA, save
+
+DISK = Disk("/dev/disk3", "/", "apfs", 10**12, 4 * 10**11, False, False, True)
+FOUND = Findings(
+    device="Apple M4 (gpu)",
+    memory=SystemMemory(16 * GB, 9 * GB, 0, 0, None),
+    wired_limit=None,
+    disk=DISK,
+    profile=DiskProfile(5e9, 2 << 20, 8, True),
+    selftest=SelfTest("in place", 480, {"buffered": 0, "in place": 0}, 1.0),
+    versions={"versions": {"python": "3.12.1", "mlx": "0.32.4", "mlx_lm": "0.32.2", "mlx_flash": "0.1.0"}},
+)
+OLD = {"versions": {**FOUND.versions["versions"], "mlx_lm": "0.31.9"}}
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "ROUNDS", 2)
+    monkeypatch.setattr(selftest, "CASES", (selftest._Case(64 << 10, 4, True),))
+    monkeypatch.setattr(selftest, "NUM_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(probe, "SAMPLE_BYTES", 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"disk": replace(DISK, is_network=True, file_system="nfs")}, "network file system (nfs)"),
+        ({"disk": replace(DISK, is_external=True)}, "/dev/disk3 is an external disk"),
+        ({"disk": replace(DISK, free_bytes=10**10)}, "/ has 10.0 GB of 1000.0 GB free"),
+        ({"profile": DiskProfile(4e8, 1, 1, True)}, "0.40 GB/s"),
+        ({"profile": DiskProfile(5e9, 1, 1, False)}, "no direct reads"),
+        ({"memory": SystemMemory(16 * GB, 9 * GB, 8 * GB, 2 * GB, None)}, "2.00 GB are swapped out"),
+        ({"selftest": SelfTest("bounced", 480, {"in place": 88}, 1.0)}, "lost 88 of 480 blocks, so they are bounced"),
+        ({"wired_limit": 11 * GB}, "at most 11.0 GB wired"),
+        ({"versions": OLD}, "tested with mlx-lm 0.32.0 to"),
+    ],
+)
+def test_advice_is_given_where_it_is_due(changes: dict[str, Any], words: str) -> None:
+    found = list(advice(replace(FOUND, **changes)))
+    assert words in " ".join(found) and len(found) == bool(words)
+
+
+def doctor_of(*flags: object) -> str:
+    out = io.StringIO()
+    assert doctor(parse_arguments(["doctor", "--no-telemetry", *map(str, flags)]), out) == 0
+    return out.getvalue()
+
+
+def test_the_machine_is_described() -> None:
+    text = doctor_of()
+    for label in ("Machine:", "Memory:", "Disk:", "Disk speed:", "MLX:", "Self-test:   reads are in place"):
+        assert label in text
+    assert next(iter(selftest.RESULTS.load().values()))["way"] == "in place"
+
+
+def test_a_model_is_measured_beside_its_plan(tmp_path: Path) -> None:
+    directory = save(tmp_path / "model", LLAMA)
+    text = doctor_of("--model", directory, "--ram-budget-gb", "min")
+    for words in ("Speed:", "predicted:", "limited by", "budget GB", "context"):
+        assert words in text
+    found = json.loads(doctor_of("--model", directory, "--ram-budget-gb", "min", "--json", "-m", 2))
+    assert found["run"]["generation_tokens"] == 2 and found["selftest"]["lost"] == {"buffered": 0, "in place": 0}
+    assert found["disk"]["total_bytes"] > 0 and found["wired_limit"] is None
+    assert found["budgets"][0]["read_bytes"] > 0 == found["budgets"][-1]["read_bytes"]
+
+
+def test_plan_prints_the_table(tmp_path: Path) -> None:
+    directory, out = save(tmp_path / "model", LLAMA), io.StringIO()
+    plan(parse_arguments(["plan", "--model", str(directory), "--budgets", "--json"]), out)
+    rows = json.loads(out.getvalue())["budgets"]
+    assert [row["budget_bytes"] for row in rows] == sorted({row["budget_bytes"] for row in rows}) and len(rows) > 1
+    assert all(row["peak_bytes"] <= row["budget_bytes"] for row in rows)
+
+
+def test_table_goes_from_the_least_budget_to_the_first_that_reads_nothing() -> None:
+    sizes, config, machine = make_model(), replace(FIXED, context_length=None), make_machine()
+    rows = list(table_of_budgets(sizes, config, machine))
+    least = minimum_of(sizes, config, machine)
+    assert 0 <= rows[0].plan.budget_bytes - least < 1e6
+    assert [row.plan.read_bytes == 0 for row in rows] == [False] * (len(rows) - 1) + [True]
+    speeds = [row.plan.weights_seconds for row in rows]
+    assert all(later <= earlier * 1.01 for earlier, later in pairwise(speeds))
+    contexts = [row.longest_context for row in rows]
+    assert contexts == sorted(contexts)
+
+
+def test_longest_context_fits_and_the_next_one_does_not() -> None:
+    sizes, config, machine = make_model(), replace(FIXED, context_length=None), make_machine(kv_disk_bytes=10**9)
+    row = list(table_of_budgets(sizes, config, machine))[1]
+    gigabytes = row.plan.budget_bytes / GB
+    make_plan(sizes, replace(config, ram_budget_gb=gigabytes, context_length=row.longest_context), machine)
+    with pytest.raises(BudgetError):
+        make_plan(sizes, replace(config, ram_budget_gb=gigabytes, context_length=2 * row.longest_context), machine)
+
+
+def test_no_budget_is_larger_than_the_machine() -> None:
+    sizes = make_model()
+    small = make_machine(total_memory=minimum_of(sizes, FIXED, make_machine()) + 200_000_000)
+    rows = list(table_of_budgets(sizes, FIXED, small))
+    assert rows and all(row.plan.budget_bytes <= small.total_memory for row in rows)
+    assert rows[-1].plan.read_bytes > 0
+
+
+# --- disks
+
+
+def test_this_disk_is_found(tmp_path: Path) -> None:
+    found = disk_of(tmp_path / "not" / "there")
+    assert found.total_bytes >= found.free_bytes > 0 and not found.is_network
+    assert tmp_path.is_relative_to(found.mount)
+
+
+Part = namedtuple("Part", "device mountpoint fstype")
+
+
+@pytest.fixture
+def block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tree like that of Linux, with an encrypted file system on a USB stick."""
+    devices, links = tmp_path / "devices", tmp_path / "block"
+    stick = devices / "pci0" / "usb2" / "sda"
+    (stick / "sda1").mkdir(parents=True)
+    (stick / "removable").write_text("1\n")
+    (stick / "sda1" / "partition").write_text("1\n")
+    (devices / "pci1" / "vda").mkdir(parents=True)
+    (devices / "pci1" / "vda" / "removable").write_text("0\n")
+    crypt = devices / "virtual" / "dm-0"
+    (crypt / "dm").mkdir(parents=True)
+    (crypt / "dm" / "uuid").write_text("CRYPT-LUKS2-abc\n")
+    (crypt / "slaves").mkdir()
+    (crypt / "slaves" / "sda1").symlink_to(stick / "sda1")
+    links.mkdir()
+    for name, target in {"sda1": stick / "sda1", "vda": devices / "pci1" / "vda", "dm-0": crypt}.items():
+        (links / name).symlink_to(target)
+    monkeypatch.setattr(disks, "_BLOCK", links)
+    monkeypatch.setattr(disks.sys, "platform", "linux")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "expected"),
+    [
+        ("/dev/vda", "ext4", (False, False, False)),
+        ("/dev/sda1", "exfat", (False, True, False)),
+        ("/dev/dm-0", "ext4", (False, True, True)),
+        ("server:/models", "nfs4", (True, None, None)),
+        ("tmpfs", "tmpfs", (False, None, None)),
+    ],
+)
+def test_kinds_of_disks_on_linux(
+    block: Path, monkeypatch: pytest.MonkeyPatch, device: str, kind: str, expected: tuple[bool | None, ...]
+) -> None:
+    parts = [Part("/dev/vda", "/", "ext4"), Part(device, str(block), kind)]
+    monkeypatch.setattr(disks.psutil, "disk_partitions", lambda all: parts)
+    found = disk_of(block / "model")
+    assert (found.device, found.file_system) == (device, kind)
+    assert (found.is_network, found.is_external, found.is_encrypted) == expected
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"Internal": True, "FileVault": True}, (False, True)),
+        ({"Internal": False, "Encryption": False}, (True, False)),
+        ({}, (None, None)),
+        (None, (None, None)),
+    ],
+)
+def test_kinds_of_disks_on_macos(
+    monkeypatch: pytest.MonkeyPatch, told: dict[str, bool] | None, expected: tuple[bool | None, bool | None]
+) -> None:
+    def run(words: list[str], **options: Any) -> Any:
+        assert words == ["diskutil", "info", "-plist", "/Volumes/T7"]
+        if told is None:
+            raise FileNotFoundError("diskutil")
+        return subprocess.CompletedProcess(words, 0, plistlib.dumps(told), b"")
+
+    monkeypatch.setattr(disks.subprocess, "run", run)
+    assert disks._look_at_macos("/Volumes/T7") == expected
+
+
+def test_wired_limit_is_that_of_metal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert footprint.wired_limit() is None
+    monkeypatch.setattr(footprint.sys, "platform", "darwin")
+    monkeypatch.setattr(footprint.mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(footprint.mx, "device_info", lambda: {"max_recommended_working_set_size": 11 * GB})
+
+    class System:
+        def __init__(self, megabytes: int) -> None:
+            self.megabytes = megabytes
+
+        def sysctlbyname(self, name: bytes, value: Any, *_: Any) -> int:
+            assert name == b"iogpu.wired_limit_mb"
+            value._obj.value = self.megabytes
+            return 0
+
+    for megabytes, expected in ((0, 11 * GB), (12_000, 12_000 << 20)):
+        monkeypatch.setattr(footprint.ctypes, "CDLL", lambda _, megabytes=megabytes: System(megabytes))
+        assert footprint.wired_limit() == expected
+        monkeypatch.setattr(
+            footprint.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GB, available=20 * GB)
+        )
+        assert footprint.available_memory() == expected  # budget words take shares of it

@@ -1,0 +1,126 @@
+"""Ctrl-C at every moment of a command: it ends, quickly and without a traceback."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlx_flash.commands import dispatch
+from mlx_flash.commands.dispatch import EXIT_INTERRUPTED, EXIT_TERMINATED
+from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
+from terminals import ROOT, Shell
+
+TINY = ROOT / "examples" / "pair" / "draft"
+START = """
+import sys
+from mlx_flash.cli import main
+
+class Imports:
+    def find_spec(self, name, *_):
+        if name == "mlx_flash.commands.dispatch":
+            print("started", flush=True)
+
+sys.meta_path.insert(0, Imports())
+sys.exit(main())
+"""
+"""A start of the command line that tells when it begins to import modules."""
+
+
+@pytest.fixture
+def _handled_sigint() -> Iterator[None]:
+    """Ctrl-C as in a terminal, also where pytest runs in the background and ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_handled_sigint")
+def test_the_first_ctrl_c_sets_a_flag_and_the_second_ends_the_program() -> None:
+    with Interrupts() as interrupts:
+        interrupts.check(0, 10)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.stopped
+        with pytest.raises(AnswerStoppedError):
+            interrupts.check(5, 10)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("_handled_sigint")
+def test_interrupts_during_one_operation_are_counted() -> None:
+    """Python calls a handler once for all signals that came meanwhile."""
+
+    def press_twice() -> None:
+        for _ in range(2):
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with Interrupts(), pytest.raises(KeyboardInterrupt):
+        fingers = threading.Thread(target=press_twice)
+        fingers.start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # longer than both
+        fingers.join()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1, 0.2, 0.4, 0.8])
+def test_ctrl_c_while_a_command_starts(seconds: float) -> None:
+    shell = Shell("-c", START, "run", TINY, "--max-tokens", "-1")
+    shell.wait_for("started")
+    time.sleep(seconds)
+    shell.interrupt()
+    assert shell.end() == EXIT_INTERRUPTED
+    assert "mlx-flash: interrupted" in shell.text and "Traceback" not in shell.text
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", EXIT_INTERRUPTED), ("SIGTERM", EXIT_TERMINATED)])
+def test_a_signal_that_python_drops_in_a_finalizer_is_repeated(name: str, status: int, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, time\n"
+        "class Dropped:\n"
+        f"    def __del__(self): os.kill(os.getpid(), signal.{name}); time.sleep(0.01)\n"
+        "Dropped()\nprint('dropped', flush=True)\ntime.sleep(60)\n"
+    )
+    shell = Shell("-m", "mlx_flash", "exec", "--", program)
+    shell.wait_for("dropped")
+    assert shell.end(20) == status
+    assert "Traceback" not in shell.text
+
+
+def test_a_signal_is_not_repeated_while_python_would_drop_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dropped:
+        def __del__(self) -> None:
+            raise KeyboardInterrupt
+
+    class Slow(threading.Timer):
+        def start(self) -> None:
+            super().start()
+            time.sleep(0.2)  # the hook is busy when the signal comes
+
+    monkeypatch.setattr(dispatch, "_REPEAT_SECONDS", 0.01)
+    monkeypatch.setattr(threading, "Timer", Slow)
+    with dispatch._interrupts_repeated(), pytest.raises(KeyboardInterrupt):
+        Dropped()
+        time.sleep(20)
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.4])
+def test_the_second_ctrl_c_ends_the_program(seconds: float) -> None:
+    shell = Shell("-m", "mlx_flash", "run", TINY, "--max-tokens", "-1")
+    shell.wait_for(">>>")
+    shell.type("Hello\r")
+    shell.wait_for("computing the prompt")
+    time.sleep(seconds)
+    shell.interrupt()
+    shell.wait_for("Ctrl-C again ends the program")
+    shell.interrupt()
+    assert shell.end(20) == EXIT_INTERRUPTED
+    assert "Traceback" not in shell.text

@@ -1,0 +1,260 @@
+"""Modelfiles: prompted, in conversation, served."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx_lm
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_flash import FlashConfig, FlashLLM, cli
+from mlx_flash.commands.interrupt import AnswerStoppedError
+from mlx_flash.commands.run import loaded
+from mlx_flash.config import GB
+from mlx_flash.memory.footprint import footprint
+from mlx_flash.modelfile.conversation import Conversation, cut_at, first_messages, sampling
+from mlx_flash.modelfile.parse import Modelfile, parse_modelfile
+from mlx_flash.server.described import source_of
+from mlx_flash.server.prompts import opened_with
+from mlx_flash.server.sampling import Defaults
+from models import GEMMA3, MAMBA2, make_random_model, save
+from terminals import Shell
+
+SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "llama"
+    return make_random_model(path, "--dtype", "float32", *SHAPE.split())
+
+
+def modelfile(model_dir: Path, text: str = "") -> Modelfile:
+    budget_gb = footprint() / GB + 0.3  # the process may be large already, of other tests
+    return parse_modelfile(
+        f"FROM {model_dir}\nFLASH_RAM_GB {budget_gb:.3f}\nFLASH_CONTEXT_LENGTH 1024\n{text}", "Modelfile"
+    )
+
+
+def say(described: Modelfile, turns: Sequence[str]) -> list[str]:
+    """The answers, by the engine."""
+    config = FlashConfig.resolve(modelfile=described.flash, environment={})
+    with loaded(described, config) as (model, tokenizer):
+        assert isinstance(model, FlashLLM) == config.enabled
+        conversation = Conversation(model, tokenizer, described)
+        return ["".join(conversation.answer(text)) for text in turns]
+
+
+def expected_answer(described: Modelfile, messages: list[dict[str, str]], max_tokens: int) -> str:
+    """What mlx-lm alone makes of a whole conversation, from nothing."""
+    model, tokenizer, *_ = mlx_lm.load(described.base)
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return mlx_lm.generate(model, tokenizer, prompt, max_tokens=max_tokens, **sampling(described.parameters))
+
+
+def test_a_conversation_is_what_mlx_lm_makes_of_all_of_it(model_dir: Path) -> None:
+    described = modelfile(
+        model_dir,
+        "SYSTEM You are brief.\nMESSAGE user Hi\nMESSAGE assistant Hello.\nPARAMETER num_predict 12\n"
+        "PARAMETER repeat_penalty 1.3\nPARAMETER top_k 20",
+    )
+    turns = ["Tell me about the sea", "And the sky?", "Go on"]
+    answers = say(described, turns)
+    assert say(replace(described, flash={**described.flash, "enabled": "false"}), turns) == answers
+    messages = first_messages(described)
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+    for turn, answer in zip(turns, answers, strict=True):
+        messages.append({"role": "user", "content": turn})
+        assert answer == expected_answer(described, messages, 12) != ""
+        messages.append({"role": "assistant", "content": answer})
+
+
+def test_flash_false_is_mlx_lm_alone(model_dir: Path) -> None:
+    streamed = say(modelfile(model_dir, "PARAMETER num_predict 8"), ["Hello"])
+    assert say(modelfile(model_dir, "PARAMETER num_predict 8\nFLASH false"), ["Hello"]) == streamed
+
+
+def test_a_seed_repeats_and_stop_ends(model_dir: Path) -> None:
+    sampled = "PARAMETER temperature 1\nPARAMETER seed 4\nPARAMETER num_predict 40"
+    (first, again) = say(modelfile(model_dir, sampled), ["Hello"]) + say(modelfile(model_dir, sampled), ["Hello"])
+    assert first == again
+    (other,) = say(modelfile(model_dir, sampled.replace("seed 4", "seed 5")), ["Hello"])
+    assert other != first
+    middle = first[len(first) // 2 :][:3]
+    (cut,) = say(modelfile(model_dir, f'{sampled}\nPARAMETER stop "{middle}"'), ["Hello"])
+    assert cut == first[: first.index(middle)]
+
+
+@pytest.mark.parametrize("architecture", [GEMMA3, MAMBA2], ids=["sliding window", "recurrent"])
+def test_caches_that_cannot_be_trimmed(model_dir: Path, tmp_path: Path, architecture: dict[str, Any]) -> None:
+    """Their conversation starts afresh, and says the same."""
+    directory = save(tmp_path / "model", architecture)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).write_bytes((model_dir / name).read_bytes())
+    described = modelfile(directory, "PARAMETER num_predict 10")
+    turns = ["Tell me about the sea", "And the sky?"]
+    answers = say(described, turns)
+    messages = [{"role": "user", "content": turns[0]}]
+    assert answers[0] == expected_answer(described, messages, 10)
+    messages += [{"role": "assistant", "content": answers[0]}, {"role": "user", "content": turns[1]}]
+    assert answers[1] == expected_answer(described, messages, 10)
+
+
+@given(st.text("ab<|", max_size=60), st.lists(st.text("ab<|", min_size=1, max_size=5), max_size=3), st.data())
+def test_text_is_cut_at_the_first_stop(text: str, stop: list[str], data: st.DataObject) -> None:
+    ends = [text.find(word) for word in stop if word in text]
+    expected = text[: min(ends)] if ends else text
+
+    def pieces() -> Iterator[str]:
+        rest = text
+        while rest:
+            size = data.draw(st.integers(1, 4))
+            yield rest[:size]
+            rest = rest[size:]
+
+    # A stop that a later piece completes may begin before one that was seen first; either is a place to end.
+    found = "".join(cut_at(pieces(), stop))
+    assert found == expected or (
+        ends and len(found) in [i for i in range(len(text)) for w in stop if text[i:].startswith(w)]
+    )
+    assert text.startswith(found)
+
+
+@pytest.mark.parametrize("own_system", [False, True])
+def test_a_served_modelfile_opens_every_conversation(own_system: bool) -> None:
+    first = [{"role": "system", "content": 'A "brief" {% one %} }} é 🦊\n'}, {"role": "user", "content": "Hi"}]
+    asked = [{"role": "system", "content": "mine"}] * own_system + [{"role": "user", "content": "What?"}]
+    system = {"role": "system", "content": "mine"} if own_system else first[0]
+    assert opened_with(first, asked) == [system, first[1], asked[-1]]
+
+
+def test_a_served_modelfile_sets_defaults(model_dir: Path) -> None:
+    described = modelfile(
+        model_dir,
+        "PARAMETER temperature 0.5\nPARAMETER min_p 0.1\nPARAMETER seed 3\nPARAMETER num_predict 7\n"
+        "PARAMETER repeat_penalty 1.2\nPARAMETER stop END\nSYSTEM Hi",
+    )
+    source = source_of(described, "name", FlashConfig(), Defaults(top_k=4))
+    expected = Defaults(
+        temperature=0.5,
+        min_p=0.1,
+        seed=3,
+        max_tokens=7,
+        top_k=4,
+        repetition_penalty=1.2,
+        repetition_context_size=64,
+        stop=("END",),
+    )
+    assert source.defaults == expected and source.base == str(model_dir)
+    assert source.first_messages == ({"role": "system", "content": "Hi"},)
+
+
+def test_a_stopped_answer_stays_in_the_conversation_and_a_stopped_prompt_does_not(model_dir: Path) -> None:
+    described = modelfile(model_dir, "PARAMETER num_predict 12")
+    config = FlashConfig.resolve(modelfile=described.flash, environment={})
+
+    def stop(done: int, total: int) -> None:
+        raise AnswerStoppedError
+
+    with loaded(described, config) as (model, tokenizer):
+        conversation = Conversation(model, tokenizer, described)
+        with pytest.raises(AnswerStoppedError):
+            list(conversation.answer("Never answered", stop))
+        assert conversation.messages == []
+        pieces = conversation.answer("Tell me about the sea")
+        begun = next(pieces)
+        pieces.close()
+        assert [message["content"] for message in conversation.messages] == ["Tell me about the sea", begun]
+        (answer,) = ["".join(conversation.answer("Go on"))]
+        assert answer == expected_answer(described, conversation.messages[:-1], 12)
+        conversation.clear()
+        assert conversation.messages == []
+
+
+def test_a_stopped_answer_begins_no_further_pass(model_dir: Path) -> None:
+    """Not even to complete a text that may become a stop text, which is held back."""
+    described = modelfile(model_dir, "PARAMETER num_predict 12")
+    config = FlashConfig.resolve(modelfile=described.flash, environment={})
+    with loaded(described, config) as (model, tokenizer):
+        (answer,) = ["".join(Conversation(model, tokenizer, described).answer("Hello"))]
+        held = replace(described, stop=(answer[:3] + "never",))
+        passes: list[int] = []
+        conversation = Conversation(model, tokenizer, held)
+        text = "".join(
+            conversation.answer(
+                "Hello",
+                on_response=lambda response: passes.append(model.counters.num_passes),
+                is_stopped=lambda: len(passes) == 1,
+            )
+        )
+        assert len(passes) == 1 and answer.startswith(text)
+        assert model.counters.num_passes == passes[0]
+
+
+@pytest.mark.parametrize("command", [["run", "--max-tokens", "-1"], ["chat", "--max-tokens", "-1", "--model"]])
+def test_ctrl_c_stops_an_answer_and_slash_commands_work(model_dir: Path, command: list[str]) -> None:
+    shell = Shell("-m", "mlx_flash", *command, model_dir)
+    shell.wait_for("mlx-flash is starting", 10)
+    shell.wait_for(">>>")
+    shell.type("/?\r")
+    shell.wait_for("forget the conversation")
+    shell.wait_for(">>>")
+    shell.type("\x1b[200~Hello\nthere\x1b[201~\r")
+    shell.wait_for("computing the prompt")
+    shell.interrupt()
+    shell.wait_for(">>>")
+    shell.type("Hello\r")
+    shell.wait_for("computing the prompt")
+    time.sleep(0.5)
+    shell.interrupt()
+    shell.wait_for("Ctrl-C again ends the program")
+    shell.wait_for("; prompt ")
+    shell.wait_for(" tokens in ")
+    shell.wait_for(">>>")
+    shell.type("/bye\r")
+    assert shell.end() == 0
+
+
+def test_a_model_is_prompted_without_a_modelfile(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = modelfile(model_dir)
+    monkeypatch.setenv("MLX_FLASH_RAM_BUDGET_GB", described.flash["ram_budget_gb"])
+    monkeypatch.setenv("MLX_FLASH_CONTEXT_LENGTH", "1024")
+    monkeypatch.setattr("mlx_flash.commands.report.peak_footprint", lambda: 100_000_000)  # not that of earlier tests
+    assert cli.main(["run", str(model_dir), "Hello", "-m", "8", "--verbose"]) == 0
+    told = capsys.readouterr()
+    assert told.out.rstrip("\n") == say(described_with(described, 8), ["Hello"])[0].rstrip("\n")
+    for words in ("Prompt:", "Generation:", "8 tokens", "Peak memory:", "within the budget of"):
+        assert words in told.err
+    assert cli.main(["run", str(model_dir), "Hello", "there"]) == 1
+    assert "put a prompt of several words in quotes" in capsys.readouterr().err
+    monkeypatch.chdir(model_dir)
+    assert cli.main(["run", "Hello"]) == 1
+    assert "neither a model nor ./Modelfile" in capsys.readouterr().err
+
+
+def described_with(described: Modelfile, num_predict: int) -> Modelfile:
+    return replace(described, parameters=replace(described.parameters, num_predict=num_predict))
+
+
+def test_the_command_tells_what_it_does_not_do(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "Modelfile"
+    file.write_text(f"FROM {model_dir}\nPARAMETER num_gpu 4\nPARAMETER num_predict 6\nFLASH_RAM_GB min\n")
+    assert cli.main(["run", "-f", str(file), "Hello"]) == 0
+    told = capsys.readouterr()
+    assert f"{file}:2:" in told.err and "num_gpu" in told.err
+    answer = told.out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
+    assert cli.main(["run", "-f", str(file)]) == 0
+    assert capsys.readouterr().out == answer != ""

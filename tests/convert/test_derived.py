@@ -1,0 +1,522 @@
+"""Packed copies hold what mlx-lm computes, take bounded memory to write, and are not used when they might be wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import llama
+
+import children
+from children import HELPERS
+from fused import SMALL, sanitize, save_fused
+from mlx_flash import cli
+from mlx_flash.convert import copies, derived
+from mlx_flash.convert.copies import Room, derived_directory, list_copies
+from mlx_flash.convert.derived import adopt_derived
+from mlx_flash.convert.parameters import derived_parameters
+from mlx_flash.convert.writer import TensorSpec
+from mlx_flash.errors import FileChangedError, FlashError, WriteError
+from mlx_flash.files import PARTIAL_SUFFIX
+from mlx_flash.layout.load import LoadedModel, load_lazily
+from mlx_flash.layout.units import make_layout
+from mlx_flash.storage.safetensors import read_checkpoint
+from models import PREFILL_AND_DECODE, run, same_bits, stock
+
+NUM_DERIVED = 2 * SMALL["num_hidden_layers"]
+
+
+@pytest.fixture(autouse=True)
+def _tiny_is_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(llama.Model, "sanitize", sanitize)
+    monkeypatch.setattr(derived, "LEAST_BYTES", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return save_fused(tmp_path / "model", SMALL)
+
+
+def load(directory: Path, model_config: dict[str, Any] | None = None) -> tuple[LoadedModel, Any]:
+    checkpoint = read_checkpoint(directory)
+    return load_lazily(directory, checkpoint, model_config), checkpoint
+
+
+def adopt(directory: Path, model_config: dict[str, Any] | None = None, **options: Any) -> LoadedModel:
+    loaded, checkpoint = load(directory, model_config)
+    adopt_derived(loaded, lambda: load(directory, model_config)[0], checkpoint, directory, **options)
+    return loaded
+
+
+def logits(model: Any) -> list[mx.array]:
+    return run(model, PREFILL_AND_DECODE)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the parameters that are written, as they are."""
+    names: list[str] = []
+    compute = derived.compute
+
+    def noting(tensor: TensorSpec, *rest: Any) -> Any:
+        names.append(tensor.name)
+        return compute(tensor, *rest)
+
+    monkeypatch.setattr(derived, "compute", noting)
+    return names
+
+
+def test_a_copy_holds_what_was_computed_and_is_used_again(directory: Path, computed: list[str]) -> None:
+    loaded, checkpoint = load(directory)
+    before = {p.spec.name: p.array for p in derived_parameters(loaded)}
+    expected = {name: mx.contiguous(array) for name, array in before.items()}
+    mx.eval(list(expected.values()))
+    adopt_derived(loaded, lambda: load(directory)[0], checkpoint, directory)
+    assert sorted(computed) == sorted(expected) and len(expected) == NUM_DERIVED
+    assert not derived_parameters(loaded)
+    (copy,) = list_copies()
+    for name, array in expected.items():
+        held = derived_array(loaded, name)
+        assert held is not before[name]
+        assert same_bits([held], [array])
+        (record,) = loaded.sources[id(held)]
+        assert record.extent.path.parent == copy.folder and record.extent.path.is_file()
+        with record.extent.path.open("rb") as file:
+            file.seek(record.extent.offset)
+            assert file.read(record.nbytes) == bytes(memoryview(array))  # type: ignore[arg-type]
+    assert same_bits(logits(loaded.model), logits(stock(directory)))
+
+    again = adopt(directory)
+    assert len(computed) == NUM_DERIVED
+    assert not derived_parameters(again)
+    assert same_bits(logits(again.model), logits(stock(directory)))
+
+
+def derived_array(loaded: LoadedModel, name: str) -> mx.array:
+    node: Any = loaded.model
+    for key in name.split("."):
+        node = node[int(key)] if isinstance(node, list) else node[key]
+    assert isinstance(node, mx.array)
+    return node
+
+
+def test_direct_parameters_stay_direct(directory: Path) -> None:
+    loaded, checkpoint = load(directory)
+    before = sorted((r.name, r.extent.offset) for records in loaded.sources.values() for r in records)
+    adopt_derived(loaded, lambda: load(directory)[0], checkpoint, directory)
+    after = [r for records in loaded.sources.values() for r in records if r.extent.path.parent == directory]
+    assert sorted((r.name, r.extent.offset) for r in after) == before
+    assert sorted(map(id, loaded.keep_alive)) == sorted(loaded.sources)
+    shapes = [r.shape for records in loaded.sources.values() for r in records if r.name.endswith("kv.weight")]
+    assert shapes == NUM_DERIVED * [(64, 128)]
+
+
+def test_constants_are_not_written(tmp_path: Path, computed: list[str]) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    loaded = adopt(save_fused(tmp_path / "model", {**SMALL, "rope_scaling": scaling}))
+    assert isinstance(loaded.model.layers[0].self_attn.rope._freqs, mx.array)
+    assert len(computed) == NUM_DERIVED
+
+
+def test_what_is_small_is_left_alone(directory: Path, monkeypatch: pytest.MonkeyPatch, computed: list[str]) -> None:
+    monkeypatch.setattr(derived, "LEAST_BYTES", 32_000_000)
+    assert len(derived_parameters(adopt(directory))) == NUM_DERIVED
+    assert not computed and not derived_directory().exists()
+
+
+def test_a_limit_of_nothing_writes_nothing(directory: Path, computed: list[str]) -> None:
+    assert len(derived_parameters(adopt(directory, limit_gb=0))) == NUM_DERIVED
+    assert not computed and not derived_directory().exists()
+
+
+def test_no_room_is_told_and_leaves_all_as_it_was(
+    directory: Path, computed: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = adopt(directory, limit_gb=0.0001)
+    assert len(derived_parameters(loaded)) == NUM_DERIVED and not computed and not list_copies()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "0.00 GB to" in record.message and "is 0.0001" in record.message
+    assert same_bits(logits(loaded.model), logits(stock(directory)))
+
+
+def test_a_tenth_of_the_disk_stays_free(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usage = shutil.disk_usage(directory)._replace(total=10**9, free=10**8 + 1000)
+    monkeypatch.setattr(copies.shutil, "disk_usage", lambda path: usage)
+    assert derived_parameters(adopt(directory))
+    assert "a tenth" in caplog.text
+    monkeypatch.setattr(copies.shutil, "disk_usage", lambda path: usage._replace(free=10**8 + 10**7))
+    assert not derived_parameters(adopt(directory))
+
+
+def test_a_plan_writes_nothing_and_counts_them_as_streamed(directory: Path, computed: list[str]) -> None:
+    planned = adopt(directory, write=False)
+    assert not derived_parameters(planned) and not computed and not derived_directory().exists()
+    found = {p.records for unit in make_layout(planned).units for p in unit.large}
+    loaded = adopt(directory)
+    assert found == {p.records for unit in make_layout(loaded).units for p in unit.large}
+    assert found == {p.records for unit in make_layout(adopt(directory, write=False)).units for p in unit.large}
+    assert derived_parameters(adopt(save_fused(directory, SMALL, mx.float16), write=False, limit_gb=0.0001))
+
+
+def test_progress_ends_at_the_total(directory: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    adopt(directory, progress=lambda done, total: seen.append((done, total)))
+    total = sum(p.spec.nbytes for p in derived_parameters(load(directory)[0]))
+    assert seen[0] == (0, total) and seen[-1] == (total, total) and seen == sorted(seen) and len(seen) > NUM_DERIVED
+
+
+def test_writing_takes_the_memory_of_a_layer_or_two(tmp_path: Path) -> None:
+    shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12, "vocab_size": 500}
+    directory = save_fused(tmp_path / "model", {**SMALL, **shape})
+    nbytes = read_checkpoint(directory).nbytes
+    assert nbytes > 60_000_000
+    loaded, checkpoint = load(directory)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    adopt_derived(loaded, lambda: load(directory)[0], checkpoint, directory)
+    assert mx.get_peak_memory() - before < 2 * nbytes / 12
+    assert mx.get_active_memory() - before < nbytes / 100
+    assert not derived_parameters(loaded)
+    shutil.rmtree(tmp_path)
+
+
+# --- interruptions ---------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_is_taken_up_where_it_ended(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, computed: list[str]
+) -> None:
+    monkeypatch.setattr(derived, "SHARD_BYTES", 1)
+    compute = derived.compute
+    interrupted = []
+
+    def interrupt(tensor: TensorSpec, *rest: Any) -> Any:
+        if ".layers.2." in tensor.name and not interrupted:
+            interrupted.append(tensor)
+            raise KeyboardInterrupt
+        return compute(tensor, *rest)
+
+    monkeypatch.setattr(derived, "compute", interrupt)
+    loaded, checkpoint = load(directory)
+    with pytest.raises(KeyboardInterrupt):
+        adopt_derived(loaded, lambda: load(directory)[0], checkpoint, directory)
+    (copy,) = list_copies()
+    assert not copy.is_complete and not copies.is_held(copy)
+    assert len(computed) == 4
+    assert same_bits(logits(loaded.model), logits(stock(directory))), "the model is as it was"
+
+    finished = adopt(directory)
+    assert len(computed) == len(set(computed)) == NUM_DERIVED
+    assert same_bits(logits(finished.model), logits(stock(directory)))
+
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+import mlx.core as mx
+from mlx_lm.models import llama
+sys.path.insert(0, sys.argv[2])
+from fused import sanitize
+from mlx_flash.convert import derived
+from mlx_flash.layout.load import load_lazily
+from mlx_flash.storage.safetensors import read_checkpoint
+directory, mode, count = Path(sys.argv[1]), sys.argv[3], int(sys.argv[4])
+llama.Model.sanitize = sanitize
+derived.LEAST_BYTES = derived.SHARD_BYTES = 1
+calls = 0
+def step(original):
+    def counted(*args, **options):
+        global calls
+        calls += 1
+        if mode == "kill" and calls == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **options)
+    return counted
+for name in ("open", "pwrite", "fsync", "replace"):
+    setattr(os, name, step(getattr(os, name)))
+Path.replace = step(Path.replace)
+written = []
+compute = derived.compute
+def slowly(*args):
+    written.append(1)
+    yield from compute(*args)
+    if mode == "slow":
+        time.sleep(0.2)
+derived.compute = slowly
+checkpoint = read_checkpoint(directory)
+load = lambda: load_lazily(directory, checkpoint)
+loaded = load()
+calls = 0
+derived.adopt_derived(loaded, load, checkpoint, directory)
+assert not derived.derived_parameters(loaded)
+print(len(written), calls)
+"""
+
+
+def adopted(directory: Path, mode: str, count: int = 0) -> tuple[int, str]:
+    """Return status and output of a process that makes a copy."""
+    done = children.run("-c", PROGRAM, directory, HELPERS, mode, count)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
+    return done.returncode, done.stdout.decode()
+
+
+def test_a_run_that_is_killed_leaves_nothing_that_is_taken_for_whole(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(derived, "SHARD_BYTES", 1)
+    expected = logits(stock(directory))
+    _, out = adopted(directory, "count")
+    total = int(out.split()[1])
+    assert total > 20
+    for count in range(3, total, total // 6):
+        shutil.rmtree(derived_directory())
+        code, _ = adopted(directory, "kill", count)
+        assert code == -signal.SIGKILL
+        assert same_bits(logits(adopt(directory).model), expected), f"killed at step {count} of {total}"
+        assert [copy.is_complete for copy in list_copies()] == [True]
+
+
+def test_of_two_processes_at_once_one_writes(directory: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        both = pool.map(lambda _: adopted(directory, "slow"), range(2))
+        written = sorted(int(out.split()[0]) for _, out in both)
+    assert written == [0, NUM_DERIVED]
+    assert [copy.is_complete for copy in list_copies()] == [True]
+    assert not list(derived_directory().glob("*.lock"))
+
+
+# --- which copy is right ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["touch", "weights", "config", "override", "code", "version"])
+def test_whatever_decides_what_is_computed_makes_another_copy(
+    directory: Path, change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    adopt(directory)
+    (first,) = list_copies()
+    override = None
+    if change == "touch":
+        os.utime(directory / "model.safetensors", ns=(1, 1))
+    elif change == "weights":
+        save_fused(directory, SMALL, mx.float16)
+    elif change == "config":
+        (directory / "config.json").write_text(json.dumps({**SMALL, "rms_norm_eps": 1e-6}))
+    elif change == "override":
+        override = {"rms_norm_eps": 1e-6}
+    elif change == "version":
+        monkeypatch.setattr("mlx_flash.layout.fingerprint.versions", lambda: {"mlx": "0", "mlx-lm": "0"})
+    else:
+        code = tmp_path / "other.py"
+        code.write_text(
+            "from fused import *\nimport fused\ndef sanitize(self, weights):\n"
+            "    return {k: 2 * v if 'up_proj' in k else v for k, v in fused.sanitize(self, weights).items()}\n"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setattr(llama.Model, "sanitize", __import__("other").sanitize)
+    loaded = adopt(directory, override)
+    if override is None:
+        assert same_bits(logits(loaded.model), logits(stock(directory)))
+    (second,) = list_copies()
+    assert second.folder != first.folder
+
+
+def test_another_model_of_equal_headers_and_times_has_its_own_copy(directory: Path, tmp_path: Path) -> None:
+    """Archives and package managers set all modification times to one value."""
+    other = shutil.copytree(directory, tmp_path / "other" / "model")
+    data = np.fromfile(other / "model.safetensors", np.uint8)
+    data[read_checkpoint(other).shards[0].data_offset :: 2] ^= 64  # in every bf16
+    data.tofile(other / "model.safetensors")
+    for folder in (directory, other):
+        os.utime(folder / "model.safetensors", ns=(1, 1))
+    for folder in (directory, other, directory):
+        assert same_bits(logits(adopt(folder).model), logits(stock(folder)))
+
+
+def test_the_copy_of_what_a_source_was_stays_while_it_is_used(directory: Path) -> None:
+    before = adopt(directory)
+    (first,) = list_copies()
+    os.utime(directory / "model.safetensors", ns=(1, 1))
+    now = adopt(directory)
+    assert {copy.folder for copy in list_copies()} > {first.folder}
+    assert same_bits(logits(before.model), logits(now.model))
+
+
+def damage_header(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+
+
+def damage_data(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        damage_header,
+        damage_data,
+        lambda path: os.truncate(path, path.stat().st_size - 1),
+        lambda path: (path.parent / "copy.json").unlink(),
+        lambda path: (path.parent / "copy.json").write_text("{"),
+        lambda path: (path.parent / "copy.json").write_text('{"files": [1]}'),
+    ],
+)
+def test_a_damaged_copy_is_written_again(directory: Path, damage: Any, computed: list[str]) -> None:
+    adopt(directory)
+    (path,) = derived_directory().glob("*/*.safetensors")
+    damage(path)
+    loaded = adopt(directory)
+    assert len(computed) == 2 * NUM_DERIVED
+    assert same_bits(logits(loaded.model), logits(stock(directory)))
+    assert [copy.is_complete for copy in list_copies()] == [True]
+
+
+def test_a_source_that_changes_meanwhile_is_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = derived.compute
+
+    def meddle(*args: Any) -> Any:
+        yield from compute(*args)
+        os.utime(directory / "model.safetensors", ns=(1, 1))
+
+    monkeypatch.setattr(derived, "compute", meddle)
+    with pytest.raises(FileChangedError, match="changed while"):
+        adopt(directory)
+    assert not list(derived_directory().glob("*/*.safetensors*"))
+
+
+def test_a_cache_folder_that_cannot_be_written_is_an_error(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    with pytest.raises(WriteError, match="derived_cache_gb=0"):
+        adopt(directory)
+    assert issubclass(WriteError, FlashError)
+
+
+# --- room ------------------------------------------------------------------------------------------------------------
+
+
+def fake_copy(name: str, nbytes: int, age: float, source: str = "/elsewhere") -> Path:
+    folder = derived_directory() / name
+    folder.mkdir(parents=True)
+    (folder / "model-00001.safetensors").write_bytes(bytes(nbytes))
+    manifest = {"source": source, "model": name, "versions": {}, "created": time.time() - age, "files": {}}
+    copies.write_manifest(folder, manifest)
+    os.utime(folder / "copy.json", (time.time() - age, time.time() - age))
+    return folder
+
+
+def test_room_is_made_of_what_was_used_longest_ago() -> None:
+    old, new, own = fake_copy("old", 10**6, 300), fake_copy("new", 10**6, 10), fake_copy("own", 10**6, 1, "/here")
+    assert Room(10**6, "mine", 10**7).make("/here")
+    assert old.exists() and new.exists() and own.exists()
+    assert not Room(10**7 + 1, "mine", 10**7).make("/here")
+    assert old.exists() and new.exists() and own.exists(), "what is no use is not done"
+    assert Room(10**6, "mine", 3 * 10**6 + 10_000).make("/here")
+    assert old.exists() and new.exists() and not own.exists(), "of the same source, so of no use"
+    assert Room(10**6, "mine", 2 * 10**6 + 10_000).make("/here")
+    assert not old.exists() and new.exists()
+    held = copies.hold(new)
+    assert held is not None
+    assert not Room(10**6, "mine", 10**6 + 10_000).make("/here")
+    os.close(held)
+    assert Room(10**6, "mine", 10**6 + 10_000).make("/here")
+    assert not new.exists()
+
+
+def test_the_beginning_of_the_copy_itself_is_no_room() -> None:
+    begun = fake_copy(f"mine{PARTIAL_SUFFIX}", 10**6, 300)
+    assert not Room(10**6, "mine", 1_500_000).make("/here")
+    assert Room(400_000, "mine", 1_500_000).make("/here")
+    assert begun.exists()
+
+
+def test_use_is_remembered(directory: Path) -> None:
+    adopt(directory)
+    (copy,) = list_copies()
+    os.utime(copy.folder / "copy.json", (1, 1))
+    adopt(directory)
+    (copy,) = list_copies()
+    assert time.time() - copy.last_used < 100
+
+
+def test_a_copy_is_named_after_the_repository(tmp_path: Path) -> None:
+    adopt(save_fused(tmp_path / "models--org--some-model" / "snapshots" / "0a1b2c", SMALL))
+    assert [copy.model for copy in list_copies()] == ["org/some-model"]
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def command(*args: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(["cache", *args]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_lists_and_clears(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("list", capsys=capsys).startswith("0 packed copies")
+    loaded = adopt(directory)
+    fake_copy("abandoned", 5_000_000, 3 * 86400 + 5)
+    disks = derived_directory().parent / "disks.json"
+    disks.write_text('{"one": {}}')
+    text = command("list", capsys=capsys)
+    assert re.search(r"model +\d+ kB +used today", text) and re.search(r"abandoned +5\.0 MB +used 3 days ago", text)
+    assert re.search(r"2 packed copies of 5\.\d MB", text) and "1 remembered" in text
+    listed = json.loads(command("list", "--json", capsys=capsys))
+    assert [copy["model"] for copy in listed["copies"]] == ["model", "abandoned"]
+    assert listed["copies"][0]["source"] == str(directory) and listed["disks"] == ["one"]
+    assert listed["bytes"] == sum(copy["bytes"] for copy in listed["copies"]) > 5_000_000
+
+    cleared = json.loads(command("clear", "--json", capsys=capsys))
+    assert [copy["model"] for copy in cleared["removed"]] == ["abandoned"]
+    assert [copy["model"] for copy in cleared["kept"]] == ["model"], "a loaded model reads from it"
+    assert not disks.exists()
+    assert same_bits(logits(loaded.model), logits(stock(directory)))
+    del loaded
+    text = command("clear", capsys=capsys)
+    assert re.search(r"removed \d+ kB of model", text) and "removed 1 packed copy" in text
+    assert not list_copies()
+    assert "removed 0 packed copies" in command("clear", capsys=capsys)
+
+
+def test_what_no_longer_says_what_it_is_can_be_cleared(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = fake_copy("strange", 10, 10)
+    (folder / "copy.json").write_text("[]")
+    out = io.StringIO()
+    from mlx_flash.commands.cache import cache
+
+    assert cache(Namespace(action="list", json=False), out) == 0
+    assert "(cannot be read)" in out.getvalue() and "not complete" in out.getvalue()
+    command("clear", capsys=capsys)
+    assert not folder.exists()
+
+
+def test_a_copy_that_was_begun_without_a_manifest_is_removed_with_the_next_one(directory: Path) -> None:
+    begun = derived_directory() / f"{'0' * 32}{PARTIAL_SUFFIX}"
+    begun.mkdir(parents=True)
+    adopt(directory)
+    assert not begun.exists()

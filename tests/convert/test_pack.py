@@ -1,0 +1,574 @@
+"""A packed checkpoint is the same checkpoint, is read in fewer pieces, and is there whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+from mlx_lm import utils as mlx_lm_utils
+
+import children
+from children import ROOT
+from mlx_flash import FlashConfig, load_model
+from mlx_flash.convert import pack as pack_module
+from mlx_flash.convert.order import UnitTensors, streaming_order
+from mlx_flash.convert.pack import PackReport, pack
+from mlx_flash.convert.rewrite import STATE_NAME
+from mlx_flash.convert.writer import DATA_ALIGNMENT, ShardPlan, TensorSpec, cut
+from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
+from mlx_flash.layout.load import load_lazily
+from mlx_flash.layout.units import make_layout
+from mlx_flash.storage.safetensors import Checkpoint, read_checkpoint
+from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, make_random_model, run, same_bits, save, stock
+
+LARGER = LLAMA | {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
+"""A model of 16 MB, which is cut into several shards."""
+
+BENCHMARK = ROOT / "benchmarks" / "packing.py"
+TINY = ["--layers=3", "--hidden-size=64", "--intermediate-size=128", "--heads=4", "--kv-heads=2", "--vocab-size=300"]
+EXPERTS = ["--architecture=qwen3_moe", "--experts=12", "--experts-per-token=2", "--dtype=float32"]
+
+MODELS: dict[str, tuple[dict[str, Any], mx.Dtype, int | None]] = {
+    "llama-fp32": (LARGER, mx.float32, None),
+    "llama-4bit": ({**LARGER, "intermediate_size": 512}, mx.bfloat16, 4),
+    "gemma3-bf16": (GEMMA3, mx.bfloat16, None),
+    "mamba2-fp16": (MAMBA2, mx.float16, None),
+}
+
+
+@pytest.fixture(scope="module")
+def scattered(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Model folders by name, each written once: tensors in hash order over three files, with headers of odd length."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            config, dtype, bits = MODELS[name]
+            made[name] = save(tmp_path_factory.mktemp(name), config, dtype, bits=bits, num_shards=3, header_shift=5)
+        return made[name]
+
+    return get
+
+
+def make_script_model(out: Path, *arguments: str) -> Path:
+    return make_random_model(out, *TINY, *arguments)
+
+
+def contents(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    found = {}
+    for record in checkpoint.tensors.values():
+        with record.extent.path.open("rb") as file:
+            file.seek(record.extent.offset)
+            found[record.name] = (record.dtype, record.shape, file.read(record.nbytes))
+    return found
+
+
+def order_of(directory: Path) -> list[UnitTensors]:
+    checkpoint = read_checkpoint(directory)
+    return streaming_order(make_layout(load_lazily(directory, checkpoint)), checkpoint)
+
+
+def names_on_disk(directory: Path) -> list[str]:
+    shards = sorted(read_checkpoint(directory).shards, key=lambda shard: shard.path.name)
+    return [record.name for shard in shards for record in shard.tensors]
+
+
+# --- the same checkpoint ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_logits_stock_and_streamed(scattered: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    source, target = scattered(name), tmp_path / "packed"
+    expected = run(stock(source), PREFILL_AND_DECODE)
+    pack(source, target, shard_bytes=1_000_000, verify=True)
+    assert contents(read_checkpoint(target)) == contents(read_checkpoint(source))
+    assert same_bits(run(stock(target), PREFILL_AND_DECODE), expected)
+    settings = FlashConfig(ram_budget_gb="min", context_length=256, poison_released_slots=True)
+    with load_model(target, settings)[0] as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        assert model.plan.streaming.read_bytes > 0
+
+
+@pytest.mark.parametrize("quantize", [[], ["--quantize-bits=4", "--group-size=32"]], ids=["fp32", "4bit"])
+@pytest.mark.parametrize("naming", ["mlx", "huggingface"])
+def test_experts_that_mlx_lm_stacks(tmp_path: Path, naming: str, quantize: list[str]) -> None:
+    if naming == "huggingface" and quantize:
+        pytest.skip("Hugging Face's names have no quantized form")
+    arguments = [*EXPERTS, f"--naming={naming}", "--shard-size-gb=0.0005", *quantize]
+    source = make_script_model(tmp_path / "source", *arguments)
+    report = pack(source, tmp_path / "packed", shard_bytes=300_000, verify=True)
+    assert report.num_shards > 1
+    assert contents(read_checkpoint(tmp_path / "packed")) == contents(read_checkpoint(source))
+    expected = run(stock(source), [[5, 17, 9], [12]])
+    assert same_bits(run(stock(tmp_path / "packed"), [[5, 17, 9], [12]]), expected)
+    budget = "min" if naming == "mlx" else 1  # what mlx-lm stacks is in memory in any case
+    with load_model(tmp_path / "packed", FlashConfig(ram_budget_gb=budget, context_length=256))[0] as model:
+        assert same_bits(run(model, [[5, 17, 9], [12]]), expected)
+
+
+def test_experts_lie_in_their_layer_and_in_order(tmp_path: Path) -> None:
+    source = make_script_model(tmp_path / "source", *EXPERTS, "--naming=huggingface")
+    pack(source, tmp_path / "packed")
+    names = names_on_disk(tmp_path / "packed")
+    layers = [int(found[1]) for name in names if (found := re.search(r"layers\.(\d+)\.", name))]
+    assert layers == sorted(layers)
+    experts = [int(found[1]) for name in names if (found := re.search(r"layers\.1\..*experts\.(\d+)\.", name))]
+    assert len(experts) == 3 * 12
+    assert experts == sorted(experts)
+
+
+def test_the_same_tensor_in_two_shards_is_the_one_that_mlx_lm_takes(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", LARGER, num_shards=2)
+    name = "model.layers.1.mlp.up_proj.weight"
+    other = mx.random.normal((704, 256))
+    mx.save_safetensors(str(source / "model-extra.safetensors"), {name: other}, {"format": "mlx"})
+    expected = run(stock(source), PREFILL_AND_DECODE)
+    pack(source, tmp_path / "packed")
+    assert names_on_disk(tmp_path / "packed").count(name) == 1
+    assert same_bits(run(stock(tmp_path / "packed"), PREFILL_AND_DECODE), expected)
+
+
+# --- fewer, larger, aligned reads ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shard_bytes", [1, 2_000_000, 10**12])
+def test_each_unit_is_one_aligned_read(
+    scattered: Callable[[str], Path], tmp_path: Path, name: str, shard_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_flash.convert.order.kernel_alignment", lambda: 16)
+    report = pack(scattered(name), tmp_path / "packed", shard_bytes=shard_bytes)
+    assert report.after.num_units == report.after.num_reads == report.before.num_units
+    assert report.after.num_copied == 0
+    assert report.before.num_copied == report.before.num_reads > report.after.num_reads
+    assert report.after.median_bytes > report.before.median_bytes
+    assert report.after.mean_bytes > report.before.mean_bytes
+    assert report.after.nbytes <= report.before.nbytes
+    for unit in order_of(tmp_path / "packed"):
+        paths = {read_checkpoint(tmp_path / "packed").tensors[name].extent.path for name in unit.names}
+        assert len(paths) <= 1
+    for shard in read_checkpoint(tmp_path / "packed").shards:
+        assert shard.data_offset % DATA_ALIGNMENT == 0
+        assert all(record.extent.offset % record.itemsize == 0 for record in shard.tensors)
+
+
+def test_units_lie_in_the_order_of_a_pass(scattered: Callable[[str], Path], tmp_path: Path) -> None:
+    pack(scattered("llama-fp32"), tmp_path / "packed")
+    units = [
+        re.sub(r"(layers\.\d+|[a-z_]+)\..*", r"\1", n.removeprefix("model."))
+        for n in names_on_disk(tmp_path / "packed")
+    ]
+    assert list(dict.fromkeys(units)) == ["embed_tokens", *(f"layers.{i}" for i in range(5)), "norm", "lm_head"]
+    assert units == sorted(units, key=list(dict.fromkeys(units)).index)
+
+
+def test_of_a_layer_what_is_streamed_first_lies_first(scattered: Callable[[str], Path], tmp_path: Path) -> None:
+    """The plan pins the smaller tensors of a layer; what is left is still one read."""
+    pack(scattered("llama-fp32"), tmp_path / "packed")
+    checkpoint = read_checkpoint(tmp_path / "packed")
+    for unit in order_of(tmp_path / "packed"):
+        extents = [checkpoint.tensors[name].extent for name in unit.streamed]
+        assert [e.nbytes for e in extents] == sorted((e.nbytes for e in extents), reverse=True)
+        assert all(left.end == right.offset for left, right in pairwise(extents))
+
+
+@settings(deadline=None, max_examples=25)
+@given(shard_bytes=st.integers(1, 4_000_000))
+def test_shards_are_cut_between_units(
+    scattered: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, shard_bytes: int
+) -> None:
+    source = scattered("llama-4bit")
+    target = tmp_path_factory.mktemp("cut") / "packed"
+    report = pack(source, target, shard_bytes=shard_bytes)
+    checkpoint = read_checkpoint(target)
+    shard_of = {record.name: shard.path.name for shard in checkpoint.shards for record in shard.tensors}
+    units = [unit.names for unit in order_of(target)]
+    assert all(len({shard_of[name] for name in names}) == 1 for names in units)
+    largest = max(sum(checkpoint.tensors[name].nbytes for name in names) for names in units)
+    sizes = [sum(r.nbytes for r in shard.tensors) for shard in sorted(checkpoint.shards, key=lambda s: s.path.name)]
+    assert all(size <= max(shard_bytes, largest) for size in sizes)
+    assert all(left + right > shard_bytes for left, right in pairwise(sizes))
+    assert report.num_shards == len(sizes)
+
+
+def test_tensors_of_odd_size_move_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head of 34 numbers makes biases of 68 bytes, which is no multiple of 16."""
+    monkeypatch.setattr("mlx_flash.convert.order.kernel_alignment", lambda: 16)
+    odd = {**LARGER, "attention_bias": True, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 34}
+    report = pack(save(tmp_path / "source", odd, mx.float16), tmp_path / "packed")
+    assert any(record.nbytes % 16 for record in read_checkpoint(tmp_path / "packed").tensors.values())
+    assert report.after.num_copied == 0
+    assert report.after.num_reads == report.after.num_units
+
+
+def test_tensors_join_the_unit_that_their_names_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names in a checkpoint may have another beginning than in the model; what is dropped or computed has only them."""
+    source = save(tmp_path / "source", LARGER)
+    loaded = dict(mx.load(str(source / "model.safetensors")))  # type: ignore[arg-type]
+    extra = {
+        "model.layers.1.self_attn.rotary_emb.inv_freq": mx.zeros((4,)),
+        "model.layers.10.unknown": mx.zeros((4,)),
+        "vision.patch": mx.zeros((4,)),
+    }
+    weights = {f"language.{name}": array for name, array in {**loaded, **extra}.items()}
+    mx.save_safetensors(str(source / "model.safetensors"), weights, {"format": "mlx"})
+
+    def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        return {name.removeprefix("language."): a for name, a in weights.items() if not is_extra(name)}
+
+    def is_extra(name: str) -> bool:
+        return name.removeprefix("language.") in extra
+
+    monkeypatch.setattr("mlx_lm.models.llama.Model.sanitize", sanitize)
+    units = {name: unit for unit in order_of(source) for name in unit.names}
+    up_proj = "language.model.layers.1.mlp.up_proj.weight"
+    assert units["language.model.layers.1.self_attn.rotary_emb.inv_freq"] is units[up_proj]
+    assert units["language.model.layers.10.unknown"].names == ("language.model.layers.10.unknown",)
+    assert units["language.vision.patch"].names == ("language.vision.patch",)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_index_names_and_metadata(scattered: Callable[[str], Path], tmp_path: Path) -> None:
+    source = scattered("llama-fp32")
+    several = pack(source, tmp_path / "several", shard_bytes=3_000_000)
+    names = [f"model-{i + 1:05}-of-{several.num_shards:05}.safetensors" for i in range(several.num_shards)]
+    index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())
+    shards = {shard.path.name: shard for shard in read_checkpoint(tmp_path / "several").shards}
+    assert sorted(shards) == names
+    assert index["metadata"] == {"total_size": several.nbytes}
+    assert index["weight_map"] == {r.name: name for name, shard in shards.items() for r in shard.tensors}
+    assert all(shard.metadata == {"format": "mlx"} for shard in shards.values())
+
+    one = pack(tmp_path / "several", tmp_path / "one")
+    assert one.num_shards == 1
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_everything_else_is_copied(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", LARGER, num_shards=2)
+    kept = ["README.md", "chat_template.jinja", "adapters/adapters.safetensors", "code/deep/model.py", ".gitattributes"]
+    left = [".git/HEAD", ".cache/huggingface/x.lock", "code/__pycache__/model.pyc"]
+    for name in [*kept, *left]:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    (source / "code" / "above").symlink_to(source)
+    pack(source, tmp_path / "packed")
+    found = {str(path.relative_to(tmp_path / "packed")) for path in (tmp_path / "packed").rglob("*") if path.is_file()}
+    assert found == {*kept, "config.json", "model.safetensors"}
+    assert all((tmp_path / "packed" / name).read_text() == name for name in kept)
+
+
+def test_links_become_files(tmp_path: Path) -> None:
+    """In the cache of Hugging Face, a model folder is full of links to blobs."""
+    real = save(tmp_path / "blobs", LARGER, num_shards=2)
+    source = tmp_path / "snapshot"
+    source.mkdir()
+    for path in real.iterdir():
+        (source / path.name).symlink_to(Path("..") / "blobs" / path.name)
+    pack(source, tmp_path / "packed")
+    assert not any(path.is_symlink() for path in (tmp_path / "packed").iterdir())
+    expected = contents(read_checkpoint(source))
+    shutil.rmtree(real)
+    assert contents(read_checkpoint(tmp_path / "packed")) == expected
+
+
+def test_a_link_to_nothing_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", LARGER)
+    (source / "tokenizer.json").symlink_to("nowhere")
+    with pytest.raises(CheckpointNotFoundError, match=r"tokenizer\.json is no file that can be copied"):
+        pack(source, tmp_path / "packed")
+    assert not list(tmp_path.rglob("packed*/*.safetensors"))
+
+
+# --- whole or not at all ---------------------------------------------------------------------------------------------
+
+
+def test_targets_in_use_are_refused(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", LARGER)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    (tmp_path / "file").touch()
+    for target, words in (
+        (tmp_path / "full", "is not empty: it holds 'notes.txt'"),
+        (source, "is not empty"),
+        (tmp_path / "file", "is not a folder"),
+        (source / "packed", "is inside of the source"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            pack(source, target)
+    with pytest.raises(ConfigError, match="shard_bytes is 0"):
+        pack(source, tmp_path / "packed", shard_bytes=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "source"]
+
+
+def test_somebody_elses_folder_is_not_emptied(tmp_path: Path) -> None:
+    (tmp_path / "packed.partial").mkdir()
+    (tmp_path / "packed.partial" / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match=r"packed\.partial is in the way: it holds 'thesis\.txt'"):
+        pack(save(tmp_path / "source", LARGER), tmp_path / "packed")
+    assert (tmp_path / "packed.partial" / "thesis.txt").exists()
+
+
+def test_a_mount_point_is_refused_before_hours_of_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk")
+    with pytest.raises(ConfigError, match="disk is a disk's own folder"):
+        pack(save(tmp_path / "source", LARGER), tmp_path / "disk")
+
+
+def test_an_empty_folder_and_missing_parents_are_welcome(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", LARGER)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    pack(source, tmp_path / "link")
+    pack(source, tmp_path / "a" / "b" / "packed")
+    assert names_on_disk(tmp_path / "empty") == names_on_disk(tmp_path / "a" / "b" / "packed")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "empty", "link", "source"]
+
+
+def test_a_broken_source_is_refused(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", LARGER)
+    path = source / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 100)
+    with pytest.raises(CheckpointError, match="the file is truncated"):
+        pack(source, tmp_path / "packed")
+    assert not list(tmp_path.glob("packed*"))
+
+
+def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save(tmp_path / "source", LARGER)
+    real = shutil.disk_usage
+    monkeypatch.setattr(pack_module.shutil, "disk_usage", lambda path: real(path)._replace(free=10_000_000))
+    with pytest.raises(WriteError, match=r"needs 0\.0\d GB more, 0\.01 GB are free"):
+        pack(source, tmp_path / "packed")
+    assert not list(tmp_path.rglob("packed*/*.safetensors"))
+
+
+class Stop(Exception):
+    pass
+
+
+def interrupted(source: Path, target: Path, share: float, **options: Any) -> None:
+    """Packs until a share of the bytes is done."""
+
+    def progress(done: int, total: int) -> None:
+        if done >= share * total:
+            raise Stop
+
+    with pytest.raises(Stop):
+        pack(source, target, progress=progress, **options)
+
+
+def finished(source: Path, target: Path, **options: Any) -> PackReport:
+    """Packs, checks what it said on the way and what came out."""
+    seen: list[tuple[int, int]] = []
+    report = pack(source, target, progress=lambda done, total: seen.append((done, total)), **options)
+    dones = [done for done, _ in seen]
+    total = report.nbytes * (2 if options.get("verify") else 1)
+    assert dones == sorted(dones)
+    assert {total for _, total in seen} == {total}
+    assert (dones[0], dones[-1]) == (report.resumed_bytes, total)
+    assert contents(read_checkpoint(target)) == contents(read_checkpoint(source))
+    assert not target.with_name(f"{target.name}.partial").exists()
+    assert not (target / STATE_NAME).exists()
+    return report
+
+
+def test_an_interrupted_run_is_taken_up(scattered: Callable[[str], Path], tmp_path: Path) -> None:
+    source, target = scattered("llama-fp32"), tmp_path / "packed"
+    interrupted(source, target, 0.6, shard_bytes=3_000_000)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["packed.partial"]
+    written = {path: path.stat() for path in (tmp_path / "packed.partial").glob("*.safetensors")}
+    assert written
+    report = finished(source, target, shard_bytes=3_000_000)
+    assert 0 < report.resumed_bytes < report.nbytes
+    for path, before in written.items():
+        assert (target / path.name).stat().st_ino == before.st_ino
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_interrupted_at_either_end(scattered: Callable[[str], Path], tmp_path: Path, share: float) -> None:
+    source = scattered("llama-fp32")
+    interrupted(source, tmp_path / "packed", share, shard_bytes=3_000_000)
+    finished(source, tmp_path / "packed", shard_bytes=3_000_000)
+
+
+@pytest.mark.parametrize("damage", ["cut", "header"])
+def test_a_shard_that_is_not_complete_is_written_again(
+    scattered: Callable[[str], Path], tmp_path: Path, damage: str
+) -> None:
+    source = scattered("llama-fp32")
+    interrupted(source, tmp_path / "packed", 0.6, shard_bytes=3_000_000)
+    first, *_ = sorted((tmp_path / "packed.partial").glob("*.safetensors"))
+    if damage == "cut":
+        os.truncate(first, first.stat().st_size - 1)
+    else:
+        first.write_bytes(first.read_bytes().replace(b"embed", b"EMBED", 1))
+    finished(source, tmp_path / "packed", shard_bytes=3_000_000)
+
+
+def test_another_shard_size_keeps_nothing_stale(scattered: Callable[[str], Path], tmp_path: Path) -> None:
+    source = scattered("llama-fp32")
+    interrupted(source, tmp_path / "packed", 0.6, shard_bytes=1_000_000)
+    report = finished(source, tmp_path / "packed", shard_bytes=3_000_000)
+    assert report.resumed_bytes == 0
+    assert len(list((tmp_path / "packed").glob("*.safetensors"))) == report.num_shards
+
+
+def test_a_source_that_changed_starts_over(tmp_path: Path) -> None:
+    """Other bytes, same sizes and names: only the files themselves can tell."""
+    source = save(tmp_path / "source", LARGER, num_shards=2)
+    interrupted(source, tmp_path / "packed", 0.6, shard_bytes=3_000_000)
+    for path in source.glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-100_000:] = os.urandom(100_000)
+        path.write_bytes(data)
+    report = finished(source, tmp_path / "packed", shard_bytes=3_000_000)
+    assert report.resumed_bytes == 0
+
+
+@pytest.mark.parametrize("change", [lambda path: os.utime(path, (1, 1)), Path.unlink], ids=["touched", "gone"])
+def test_a_source_that_changes_meanwhile(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    source = save(tmp_path / "source", LARGER, num_shards=2)
+    changed = False
+
+    def progress(done: int, total: int) -> None:
+        nonlocal changed
+        if done > 0.9 * total and not changed:
+            changed = True
+            change(source / "model-00001-of-00002.safetensors")
+
+    with pytest.raises(ReadError, match=r"(were copied|cannot read .*|a moment ago.*)\. Hint"):
+        pack(source, tmp_path / "packed", progress=progress)
+    assert not (tmp_path / "packed").exists()
+    assert not list(tmp_path.rglob("packed*/*.safetensors"))
+
+
+def test_a_full_disk_and_then_room(
+    scattered: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, pwrite, room = scattered("llama-fp32"), os.pwrite, 7_000_000
+
+    def short(fd: int, data: memoryview, offset: int) -> int:
+        nonlocal room
+        room -= len(data)
+        if room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_flash.convert.writer.os.pwrite", short)
+        with pytest.raises(WriteError, match=r"No space left on device. Hint: make room on the disk"):
+            pack(source, tmp_path / "packed", shard_bytes=3_000_000)
+    assert not (tmp_path / "packed").exists()
+    assert not list(tmp_path.rglob("*.safetensors.partial"))
+    assert finished(source, tmp_path / "packed", shard_bytes=3_000_000).resumed_bytes > 0
+
+
+def test_a_second_run_at_once_is_refused(scattered: Callable[[str], Path], tmp_path: Path) -> None:
+    source, refused = scattered("llama-fp32"), []
+
+    def progress(done: int, total: int) -> None:
+        if not refused:
+            with pytest.raises(ConfigError, match="another run is writing") as caught:
+                pack(source, tmp_path / "packed")
+            refused.append(caught.value)
+
+    pack(source, tmp_path / "packed", progress=progress)
+    assert refused
+    assert contents(read_checkpoint(tmp_path / "packed")) == contents(read_checkpoint(source))
+
+
+def test_verify_finds_one_wrong_bit(scattered: Callable[[str], Path], tmp_path: Path) -> None:
+    source, target = scattered("llama-fp32"), tmp_path / "packed"
+    name = "model.layers.3.mlp.up_proj.weight"
+
+    def progress(done: int, total: int) -> None:
+        if done == total // 2:  # all is written, nothing compared
+            shards = {s.path: s for s in read_checkpoint(tmp_path / "packed.partial").shards}
+            record = next(r for shard in shards.values() for r in shard.tensors if r.name == name)
+            data = bytearray(record.extent.path.read_bytes())
+            data[record.extent.end - 1] ^= 1
+            record.extent.path.write_bytes(data)
+
+    with pytest.raises(WriteError, match=rf"'{name}' in .* is not what .* holds"):
+        pack(source, target, shard_bytes=3_000_000, verify=True, progress=progress)
+    assert not target.exists()
+    finished(source, target, shard_bytes=3_000_000, verify=True)
+
+
+def test_a_packed_checkpoint_packs_to_itself(scattered: Callable[[str], Path], tmp_path: Path) -> None:
+    once = pack(scattered("llama-4bit"), tmp_path / "once", shard_bytes=500_000)
+    twice = pack(tmp_path / "once", tmp_path / "twice", shard_bytes=500_000)
+    assert once.after == twice.before == twice.after
+    for path in (tmp_path / "once").iterdir():
+        assert path.read_bytes() == (tmp_path / "twice" / path.name).read_bytes()
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from mlx_flash.layout.load import load_lazily
+from mlx_flash.convert.pack import pack
+from mlx_flash.storage.safetensors import read_checkpoint
+from mlx_flash.memory.footprint import peak_footprint
+load_lazily(Path(sys.argv[1]), read_checkpoint(Path(sys.argv[1])))
+before = peak_footprint()
+pack(Path(sys.argv[1]), Path(sys.argv[2]), verify=True)
+print(peak_footprint() - before)
+"""
+
+
+def save_zeros(directory: Path, config: dict[str, Any]) -> Path:
+    """A model without the time that random numbers take; its data begins at an odd offset."""
+    model_class, args_class = mlx_lm_utils._get_classes(config)
+    parameters = tree_flatten(model_class(args_class.from_dict(config)).parameters())  # never evaluated
+    tensors = [TensorSpec(name, "F32", tuple(array.shape)) for name, array in parameters]
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    shard = ShardPlan("model.safetensors", tensors, alignment=5)
+    shard.write(directory, lambda tensor: cut(memoryview(bytes(tensor.nbytes))))
+    return directory
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """200 MB, of which the largest tensor has 131 MB."""
+    big = {**LARGER, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 32_000, "num_hidden_layers": 2}
+    source = save_zeros(tmp_path / "source", {**big, "tie_word_embeddings": True})
+    assert read_checkpoint(source).nbytes > 200_000_000
+    done = children.run("-c", MEASURE, source, tmp_path / "packed")
+    assert done.returncode == 0, done.stderr.decode()
+    assert int(done.stdout) < 40_000_000
+
+
+def test_the_benchmark_compares_both(scattered: Callable[[str], Path], tmp_path: Path) -> None:
+    source = shutil.copytree(scattered("llama-4bit"), tmp_path / "tiny")
+    command = [sys.executable, str(BENCHMARK), "--model", str(source), "--json", str(tmp_path / "out.json")]
+    command += ["--rounds=1", "--tokens=2", "--budget=1"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "100"})
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    (reads,) = (round_["reads"] for round_ in result["rounds"])
+    assert reads["scattered"]["nbytes"] == reads["packed"]["nbytes"] > 0
+    assert result["pack"]["before"]["num_reads"] > result["pack"]["after"]["num_reads"]
+    found = result["summary"]["reads"]
+    assert found["ratio"] == reads["packed"]["bytes_per_second"] / reads["scattered"]["bytes_per_second"]
+    assert result["summary"]["passes"]["identical"] is True
+    assert "tokens identical" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "tiny"]

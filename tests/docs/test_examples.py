@@ -1,0 +1,266 @@
+"""Tests of the examples: each runs, and its text is that of mlx-lm."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx_lm
+import pytest
+
+import children
+import mlx_flash
+from adapters import save_adapter
+from children import ROOT
+from example_programs import ENV, free_port, served
+from mlx_flash import FlashLLM
+from models import make_random_model
+
+EXAMPLES = ROOT / "examples"
+SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "llama"
+    make_random_model(path, *SHAPE.split())
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _undone() -> Iterator[None]:
+    yield
+    mlx_flash.remove_flash_patch()
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run an example in this process. Return its output and the bytes that its last model read for streamed layers."""
+
+    def run(name: str, *arguments: object) -> tuple[str, int]:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        left = runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        model = left["model"]
+        num_bytes = 0
+        if isinstance(model, FlashLLM):
+            assert model.engine is not None
+            num_bytes = model.plan.streaming.read_bytes * (model.engine.stream.stats.num_acquired > 0)
+            model.close()
+        return capsys.readouterr().out, num_bytes
+
+    return run
+
+
+def test_quick_start(model_dir: Path, say: Any) -> None:
+    arguments = ("quick_start.py", "--model", model_dir, "--max-tokens", 20)
+    expected, nothing = say(*arguments)
+    found, num_bytes = say(*arguments, "--flash", "--ram-budget-gb", "min")
+    assert found == expected and len(found) > 10
+    assert nothing == 0 < num_bytes
+
+
+def test_context_manager(model_dir: Path, say: Any) -> None:
+    out, num_bytes = say("context_manager.py", "--model", model_dir)
+    streamed, resident = out.removeprefix("streamed: ").rstrip("\n").split("\nresident: ")
+    assert streamed == resident != ""
+    assert num_bytes == 0, "the last model is mlx-lm's own"
+
+
+def test_adapter(model_dir: Path, tmp_path: Path, say: Any) -> None:
+    adapter = save_adapter(tmp_path / "adapter", model_dir, "lora", 3)
+    found, num_bytes = say("adapter.py", "--model", model_dir, "--adapter-path", adapter, "--max-tokens", 16)
+
+    def text(**options: Any) -> str:
+        model, tokenizer, *_ = mlx_lm.load(str(model_dir), **options)
+        return f"{mlx_lm.generate(model, tokenizer, 'Tell me about the sea.', max_tokens=16)}\n"
+
+    mlx_flash.remove_flash_patch()
+    assert found == text(adapter_path=str(adapter)) != text()
+    assert num_bytes > 0
+
+
+def test_batch(model_dir: Path, say: Any) -> None:
+    prompts = ["Why is the sky blue?", "And the sea?", "And grass green?"]
+    flags = ("--model", model_dir, "--max-tokens", 8, "--ram-budget-gb", "min", "--context-length", 1024)
+    found, num_bytes = say("batch.py", *flags, *prompts)
+    mlx_flash.remove_flash_patch()
+    model, tokenizer, *_ = mlx_lm.load(str(model_dir))
+    texts = mlx_lm.batch_generate(model, tokenizer, [tokenizer.encode(p) for p in prompts], max_tokens=8).texts
+    assert found.splitlines() == [repr(text) for text in texts]
+    assert num_bytes > 0
+
+
+def test_openai_client(model_dir: Path, tmp_path: Path, say: Any) -> None:
+    pytest.importorskip("openai")
+    port = free_port()
+    server = ["serve", "--model", str(model_dir), "--ram-budget-gb", "0.4", "--port", str(port)]
+    with served(["-m", "mlx_flash", *server], port, tmp_path / "log"):
+        client = [EXAMPLES / "openai_client.py", "Why is the sky blue?", "--max-tokens", "20"]
+        found = children.run(*client, "--port", port)
+    assert found.stdout.decode() == say("quick_start.py", "--model", model_dir, "--max-tokens", 20)[0]
+
+
+def test_every_example_has_a_test() -> None:
+    """Every example is named in a test of this file."""
+    names = {path.name for path in EXAMPLES.iterdir() if not path.name.startswith(("_", "."))}
+    tested = {"quick_start.py", "context_manager.py", "adapter.py", "batch.py", "openai_client.py", "lmstudio_hook.py"}
+    assert names == {*tested, "Modelfile", "pair"}
+
+
+# What LM Studio's engine does with a text model, in the order in which it does it: loads it lazily, to see whether the
+# caches of several sequences can be merged, and forgets it; loads it again; works prompts through in chunks by itself,
+# into a cache that it keeps copies of; lets mlx-lm generate. Or does all of that in a thread, for several sequences.
+ENGINE = """
+import copy, json, os, sys, threading
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import mlx_lm.utils
+from mlx_lm import load as load_by_name
+from mlx_lm.generate import BatchGenerator, generation_stream, stream_generate
+from mlx_lm.models.cache import KVCache, LRUPromptCache, make_prompt_cache
+
+path, CHUNK, TAIL = Path(sys.argv[1]), 8, 3
+
+
+def keep(cache):
+    kept = [copy.copy(entry) if type(entry) is KVCache else copy.deepcopy(entry) for entry in cache]
+    for entry, old in zip(kept, cache):
+        if type(old) is KVCache:
+            entry.keys = mx.array(old.keys[..., : old.offset, :])
+            entry.values = mx.array(old.values[..., : old.offset, :])
+    return kept
+
+
+class Wrapper:
+    def __init__(self, model):
+        self.model, self.history, self.tokens = model, LRUPromptCache(max_size=10), None
+        self.cache = make_prompt_cache(model, None)
+
+    def update(self, prompt):
+        if self.tokens is not None:
+            self.history.insert_cache("session", self.tokens[: self.cache[0].offset], keep(self.cache))
+        self.tokens = list(prompt)
+        cache, rest = self.history.fetch_nearest_cache("session", prompt)
+        self.cache = make_prompt_cache(self.model, None) if cache is None else cache
+        left = mx.array(rest[:-1])
+        with mx.stream(generation_stream):
+            while left.size:
+                size = min(CHUNK, left.size)
+                self.model(left[:size][None], cache=self.cache)
+                mx.eval([entry.state for entry in self.cache])
+                left = left[size:]
+                mx.clear_cache()
+        return mx.array(rest[-1:]), len(prompt) - len(rest)
+
+
+def sequential(model, tokenizer, turns):
+    wrapper, prompt, found = Wrapper(model), [], []
+    for turn in turns:
+        prompt = prompt + tokenizer.encode(turn)
+        rest, num_cached = wrapper.update(prompt)
+        tokens = []
+        for response in stream_generate(model, tokenizer, rest, max_tokens=10, prompt_cache=wrapper.cache):
+            tokens.append(response.token)
+            wrapper.tokens.append(response.token)
+        found.append([num_cached > 0, tokens])
+        prompt = prompt + tokens
+    return found
+
+
+def batched(model, tokenizer, prompts):
+    found = {}
+
+    def work():
+        kept = LRUPromptCache()
+        generator = BatchGenerator(
+            model,
+            completion_batch_size=4,
+            prefill_batch_size=1,
+            prefill_step_size=2048,
+            stop_tokens=[[token] for token in tokenizer.eos_token_ids],
+        )
+        for prompt in prompts:
+            cache, rest = kept.fetch_nearest_cache("model", tokenizer.encode(prompt))
+            (uid,) = generator.insert([rest], [10], caches=[cache])
+            found[uid] = []
+        while any(len(tokens) < 10 for tokens in found.values()):
+            for response in generator.next()[1]:
+                found[response.uid].append(response.token)
+        generator.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return list(found.values())
+
+
+probed, _ = load_by_name(path, lazy=True)
+mergeable = all(hasattr(entry, "merge") for entry in make_prompt_cache(probed))
+del probed
+model, tokenizer = mlx_lm.utils.load(path, lazy=False)
+mx.synchronize()
+assert mergeable
+one = sequential(model, tokenizer, ["Why is the sky blue?", " And the sea, what lives in it?"])
+several = batched(model, tokenizer, ["Why is the sky blue?", "And the sea?"])
+engine = getattr(model, "engine", None)
+streamed = None if engine is None else [engine.stream.stats.num_acquired, model.plan.streaming.read_bytes]
+print(json.dumps([type(model).__name__, streamed, one, several]), flush=True)
+os._exit(0)  # MLX may abort when Python ends after a thread in which it computed
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(Python, site-packages) of an environment whose lower layer is linked by a sitecustomize, as LM Studio's are."""
+    base = tmp_path_factory.mktemp("environment")
+    venv.create(base, with_pip=False, symlinks=True)
+    python = base / "bin/python"
+    ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site_packages = Path(subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip())
+    layer = Path(mlx_lm.__file__).parents[1]
+    lines = f"import site, sys\nsite.addsitedir({str(layer)!r})\nsys.path.append({str(ROOT)!r})\n"
+    (site_packages / "sitecustomize.py").write_text(lines)
+    return python, site_packages
+
+
+def engine_like(python: Path, model_dir: Path, **variables: str) -> Any:
+    env = {key: value for key, value in ENV.items() if key != "PYTHONPATH"} | variables
+    command = [python, "-c", ENGINE, model_dir]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_program_that_loads_like_lm_studio(model_dir: Path, environment: tuple[Path, Path]) -> None:
+    python, site_packages = environment
+    kind, nothing, *expected = engine_like(python, model_dir)
+    assert kind == "Model" and nothing is None
+    assert [cached for cached, _ in expected[0]] == [False, True], "the second turn goes on from a copy of the cache"
+    shutil.copy(EXAMPLES / "lmstudio_hook.py", site_packages / "mlx_flash_hook.py")
+    (site_packages / "mlx_flash_hook.pth").write_text("import mlx_flash_hook\n")
+    settings = {"RAM_BUDGET_GB": "min", "CONTEXT_LENGTH": "2048", "PREFILL_STEP_SIZE": "64"}
+    variables = {f"MLX_FLASH_{name}": value for name, value in settings.items()}
+    kind, streamed, *found = engine_like(python, model_dir, **variables)
+    assert kind == "FlashLLM" and min(streamed) > 0
+    assert found == expected
+    kind, nothing, *found = engine_like(python, model_dir, MLX_FLASH_ENABLED="false")
+    assert kind == "Model" and found == expected
+
+
+def test_the_hook_imports_nothing_before_mlx_lm(environment: tuple[Path, Path]) -> None:
+    python, site_packages = environment
+    shutil.copy(EXAMPLES / "lmstudio_hook.py", site_packages / "mlx_flash_hook.py")
+    (site_packages / "mlx_flash_hook.pth").write_text("import mlx_flash_hook\n")
+    code = "import sys; print('mlx_flash_hook' in sys.modules, [m for m in sys.modules if m.split('.')[0] in HEAVY])"
+    code = code.replace("HEAVY", "('mlx', 'mlx_lm', 'mlx_flash', 'numpy', 'transformers')")
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=ENV, check=True)
+    assert done.stdout == "True []\n"

@@ -1,0 +1,192 @@
+"""mlx-lm's ways of generating, on a streamed model: the stock result."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache, trim_prompt_cache
+
+import mlx_flash
+from mlx_flash import CacheError
+from mlx_flash.memory.driver import has_own_memory
+from models import GEMMA3, LLAMA, MAMBA2, same_bits, save, stock
+from streamed import streamed_whole
+
+PROMPT = mx.array([5, 17, 900, 3, 3, 42, 64, 99, 128, 7, 21] * 4)
+OPTIONS = {
+    "plain": {},
+    "small steps": {"prefill_step_size": 8},
+    "rotating cache": {"max_kv_size": 16},
+    "8-bit cache": {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0},
+    "4-bit cache from the 50th token on": {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 50},
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), LLAMA, mx.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path) -> Callable[[str], tuple[list[int], list[mx.array]]]:
+    """Tokens and log-probabilities of stock mlx-lm, computed once for each of the options."""
+    return functools.cache(lambda name: generated(stock(directory), **OPTIONS[name]))
+
+
+def generated(model: Any, prompt: mx.array = PROMPT, **options: Any) -> tuple[list[int], list[mx.array]]:
+    options = {"prefill_step_size": 2048, "max_tokens": 16, **options}
+    found = list(generate_step(prompt, model, **options))
+    return [token for token, _ in found], [logprobs for _, logprobs in found]
+
+
+@pytest.mark.parametrize("cut", [0, 2, "tiles"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_kind_of_cache(directory: Path, expected: Callable[..., Any], name: str, cut: int | str) -> None:
+    if has_own_memory() and "kv_bits" in OPTIONS[name]:
+        pytest.skip("MLX has no CUDA kernel for these keys")
+    tokens, logprobs = expected(name)
+    with streamed_whole(directory, cut=cut) as model:
+        model.plan = wide(model.plan)
+        found_tokens, found_logprobs = generated(model, **OPTIONS[name])
+    assert found_tokens == tokens
+    assert same_bits(found_logprobs, logprobs)
+
+
+def wide(plan: Any) -> Any:
+    """A plan with room for the whole prompt at once, as stock mlx-lm takes it."""
+    return replace(plan, prefill_step_size=2048, budget_bytes=10**10)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3])
+def test_speculative_decoding(directory: Path, tmp_path: Path, num_draft_tokens: int) -> None:
+    draft_dir = save(tmp_path / "draft", {**LLAMA, "num_hidden_layers": 1}, mx.bfloat16)
+
+    def speculated(model: Any, draft: Any) -> list[int]:
+        steps = speculative_generate_step(PROMPT, model, draft, num_draft_tokens=num_draft_tokens, max_tokens=16)
+        return [token for token, *_ in steps]
+
+    expected = speculated(stock(directory), stock(draft_dir))
+    with streamed_whole(directory) as model, streamed_whole(draft_dir) as draft:
+        model.plan, draft.plan = wide(model.plan), wide(draft.plan)
+        assert speculated(model, draft) == expected
+
+
+@pytest.mark.parametrize("architecture", [LLAMA, GEMMA3], ids=["plain", "sliding window"])
+def test_a_saved_prompt_cache_goes_on(tmp_path: Path, architecture: dict[str, Any]) -> None:
+    directory = save(tmp_path / "model", architecture, mx.bfloat16)
+
+    def in_two_parts(model: Any, file: Path) -> tuple[list[int], list[mx.array]]:
+        cache = make_prompt_cache(model)
+        model(PROMPT[None, :30], cache=cache)
+        save_prompt_cache(str(file), cache)
+        return generated(model, PROMPT[30:], prompt_cache=load_prompt_cache(str(file)))
+
+    tokens, logprobs = in_two_parts(stock(directory), tmp_path / "stock.safetensors")
+    with streamed_whole(directory) as model:
+        model.plan = wide(model.plan)
+        found_tokens, found_logprobs = in_two_parts(model, tmp_path / "streamed.safetensors")
+    assert found_tokens == tokens and same_bits(found_logprobs, logprobs)
+
+
+@pytest.mark.quick
+def test_a_trimmed_cache_goes_on(directory: Path) -> None:
+    def trimmed(model: Any) -> tuple[list[int], list[mx.array]]:
+        cache = make_prompt_cache(model)
+        generated(model, prompt_cache=cache)
+        trim_prompt_cache(cache, 20)
+        return generated(model, PROMPT[:5], prompt_cache=cache)
+
+    tokens, logprobs = trimmed(stock(directory))
+    with streamed_whole(directory) as model:
+        model.plan = wide(model.plan)
+        found_tokens, found_logprobs = trimmed(model)
+    assert found_tokens == tokens and same_bits(found_logprobs, logprobs)
+
+
+def test_a_cache_between_two_tokens_is_as_mlx_lm_leaves_it(directory: Path) -> None:
+    """mlx-lm's own `test_trim_cache_with_generate`, with the lengths in between."""
+
+    def trimmed(model: Any, step: Any) -> list[Any]:
+        cache, found = make_prompt_cache(model), []
+        first, _ = next(step(PROMPT, model, prompt_cache=cache))
+        found.append((first, cache[0].offset))
+        for _ in range(2):
+            steps = zip(range(2), step(mx.array([first]), model, prompt_cache=cache), strict=False)
+            found += [(token, cache[0].offset, cache[0].size()) for _, (token, _) in steps]
+            assert trim_prompt_cache(cache, 3) == 3
+            found.append(cache[0].offset)
+        return found
+
+    expected = trimmed(stock(directory), generate_step)
+    with streamed_whole(directory) as model:
+        model.plan = wide(model.plan)
+        assert trimmed(model, mlx_flash.generate_step) == expected
+        assert model.counters.num_passes == 5  # a token that is trimmed away is never computed
+
+
+@pytest.mark.parametrize("architecture", [LLAMA, GEMMA3, MAMBA2], ids=["plain", "sliding window", "recurrent"])
+def test_the_last_token_of_an_answer_shares_a_pass_with_the_next_prompt(
+    tmp_path: Path, architecture: dict[str, Any]
+) -> None:
+    directory = save(tmp_path / "model", architecture, mx.float32)
+    question = mx.array([7, 8, 9])
+
+    def two_turns(model: Any, step: Any) -> tuple[list[int], list[mx.array]]:
+        cache = make_prompt_cache(model)
+        steps = step(PROMPT, model, prompt_cache=cache)
+        for _ in range(3):
+            next(steps)
+        steps.close()
+        reports: list[tuple[int, int]] = []
+        options = {"prompt_cache": cache, "prompt_progress_callback": lambda *report: reports.append(report)}
+        found = list(step(question, model, max_tokens=2, **options))
+        assert reports[0] == (0, 3) and reports[-1] == (3, 3)
+        assert all(0 <= done <= total == 3 for done, total in reports)
+        return [token for token, _ in found], [logprobs for _, logprobs in found]
+
+    tokens, logprobs = two_turns(stock(directory), generate_step)
+    with streamed_whole(directory, speculation=False) as model:
+        model.plan = wide(model.plan)
+        found_tokens, found_logprobs = two_turns(model, mlx_flash.generate_step)
+        assert found_tokens == tokens and same_bits(found_logprobs, logprobs)
+        assert model.counters.num_passes == 3 + 3
+
+
+def test_what_looks_at_a_cache_between_two_tokens_computes_the_token(directory: Path, tmp_path: Path) -> None:
+    plain = stock(directory)
+    theirs = make_prompt_cache(plain)
+    expected = generated(plain, prompt_cache=theirs, max_tokens=2)
+    file = str(tmp_path / "cache.safetensors")
+    with streamed_whole(directory) as model:
+        model.plan = wide(model.plan)
+        cache = make_prompt_cache(model)
+        steps = iter(mlx_flash.generate_step(PROMPT, model, prompt_cache=cache))
+        found = [next(steps)]
+        copied = copy.deepcopy(cache)
+        save_prompt_cache(file, cache)
+        found.append(next(steps))
+        assert [token for token, _ in found] == expected[0]
+        assert same_bits([logprobs for _, logprobs in found], expected[1])
+        assert model.counters.num_passes == 2
+        for ours, length in ((copied, 1), (load_prompt_cache(file), 1), (cache, 2)):
+            tokens = len(PROMPT) + length
+            assert {entry.offset for entry in ours} == {tokens}
+            rows = [(a.state[0], b.state[0][..., :tokens, :]) for a, b in zip(ours, theirs, strict=True)]
+            assert all(same_bits([a], [b]) for a, b in rows)
+
+
+def test_a_cache_that_lacks_its_last_token_says_so(directory: Path) -> None:
+    with streamed_whole(directory) as model:
+        cache = make_prompt_cache(model)
+        next(iter(mlx_flash.generate_step(PROMPT, model, prompt_cache=cache)))
+    assert cache[0].offset == len(PROMPT) + 1
+    with pytest.raises(CacheError, match=r"lacks its last token .*Hint: use the cache"):
+        copy.deepcopy(cache)

@@ -1,0 +1,253 @@
+"""What an interrupt cuts in two is undone, or refuses: never another bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+from mlx_lm.models.mamba2 import Mamba2Block
+
+from expert_pools import with_pool
+from interrupting import CHANGES, CHUNKS, Strike, Victim, every_interrupt, outcomes
+from mlx_flash import CacheError, FlashLLM, load_model
+from mlx_flash.engine.call import parse_call
+from mlx_flash.engine.lifecycle import Lifecycle
+from mlx_flash.engine.undo import undo_of
+from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.experts.slots import ExpertSlots
+from mlx_flash.memory.arena import Arena, SlotArena
+from mlx_flash.streaming.loans import Loans
+from mlx_flash.streaming.stream import WeightStream, _Slot
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, guessed, run, same_bits, save, stock
+from streamed import config, streamed_whole
+
+CALLS = [[1, 2, 3]]
+EVERYTHING = 1 << 40
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), LLAMA | {"num_hidden_layers": 2}, mx.float32)
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path) -> list[mx.array]:
+    return run(stock(directory), CALLS)
+
+
+def loans_of(model: FlashLLM) -> Loans:
+    assert model.engine is not None
+    return model.engine.loans
+
+
+def test_interrupts_while_loans_end(directory: Path, expected: list[mx.array]) -> None:
+    functions = [
+        Loans.recall,
+        Loans._end,
+        Loans._settle_moving,
+        Loans._change_reads,
+        WeightStream.complete,
+        _Slot.empty,
+    ]
+    with streamed_whole(directory, cut=1, tile_rows=10**9) as model:
+        model.start()
+        loans = loans_of(model)
+
+        def prepare() -> None:
+            loans.lend(EVERYTHING)
+            run(model, CALLS)
+            assert loans.nbytes
+
+        num = 0
+        for where in every_interrupt(functions, prepare, lambda: loans.recall(1), 2):
+            num += 1
+            loans.recall(EVERYTHING)
+            assert same_bits(run(model, CALLS), expected), where
+            assert loans.nbytes == loans.saved_bytes == 0
+        assert num > 100
+
+
+def test_interrupts_while_loans_begin(directory: Path, expected: list[mx.array]) -> None:
+    functions = [Loans._copy_out, Loans._change_reads, WeightStream.release, WeightStream._fill, _Slot.empty]
+    with streamed_whole(directory, tile_rows=10**9) as model:
+        model.start()
+        loans = loans_of(model)
+
+        def prepare() -> None:
+            loans.recall(EVERYTHING)
+            loans.lend(300_000)
+
+        num = 0
+        for where in every_interrupt(functions, prepare, lambda: run(model, CALLS) and None, 7):
+            num += 1
+            assert same_bits(run(model, CALLS), expected), where
+        assert num > 50
+
+
+def test_a_model_that_a_reader_thread_frees(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's collector frees it in whatever thread allocates memory, also in one that the end waits for."""
+    real, freed = os.preadv, threading.Event()
+
+    def preadv(*args: Any) -> int:
+        if not freed.is_set() and threading.current_thread().name.startswith("mlx-flash-reader"):
+            freed.set()
+            gc.enable()
+            gc.collect()
+        return real(*args)
+
+    model: Any = streamed_whole(directory)
+    model.start()
+    run(model, CALLS)
+    assert model.engine is not None
+    reader, unit, arena = model.engine.reader, model.engine.stream.units[0], Arena(1 << 20)
+    gc.collect()
+    gc.disable()
+    try:
+        vars(model)["itself"] = model
+        del model
+        monkeypatch.setattr(os, "preadv", preadv)
+        reader.submit(unit.placement.segments, arena.memory)
+        assert freed.wait(10)
+        end = time.monotonic() + 10
+        while [thread for thread in threading.enumerate() if thread.name.startswith("mlx-flash")]:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": LLAMA | {"num_hidden_layers": 2},
+    "sliding window": GEMMA3 | {"num_hidden_layers": 3},
+    "recurrent": MAMBA2 | {"num_hidden_layers": 2},
+    "mixture": QWEN3_MOE | {"num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_interrupts_of_passes(tmp_path: Path, name: str) -> None:
+    """Some of the instructions of each kind of pass; `scripts/interrupts.py` takes them all."""
+    folder = save(tmp_path / "model", KINDS[name], mx.float32)
+    with with_pool(folder, 6) if name == "mixture" else streamed_whole(folder, tile_rows=10**9) as model:
+        model.start()
+        model.plan = replace(model.plan, budget_bytes=10**11, prefill_step_size=2048)
+        victim = Victim(model, stock(folder))
+        for change in CHANGES:
+            strike = Strike(None, None)
+            outcomes(victim, change, strike.run)
+            for at in range(0, strike.count, strike.count // 5):
+                strike = Strike(None, at)
+                found = outcomes(victim, change, strike.run)
+                assert set(found) <= {"right", "refused"}, (change, at, strike.where)
+                assert "refused" not in found or name in ("sliding window", "recurrent")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_interrupts_while_guesses_are_taken_back(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path / "model", KINDS[name], mx.float32)
+    with with_pool(folder, 6) if name == "mixture" else streamed_whole(folder, tile_rows=10**9) as model:
+        model.start()
+        model.plan = replace(model.plan, budget_bytes=10**11)
+        victim, found, at = Victim(model, stock(folder)), [], 0
+        while True:
+            cache = victim.filled()
+            rows = guessed(model, [7, 8, 8], cache)
+            strike = Strike(None, at)
+            is_over = not strike.run(lambda rows=rows: rows.keep(2))
+            found.append(victim.goes_on(cache, [*CHUNKS, [7], [8], [8]]))
+            assert found[-1] == "right", strike.where
+            if is_over:
+                break
+            at += 11
+        assert len(found) > 5
+
+
+def test_a_cache_that_cannot_be_put_back_refuses_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path / "model", KINDS["recurrent"], mx.float32)
+    with streamed_whole(folder) as model:
+        victim = Victim(model, stock(folder))
+        cache = victim.filled()
+        with monkeypatch.context() as patch:
+            patch.setattr(Mamba2Block, "__call__", interrupted(Mamba2Block.__call__, 2))
+            with pytest.raises(KeyboardInterrupt):
+                model(mx.array([[7]]), cache=cache)
+        words = "interrupted or failed .* ArraysCache .*Hint: start again with a fresh prompt cache"
+        uses: list[Callable[[], Any]] = [
+            lambda: model(mx.array([[7]]), cache=cache),
+            lambda: computed(model, mx.array([[7, 8]]), cache),
+            lambda: copy.deepcopy(cache)[0][0],
+            lambda: save_prompt_cache(str(tmp_path / "cache.safetensors"), cache),
+        ]
+        for use in uses:
+            with pytest.raises(CacheError, match=words):
+                use()
+        assert victim.is_right()
+
+
+def test_a_cache_whose_putting_back_was_interrupted_refuses(directory: Path) -> None:
+    with load_model(directory, config())[0] as model:
+        cache = make_prompt_cache(model)
+        computed(model, mx.array([[1, 2, 3, 4]]), cache)
+        call = parse_call((mx.array([[5]]), cache), {})
+        undo = undo_of([call])
+        undo()
+        assert [entry.offset for entry in cache] == [4] * len(cache)
+        cache[-1].trim(2)  # as the prefix cache does, until it has put its rows back
+        undo()
+        with pytest.raises(CacheError):
+            model(mx.array([[5]]), cache=cache)
+
+
+def interrupted(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """Return a function that is interrupted after a call."""
+    calls = iter(range(1, 1 << 30))
+
+    def call(*args: Any, **options: Any) -> Any:
+        result = function(*args, **options)
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return result
+
+    return call
+
+
+def test_interrupts_of_a_start(directory: Path, expected: list[mx.array]) -> None:
+    """Ctrl-C while weights are read, or just before the model runs: the next call starts it again."""
+    functions = [Lifecycle.carry_out]
+    strike = Strike(functions, None)
+    with load_model(directory, config())[0] as model:
+        strike.run(model.start)
+    for at in range(0, strike.count, 12):
+        with load_model(directory, config())[0] as model:
+            assert Strike(functions, at).run(model.start)
+            assert same_bits(run(model, CALLS), expected)
+
+
+def test_interrupts_of_a_pool_that_changes_its_size(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", KINDS["mixture"], mx.float32)
+    with with_pool(folder, 12) as model:
+        model.start()
+        victim = Victim(model, stock(folder))
+        assert victim.is_right()
+        assert model.engine is not None and model.engine.experts is not None
+        experts = model.engine.experts
+        functions = [ExpertSlots.resize, ExpertSlots._vacate, ExpertSlots.leave, ExpertPool.leave, SlotArena.resize]
+
+        def change() -> None:
+            experts.resize(4)
+            experts.resize(12)
+
+        for where in every_interrupt(functions, lambda: None, change, 9):
+            assert victim.is_right(), where
+            experts.resize(12)
+            assert victim.is_right(), where

@@ -1,0 +1,471 @@
+"""A streamed model gives stock mlx-lm's bits, keeps its promises, and can be undone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import psutil
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+
+import children
+import mlx_flash
+from mlx_flash import (
+    BudgetError,
+    CheckpointNotFoundError,
+    ClosedError,
+    ConfigError,
+    FileChangedError,
+    FlashLLM,
+    ReadError,
+    StreamedWeightsError,
+    TruncatedFileError,
+    load_model,
+)
+from mlx_flash.engine.prepare import prepare
+from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, run, same_bits, save, stock
+from streamed import LARGE_GB, config, streamed_whole, wait_for_reads
+
+MODELS = {
+    "fp32": (mx.float32, None, {}),
+    "bf16": (mx.bfloat16, None, {}),
+    "bf16-tied": (mx.bfloat16, None, {"tie_word_embeddings": True}),
+    "4bit": (mx.bfloat16, 4, {"intermediate_size": 512}),
+    "4bit-tied": (mx.float32, 4, {"intermediate_size": 512, "tie_word_embeddings": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Model directories by (name, layers), each written once."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def get(name: str, num_layers: int = 5) -> Path:
+        if (name, num_layers) not in made:
+            dtype, bits, changes = MODELS[name]
+            config = {**LLAMA, **changes, "num_hidden_layers": num_layers}
+            directory = tmp_path_factory.mktemp(f"{name}-{num_layers}")
+            # An odd header length, as mlx's own writer leaves it: every tensor goes through a bounce buffer.
+            made[name, num_layers] = save(
+                directory, config, dtype, bits=bits, num_shards=2, header_shift=num_layers % 2
+            )
+        return made[name, num_layers]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def stock_logits(directories: Any) -> Callable[..., list[mx.array]]:
+    """Logits of stock mlx-lm for ``PREFILL_AND_DECODE``, by name and number of layers, each computed once."""
+    return functools.cache(lambda name, num_layers=5: run(stock(directories(name, num_layers)), PREFILL_AND_DECODE))
+
+
+@pytest.mark.parametrize(
+    ("name", "io"), [*((name, "direct") for name in MODELS), ("bf16-tied", "buffered"), ("4bit", "buffered")]
+)
+def test_logits_equal_stock_at_every_budget(
+    directories: Any, stock_logits: Any, name: str, io: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The models are smaller than what the size of this process varies by.
+    monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100_000_000)
+    directory = directories(name)
+    expected, streamed_bytes = stock_logits(name), set()
+    plan = prepare(directory, config(io=io)).plan
+    for share in (0, 0.3, 0.6, 0.9, 9) if io == "direct" else (0, 0.6, 9):
+        budget = (plan.minimum_bytes + 5 + share * plan.model_bytes) / 1e9
+        with load_model(directory, config(ram_budget_gb=budget, io=io))[0] as model:
+            assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+            streamed_bytes.add(model.plan.streaming.read_bytes)
+    assert len(streamed_bytes) > 1
+    assert min(streamed_bytes) == 0
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("num_layers", [5, 6])
+@pytest.mark.parametrize("name", ["bf16", "4bit-tied"])
+def test_logits_equal_stock_with_any_number_of_slots(
+    directories: Any, stock_logits: Any, name: str, num_layers: int, num_slots: int
+) -> None:
+    with streamed_whole(directories(name, num_layers), num_slots) as model:
+        assert model.plan.streaming.num_slots == num_slots
+        assert same_bits(run(model, PREFILL_AND_DECODE), stock_logits(name, num_layers))
+        assert model.engine.stream.stats.num_unpredicted == 0
+
+
+@pytest.mark.parametrize("cut", [1, 2, "tiles"])
+@pytest.mark.parametrize("name", MODELS)
+def test_finer_cuts_equal_stock(directories: Any, stock_logits: Any, name: str, cut: int | str) -> None:
+    expected = stock_logits(name)
+    with streamed_whole(directories(name), tile_rows=128, cut=cut) as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        assert model.engine.stream.stats.num_unpredicted == 0
+    assert same_bits(run(model.close(), PREFILL_AND_DECODE), expected)
+
+
+@pytest.mark.parametrize("tile_rows", [64, 320, 1000])
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="GPU back ends choose kernels by the number of rows")
+def test_tiled_heads_equal_stock(directories: Any, stock_logits: Any, tile_rows: int) -> None:
+    for name in ("fp32", "bf16", "4bit", "bf16-tied", "4bit-tied"):
+        with streamed_whole(directories(name), 2, tile_rows) as model:
+            assert same_bits(run(model, PREFILL_AND_DECODE), stock_logits(name)), name
+
+
+@pytest.mark.parametrize("architecture", [GEMMA3, MAMBA2], ids=lambda c: c["model_type"])
+def test_sliding_windows_and_recurrent_states(tmp_path: Path, architecture: dict[str, Any]) -> None:
+    directory = save(tmp_path / "model", architecture, mx.float32)
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    with streamed_whole(directory) as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        assert model.engine.stream.stats.num_acquired > 0
+
+
+def test_stale_weights_show(directories: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The poison works: without evaluating before release, the logits are visibly wrong."""
+    expected = run(stock(directories("bf16")), PREFILL_AND_DECODE)
+    monkeypatch.setattr("mlx_flash.streaming.layers.arrays_in", lambda *roots: [])
+    with streamed_whole(directories("bf16")) as model:
+        assert not same_bits(run(model, PREFILL_AND_DECODE), expected)
+
+
+def test_generate_step_gives_stock_tokens_and_logprobs(directories: Any) -> None:
+    directory = directories("fp32")
+    prompt = mx.array([1, 2, 3, 4, 5, 6, 7])
+    expected = list(generate_step(prompt, stock(directory), max_tokens=6, prefill_step_size=3))
+    with load_model(directory, config())[0] as model:
+        got = list(generate_step(prompt, model, max_tokens=6, prefill_step_size=3))
+    assert [token for token, _ in got] == [token for token, _ in expected]
+    assert same_bits([logprobs for _, logprobs in got], [logprobs for _, logprobs in expected])
+
+
+def test_bytes_read_are_the_plans(directories: Any) -> None:
+    with streamed_whole(directories("bf16")) as model:
+        row = LLAMA["hidden_size"] * 2
+        counts = []
+        for _ in range(4):
+            run(model, [[1]])
+            wait_for_reads(model)
+            counts.append(model.engine.reader.stats.nbytes)
+        assert {b - a for a, b in pairwise(counts)} == {model.plan.streaming.read_bytes + row}
+
+
+def test_close_restores_a_plain_model(directories: Any) -> None:
+    directory = directories("bf16")
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    descriptors, threads = num_descriptors(), threading.active_count()
+    model, _ = load_model(directory, config())
+    inner = model._model
+    run(model, [[1, 2]])
+    plain = model.close()
+    assert plain is inner
+    assert type(plain) is llama.Model
+    assert {type(layer) for layer in plain.layers} == {llama.TransformerBlock}
+    assert {type(module) for module in plain.modules()} == {type(module) for module in stock(directory).modules()}
+    assert not any("_flash_state" in vars(module) for module in plain.modules())
+    assert same_bits(run(plain, PREFILL_AND_DECODE), expected)
+    assert threading.active_count() == threads
+    assert not any(thread.name.startswith("mlx-flash") for thread in threading.enumerate())
+    with pytest.raises(ClosedError, match="load it again"):
+        model(mx.array([[1]]))
+    model.close()
+    del plain, inner, model
+    end = time.monotonic() + 10  # MLX's threads let go of some a little later
+    while num_descriptors() > descriptors + 2:  # mlx's own, of the lazily loaded arrays
+        assert time.monotonic() < end, num_descriptors() - descriptors
+        time.sleep(0.01)
+
+
+def num_descriptors() -> int:
+    return psutil.Process().num_fds()
+
+
+def test_threads_take_turns(directories: Any) -> None:
+    directory = directories("bf16")
+    prompts = [[[1, 2, 3], [4], [5]], [[9, 8], [7], [6], [5]], [[11] * 6, [2]]]
+    reference = stock(directory)
+    expected = [run(reference, prompt) for prompt in prompts]
+    results: dict[int, list[mx.array]] = {}
+    with load_model(directory, config(context_length=3 * 256))[0] as model:
+
+        def work(i: int) -> None:
+            with mx.stream(mx.new_stream(mx.cpu) if mx.default_device() == mx.cpu else mx.new_stream(mx.gpu)):
+                results[i] = run(model, prompts[i])
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(same_bits(results[i], expected[i]) for i in range(len(prompts)))
+
+
+def test_a_budget_too_small_names_the_smallest(directories: Any) -> None:
+    with pytest.raises(BudgetError, match="at least") as caught:
+        load_model(directories("bf16"), config(ram_budget_gb=0.01))
+    enough = (caught.value.minimum_bytes + 3_000_000) / 1e9
+    load_model(directories("bf16"), config(ram_budget_gb=enough))[0].close()
+
+
+def test_a_call_beyond_the_budget_is_refused_and_leaves_the_model_usable(directories: Any) -> None:
+    directory = directories("fp32")
+    expected = run(stock(directory), [[1, 2, 3]])
+    with load_model(directory, config(context_length=64, prefill_step_size=16))[0] as model:
+        with pytest.raises(BudgetError, match="prefill_step_size=16"):
+            model(mx.array([[1] * 4000]))
+        cache = make_prompt_cache(model)
+        with pytest.raises(BudgetError, match="context_length"):
+            model(mx.array([[1] * 40000]), cache=cache)
+        assert all(entry.offset == 0 for entry in cache)
+        assert same_bits(run(model, [[1, 2, 3]]), expected)
+
+
+def test_a_long_prompt_is_cut_as_mlx_lm_cuts_it(directories: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """What the budget has no room for at once gives the bits of mlx-lm's own prefill steps."""
+    directory = directories("bf16")
+    tokens = list(range(1, 71))
+    expected = run(stock(directory), [tokens[i : i + 16] for i in range(0, 70, 16)])
+    with load_model(directory, config(prefill_step_size=16, ram_budget_gb=LARGE_GB))[0] as model:
+        (found,) = run(model, [tokens])
+        assert same_bits([found], [mx.concatenate(expected, axis=1)])
+        run(model, [tokens])
+    assert sum("--prefill-step-size 16" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("cut", [0, "tiles"])
+@pytest.mark.parametrize("name", ["bf16", "bf16-tied"])
+def test_a_streamed_head_is_not_read_for_a_prompt(directories: Any, name: str, cut: int | str) -> None:
+    """mlx-lm drops a prompt's logits. They take no memory then, and the head is not read."""
+    directory = directories(name)
+    prompt = mx.array([5, 17, 900, 3] * 20)
+    (token, logprobs), *_ = list(generate_step(prompt, stock(directory), max_tokens=1, prefill_step_size=16))
+    with streamed_whole(directory, cut=cut) as model:
+        model.plan = replace(model.plan, prefill_step_size=16)
+        (found, found_logprobs), *_ = list(generate_step(prompt, model, max_tokens=1))
+        assert found == token and same_bits([found_logprobs], [logprobs])
+        names = [unit.name for unit in model.engine.stream.units]
+        num_tiles = sum(not unit.startswith("model.layers") for unit in names)
+        num_layers = len(names) - num_tiles
+        assert num_tiles > 1 or mx.default_device() == mx.gpu  # where a head is one tile
+        # Five steps of the prompt in one pass, its last token, and the token that mlx-lm computes ahead.
+        assert model.engine.stream.stats.num_acquired == num_layers + 2 * len(names)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the steps of loading, each time that one is made."""
+    made: list[str] = []
+
+    def spy(name: str) -> None:
+        original = getattr(mlx_flash.engine.prepare, name)
+        monkeypatch.setattr(f"mlx_flash.engine.prepare.{name}", lambda *args: (made.append(name), original(*args))[1])
+
+    for name in ("make_layout", "measure", "make_plan"):
+        spy(name)
+    return made
+
+
+@pytest.mark.parametrize("prefixes", ["off", "exact"])
+def test_a_model_is_planned_once(directories: Any, made: list[str], prefixes: Any) -> None:
+    with load_model(directories("bf16"), config(ram_budget_gb=LARGE_GB, kv_prefixes=prefixes))[0] as model:
+        run(model, PREFILL_AND_DECODE)
+    assert made == ["make_layout", "measure", "make_plan"]
+
+
+def test_changed_modules_are_planned_again(directories: Any, made: list[str]) -> None:
+    """An adapter replaces modules. So does code that puts the same arrays into another module."""
+    expected = run(stock(directories("bf16")), PREFILL_AND_DECODE)
+    prepared = prepare(directories("bf16"), config(ram_budget_gb=LARGE_GB))
+    attention = prepared.loaded.model.layers[1].self_attn
+    attention.q_proj, old = nn.Linear(4, 4, bias=False), attention.q_proj
+    attention.q_proj.weight = old.weight
+    attention.q_proj.eval()
+    with FlashLLM(prepared, config(ram_budget_gb=LARGE_GB), "changed") as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+    assert made == 2 * ["make_layout", "measure", "make_plan"]
+
+
+def test_memory_that_others_took_is_planned_again(directories: Any, made: list[str]) -> None:
+    settings = config(ram_budget_gb=LARGE_GB)
+    prepared = prepare(directories("bf16"), settings)
+    taken = mx.ones((8_000_000,), mx.uint8)
+    mx.eval(taken)
+    with FlashLLM(prepared, settings, "later") as model:
+        model.start()
+        assert model.plan.active_bytes >= prepared.plan.active_bytes + taken.nbytes
+    assert made == ["make_layout", "measure", "make_plan", "make_plan"]
+
+
+def test_streaming_that_is_switched_off_is_not_asked_for(directories: Any) -> None:
+    with pytest.raises(ConfigError, match="which leaves models to mlx-lm"):
+        load_model(directories("bf16"), config(enabled=False))
+
+
+def test_a_model_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CheckpointNotFoundError, match="no directory"):
+        mlx_flash.load(str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointNotFoundError, match="nowhere"):
+        load_model(tmp_path / "nowhere")
+
+
+def test_it_answers_like_the_model_it_wraps(directories: Any) -> None:
+    with load_model(directories("bf16"), config())[0] as model:
+        assert isinstance(model, nn.Module)
+        assert model.model_type == "llama"
+        assert model.layers is model._model.layers
+        assert [name for name, _ in model.named_modules()] == [name for name, _ in model._model.named_modules()]
+        assert not dict(model)
+        with pytest.raises(AttributeError):
+            _ = model.no_such_thing
+        assert not hasattr(model, "shards_of_what")
+
+
+def test_training_is_the_models_own(directories: Any) -> None:
+    """Modules ask ``training`` of the model that they are given: dropout, checks before generation."""
+    with load_model(directories("bf16"), config())[0] as model:
+        assert not model.training and not stock(directories("bf16")).training
+        assert model.train() is model and model.training
+        assert all(module.training for module in model.modules())
+        assert model.eval() is model and not model.training
+        assert model.freeze() is model  # and not the model inside, whose calls nobody checks
+
+
+def test_its_parameters_are_those_in_memory(directories: Any) -> None:
+    with load_model(directories("bf16"), config())[0] as model:
+        nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        assert nbytes <= model.plan.pinned_bytes + model.plan.resident_bytes
+        assert model.trainable_parameters() == {}
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda model: copy.deepcopy(model),
+        lambda model: pickle.dumps(model),
+        lambda model: model.save_weights("never.safetensors"),
+        lambda model: model.load_weights([]),
+        lambda model: model.update({}),
+        lambda model: model.set_dtype(mx.float16),
+    ],
+)
+def test_what_would_take_slots_for_weights_is_refused(directories: Any, operation: Any) -> None:
+    with load_model(directories("bf16"), config())[0] as model, pytest.raises(StreamedWeightsError, match="Hint"):
+        operation(model)
+
+
+def test_a_model_nobody_closed_ends_its_threads(directories: Any) -> None:
+    model, _ = load_model(directories("bf16"), config())
+    run(model, [[1]])
+    del model
+    gc.collect()
+    assert not any(thread.name.startswith("mlx-flash") for thread in threading.enumerate())
+
+
+def shard_of_layers(directory: Path) -> Path:
+    return max(directory.glob("model*.safetensors"), key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+def test_shard_cut_short_while_running_is_named(tmp_path: Path, io: Any) -> None:
+    directory = save(tmp_path / "model", LLAMA, mx.bfloat16, num_shards=2)
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    shard = shard_of_layers(directory)
+    whole = shard.read_bytes()
+    with streamed_whole(directory, io=io) as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        with shard.open("r+b") as file:
+            file.truncate(len(whole) // 3)
+        for _ in range(2):
+            with pytest.raises(ReadError, match=rf"'(model\.layers\.\d|lm_head|model\.embed).*{shard.name}") as caught:
+                run(model, PREFILL_AND_DECODE)
+        assert isinstance(caught.value, TruncatedFileError)
+        shard.write_bytes(whole)
+        with pytest.raises(FileChangedError, match="replaced by another"):  # it may hold other bytes
+            run(model, PREFILL_AND_DECODE)
+    with streamed_whole(directory, io=io) as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+
+
+def test_shard_missing_while_running_is_named_and_can_come_back(tmp_path: Path) -> None:
+    directory = save(tmp_path / "model", LLAMA, mx.bfloat16)
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    with streamed_whole(directory) as model:
+        run(model, PREFILL_AND_DECODE)
+        directory.rename(tmp_path / "aside")
+        for _ in range(2):
+            with pytest.raises(FileChangedError, match=r"'model.*model\.safetensors"):
+                run(model, PREFILL_AND_DECODE)
+        (tmp_path / "aside").rename(directory)
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("io", ["auto", "buffered"])
+def test_shard_changed_in_one_byte_while_running_ends_the_run(tmp_path: Path, io: str, in_place: bool) -> None:
+    directory = save(tmp_path / "model", LLAMA, mx.bfloat16)
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    (shard,) = directory.glob("model*.safetensors")
+    whole = shard.read_bytes()
+    other = bytearray(whole)
+    other[len(whole) // 3] ^= 1
+    target = shard if in_place else tmp_path / "other.safetensors"
+    with streamed_whole(directory, io=io) as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        target.write_bytes(other)
+        target.replace(shard)
+        for _ in range(2):
+            with pytest.raises(FileChangedError, match=r"'model.*model\.safetensors.*replaced by another"):
+                run(model, PREFILL_AND_DECODE)
+        shard.write_bytes(whole)
+        with pytest.raises(FileChangedError, match="replaced by another"):
+            run(model, PREFILL_AND_DECODE)
+
+
+PEAK_PROGRAM = """
+import sys
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_flash import FlashConfig, load_model
+from mlx_flash.memory.footprint import peak_footprint
+budget = sys.argv[2] if sys.argv[2] == "min" else float(sys.argv[2])
+model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=budget, context_length=32))
+prompt = mx.array([i % 1000 for i in range(28)])
+for _ in generate_step(prompt, model, max_tokens=3, prefill_step_size=model.plan.prefill_step_size):
+    pass
+print(model.plan.budget_bytes, model.plan.peak_bytes, peak_footprint(), model.plan.streaming.read_bytes)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is large beside what the size of a process varies by."""
+    shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8}
+    return save(tmp_path_factory.mktemp("large"), {**LLAMA, **shape}, mx.float32)
+
+
+SMALL = pytest.param("0.22", marks=pytest.mark.skipif(mx.default_device() == mx.gpu, reason="less than such a process"))
+
+
+@pytest.mark.parametrize("budget", ["min", SMALL])
+def test_the_process_stays_within_the_budget(large: Path, budget: str) -> None:
+    done = children.run("-c", PEAK_PROGRAM, large, budget, forks=False)
+    assert done.returncode == 0, done.stderr.decode()
+    budget_bytes, planned, peak, read = map(int, done.stdout.split())
+    assert read > 0, "the budget was meant to be smaller than the model"
+    assert peak <= budget_bytes
+    assert planned <= budget_bytes

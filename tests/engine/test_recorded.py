@@ -1,0 +1,105 @@
+"""Where MLX records work far ahead, the intermediate results of all layers are kept only if there is room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_flash import FlashConfig, FlashLLM, load_model
+from mlx_flash.engine.call import parse_call
+from mlx_flash.engine.headroom import layers_at_once, needed
+from mlx_flash.engine.lane import Lane
+from mlx_flash.memory.footprint import footprint
+from mlx_flash.streaming.layers import PinnedLayer
+from models import LLAMA, run, same_bits, save, stock
+from streamed import streamed_whole
+
+NUM_LAYERS = 5
+PROMPT = [[(7 * i) % 1000 for i in range(64)], [3], [5]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), {**LLAMA, "num_hidden_layers": NUM_LAYERS})
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with memory of its own, as far as the engine knows."""
+    monkeypatch.setattr("mlx_flash.engine.engine.has_own_memory", lambda: True)
+    monkeypatch.setattr("mlx_flash.streaming.layers.has_own_memory", lambda: True)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """An entry for each time that results were waited for."""
+    found: list[None] = []
+    synchronize = mx.synchronize
+    monkeypatch.setattr(mx, "synchronize", lambda *streams: (found.append(None), synchronize(*streams))[1])
+    return found
+
+
+def in_memory(directory: Path) -> FlashLLM:
+    more = 0.3 if mx.default_device() == mx.cpu else 1.5
+    return load_model(directory, FlashConfig(ram_budget_gb=footprint() / 1e9 + more, telemetry=False))[0]
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_layers_are_waited_for_where_results_of_all_do_not_fit(
+    directory: Path, waits: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(stock(directory), PROMPT)
+    monkeypatch.setattr("mlx_flash.engine.headroom._LITTLE_BYTES", 0)
+    with in_memory(directory) as model:
+        model.start()
+        plan = model.plan
+        assert not plan.read_bytes
+        for large, room, num_waits in ((1, 0, 0), (10**6, 0, NUM_LAYERS), (10**6, 1, 2), (10**6, 4, 0)):
+            layers = replace(plan.activations, per_token=plan.activations.per_token * large)
+            lane = Lane(parse_call((mx.array([PROMPT[0]]), make_prompt_cache(model)), {}))
+            need = needed(replace(plan, activations=layers), [lane]).total
+            more = 32 * layers.per_token + room * replace(plan.ledger, activations=layers).active(
+                lane.tokens
+            )  # half a layer, and so many
+            model.plan = replace(plan, activations=layers, budget_bytes=max(need + more, plan.budget_bytes))
+            waits.clear()
+            assert same_bits(run(model, PROMPT), expected)
+            assert len(waits) == num_waits  # and not for the tokens after the prompt
+        assert {type(layer) for layer in model.layers} != {llama.TransformerBlock}
+    assert {type(layer) for layer in model.close().layers} == {llama.TransformerBlock}
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_streamed_layers_are_waited_for_always(directory: Path, waits: list[None]) -> None:
+    with streamed_whole(directory) as model:
+        model.plan = replace(model.plan, prefill_step_size=64)
+        assert same_bits(run(model, PROMPT[:1]), run(stock(directory), PROMPT[:1]))
+        assert len(waits) >= NUM_LAYERS
+        assert not model.engine.pinned.num_layers
+
+
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="about other devices")
+def test_layers_in_memory_stay_as_they_are_on_other_devices(directory: Path) -> None:
+    with in_memory(directory) as model:
+        run(model, PROMPT)
+        assert not model.engine.pinned.num_layers
+        assert not any(isinstance(layer, PinnedLayer) for layer in model.layers)
+
+
+def test_scores_count_for_single_tokens_that_have_no_kernel(directory: Path) -> None:
+    with in_memory(directory) as model:
+        model.start()
+        cache = make_prompt_cache(model)
+        lane = Lane(parse_call((mx.array([[1]]), cache), {}))
+        many = 10**9
+        fused = replace(model.plan.activations, scores_per_pair=many, unfused_per_pair=2 * many)
+        stored = replace(fused, unfused_per_pair=many)
+        assert layers_at_once(replace(model.plan, activations=fused), [lane], NUM_LAYERS) is None
+        assert layers_at_once(replace(model.plan, activations=stored), [lane], NUM_LAYERS) == 1
+        assert layers_at_once(replace(model.plan, activations=stored), [lane], 1) is None
+        assert layers_at_once(replace(model.plan, activations=fused), [lane] * 2, NUM_LAYERS) == 1

@@ -1,0 +1,73 @@
+"""The parts of a prompt that share a pass take the memory that is counted for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_flash import FlashConfig, FlashLLM, load_model
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.engine.sharing import waiting_bytes
+from models import LLAMA, save
+from streamed import streamed_whole
+
+CONTEXT, STEP, NUM_PARTS = 1024, 4, 10
+SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+MODEL = LLAMA | SHAPE | {"head_dim": 64, "num_hidden_layers": 2, "vocab_size": 16000}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), MODEL)
+
+
+def streamed_head(directory: Path, monkeypatch: pytest.MonkeyPatch) -> FlashLLM:
+    """Return a model whose layers are in memory, and whose head is streamed."""
+    monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100_000_000)
+    prepared = prepare(directory, FlashConfig(ram_budget_gb="min"))
+    for more in range(0, 6_000_000, 250_000):
+        config = FlashConfig(ram_budget_gb=(prepared.plan.minimum_bytes + more) / 1e9, lend_reserves=False)
+        model = load_model(directory, config)[0]
+        if model.plan.streaming.heads and not model.plan.streaming.layers and not model.plan.streaming.cut:
+            return model
+        model.close()
+    raise AssertionError("no budget streams the head alone")
+
+
+def peak_of_parts(model: FlashLLM) -> tuple[int, int, int]:
+    """Return the passes of a prompt in parts after a long context, the arrays' peak above it, and what is counted."""
+    with model:
+        model.start()
+        model.plan = replace(model.plan, budget_bytes=model.plan.budget_bytes + 500_000_000)
+        cache = model.make_cache()
+        tokens = mx.zeros((1, STEP * NUM_PARTS), mx.int32)
+        model.advance([model.row(mx.zeros((1, CONTEXT), mx.int32), cache, CONTEXT, wants_logits=False)])
+        model.advance([model.row(tokens[:, :STEP], cache, STEP, wants_logits=False)])
+        mx.eval([entry.state for entry in cache])  # it grows by a step now, and not while the peak is taken
+        row = model.row(tokens, cache, STEP, wants_logits=False)
+        counted, num_passes = waiting_bytes(model.plan, list(row.left)), model.counters.num_passes
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        model.advance([row])
+        assert row.error is None and row.is_done
+        return model.counters.num_passes - num_passes, mx.get_peak_memory() - before, counted
+
+
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="a head that is not cut into tiles is never streamed alone")
+def test_parts_leave_nothing_behind_in_layers_that_are_in_memory(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits that nobody wants referred to the keys and values of the last layer, which each part then copied."""
+    num_passes, peak, _ = peak_of_parts(streamed_head(directory, monkeypatch))
+    layer_bytes = 2 * 4 * 64 * 4 * CONTEXT
+    assert num_passes == 1 and peak < layer_bytes / 4
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_copies_of_keys_and_values_are_counted(directory: Path, cut: int) -> None:
+    num_passes, peak, counted = peak_of_parts(streamed_whole(directory, cut=cut, context_length=4096))
+    assert num_passes == 1 and peak <= counted

@@ -1,0 +1,374 @@
+"""The state that is told is the state that is."""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import zoo
+from mlx_flash import FlashConfig, FlashLLM, load_model
+from mlx_flash.engine import status
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.engine.status import PassCounters, Status
+from mlx_flash.experts.slots import ExpertStats
+from mlx_flash.telemetry import find
+from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
+from streamed import streamed_whole
+from zoo.weights import VARIANTS
+from zoo.weights import save as save_variant
+
+STATES = {"pinned", "waiting", "reading", "resident", "computing", "done"}
+
+
+@pytest.fixture(autouse=True)
+def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime folder of its own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), LLAMA, mx.bfloat16)
+
+
+def status_of(model: FlashLLM, counters: PassCounters | None = None) -> Status:
+    assert model.engine is not None
+    return Status("tiny", model.plan, model.layout, model.engine, counters or PassCounters())
+
+
+def states(told: dict[str, Any]) -> dict[str, str]:
+    return {unit["name"]: unit["state"] for unit in told["units"]}
+
+
+def wait_for_reads(model: FlashLLM) -> None:
+    assert model.engine is not None
+    for slot in model.engine.stream._slots:
+        if slot.ticket is not None:
+            slot.ticket.wait()
+
+
+def test_layers_go_from_waiting_to_done(directory: Path) -> None:
+    counters = PassCounters()
+    with streamed_whole(directory, num_slots=2, tile_rows=1000) as model:
+        assert model.engine is not None
+        told, stream = status_of(model, counters), model.engine.stream
+        layers = [f"model.layers.{i}" for i in range(5)]
+        wait_for_reads(model)
+        assert [states(told.collect())[name] for name in layers] == ["resident"] * 2 + ["waiting"] * 3
+        counters.begin(1, 1)
+        stream.acquire(0)
+        assert states(told.collect())[layers[0]] == "computing"
+        stream.release(0)
+        wait_for_reads(model)
+        assert [states(told.collect())[name] for name in layers] == ["done"] + ["resident"] * 2 + ["waiting"] * 2
+        counters.end()
+        counters.begin(1, 1)
+        assert states(told.collect())[layers[0]] == "waiting"
+        assert stream.stats.held_seconds > 0
+
+
+def test_a_unit_on_its_way_is_reading(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with streamed_whole(directory) as model:
+        wait_for_reads(model)
+        monkeypatch.setattr("mlx_flash.storage.prefetcher.Ticket.done", lambda self: False)
+        assert states(status_of(model).collect())["model.layers.1"] == "reading"
+
+
+def test_a_head_in_tiles_is_one_unit(directory: Path) -> None:
+    counters = PassCounters()
+    with streamed_whole(directory, tile_rows=192) as model:
+        assert model.engine is not None
+        told, stream = status_of(model, counters), model.engine.stream
+        tiles = [i for i, unit in enumerate(stream.units) if unit.name.startswith("lm_head[")]
+        assert len(tiles) == 6 or mx.default_device() == mx.gpu
+        heads = [unit for unit in told.collect()["units"] if unit["kind"] == "head"]
+        assert [(unit["name"], unit["state"]) for unit in heads] == [("lm_head", "waiting")]
+        assert heads[0]["bytes"] == heads[0]["streamed_bytes"] == 1000 * LLAMA["hidden_size"] * 2
+        counters.begin(1, 1)
+        for i in tiles:
+            stream.acquire(i)
+            assert states(told.collect())["lm_head"] == "computing"
+            stream.release(i)
+        wait_for_reads(model)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "joint"),
+    [
+        (["waiting", "waiting"], "waiting"),
+        (["reading", "waiting"], "reading"),
+        (["resident", "waiting"], "resident"),
+        (["resident", "reading"], "reading"),
+        (["done", "waiting"], "computing"),
+        (["done", "computing", "reading"], "computing"),
+        (["done", "done"], "done"),
+        (["reading", "done"], "done"),
+    ],
+)
+def test_the_state_of_a_head_from_those_of_its_tiles(tiles: list[Any], joint: str) -> None:
+    assert status._joint_state(tiles) == joint
+
+
+def test_bytes_are_the_plans(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The model is smaller than what the size of this process varies by.
+    monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100_000_000)
+    least = prepare(directory, FlashConfig(ram_budget_gb="min", context_length=256)).plan.minimum_bytes
+    model, _ = load_model(directory, FlashConfig(ram_budget_gb=(least + 2_000_000) / 1e9, context_length=256))
+    with model:
+        told = status_of(model).collect()
+        units = told["units"]
+        assert [unit["name"] for unit in units] == [*(f"model.layers.{i}" for i in range(5)), "lm_head"]
+        assert sum(unit["streamed_bytes"] for unit in units) == model.plan.streaming.read_bytes
+        assert sum(unit["bytes"] for unit in units) == sum(
+            u.nbytes for u in [*model.layout.layers, *model.layout.heads]
+        )
+        assert {unit["name"] for unit in units if unit["state"] == "pinned"} == {
+            unit["name"] for unit in units if not unit["streamed_bytes"]
+        }
+        assert told["plan"]["budget_bytes"] == model.plan.budget_bytes
+        assert told["model"] == {"name": "tiny", "bytes": model.plan.model_bytes}
+
+
+def test_everything_pinned_has_no_progress(directory: Path) -> None:
+    with load_model(directory, FlashConfig(ram_budget_gb=4, context_length=256))[0] as model:
+        told = status_of(model)
+        run(model, [[1, 2]])
+        assert set(states(told.collect()).values()) == {"pinned"}
+        assert json.dumps(told.collect(), allow_nan=False)
+
+
+def test_the_kv_cache_shows_in_memory(directory: Path) -> None:
+    with streamed_whole(directory) as model:
+        told = status_of(model)
+        before = told.collect()["memory"]
+        cache = make_prompt_cache(model)
+        mx.eval(model(mx.array([[1, 2, 3]]), cache=cache))
+        held = sum(array.nbytes for entry in cache for array in (entry.keys, entry.values))
+        after = told.collect()["memory"]
+        assert held > 100_000
+        assert after["active"] - before["active"] >= held
+        assert after["kv_and_activations"] >= before["kv_and_activations"]
+        assert after["footprint"] <= after["peak_footprint"]
+
+
+def test_counters_of_a_prefill_and_some_decoding() -> None:
+    counters = PassCounters()
+    for num_tokens, batch_size in [(14, 2), (2, 2), (2, 2)]:
+        began = time.perf_counter()
+        counters.begin(num_tokens, batch_size)
+        assert counters.began is not None and counters.began >= began
+        counters.end()
+        assert counters.began is None and counters.last_ended >= counters.last_began
+    assert (counters.num_passes, counters.num_tokens_in, counters.num_tokens_out) == (3, 18, 4)
+    assert 0 < counters.decode_seconds < counters.pass_seconds
+
+
+def test_counters_of_a_pass_that_prompts_and_generated_tokens_share() -> None:
+    counters = PassCounters()
+    counters.begin(103, 4, 3)
+    assert counters.num_decoding == 3
+    counters.end()
+    assert (counters.num_tokens_in, counters.num_tokens_out, counters.num_sequences) == (103, 3, 4)
+    assert counters.decode_seconds == counters.last_seconds > 0
+    counters.begin(4, 4)
+    counters.end()
+    assert (counters.num_tokens_out, counters.num_sequences, counters.num_passes) == (7, 8, 2)
+    assert counters.num_prompt_tokens == 0  # its speed is not that of prompts
+
+
+def test_lazy_calls_count_the_time_of_their_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of a model that is in memory returns before MLX computes: its work is done before the next call."""
+    counters, now = PassCounters(), [100.0]
+    monkeypatch.setattr(status, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for num_tokens, gap in [(1000, 0.05), (1, 0.02), (1, 0.02), (1, 0.04), (1000, 0.0)]:
+        counters.begin(num_tokens, 1)
+        counters.end()
+        now[0] += gap
+    assert counters.prompt_gap_seconds == pytest.approx(0.05)
+    assert counters.decode_gap_seconds == pytest.approx(0.04)
+    counters.last_ended = counters.last_began = counters.last_ended - 100
+    before = counters.prompt_gap_seconds
+    counters.begin(1, 1)
+    assert counters.prompt_gap_seconds == before, "100 s of idle time count"
+
+
+def test_a_prompt_counts_towards_its_speed_when_its_evaluation_is_over() -> None:
+    counters = PassCounters()
+    counters.begin(1000, 2)
+    counters.end()
+    assert (counters.num_tokens_in, counters.num_prompt_tokens) == (1000, 0)
+    counters.begin(2, 2)
+    counters.end()
+    assert (counters.num_prompt_tokens, counters.num_tokens_out) == (1000, 2)
+
+
+def test_counters_of_a_call_that_raised() -> None:
+    counters = PassCounters()
+    counters.begin(1, 1)
+    counters.end(failed=True)
+    counters.end()
+    assert (counters.num_passes, counters.num_failed, counters.num_tokens_in, counters.num_tokens_out) == (0, 1, 0, 0)
+    assert counters.began is None and counters.pass_seconds > 0
+
+
+def test_collecting_beside_running_passes_changes_nothing(directory: Path) -> None:
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    counters, seen, stop = PassCounters(), [], threading.Event()
+    with streamed_whole(directory) as model:
+        told = status_of(model, counters)
+
+        def watch() -> None:
+            while not stop.is_set():
+                seen.append(told.collect())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            for _ in range(12):
+                counters.begin(1, 1)
+                assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+                counters.end()
+        finally:
+            stop.set()
+            watcher.join()
+    assert len(seen) > 20
+    found = [list(states(entry).values()) for entry in seen]
+    assert {state for entry in found for state in entry} <= STATES
+    assert {"computing", "done", "waiting"} <= {state for entry in found for state in entry}
+    assert all(entry.count("computing") <= 1 for entry in found)
+
+
+def test_collecting_from_a_closed_engine(directory: Path) -> None:
+    model = streamed_whole(directory)
+    told = status_of(model)
+    run(model, [[1]])
+    model.close()
+    assert set(states(told.collect()).values()) == {"waiting"}
+    assert told.collect()["read"]["nbytes"] > 0
+
+
+def test_a_model_publishes_its_calls(directory: Path) -> None:
+    with streamed_whole(directory) as model:
+        run(model, PREFILL_AND_DECODE)
+        (told,) = eventually(lambda: [found for found in find() if found.state["passes"]["num_passes"] == 5])
+        passes = told.state["passes"]
+        assert passes["num_tokens_in"] == sum(map(len, PREFILL_AND_DECODE)) and passes["num_tokens_out"] == 3
+        assert passes["began"] is None and passes["num_failed"] == 0
+        with pytest.raises(IndexError):
+            model(mx.array([[LLAMA["vocab_size"]]]))
+        (told,) = eventually(lambda: [found for found in find() if found.state["passes"]["num_failed"] == 1])
+        assert told.state["passes"]["num_tokens_in"] == passes["num_tokens_in"]
+    assert find() == []
+
+
+def test_publishing_does_not_keep_a_model_alive(directory: Path) -> None:
+    model = streamed_whole(directory)
+    run(model, [[1]])
+    assert len(eventually(find)) == 1
+    del model
+    gc.collect()
+    assert find() == []
+    assert not any(thread.name.startswith("mlx-flash") for thread in threading.enumerate())
+
+
+def eventually(condition: Callable[[], Any]) -> Any:
+    """The condition's value once it is true."""
+    end = time.monotonic() + 10
+    while not (value := condition()):
+        assert time.monotonic() < end, "it did not come true in time"
+        time.sleep(0.01)
+    return value
+
+
+def test_collecting_is_cheap(directory: Path) -> None:
+    with streamed_whole(directory) as model:
+        told = status_of(model)
+        seconds = []
+        for _ in range(20):
+            began = time.perf_counter()
+            told.collect()
+            seconds.append(time.perf_counter() - began)
+        assert min(seconds) < 0.002
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers with eight experts each, two of them a token."""
+    path = tmp_path_factory.mktemp("mixture")
+    save_variant(path, zoo.configuration("qwen3_moe"), VARIANTS["fp32"])
+    return path
+
+
+def test_experts_are_told(mixture: Path) -> None:
+    with streamed_whole(mixture, pool_slots=9) as model:
+        assert model.engine is not None and model.engine.experts is not None and model.plan.pool is not None
+        told, pool = status_of(model), model.engine.experts.pool
+        before = told.collect()["experts"]
+        assert before == {
+            **asdict(ExpertStats()),
+            "num_slots": 9,
+            "slot_bytes": model.plan.pool.slot_bytes,
+            "num_resident": 0,
+            "num_experts": 24,
+            "expert_bytes": 3 * 128 * 64 * 4,
+        }
+        run(model, [[1, 2, 3], [4], [5]])
+        after = told.collect()["experts"]
+        assert {name: after[name] for name in asdict(pool.stats)} == asdict(pool.stats)
+        assert after["num_calls"] == 9 and after["num_routed"] >= 3 * 2 * 2
+        assert 0 < after["num_resident"] <= 9
+        assert after["read_bytes"] >= after["num_resident"] * after["expert_bytes"]
+        assert json.dumps(told.collect(), allow_nan=False)
+
+
+def test_bytes_of_a_pool_are_the_plans(mixture: Path) -> None:
+    with streamed_whole(mixture, pool_slots=9) as model:
+        told = status_of(model).collect()
+        assert model.plan.pool is not None
+        assert told["plan"]["pool_bytes"] == model.plan.pool_bytes == 9 * model.plan.pool.slot_bytes
+        experts = sum(stack.unit.nbytes for stack in model.layout.experts)
+        layers = sum(unit["bytes"] for unit in told["units"] if unit["kind"] == "layer")
+        everything = sum(unit.nbytes for unit in model.layout.layers)
+        assert 0.9 * (everything - experts) < layers <= everything - experts  # routers are in memory always
+        assert all(unit["streamed_bytes"] == unit["bytes"] for unit in told["units"])
+
+
+def test_the_pool_is_no_activation(mixture: Path) -> None:
+    """It is larger than all else together here."""
+    with streamed_whole(mixture, pool_slots=24) as model:
+        told = status_of(model).collect()
+        assert told["memory"]["active"] >= told["plan"]["pool_bytes"] > 2_000_000
+        weights = sum(told["plan"][f"{part}_bytes"] for part in ("resident", "pinned", "slots", "pool"))
+        expected = told["memory"]["active"] - weights - model.plan.active_bytes
+        assert told["memory"]["kv_and_activations"] == max(0, expected)
+
+
+def test_no_pool_tells_no_experts(directory: Path, mixture: Path) -> None:
+    for path in (directory, mixture):
+        with streamed_whole(path) as model:
+            told = status_of(model).collect()
+            assert told["experts"] is None and told["plan"]["pool_bytes"] == 0
+
+
+def test_experts_of_a_closed_engine(mixture: Path) -> None:
+    model = streamed_whole(mixture, pool_slots=9)
+    told = status_of(model)
+    run(model, [[1]])
+    model.close()
+    assert told.collect()["experts"] is None

@@ -1,0 +1,261 @@
+"""Models that are loaded, called and closed in different threads, and collected in one of their own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import pytest
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+
+import children
+import fused
+import mlx_flash
+import models
+from adapters import save_adapter
+from mlx_flash import FlashConfig, apply_flash_patch
+from mlx_flash.convert import derived
+from mlx_flash.engine.manager import ModelManager
+from mlx_flash.forks import THREAD_PREFIX
+from mlx_flash.storage.ranges import RangeReader
+
+T = TypeVar("T")
+CHUNKS = [[5, 17, 900, 3, 42, 64], [12], [999]]
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MODELS: dict[str, tuple[dict[str, Any], int | None]] = {
+    "dense": (models.LLAMA, None),
+    "quantized": (models.LLAMA | {"vocab_size": 4000}, 4),
+    "tied": (models.LLAMA | {"tie_word_embeddings": True, "vocab_size": 8000}, None),
+    "private constants": (
+        models.LLAMA | {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 8192}},
+        None,
+    ),
+    "windows": (models.GEMMA3, None),
+    "mixture": (models.QWEN3_MOE, None),
+    "recurrent": (models.MAMBA2, None),
+}
+
+
+GENERATES = """
+import os, sys, threading, importlib
+import mlx.core as mx
+from mlx_lm import utils
+from mlx_flash import FlashConfig, apply_flash_patch
+from pathlib import Path
+generate = importlib.import_module("mlx_lm.generate")
+if sys.argv[2]:
+    apply_flash_patch(FlashConfig(ram_budget_gb=4.0, telemetry=False))
+model = utils.load_model(Path(sys.argv[1]))[0]
+for _ in range(8):
+    steps = lambda: list(generate.generate_step(mx.array([1, 2, 3]), model, max_tokens=3))
+    thread = threading.Thread(target=steps)
+    thread.start()
+    thread.join()
+if sys.argv[2]:
+    model.close()
+print(len(os.listdir("/proc/self/task")))
+"""
+
+
+SYSTEM_THREADS = """
+import os, sys, threading
+import mlx.core as mx
+from mlx_lm.utils import load_model
+from mlx_flash import FlashConfig
+import mlx_flash
+from pathlib import Path
+folder, is_streamed = Path(sys.argv[1]), bool(sys.argv[2])
+if is_streamed:
+    from mlx_flash import generate_step
+    model = mlx_flash.load_model(folder, FlashConfig(ram_budget_gb="min", context_length=256))[0]
+else:
+    from mlx_lm.generate import generate_step
+    model = load_model(folder)[0]
+generate = lambda: list(generate_step(mx.array([1, 2, 3]), model, max_tokens=3))
+generate()
+count = lambda: len(os.listdir("/proc/self/task"))
+before = count()
+for _ in range(20):
+    thread = threading.Thread(target=generate)
+    thread.start()
+    thread.join()
+after = count()
+if is_streamed:
+    model.close()
+print(after - before, count() - after)
+"""
+
+
+def num_system_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def in_thread(work: Callable[..., T], *args: Any) -> T:
+    """Return the result of some work in a thread of its own."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work(*args))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def call(model: Any, chunk: list[int], cache: list[Any]) -> mx.array:
+    logits: mx.array = model(mx.array([chunk]), cache=cache)
+    mx.eval(logits)  # and not the cache, as mlx-lm's loop
+    return logits
+
+
+def settings(budget: Any = "min", **options: Any) -> FlashConfig:
+    return FlashConfig(ram_budget_gb=budget, telemetry=False, **options)
+
+
+@pytest.mark.parametrize("is_patched", [True, False], ids=["patched", "loaded"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_each_step_in_a_thread_of_its_own(kind: str, is_patched: bool, tmp_path: Path) -> None:
+    config, bits = MODELS[kind]
+    directory = models.save(tmp_path / "model", config, bits=bits)
+    expected = models.run(models.stock(directory), CHUNKS)
+    for flash in (settings(), settings(4.0)):
+        if is_patched:
+            with apply_flash_patch(flash):
+                model: Any = in_thread(mlx_lm_utils.load_model, directory)[0]
+        else:
+            model = in_thread(mlx_flash.load_model, directory, flash)[0]
+        cache = in_thread(make_prompt_cache, model)
+        for chunk, logits in zip(CHUNKS, expected, strict=True):
+            copied = in_thread(copy.deepcopy, cache)
+            assert models.same_bits([in_thread(call, model, chunk, copied)], [logits])
+            assert models.same_bits([in_thread(call, model, chunk, cache)], [logits])
+        lazily = in_thread(model.close)
+        assert models.same_bits(in_thread(models.run, lazily, CHUNKS), expected)
+
+
+def test_adapters_may_be_applied_in_another_thread(tmp_path: Path) -> None:
+    base = models.save(tmp_path / "base", models.LLAMA)
+    adapter = str(save_adapter(tmp_path / "adapter", base, "dora", 3))
+    expected = models.run(mlx_lm_utils.load_adapters(models.stock(base), adapter), CHUNKS)
+    with apply_flash_patch(settings()):
+        model = in_thread(mlx_lm_utils.load_model, base)[0]
+        in_thread(mlx_lm_utils.load_adapters, model, adapter)
+    assert models.same_bits(in_thread(models.run, model, CHUNKS), expected)
+    lazily = in_thread(model.close)
+    assert models.same_bits(in_thread(models.run, lazily, CHUNKS), expected)
+
+
+@pytest.mark.parametrize("cache_gb", [0.0, 1.0], ids=["in memory", "in a copy"])
+def test_parameters_that_loading_computes(cache_gb: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.Model, "sanitize", fused.sanitize)
+    monkeypatch.setattr(derived, "LEAST_BYTES", 1)
+    directory = fused.save_fused(tmp_path / "model", fused.SMALL)
+    expected = models.run(models.stock(directory), CHUNKS)
+    for _ in range(2):  # the second time there is a copy
+        model = in_thread(mlx_flash.load_model, directory, settings(derived_cache_gb=cache_gb))[0]
+        assert models.same_bits(in_thread(models.run, model, CHUNKS), expected)
+        lazily = in_thread(model.close)
+        assert models.same_bits(in_thread(models.run, lazily, CHUNKS), expected)
+
+
+def test_another_budget_is_set_in_another_thread(tmp_path: Path) -> None:
+    directory = models.save(tmp_path / "model", models.WIDE_LLAMA | {"num_hidden_layers": 2})
+    expected = models.run(models.stock(directory), CHUNKS)
+    with in_thread(mlx_flash.load_model, directory, settings(1.0))[0] as model:
+        assert models.same_bits(in_thread(models.run, model, CHUNKS), expected)
+        least = ModelManager.of_process().least_budget
+        in_thread(ModelManager.of_process().set_ram_budget, least / 1e9 + 0.01)
+        assert models.same_bits(in_thread(models.run, model, CHUNKS), expected)
+
+
+def test_models_are_loaded_and_called_side_by_side(tmp_path: Path) -> None:
+    """Each model has streams of its own: MLX does not serialize two threads on one."""
+    directory = models.save(tmp_path / "model", models.LLAMA)
+    expected = models.run(models.stock(directory), CHUNKS)
+
+    def work(seed: int) -> bool:
+        mx.random.seed(seed)
+        model = mlx_flash.load_model(directory, settings(4.0))[0]
+        drawn = mx.random.uniform(shape=(4,)).tolist()
+        return models.same_bits(models.run(model.close(), CHUNKS), expected) and len(drawn) == 4  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_streams_are_used_again(tmp_path: Path) -> None:
+    directory = models.save(tmp_path / "model", models.LLAMA)
+
+    def load_and_forget() -> None:
+        models.run(mlx_flash.load_model(directory, settings(4.0))[0].close(), CHUNKS)
+        gc.collect()
+
+    load_and_forget()
+    before = num_system_threads()
+    for _ in range(4):
+        load_and_forget()
+    assert num_system_threads() == before
+
+
+def test_a_reader_may_free_its_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = models.save(tmp_path / "model", models.LLAMA)
+    may_collect, collected = threading.Event(), threading.Event()
+    read = RangeReader.read
+
+    def reading(self: RangeReader, *args: Any) -> None:
+        if may_collect.wait(10) and not collected.is_set():
+            gc.collect()
+            collected.set()
+        read(self, *args)
+
+    model = mlx_flash.load_model(directory, settings(lend_reserves=False))[0]
+    models.run(model, CHUNKS)
+    monkeypatch.setattr(RangeReader, "read", reading)
+    model.engine.stream.close()  # type: ignore[union-attr]
+    model.engine.stream._read_ahead(0)  # type: ignore[union-attr]
+    gone = weakref.ref(model._life)
+    model.cycle = [model]
+    del model
+    may_collect.set()
+    assert collected.wait(10)
+    for thread in threading.enumerate():
+        if thread.name.startswith(THREAD_PREFIX):
+            thread.join(10)
+            assert not thread.is_alive()
+    assert gone() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts system threads in /proc")
+def test_threads_that_generate_leave_no_more_system_threads_than_with_mlx_lm(tmp_path: Path) -> None:
+    """MLX has a system thread for each stream and keeps it, so both leave some for each thread that generated."""
+    directory = models.save(tmp_path / "model", models.LLAMA)
+    left = [int(children.run("-c", GENERATES, directory, is_patched).stdout) for is_patched in ("", "patched")]
+    assert left[1] <= left[0] + 2  # its loading streams
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts system threads in /proc")
+def test_streaming_in_threads_leaves_no_more_system_threads_and_closing_starts_none(tmp_path: Path) -> None:
+    directory = models.save(tmp_path / "model", models.LLAMA)
+    stock, streamed = [
+        [int(word) for word in children.run("-c", SYSTEM_THREADS, directory, is_streamed).stdout.split()]
+        for is_streamed in ("", "streamed")
+    ]
+    assert 0 < streamed[0] <= stock[0]
+    assert streamed[1] <= 0

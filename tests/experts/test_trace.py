@@ -1,0 +1,116 @@
+"""The routing of a run is in the file as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import zoo
+from mlx_flash import FlashLLM
+from mlx_flash.experts.layers import Experts
+from mlx_flash.experts.rows import Routing
+from mlx_flash.experts.trace import RoutingTrace
+from streamed import streamed_whole
+from zoo.weights import VARIANTS, save
+
+PROMPT = [5, 17, 300, 3, 3, 42, 64, 99, 128, 7, 21]
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "llama4"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers of eight experts, two of them a token; two layers of four, one a token."""
+    path = tmp_path_factory.mktemp("model")
+    save(path, zoo.configuration(request.param), VARIANTS["fp32"])
+    return path
+
+
+def experts_of(model: FlashLLM) -> Experts:
+    assert model.engine is not None and model.engine.experts is not None
+    return model.engine.experts
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    header, *calls = [json.loads(line) for line in path.read_text().splitlines()]
+    return header, calls
+
+
+@pytest.mark.parametrize("pool_slots", [0, 99])
+def test_trace_holds_the_routing(directory: Path, tmp_path: Path, pool_slots: int) -> None:
+    file, seen = tmp_path / "trace.jsonl", []
+
+    def note(layer: int, routing: Routing) -> None:
+        seen.append((layer, routing.copy()))
+
+    with streamed_whole(directory, pool_slots=pool_slots) as model:
+        experts = experts_of(model)
+        stacks = experts.stacks
+        with RoutingTrace(file, "a model", stacks) as trace:
+            experts.listeners += [note, trace]
+            cache = make_prompt_cache(model)
+            for rows in ([PROMPT], [[12]], [[319]]):
+                mx.eval(model(mx.array(rows), cache=cache))
+            mx.eval(model(mx.array([PROMPT, PROMPT[::-1]])))
+    header, calls = read(file)
+    assert header == {
+        "format": 1,
+        "model": "a model",
+        "top_k": stacks[0].top_k,
+        "layers": [
+            {"name": s.unit.name, "num_experts": s.num_experts, "expert_bytes": s.unit.nbytes // s.num_experts}
+            for s in stacks
+        ],
+    }
+    num_layers = len(stacks)
+    assert [layer for layer, _ in seen] == list(range(num_layers)) * 4
+    assert [(number, layer) for number, _, layer, _ in calls] == [(n, i) for n in range(4) for i in range(num_layers)]
+    assert [tokens for _, tokens, layer, _ in calls if layer == 0] == [11, 1, 1, 22]
+    for (_, num_tokens, _, chosen), (_, routing) in zip(calls, seen, strict=True):
+        counts = np.bincount(routing.reshape(-1))
+        assert chosen == [[expert, int(counts[expert])] for expert in np.flatnonzero(counts)]
+        assert sum(count for _, count in chosen) == num_tokens * header["top_k"]
+
+
+def test_one_layer_model_has_a_pass_per_call(directory: Path, tmp_path: Path) -> None:
+    with streamed_whole(directory, pool_slots=0) as model:
+        stacks = experts_of(model).stacks[:1]
+    with RoutingTrace(tmp_path / "trace", "x", stacks) as trace:
+        for _ in range(3):
+            trace(0, np.array([[1, 0]]))
+    assert read(tmp_path / "trace")[1] == [[n, 1, 0, [[0, 1], [1, 1]]] for n in range(3)]
+
+
+def test_failed_pass_counts_as_a_pass(directory: Path, tmp_path: Path) -> None:
+    with streamed_whole(directory, pool_slots=0) as model:
+        stacks = experts_of(model).stacks
+    with RoutingTrace(tmp_path / "trace", "x", stacks) as trace:
+        for layer in (0, 0, 1, 0, 1):
+            trace(layer, np.array([[1, 0]]))
+    assert [number for number, *_ in read(tmp_path / "trace")[1]] == [0, 1, 1, 2, 2]
+
+
+def test_older_trace_is_replaced(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text("old\n" * 100)
+    with (
+        streamed_whole(directory, pool_slots=0) as model,
+        RoutingTrace(tmp_path / "trace", "x", experts_of(model).stacks),
+    ):
+        pass
+    assert read(tmp_path / "trace")[1] == []
+
+
+def test_trace_before_an_error_is_written(directory: Path, tmp_path: Path) -> None:
+    with streamed_whole(directory, pool_slots=0) as model:
+        stacks = experts_of(model).stacks
+    with (
+        pytest.raises(KeyboardInterrupt),
+        RoutingTrace(tmp_path / "trace", "x", stacks) as trace,
+    ):
+        trace(0, np.array([[1, 0]]))
+        raise KeyboardInterrupt
+    assert len(read(tmp_path / "trace")[1]) == 1

@@ -1,0 +1,206 @@
+"""Architectures that differ in kind, streamed, give stock mlx-lm's bits. ``make zoo`` runs all there are."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import zoo
+from children import ROOT
+from mlx_flash.experts.layers import SORTED_SIZE
+from mlx_flash.experts.pool import ExpertPool
+from zoo.compare import EVERY, GENERATIONS, LONGEST_CALL, PROMPT, TURNS, Outcome, compare, find_difference, only, same
+from zoo.pool import Case, Worker
+from zoo.weights import VARIANTS, build, quantize
+
+MLX_LM = tuple(map(int, version("mlx-lm").split(".")[:2]))
+
+KINDS = [
+    ("gemma3n", "bf16"),  # embeddings for each layer, shared key-value caches, a predicted residual
+    ("gemma4_text:experts", "fp32"),  # experts beside a dense network, keys that are values too
+    ("deepseek_v32", "fp32"),  # latent attention, with an indexer's own cache
+    ("deepseek_v41", "fp32"),  # layers that pass state on, caches of the model's own
+    ("minimax_m3_vl", "fp32"),  # block-sparse attention, a text side of its own
+    ("qwen3_next", "fp32"),  # gated delta rule, experts
+    ("nemotron-nas", "bf16"),  # layers without attention, or without a network
+    ("gpt_oss", "mxfp4"),  # attention sinks, sliding windows, experts with biases
+    ("iquestloopcoder", "bf16"),  # layers that are passed through twice and never called
+    ("longcat_flash_ngram", "fp32"),  # several embedding tables, two attentions a layer
+    ("recurrent_gemma", "bf16"),  # recurrent blocks, tied embeddings
+    ("falcon_h1", "mixed"),  # state space and attention side by side; 4 and 8 bits
+    ("afm7", "fp32"),  # layers that reuse the keys and values of others
+]
+
+
+@pytest.mark.parametrize(("name", "variant"), KINDS, ids=lambda value: str(value))
+def test_an_architecture_streams_exactly(name: str, variant: str) -> None:
+    outcome = compare(name, variant, in_turns=True)
+    if outcome.status == "cannot" and MLX_LM < (0, 32):
+        pytest.skip(f"this mlx-lm is too old for it: {outcome.reason}")
+    assert outcome.status == "ok", outcome.reason
+    assert outcome.num_streamed == outcome.num_layers > 0
+    assert outcome.streamed_bytes > 0.9 * outcome.nbytes
+
+
+def test_every_architecture_has_a_configuration() -> None:
+    assert zoo.unconfigured() == []
+
+
+def test_early_release_of_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_flash.streaming.layers.arrays_in", lambda *roots: [])
+    outcome = compare("qwen3", "fp32")
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith("logits of a prompt in parts")
+
+
+def test_functions_compiled_while_streamed_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Metal, one architecture keeps a compiled function, which holds the arrays it saw first."""
+    pytest.importorskip("mlx_lm.models.kimi_k3")  # before the patch: it makes kernels when it is imported
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    outcome = compare("kimi_k3", "fp32", in_turns=True)
+    assert outcome.status == "ok", outcome.reason
+
+
+def test_models_that_stock_cannot_run_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(zoo.CONFIGURATIONS, "llama", {"num_attention_heads": 0})
+    outcome = compare("llama", "fp32")
+    assert outcome.status == "cannot"
+    assert "ZeroDivisionError" in outcome.reason
+
+
+def test_an_unfit_configuration_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(zoo.CONFIGURATIONS, "gpt2", {"n_embd": 128})
+    outcome = compare("gpt2", "fp32")
+    assert outcome.status == "failed"
+    assert "UnfitError" in outcome.reason
+
+
+def crash(connection: Connection) -> None:
+    case = connection.recv()
+    connection.send("streamed" if case.name == "streamed" else "stock")
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_a_crash_is_named_and_a_new_worker_starts() -> None:
+    worker = Worker(crash)
+    for phase, status in [("stock", "cannot"), ("streamed", "failed")]:
+        outcome = worker.run(Case(phase, "fp32"), timeout=60)
+        assert (outcome.status, outcome.reason) == (status, "crash: SIGSEGV")
+
+
+def wait_for_ever(connection: Connection) -> None:
+    connection.recv()
+    signal.pause()
+
+
+def test_a_timeout_is_named() -> None:
+    outcome = Worker(wait_for_ever).run(Case("llama", "fp32"), timeout=0.5)
+    assert outcome.reason == "no end after 0.5 s"
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "equal"),
+    [
+        (mx.array([0.0]), mx.array([-0.0]), False),
+        (mx.array([float("nan")]), mx.array([float("nan")]), True),
+        (mx.array([1.0]), mx.array([1.0], mx.bfloat16), False),
+        (mx.array([1, 2]), mx.array([1]), False),
+        (mx.array([True]), mx.array([True]), True),
+        (mx.zeros((0, 3)), mx.zeros((0, 3)), True),
+        (3, 3, True),
+        (3, 3.0, False),
+        (None, mx.array([1]), False),
+    ],
+)
+def test_bits_are_compared(left: Any, right: Any, equal: bool) -> None:
+    assert same(left, right) is equal
+    assert bool(find_difference([("x", left)], [("x", right)])) is not equal
+
+
+def test_mixed_has_both_widths_and_unquantized_embeddings() -> None:
+    config = zoo.configuration("llama")
+    variant = VARIANTS["mixed"]
+    model, config = quantize(build(config, variant), config, variant)
+    layers = model.layers
+    assert [layer.mlp.up_proj.bits for layer in layers] == [4, 8, 4, 8]
+    assert not hasattr(model.model.embed_tokens, "bits")
+    assert config["quantization"]["model.layers.1.mlp.up_proj"]["bits"] == 8
+
+
+def test_the_prompt_is_longer_than_the_sliding_windows() -> None:
+    windows = [zoo.configuration(name).get("sliding_window", 0) for name in zoo.names()]
+    assert 0 < max(windows) < len(PROMPT)
+
+
+def test_both_turns_are_all_generations() -> None:
+    assert sorted(TURNS[0] + TURNS[1]) == sorted(EVERY)
+    labels = ["logits of a prompt in parts", "logits of call 0 of generation 2", "cache 0.1 after generation 3"]
+    traced = [(label, 0) for label in labels]
+    assert only(EVERY, traced) == traced
+    assert [only(turn, traced) for turn in TURNS] == [traced[1:2], [traced[0], traced[2]]]
+
+
+def test_an_outcome_converts_to_json() -> None:
+    assert Outcome("llama", "fp32").as_dict()["kept"] == {}
+
+
+def test_experts_stream_through_pools_of_every_size() -> None:
+    outcome = compare("qwen3_moe", "fp32")
+    assert outcome.status == "ok", outcome.reason
+    assert (outcome.num_stacks, outcome.num_pools, outcome.unpooled) == (3, 6, {})
+
+
+def test_an_expert_in_the_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the passes that read experts one by one can see it."""
+
+    def another(self: ExpertPool, key: tuple[int, int]) -> Any:
+        table, expert = self.slot_of[key[0]], key[1]
+        other = (expert + 1) % len(table)
+        there, table[other] = table[other], table[expert]
+        try:
+            return reads(self, (key[0], other))
+        finally:
+            table[other] = there
+
+    reads = ExpertPool.reads
+    monkeypatch.setattr(ExpertPool, "reads", another)
+    outcome = compare("qwen3_moe", "fp32", in_turns=True)
+    assert outcome.status == "failed" and outcome.num_cuts > 1 and outcome.num_pools == 0
+    assert outcome.reason.startswith("pool of ")
+
+
+def test_unstacked_experts_are_listed() -> None:
+    outcome = compare("dbrx", "fp32", in_turns=True)
+    assert outcome.status == "ok", outcome.reason
+    assert outcome.num_stacks == outcome.num_pools == 0
+    assert len(outcome.unpooled) == 4 and set(outcome.unpooled.values()) == {
+        "SparseMoeBlock has a list of modules for experts, not stacks"
+    }
+
+
+def test_the_summary_lists_architectures_without_an_expert_pool() -> None:
+    summary_of_experts = runpy.run_path(str(ROOT / "scripts" / "zoo.py"))["summary_of_experts"]
+    outcomes = [
+        Outcome("llama", "fp32", status="ok"),
+        Outcome("qwen3_moe", "fp32", status="ok", num_stacks=3),
+        Outcome("qwen3_moe:other", "fp32", status="ok", num_stacks=3),
+        Outcome("dbrx", "fp32", status="failed", unpooled={"a": "no stack", "b": "no stack"}),
+        Outcome("muse", "fp32", status="cannot"),
+    ]
+    assert list(summary_of_experts(outcomes)) == [
+        "experts one by one in 1 of 2 architectures that have routed ones",
+        "  not in dbrx: no stack",
+    ]
+    assert list(summary_of_experts(outcomes[:1])) == []
+
+
+def test_one_call_is_long_enough_for_mlx_lm_to_sort_its_tokens() -> None:
+    calls = [rows for generation in GENERATIONS for rows in generation]
+    assert max(sum(map(len, rows)) for rows in calls) == SORTED_SIZE == LONGEST_CALL

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import zoo
+from mlx_flash import FlashLLM
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.experts.pool import ExpertPool
+from mlx_flash.experts.slots import ABSENT
+from mlx_flash.layout.experts import trunk_of
+from mlx_flash.layout.parts import ModelLayout
+from mlx_flash.memory.arena import kernel_alignment
+from mlx_flash.memory.driver import has_own_memory
+from mlx_flash.residency.plan import Pool, ResidencyPlan
+from mlx_flash.residency.sizes import measure
+from mlx_flash.residency.streamed import Streaming
+from models import QWEN3_MOE, stock
+from streamed import config, streamed_whole
+from zoo.compare import trace
+from zoo.weights import VARIANTS, save
+
+ARCHITECTURES = [
+    ("mixtral", "fp32"),
+    ("qwen3_next", "4bit-fp32"),
+    ("deepseek_v3", "fp32"),
+    ("granitemoe", "4bit-fp32"),
+    ("olmoe", "fp32"),
+    ("llama4", "fp32"),
+    ("glm4_moe", "8bit"),
+    ("nemotron_h", "fp32"),
+    ("kimi_linear", "fp32"),
+]
+"""Mixtures beside those of `test_zoo`, which run through pools of every size there."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Model directories and what stock mlx-lm computes, by (name, variant)."""
+    found: dict[tuple[str, str], tuple[Path, list[Any]]] = {}
+
+    def get(name: str, variant: str) -> tuple[Path, list[Any]]:
+        if (name, variant) not in found:
+            directory = tmp_path_factory.mktemp("experts")
+            save(directory, zoo.configuration(name), VARIANTS[variant])
+            found[name, variant] = directory, trace(stock(directory))
+        return found[name, variant]
+
+    return get
+
+
+QUANTIZED = QWEN3_MOE | ({"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64} if has_own_memory() else {})
+"""MLX's CUDA kernel for 4 bits reads past the end of matrices of at most 128 columns, and may end the process."""
+
+
+PROMPT = [(37 * i + i * i) % 1000 for i in range(40)]
+
+
+CALLS: list[list[Any]] = [
+    [[PROMPT], [[12]], [[319]], [[5, 6, 7]], [[0]]],
+    [[PROMPT, PROMPT[::-1]], [[12], [7]], [[1], [290]], [[6, 2, 200], [8, 8, 30]]],
+    [[[256, 1, 9]], [[77]]],
+]
+"""Generations: of one sequence and of two, calls of more than 64 indices, which mlx-lm sorts, and of fewer."""
+
+
+def pooled(plan: ResidencyPlan, layout: ModelLayout, pool_slots: int, trunk: str = "resident") -> ResidencyPlan:
+    """A plan for experts one by one, with the trunk in memory, or all of it but one layer."""
+    experts = measure(layout, {}, kernel_alignment()).trunk.experts  # type: ignore[union-attr]
+    assert experts is not None
+    pool = Pool(max(pool_slots, experts.least_slots), experts.slot_bytes, sum(experts.num_experts), 0.5, 0, 0.0)
+    streaming = Streaming()
+    if trunk == "mixed":
+        unit = trunk_of(layout).layers[1]
+        layers = ((unit.name, tuple(p.name for p in unit.large)),)
+        streaming = Streaming(layers, num_units=1, num_slots=1, slot_bytes=unit.nbytes + 1_000_000)
+    return replace(plan, streaming=streaming, pool=pool, prefill_step_size=2048, budget_bytes=10**11)
+
+
+def with_pool(
+    directory: Path, pool_slots: int, trunk: str = "resident", *, exact_rows: bool = True, **settings: Any
+) -> FlashLLM:
+    """A model whose experts are read one by one, whatever the planner would do."""
+    if trunk == "streamed":
+        model = streamed_whole(directory, pool_slots=pool_slots, exact_rows=exact_rows, **settings)
+        model.plan = replace(model.plan, prefill_step_size=2048, budget_bytes=10**11)
+        return model
+    prepared = prepare(directory, config(**settings))
+    exact_rows = exact_rows and mx.default_device() == mx.cpu
+    prepared = replace(prepared, machine=replace(prepared.machine, exact_tiles=exact_rows))
+    model = FlashLLM(prepared, config(**settings), "test")
+    plan = pooled(prepared.plan, prepared.layout, pool_slots, trunk)
+    model._life.carry_out(replace(prepared, plan=plan))
+    return model
+
+
+def pool_of(model: FlashLLM) -> ExpertPool:
+    assert model.engine is not None and model.engine.experts is not None
+    return model.engine.experts.pool
+
+
+def check_slots(pool: ExpertPool) -> None:
+    """Every slot is free or has one expert."""
+    taken = [int(slot) for table in pool.slot_of for slot in table if slot != ABSENT]
+    assert sorted([*taken, *pool._free]) == list(range(pool.slots.num_slots))
+    assert pool.num_usable == pool.slots.num_slots

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_flash.kv.pool import KVPool
+
+
+def spill_all(pool: KVPool) -> None:
+    """Sends every layer that has tokens to disk, as a budget would."""
+    for rows in list(pool._layers):
+        if rows not in pool.on_disk and rows.memory.length:
+            pool._spill(rows, ())
+
+
+def rows_of(seed: int, num_tokens: int, dtype: mx.Dtype, heads: int = 2, width: int = 32) -> mx.array:
+    """Keys or values as attention has them: not contiguous."""
+    rows = mx.random.normal((1, num_tokens, heads, width), key=mx.random.key(seed)).astype(dtype)
+    return rows.transpose(0, 2, 1, 3)
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Return whether trees of arrays are equal bit for bit."""
+    pairs = zip(tree_flatten(left), tree_flatten(right), strict=True)
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and bool(mx.array_equal(bits(a), bits(b))) for (_, a), (_, b) in pairs
+    )
+
+
+def bits(array: mx.array) -> mx.array:
+    return mx.contiguous(array).view(mx.uint8)
+
+
+def address(array: mx.array) -> int:
+    return int(np.frombuffer(memoryview(array), np.uint8).ctypes.data)  # type: ignore[arg-type]

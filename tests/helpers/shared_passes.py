@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_flash import FlashLLM
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed_once, save, stock
+from zoo import configuration
+
+STEP = 16
+
+
+PROMPTS = [[(7 * i * i + 3 * i + k) % 300 for i in range(n)] for k, n in enumerate([2 * STEP + 6, 1, 5, STEP + 1])]
+
+
+NUM_TOKENS = 4
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gemma3": GEMMA3,
+    "mamba2": MAMBA2,
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": configuration("qwen3_next"),
+}
+
+
+Directories = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = save(tmp_path_factory.mktemp(name), MODELS[name], mx.float32)
+        return made[name]
+
+    return get
+
+
+@computed_once
+def solo(directory: Path, prompt: Sequence[int]) -> list[mx.array]:
+    """Return the logits of each token that stock mlx-lm computes."""
+    model: Any = stock(directory)
+    cache = make_prompt_cache(model)
+    for start in range(0, len(prompt) - 1, STEP):
+        model(mx.array([prompt[start : min(start + STEP, len(prompt) - 1)]]), cache=cache)
+    found = [model(mx.array([prompt[-1:]]), cache=cache)]
+    while len(found) < NUM_TOKENS:
+        found.append(model(mx.argmax(found[-1], -1), cache=cache))
+    mx.eval(found)
+    return found
+
+
+def together(model: FlashLLM, prompts: Sequence[Sequence[int]], *, joins_every: int = 0) -> list[list[mx.array]]:
+    """Compute all prompts and their tokens in shared passes; each prompt joins so many passes after the one before."""
+    caches: list[Any] = [make_prompt_cache(model) for _ in prompts]
+    found: list[list[mx.array]] = [[] for _ in prompts]
+    num_rounds = 0
+    while min(map(len, found)) < NUM_TOKENS:
+        rows = {}
+        for i, prompt in enumerate(prompts):
+            if len(found[i]) < NUM_TOKENS and i * joins_every <= num_rounds:
+                tokens = mx.argmax(found[i][-1], -1) if found[i] else mx.array([prompt])
+                rows[i] = model.row(tokens, caches[i], STEP)
+        while not all(row.is_done for row in rows.values()):
+            model.advance(list(rows.values()))
+        for i, row in rows.items():
+            assert row.error is None
+            found[i].append(row.outputs[-1])
+        num_rounds += 1
+    return found

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_flash import (
+    FlashConfig,
+    FlashLLM,
+)
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.layout.experts import trunk_of
+from mlx_flash.memory.arena import kernel_alignment
+from mlx_flash.residency.plan import Pool
+from mlx_flash.residency.sizes import measure
+
+LARGE_GB = 0.5 if mx.default_device() == mx.cpu else 6
+"""A budget with room for the process and any of these models. With a GPU, the process alone takes 1.2 GB and more."""
+
+
+def config(**changes: Any) -> FlashConfig:
+    """Settings with which every weight that the plan streams is read on every pass."""
+    settings: dict[str, Any] = {
+        "ram_budget_gb": "min",
+        "context_length": 256,
+        "poison_released_slots": True,
+        "lend_reserves": False,
+        "io": "direct",
+    }
+    return FlashConfig(**{**settings, **changes})
+
+
+def streamed_whole(
+    directory: Path,
+    num_slots: int = 2,
+    tile_rows: int = 192,
+    io: Any = "direct",
+    cut: int | str = 0,
+    pool_slots: int | None = None,
+    exact_rows: bool = True,
+    group: mx.distributed.Group | None = None,
+    **settings: Any,
+) -> FlashLLM:
+    """A model of which everything is streamed and the head is computed in tiles, whatever the planner would do.
+
+    ``cut`` is 0 for whole layers, 1 and more for finer units, "tiles" for rows of linear layers. With ``pool_slots``
+    (0 for the fewest) experts are read one by one; without ``exact_rows``, and on a GPU, as they are there.
+    """
+    settings = {"num_slots": num_slots, "io": io, **settings}
+    prepared = prepare(directory, config(**settings), group=group)
+    exact_rows = exact_rows and mx.default_device() == mx.cpu
+    prepared = replace(prepared, machine=replace(prepared.machine, exact_tiles=exact_rows))
+    full, plan = prepared.layout, prepared.plan
+    layout, pool = full, None
+    if pool_slots is not None:
+        layout, experts = trunk_of(full), measure(full, {}, kernel_alignment()).trunk.experts
+        pool_slots = max(pool_slots, experts.least_slots)
+        pool = Pool(pool_slots, experts.slot_bytes, sum(experts.num_experts), 0.5, 0, 0.0)
+        plan = replace(plan, budget_bytes=plan.budget_bytes + pool.nbytes)
+    cuts = [layout.layers, *layout.finer]
+    units = cuts[-1] if cut == "tiles" else cuts[int(cut)]
+    heads = [*layout.heads, *(unit for unit in layout.embeddings if unit.name in layout.tied)]
+    tile_rows = tile_rows if mx.default_device() == mx.cpu else 10**9
+    if cut == "tiles":
+        heads = [unit for unit in units if unit.num_rows] + heads
+        units = [unit for unit in units if not unit.num_rows]
+    slot = max(unit.nbytes for unit in full.units) + 300_000
+    streaming = replace(
+        plan.streaming,
+        layers=tuple((unit.name, tuple(p.name for p in unit.large)) for unit in units),
+        heads=tuple((unit.name, tile_rows) for unit in heads),
+        tables=tuple(unit.name for unit in layout.embeddings),
+        num_units=len(units) + sum(-(-unit.num_rows // tile_rows) for unit in heads),
+        num_slots=num_slots,
+        slot_bytes=slot,
+        cut=len(cuts) - 1 if cut == "tiles" else int(cut),
+        read_bytes=sum(unit.nbytes for unit in [*units, *heads]),
+    )
+    budget_bytes = plan.budget_bytes + num_slots * slot + plan.model_bytes + 50_000_000
+    plan = replace(plan, streaming=streaming, pool=pool, budget_bytes=budget_bytes)
+    model = FlashLLM(prepared, config(**settings), "test")
+    model._life.carry_out(replace(prepared, layout=full, plan=plan))
+    return model
+
+
+def wait_for_reads(model: FlashLLM) -> None:
+    for slot in model.engine.stream._slots:
+        if slot.ticket is not None:
+            slot.ticket.wait()

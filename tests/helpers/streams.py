@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mlx_flash.errors import ReadError
+from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.placement import Placement, place
+from mlx_flash.storage.safetensors import Extent, TensorRecord
+from mlx_flash.streaming.stream import WeightStream, take_turns
+
+
+class FakeTicket:
+    """Reads that land when they are waited for, as late as they can; checks that nobody uses the slot meanwhile."""
+
+    def __init__(self, reader: FakeReader, unit: int, buffer: memoryview) -> None:
+        self.reader, self.unit, self.buffer = reader, unit, buffer
+        assert buffer.obj is not None
+        self.cancelled = False
+
+    def start(self) -> FakeTicket:
+        self.reader.num_started += 1
+        self.reader.started.append(self.unit)
+        return self
+
+    def wait(self) -> None:
+        if self.unit in self.reader.failing:
+            raise ReadError(f"unit {self.unit}")
+        assert not self.cancelled
+        self.buffer[0] = self.unit
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeReader:
+    """Fills a buffer's first byte with the number of the unit."""
+
+    def __init__(self) -> None:
+        self.num_started = 0
+        self.failing: set[int] = set()
+        self.started: list[int] = []
+
+    def submit(self, segments: Any, buffer: memoryview, *, starts: bool) -> FakeTicket:
+        assert not starts
+        return FakeTicket(self, int(segments[0].pieces[0].name), buffer)
+
+
+def placement_of(unit: int) -> Placement:
+    extent = Extent(Path("file"), unit * DIRECT_ALIGNMENT, DIRECT_ALIGNMENT)
+    return place([TensorRecord(str(unit), "U8", (DIRECT_ALIGNMENT,), extent)])
+
+
+def make_stream(num_units: int, num_slots: int) -> tuple[WeightStream, FakeReader, list[Arena]]:
+    reader = FakeReader()
+    arenas = [Arena(DIRECT_ALIGNMENT) for _ in range(num_slots)]
+    stream = WeightStream(arenas, reader, poison=True, num_units=num_units)  # type: ignore[arg-type]
+    for unit in range(num_units):
+        assert stream.add(str(unit), placement_of(unit)) == (unit, arenas[take_turns(num_units, num_slots)[unit]])
+    stream.start()
+    return stream, reader, arenas

@@ -1,0 +1,72 @@
+"""Commands in a pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+from children import ROOT
+
+
+class Shell:
+    """A Python program in a pseudo-terminal.
+
+    Args:
+        program: arguments of Python.
+    """
+
+    def __init__(self, *program: object) -> None:
+        self.master, slave = pty.openpty()
+        words = [sys.executable, *map(str, program)]
+        start = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+        env = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # nobody answers questions for the cursor
+        self.process = subprocess.Popen(
+            words, stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, preexec_fn=start, env=env
+        )
+        os.close(slave)
+        self.text = ""
+
+    def wait_for(self, words: str, seconds: float = 40) -> None:
+        """Read until words come that were not seen yet, and forget what came before them."""
+        end = time.monotonic() + seconds
+        while words not in self.text:
+            assert time.monotonic() < end, self.text
+            self._read()
+        self.text = self.text[self.text.index(words) + len(words) :]
+
+    def wait_for_more(self, seconds: float = 40) -> None:
+        """Read until some text comes, such as the begin of an answer."""
+        end = time.monotonic() + seconds
+        while not self.text.strip():
+            assert time.monotonic() < end
+            self._read()
+
+    def _read(self) -> bool:
+        if select.select([self.master], [], [], 0.5)[0]:
+            try:
+                self.text += os.read(self.master, 10_000).decode(errors="replace")
+            except OSError:  # the program has closed its side
+                return False
+        return True
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def end(self, seconds: float = 60) -> int:
+        """Read the rest. Return the exit status."""
+        end = time.monotonic() + seconds
+        while self._read() and self.process.poll() is None:
+            if time.monotonic() > end:
+                self.process.kill()
+        status = self.process.wait()
+        os.close(self.master)
+        return status

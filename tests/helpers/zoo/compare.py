@@ -1,0 +1,414 @@
+"""One architecture, stock and streamed, compared bit for bit."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mlx_flash import FlashLLM
+from models import computed, stock
+from streamed import streamed_whole
+from zoo import configuration
+from zoo.weights import VARIANTS, UnfitError, save
+
+PROMPT = [5, 17, 300, 3, 3, 42, 64, 99, 128, 7, 21]
+LONGEST_CALL = 64
+LONG_PROMPT = [(7 * i * i + 3 * i) % 320 for i in range(LONGEST_CALL)]
+GENERATIONS: Sequence[Sequence[Sequence[Sequence[int]]]] = (
+    ([PROMPT], [[12]], [[319]], [[0]], [[51, 4, 8, 31, 7]], [[9]]),
+    ([PROMPT, PROMPT[::-1]], [[12], [7]], [[1], [290]], [[6, 2, 200], [8, 8, 30]]),
+    ([LONG_PROMPT], [[200]]),
+    ([[256, 1, 9]], [[77]]),
+)
+"""Calls of each generation: rows of tokens. They exceed the sliding windows of 8 tokens, and one call is so long that
+mlx-lm sorts its tokens by expert, even with one expert a token."""
+
+IN_PARTS, SIDE_BY_SIDE = -1, -2
+"""Stand for a prompt in parts, and for sequences that share passes, among the numbers of generations."""
+
+EVERY = (SIDE_BY_SIDE, IN_PARTS, 0, 1, 2, 3)
+TURNS = ((SIDE_BY_SIDE, 0, 2), (IN_PARTS, 1, 3))
+"""Numbers of generations: cuts and pools take turns at these halves where time matters."""
+
+PART = 9
+"""Tokens of a part of a prompt: the sliding windows are shorter, and the last part has fewer."""
+
+SEQUENCES = (LONG_PROMPT[: 2 * PART + 2], [12], PROMPT)
+NUM_TOKENS = 2
+"""Of each sequence, after its prompt."""
+
+UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The result for one architecture and variant.
+
+    Attributes:
+        name: of the configuration.
+        variant: how the weights were stored.
+        status: ``ok``, ``failed``, or ``cannot``: stock mlx-lm cannot run it here.
+        reason: of the failure, in a line.
+        note: why this variant and not another.
+        num_layers: layers of the model.
+        num_streamed: those of which weights were streamed.
+        nbytes: of all parameters.
+        streamed_bytes: of those that were not in memory.
+        num_cuts: finer cuts of the layers, row tiles among them, that gave the same bits.
+        in_order: whether the parts of a prompt cannot share a pass, since layers use the caches of others.
+        num_stacks: stacks of experts that were read expert by expert.
+        num_pools: ways to read them that gave the same bits.
+        unpooled: why each module that has routed experts, but is no such stack, is none.
+        derived: parameters that mlx-lm computed while loading, constants included.
+        kept: why each layer that was not streamed was not.
+        seconds: all of it took.
+    """
+
+    name: str
+    variant: str
+    status: str = "failed"
+    reason: str = ""
+    note: str = ""
+    num_layers: int = 0
+    num_streamed: int = 0
+    nbytes: int = 0
+    streamed_bytes: int = 0
+    num_cuts: int = 0
+    in_order: bool = False
+    num_stacks: int = 0
+    num_pools: int = 0
+    unpooled: dict[str, str] = field(default_factory=dict)
+    derived: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the outcome for JSON."""
+        return asdict(self)
+
+
+def compare(
+    name: str, variant: str, enter: Callable[[str], None] = lambda phase: None, *, in_turns: bool = False
+) -> Outcome:
+    """Save a random model, run it stock and streamed, and return the outcome.
+
+    Args:
+        name: of the configuration.
+        variant: of ``VARIANTS``.
+        enter: called with each phase as it begins, ``stock`` or ``streamed``, so that a crash is attributed.
+        in_turns: whether only the finest cut and row tiles are tried beside whole layers, and each of them and each
+            pool runs half of the generations.
+    """
+    began = time.perf_counter()
+    outcome = Outcome(name, variant)
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        enter("stock")
+        expected = run_stock(Path(folder), outcome)
+        if expected:
+            enter("streamed")
+            run_streamed(Path(folder), outcome, expected, in_turns)
+    outcome.seconds = time.perf_counter() - began
+    return outcome
+
+
+def run_stock(directory: Path, outcome: Outcome) -> list[Any]:
+    """Return the trace of stock mlx-lm; empty when it cannot run, or when its logits prove nothing."""
+    try:
+        save(directory, configuration(outcome.name), VARIANTS[outcome.variant])
+        expected = trace(stock(directory))
+        outcome.reason = find_flaw(expected[0])
+    except UnfitError as error:
+        outcome.reason = one_line(error)
+    except (Exception, SystemExit) as error:  # one model exits when a package is missing
+        outcome.status, outcome.reason = "cannot", one_line(error)
+    return [] if outcome.reason else expected
+
+
+def run_streamed(directory: Path, outcome: Outcome, expected: list[Any], in_turns: bool) -> None:
+    """Run a model streamed and note differences and streamed layers."""
+    turns = TURNS if in_turns else (EVERY, EVERY)
+    tile_rows = 3 * configuration(outcome.name)["vocab_size"] // 5  # two tiles of different size
+    try:
+        with streamed_whole(directory, tile_rows=tile_rows) as model:
+            model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)  # longer calls are cut
+            describe(model, outcome)
+            num_cuts = len(model.layout.finer)
+            got = trace(model)
+            outcome.in_order = model._life.passes.group._needs_order
+            closed = trace(model.close(), GENERATIONS[-1:])
+        outcome.reason = judge(directory, outcome, expected, got, closed)
+        first_cut = max(1, num_cuts) if in_turns else 1
+        for i, cut in enumerate([*range(first_cut, num_cuts + 1), "tiles"]):
+            outcome.reason = outcome.reason or find_difference_of_cut(directory, cut, expected, turns[i % 2])
+            outcome.num_cuts += not outcome.reason
+        if outcome.num_stacks and not outcome.reason:
+            outcome.reason = find_difference_of_pools(directory, num_cuts, expected, outcome, in_turns)
+    except Exception as error:
+        outcome.reason = one_line(error)
+    outcome.status = "failed" if outcome.reason else "ok"
+
+
+def find_difference_of_cut(directory: Path, cut: int | str, expected: list[Any], numbers: Sequence[int]) -> str:
+    """Return the difference that smaller units make, or an empty text."""
+    with streamed_whole(directory, num_slots=3, tile_rows=64, cut=cut) as model:
+        model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
+        difference = find_difference(only(numbers, expected), trace(model, numbers=numbers))
+    return f"cut {cut}: {difference}" if difference else ""
+
+
+def find_difference_of_pools(
+    directory: Path, finest: int, expected: list[Any], outcome: Outcome, in_turns: bool
+) -> str:
+    """Return the difference that an expert pool makes, or an empty text.
+
+    Three sizes of the pool, exact rows and inexact ones as on GPUs, whole layers and the smallest units: every pair of
+    these settings is tested; in turns, each of them is.
+    """
+    num_slots, num_experts = 0, 0
+    for i in range(3):
+        for exact_rows in (i % 2 == 0,) if in_turns else (True, False):
+            cut = finest if i % 2 == exact_rows or (in_turns and i == 2) else 0
+            with streamed_whole(directory, cut=cut, pool_slots=num_slots, exact_rows=exact_rows) as model:
+                model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
+                assert model.plan.pool is not None and model.engine is not None and model.engine.experts is not None
+                least, num_experts = model.plan.pool.num_slots, model.plan.pool.num_experts
+                difference = find_difference_or_error(model, expected, TURNS[i % 2] if in_turns else EVERY)
+                num_calls = model.engine.experts.pool.stats.num_calls
+            if difference or not num_calls:
+                how = f"pool of {least} of {num_experts}, rows {'' if exact_rows else 'not '}exact, cut {cut}"
+                return f"{how}: {difference or 'no expert was called'}"
+            outcome.num_pools += 1
+        num_slots = (least + num_experts) // 2 if i == 0 else num_experts
+    return ""
+
+
+def find_difference_or_error(model: FlashLLM, expected: list[Any], numbers: Sequence[int]) -> str:
+    """Return the first difference or the error that ended the run, or an empty text."""
+    try:
+        return find_difference(only(numbers, expected), trace(model, numbers=numbers))
+    except Exception as error:
+        return one_line(error)
+
+
+def judge(directory: Path, outcome: Outcome, expected: list[Any], got: list[Any], closed: list[Any]) -> str:
+    """Return the first fault, or an empty text."""
+    if difference := find_difference(expected, got):
+        again = find_difference(expected, trace(stock(directory)))
+        return f"stock differs from itself: {again}" if again else difference
+    if difference := find_difference(expected[-len(closed) :], closed):
+        return f"after close(): {difference}"
+    if not outcome.num_streamed:
+        return f"no layer was streamed: {'; '.join(sorted(set(outcome.kept.values())))}"
+    return ""
+
+
+def trace(model: Any, generations: Sequence[Any] = GENERATIONS, *, numbers: Sequence[int] = EVERY) -> list[Any]:
+    """Return the logits of every call and the state of every cache after each generation, with labels.
+
+    Args:
+        model: stock or streamed.
+        generations: its calls.
+        numbers: of the generations that run, the last one being 3.
+    """
+    found: list[Any] = prompt_in_parts(model) if generations is GENERATIONS and IN_PARTS in numbers else []
+    found += side_by_side(model) if generations is GENERATIONS and SIDE_BY_SIDE in numbers else []
+    for i, calls in enumerate(generations, len(GENERATIONS) - len(generations)):
+        if i not in numbers:
+            continue
+        cache = make_prompt_cache(model)
+        for j, rows in enumerate(calls):
+            change_loans(model, i + j)
+            logits = model(mx.array(rows), cache=cache)
+            mx.eval(logits, [leaf for _, leaf in states(cache) if isinstance(leaf, mx.array)])
+            found.append((f"logits of call {j} of generation {i}", logits))
+        found += [(f"cache {path} after generation {i}", leaf) for path, leaf in states(cache)]
+    return found
+
+
+def only(numbers: Sequence[int], traced: list[Any]) -> list[Any]:
+    """Return the part of a trace that belongs to some generations."""
+    others = {IN_PARTS: "prompt in parts", SIDE_BY_SIDE: "side by side"}
+    ends = tuple(others.get(number, f"generation {number}") for number in numbers)
+    return [(label, leaf) for label, leaf in traced if label.endswith(ends)]
+
+
+def prompt_in_parts(model: Any) -> list[Any]:
+    """Return the last logits of a prompt that is computed in parts, and its cache. A streamed model shares a pass."""
+    cache, tokens = make_prompt_cache(model), mx.array([LONG_PROMPT[: PART * 3]])
+    if isinstance(model, FlashLLM) and model.engine is not None:
+        logits = computed(model, tokens, cache, PART)
+    else:
+        logits = alone(model, tokens, cache)
+    mx.eval(logits, [leaf for _, leaf in states(cache) if isinstance(leaf, mx.array)])
+    return [
+        ("logits of a prompt in parts", logits),
+        *((f"cache {path} of a prompt in parts", leaf) for path, leaf in states(cache)),
+    ]
+
+
+def side_by_side(model: Any) -> list[Any]:
+    """Return the logits of sequences, and their caches. Those of a streamed model share passes; others run alone."""
+    caches = [make_prompt_cache(model) for _ in SEQUENCES]
+    tokens = [mx.array([sequence]) for sequence in SEQUENCES]
+    found: list[Any] = []
+    for number in range(NUM_TOKENS + 1):
+        if isinstance(model, FlashLLM) and model.engine is not None:
+            rows = [model.row(new, cache, PART) for new, cache in zip(tokens, caches, strict=True)]
+            while not all(row.is_done for row in rows):
+                model.advance(rows)
+            errors = [row.error for row in rows if row.error is not None]
+            if errors:
+                raise errors[0]
+            logits = [row.outputs[-1] for row in rows]
+        else:
+            logits = [alone(model, new, cache) for new, cache in zip(tokens, caches, strict=True)]
+        tokens = [mx.argmax(one, -1) for one in logits]
+        mx.eval(logits, tokens)
+        found += [(f"logits of token {number} of sequence {i} side by side", one) for i, one in enumerate(logits)]
+    for i, cache in enumerate(caches):
+        found += [(f"cache {path} of sequence {i} side by side", leaf) for path, leaf in states(cache)]
+    return found
+
+
+def alone(model: Any, tokens: mx.array, cache: Any) -> mx.array:
+    """Return the last logits of a call in parts."""
+    for start in range(0, tokens.shape[1] - 1, PART):
+        model(tokens[:, start : min(start + PART, tokens.shape[1] - 1)], cache=cache)
+        mx.eval([leaf for _, leaf in states(cache) if isinstance(leaf, mx.array)])
+    return model(tokens[:, -1:], cache=cache)
+
+
+def change_loans(model: Any, number: int) -> None:
+    """Lend memory to some weights and experts, to all of them, or to none, by the number of the call."""
+    if isinstance(model, FlashLLM) and model.engine is not None:
+        lending = model.engine.lending
+        lending.recall(1 << 40)
+        lending.lend((0, model.plan.streaming.read_bytes // 2, 1 << 40)[number % 3])
+
+
+def states(cache: list[Any]) -> list[tuple[str, Any]]:
+    """Return every array and number of a prompt cache, with its path; of keys and values only the tokens."""
+    flat: list[tuple[str, Any]] = tree_flatten([_state(entry) for entry in cache])
+    return flat
+
+
+def _state(entry: Any) -> Any:
+    if not isinstance(entry, KVCache | QuantizedKVCache):
+        return entry.state
+    return tree_map(lambda leaf: leaf[..., : entry.offset, :] if isinstance(leaf, mx.array) else leaf, entry.state)
+
+
+def find_flaw(first: tuple[str, mx.array]) -> str:
+    """Return why logits prove nothing, or an empty text. (A model may mask tokens, with minus infinity.)"""
+    logits = first[1].astype(mx.float32)
+    usable = mx.isfinite(logits) | (logits == -mx.inf)
+    if not bool(usable.all()) or not bool(mx.isfinite(logits).any()):
+        return "stock logits are not finite"
+    lowest = mx.where(mx.isfinite(logits), logits, mx.inf).min(axis=-1)
+    spread = float((logits.max(axis=-1) - lowest).min())
+    if spread < 1e-2:
+        return f"stock logits are all alike: they spread over {spread:.3g}"
+    return ""
+
+
+def find_difference(expected: list[Any], got: list[Any]) -> str:
+    """Return where two traces first differ, or an empty text."""
+    if [label for label, _ in expected] != [label for label, _ in got]:
+        return "caches of different shape"
+    for (label, left), (_, right) in zip(expected, got, strict=True):
+        if not same(left, right):
+            return f"{label}: {how_different(left, right)}"
+    return ""
+
+
+def same(left: Any, right: Any) -> bool:
+    """Return True when two leaves are equal, arrays bit for bit."""
+    if not isinstance(left, mx.array) or not isinstance(right, mx.array):
+        return type(left) is type(right) and bool(left == right)
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.dtype in (mx.bool_, mx.complex64) or not left.size:
+        return bool(mx.array_equal(left, right))
+    unsigned = UNSIGNED[left.dtype.size]
+    return bool(mx.array_equal(mx.contiguous(left).view(unsigned), mx.contiguous(right).view(unsigned)))
+
+
+def how_different(left: Any, right: Any) -> str:
+    """Describe a leaf in a few words."""
+    if not isinstance(left, mx.array) or not isinstance(right, mx.array):
+        return f"{left!r} became {right!r}"[:200]
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return f"{left.dtype} {left.shape} became {right.dtype} {right.shape}"
+    if not bool(mx.isfinite(right).all()):
+        return "not finite"
+    return f"off by {float(mx.abs(left.astype(mx.float32) - right.astype(mx.float32)).max()):.3g}"
+
+
+def describe(model: FlashLLM, outcome: Outcome) -> None:
+    """Note the streamed layers, their bytes, and why the others are not streamed."""
+    layout, engine = model.layout, model.engine
+    assert engine is not None
+    parameters = [p for unit in layout.units for p in [*unit.large, *unit.small]] + layout.resident
+    outcome.nbytes = sum(p.nbytes for p in parameters)
+    outcome.streamed_bytes = sum(p.nbytes for p in parameters if engine.is_streamed(p.container, p.key))
+    outcome.derived = [p.name for p in parameters if not p.records]
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = list({id(layer): layer for layer in model.layers if layer is not None}.values())
+    outcome.num_layers = len(layers)
+    outcome.num_stacks = len(layout.experts)
+    outcome.unpooled = why_unpooled(model)
+    for i, layer in enumerate(layers):
+        if any(engine.is_streamed(module, key) for module in layer.modules() for key in module):
+            outcome.num_streamed += 1
+        else:
+            name = names.get(id(layer), f"layer {i}")
+            outcome.kept[name] = why_kept(layer, id(layer) in names, outcome.derived, name)
+
+
+def why_unpooled(model: FlashLLM) -> dict[str, str]:
+    """Return the modules whose routed experts are not in a pool, each with the reason."""
+    pooled = {id(module) for stack in model.layout.experts for module in stack.unit.module.modules()}
+    found = {}
+    for name, module in model.named_modules():
+        if id(module) in pooled:
+            continue
+        matrices = [m for m in module.children().values() if isinstance(m, SwitchLinear | QuantizedSwitchLinear)]
+        if len(matrices) > 1:  # a single one is no network: an attention's groups of heads, say
+            found[name] = f"{type(module).__name__} has calls of its own, or experts that are not rows of tensors"
+        elif isinstance(module.get("experts"), list):
+            found[name] = f"{type(module).__name__} has a list of modules for experts, not stacks"
+    return found
+
+
+def why_kept(layer: Any, in_tree: bool, derived: list[str], name: str) -> str:
+    """Return why a layer stays in memory."""
+    if not in_tree:
+        return "it is not in the module tree"
+    if not any("__call__" in vars(base) for base in type(layer).__mro__):
+        return f"{type(layer).__name__} is not called"
+    parameters = tree_flatten(layer.parameters())
+    if not parameters:
+        return "it has no parameters"
+    num_derived = sum(f"{name}.{path}" in derived for path, _ in parameters)
+    return f"{num_derived} of its {len(parameters)} parameters are derived, the rest is small"
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception in one line, with its innermost frame outside the zoo."""
+    text = " ".join(str(error).split())
+    frames = []
+    trace_back = error.__traceback__
+    while trace_back is not None:
+        code = trace_back.tb_frame.f_code
+        frames.append(f"{Path(code.co_filename).name}:{trace_back.tb_lineno}")
+        trace_back = trace_back.tb_next
+    return f"{type(error).__name__}: {text[:240]} ({frames[-1]})"

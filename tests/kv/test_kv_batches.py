@@ -1,0 +1,352 @@
+"""Sequences that share passes, each with keys and values of its own on disk: solo bits, within the budget."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import children
+import exact_answers as exact_serving
+from batches import alone, check_equal
+from conversations import model
+from kv_settings import SMALL, least_share, settings
+from mlx_flash import FlashLLM, load_model
+from mlx_flash.engine.row import Row
+from mlx_flash.generation import RowGenerator
+from mlx_flash.kv import opened
+from mlx_flash.kv.disk import DiskRows
+from mlx_flash.kv.wear import FILE_NAME
+from mlx_flash.prefixes.cache import prefix_directory
+from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
+from models import save, stock
+from served import serving, stock_serving
+from streamed import streamed_whole
+
+__all__ = ["model"]
+
+STEP, NUM_TOKENS = 64, 6
+LENGTHS = [400, 130, 300, 70, 222, 350]
+PROMPTS = [[(7 * i * i + 3 * i + k) % 300 for i in range(length)] for k, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("llama"), SMALL)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("wide"), SMALL | {"num_hidden_layers": 3, "head_dim": 128})
+
+
+NUM_CONTEXTS = 6
+
+
+def fill(cache: list[Any], number: int) -> None:
+    """Give a cache the keys and values of 700 tokens, which no model computed."""
+    keys = mx.random.split(mx.random.key(number), 2 * len(cache))
+    for entry, key, value in zip(cache, keys[::2], keys[1::2], strict=True):
+        entry.update_and_fetch(*(mx.random.normal((1, 2, 700, 128), key=each) for each in (key, value)))
+    mx.eval([entry.state for entry in cache])
+
+
+@pytest.fixture(scope="module")
+def stock_logits(wide: Path) -> list[mx.array]:
+    """Logits of stock mlx-lm for one token more, by context."""
+    model, found = stock(wide), []
+    for number in range(NUM_CONTEXTS):
+        cache = make_prompt_cache(model)
+        fill(cache, number)
+        found.append(model(mx.array([[number]]), cache=cache)[0, -1])
+    mx.eval(found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers of reads and writes are larger than the caches of tiny models."""
+    monkeypatch.setattr("mlx_flash.kv.options.KVOptions.under_way_bytes", lambda *_: 4096)
+
+
+def advance(model: FlashLLM, *rows: Row) -> None:
+    while not all(row.is_done for row in rows):
+        model.advance(rows)
+    assert not any(row.error for row in rows)
+
+
+def run(
+    model: FlashLLM, prompts: list[list[int]], arrivals: list[int] | None = None, step: int = STEP
+) -> tuple[list[Any], int, int]:
+    """Compute all prompts. Return their tokens, and the most bytes on disk and in memory between passes."""
+    generator = RowGenerator(model, prefill_step_size=step)
+    found: dict[int, list[Any]] = {}
+    most_disk = most_memory = 0
+    for number in range(1000):
+        for prompt, arrival in zip(prompts, arrivals or [0] * len(prompts), strict=True):
+            if arrival == number:
+                found[generator.insert([prompt], max_tokens=[NUM_TOKENS])[0]] = []
+        progress, answers = generator.next()
+        for answer in answers:
+            found[answer.uid].append((answer.token, answer.logprobs))
+        assert model.kv is not None
+        usage = model.kv.note()
+        most_disk, most_memory = max(most_disk, usage.disk_bytes), max(most_memory, usage.memory_bytes)
+        if not progress and not answers and number > max(arrivals or [0]):
+            break
+    order = sorted(range(len(prompts)), key=lambda i: (arrivals or [0] * len(prompts))[i])
+    return [tokens for _, tokens in sorted(zip(order, found.values(), strict=True))], most_disk, most_memory
+
+
+JOINING = [0, 3, 1, 9, 2, 12]
+
+
+@pytest.mark.parametrize(("times", "arrivals"), [(1.0, None), (1.0, JOINING), (1.5, JOINING), (3.0, None)])
+def test_rows_on_disk_are_their_solo_runs(
+    directory: Path, tmp_path: Path, times: float, arrivals: list[int] | None
+) -> None:
+    options = settings(directory, times=times, context_length=420, kv_directory=tmp_path / "kv", ram_budget_gb="min")
+    with load_model(directory, options)[0] as model:
+        got, most_disk, most_memory = run(model, PROMPTS, arrivals)
+        assert model.kv is not None and model.kv.stats.num_spilled >= 4 * SMALL["num_hidden_layers"]
+        token_bytes = sum(model.plan.kv.rows)
+        assert most_disk > 1.5 * max(LENGTHS) * token_bytes  # of several sequences at once
+        assert most_memory <= (model.plan.kv.limit or 0)
+        gc.collect()
+        assert not model.kv.note().disk_bytes
+    assert not list((tmp_path / "kv").iterdir())
+    for tokens, prompt in zip(got, PROMPTS, strict=True):
+        check_equal(tokens, alone(directory, prompt, NUM_TOKENS, prefill_step_size=STEP))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, "tiles"])
+@pytest.mark.parametrize("has_room", [True, False])
+def test_slots_that_waiting_rows_hold_count(wide: Path, stock_logits: list[mx.array], cut: Any, has_room: bool) -> None:
+    """Where units are smaller than layers, rows wait inside their attention, each with a layer's keys and values."""
+    share = least_share(wide, settings(wide, context_length=720))
+    options = {"kv_cache": "disk", "kv_step": 16, "kv_ram_gb": 20 * share / 1e9, "context_length": 720}
+    with streamed_whole(wide, cut=cut, prefill_step_size=STEP, **options) as model:
+        model.plan = replace(model.plan, budget_bytes=10**9)
+        assert model.kv is not None
+        caches = [make_prompt_cache(model) for _ in range(NUM_CONTEXTS)]
+        for number, cache in enumerate(caches):
+            fill(cache, number)
+            for entry in cache:
+                model.kv._spill(entry.rows, ())
+        slot = model.plan.cache.largest_row * 704
+        if not has_room:
+            model.plan = replace(model.plan, kv=replace(model.plan.kv, limit=model.kv.memory_bytes + 2 * slot))
+        rows = [model.row(mx.array([[k]]), cache, STEP) for k, cache in enumerate(caches)]
+        num_passes, active = model.counters.num_passes, mx.get_active_memory()
+        mx.reset_peak_memory()
+        model.advance(rows)
+        assert all(row.is_done and row.error is None for row in rows)
+        num_passes, peak = model.counters.num_passes - num_passes, mx.get_peak_memory() - active
+        assert num_passes == 1 if has_room or not cut else 1 < num_passes <= 6
+        assert peak < (8 if has_room and cut else 5) * slot
+    for row, logits in zip(rows, stock_logits, strict=True):
+        assert mx.array_equal(row.outputs[0][0, -1], logits)
+
+
+BUDGET = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+import mlx_flash
+from mlx_flash import FlashConfig, load_model
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.memory.footprint import peak_footprint
+config = FlashConfig(ram_budget_gb="min", kv_cache="disk", kv_step=16, context_length=224, prefill_step_size=64)
+least = prepare(sys.argv[1], config).plan
+config = replace(config, ram_budget_gb=least.minimum_bytes / 1e9 + 1e-9)
+model, _ = load_model(sys.argv[1], config)
+prompts = [[(i * 7 + k) % 300 for i in range(200)] for k in range(4)]
+tokenizer = SimpleNamespace(eos_token_ids=[], decode=str)
+options = {"max_tokens": 3, "prefill_step_size": 64, "return_token_ids": True}
+found = mlx_flash.batch_generate(model, tokenizer, prompts, **options)
+usage = model.kv.note()
+print(json.dumps({
+    "tokens": found.token_ids, "peak": peak_footprint(), "budget": model.plan.budget_bytes,
+    "cut": model.plan.streaming.cut, "written": usage.written_bytes, "step": model.plan.prefill_step_size,
+    "all": 4 * 200 * sum(model.plan.kv.rows),
+}))
+"""
+
+
+def test_the_process_keeps_its_budget_with_several_sequences(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 512}
+    directory = save(tmp_path, SMALL | heads | {"intermediate_size": 1024, "num_hidden_layers": 4})
+    done = children.run("-c", BUDGET, directory, timeout=300, forks=False)
+    assert done.returncode == 0, done.stderr.decode()
+    told = json.loads(done.stdout)
+    assert told["peak"] <= told["budget"]
+    assert told["written"] > told["all"] / 2
+    for k, tokens in enumerate(told["tokens"]):
+        expected = alone(directory, [(i * 7 + k) % 300 for i in range(200)], 3, prefill_step_size=told["step"])
+        assert tokens == [token for token, _ in expected]
+
+
+def test_the_server_answers_with_keys_and_values_on_disk(model: str) -> None:
+    texts = [exact_serving.LONG + text for text in exact_serving.TEXTS]
+    with stock_serving(model) as theirs:
+        expected = exact_serving.each_alone(theirs, texts)
+    options = {"ram_budget_gb": "min", "context_length": 2048, "lend_reserves": False, "kv_cache": "disk"}
+    with serving(model, **options, kv_step=16, kv_ram_gb=0.0015) as mine:
+        assert exact_serving.together(mine, texts) == expected
+        assert mine.pool.stats.num_spilled > 4 and mine.pool.note().read_bytes
+        assert mine.pool.note().memory_bytes <= 1_500_000
+        assert exact_serving.ask(mine, texts[0]) == expected[0]
+
+
+def test_copies_of_a_cache_on_disk_write_new_tokens_only(directory: Path) -> None:
+    with load_model(directory, settings(directory, times=4.0, context_length=420))[0] as model:
+        assert model.kv is not None
+        cache = make_prompt_cache(model)
+        advance(model, model.row(mx.array([PROMPTS[0]]), cache, STEP))
+        for entry in cache:
+            if not entry.is_on_disk:
+                model.kv._spill(entry.rows, ())
+        written = model.kv.note().written_bytes
+        caches = [copy.deepcopy(cache) for _ in range(4)]
+        rows = [model.row(mx.array([[k] * 16]), each, STEP) for k, each in enumerate(caches)]
+        advance(model, *rows)
+        usage, page = model.kv.note(), 16 * sum(model.plan.kv.rows)
+        assert usage.written_bytes - written == 4 * page
+        assert usage.disk_bytes == usage.written_bytes
+        for k, row in enumerate(rows):
+            mine = model(mx.array([[k] * 16]), cache=copy.deepcopy(cache))
+            assert mx.array_equal(row.outputs[0], mine[:, -1:])
+
+
+# --- prefixes -------------------------------------------------------------------------------------------------------
+
+SHARED = [(37 * i + 11) % 300 for i in range(4 * STEP)]
+"""With the step of the prompts, four pages in the mode ``exact``."""
+
+BRANCHES = [[*SHARED, *((7 * i + k) % 300 for i in range(20 + k))] for k in range(4)]
+
+
+@pytest.fixture
+def prefixes() -> Iterator[Path]:
+    yield prefix_directory()
+    shutil.rmtree(prefix_directory(), ignore_errors=True)
+    (prefix_directory().parent / FILE_NAME).unlink(missing_ok=True)
+
+
+def num_stored(disk: DiskRows) -> int:
+    """Return how many pages are in files of the prefix cache."""
+    return sum(page.where.file is not disk.file for page in disk.pages)
+
+
+def with_prefixes(directory: Path, **changes: Any) -> FlashLLM:
+    """Return a model that has no room for keys and values in memory."""
+    options = {"kv_prefixes": "exact", "kv_step": 16, "context_length": 420, "times": 1.2, **changes}
+    return load_model(directory, settings(directory, "disk", **options))[0]
+
+
+def check_branches(directory: Path, got: list[Any]) -> None:
+    for tokens, prompt in zip(got, BRANCHES, strict=True):
+        check_equal(tokens, alone(directory, prompt, NUM_TOKENS, prefill_step_size=STEP))
+
+
+@pytest.mark.parametrize("mode", ["exact", "longest"])
+def test_active_conversations_refer_to_the_prefix_cache(tmp_path: Path, prefixes: Path, mode: str) -> None:
+    """Nothing of the prefix is written again, and all files of a call are accounted for."""
+    directory = save(tmp_path / "model", SMALL)
+    num, step, num_pages = (4, STEP, 4) if mode == "exact" else (4, 256, 2)
+    shared = [(37 * i + 11) % 300 for i in range(num_pages * step)]
+    prompts = [[*shared, *((7 * i + k) % 300 for i in range(20 + k))] for k in range(num)]
+    base, context = tmp_path / "kv", (num_pages + 1) * step
+    changes = {"kv_prefixes": mode, "context_length": context, "prefill_step_size": step}
+    with with_prefixes(directory, **changes) as model:
+        run(model, prompts, step=step)
+    with with_prefixes(directory, **changes, kv_directory=base) as model:
+        got, most_disk, _ = run(model, prompts, step=step)
+        assert model.kv is not None and model.prefixes is not None
+        usage, token_bytes = model.kv.note(), sum(model.plan.kv.rows)
+        assert model.prefixes.counters.num_restored >= num * len(shared)
+        assert model.kv.stats.num_spilled > 2 * SMALL["num_hidden_layers"] and usage.read_bytes
+        assert most_disk <= usage.written_bytes <= num * 2 * 16 * token_bytes  # what follows the prefix, at most
+    assert not list(base.iterdir())
+    for tokens, prompt in zip(got, prompts, strict=True):
+        check_equal(tokens, alone(directory, prompt, NUM_TOKENS, prefill_step_size=step))
+
+
+def test_an_evicted_prefix_stays_with_those_who_refer_to_it(directory: Path, prefixes: Path) -> None:
+    with with_prefixes(directory) as model:
+        run(model, BRANCHES)
+    with with_prefixes(directory) as model:
+        assert model.prefixes is not None and model.kv is not None
+        cache = make_prompt_cache(model)
+        advance(model, model.row(mx.array([SHARED]), cache, STEP, wants_logits=False))
+        assert any(entry.rows.disk is not None and num_stored(entry.rows.disk) for entry in cache)
+        nbytes = sum(each.nbytes for each in list_prefixes(prefixes))
+        clear_prefixes(prefixes)
+        assert list_prefixes(prefixes)[0].tokens == len(SHARED) and nbytes  # in use
+        for path in (prefixes / "pages").iterdir():
+            path.unlink()
+        row = model.row(mx.array([BRANCHES[0][len(SHARED) :]]), cache, STEP)
+        other = copy.deepcopy(cache)
+        for entry in other:
+            entry.trim(100)
+        shorter = model.row(mx.array([[5]]), other, STEP)
+        advance(model, row)
+        advance(model, shorter)
+        reference: Any = make_prompt_cache(model)
+        for start in range(0, len(SHARED), STEP):
+            mx.eval(model(mx.array([SHARED[start : start + STEP]]), cache=reference))
+        for entry in reference:
+            entry.trim(100)
+        assert mx.array_equal(shorter.outputs[0], model(mx.array([[5]]), cache=reference))
+    first = alone(directory, BRANCHES[0], 1, prefill_step_size=STEP)
+    assert row.error is None and len(first) == 1
+
+
+def test_pages_are_let_go_with_the_last_conversation(directory: Path, prefixes: Path) -> None:
+    with with_prefixes(directory) as model:
+        run(model, BRANCHES)
+    descriptors = len(list(Path("/dev/fd").iterdir()))
+    with with_prefixes(directory) as model:
+        check_branches(directory, run(model, BRANCHES)[0])
+        gc.collect()
+        assert model.kv is not None and model.kv.files._stored is not None
+        model.kv.ring.release()  # which may have begun to read ahead
+        assert not model.kv.files._stored._open
+        clear_prefixes(prefixes)
+        assert not list_prefixes(prefixes)
+    assert len(list(Path("/dev/fd").iterdir())) <= descriptors
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_what_cannot_be_referred_to_is_written(
+    directory: Path, prefixes: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with with_prefixes(directory) as model:
+        run(model, BRANCHES)
+    monkeypatch.setattr(opened, "MOST_FILES", most)
+    with with_prefixes(directory) as model:
+        check_branches(directory, run(model, BRANCHES)[0])
+        assert model.kv is not None and model.prefixes is not None
+        assert model.prefixes.counters.num_restored >= 4 * len(SHARED)
+        assert model.kv.note().written_bytes >= (4 - most) * STEP * sum(model.plan.kv.rows)
+
+
+def test_a_damaged_page_is_computed_again(directory: Path, prefixes: Path) -> None:
+    with with_prefixes(directory) as model:
+        run(model, BRANCHES)
+    for path in sorted((prefixes / "pages").iterdir())[:3]:
+        data = bytearray(path.read_bytes())
+        data[-5000] ^= 1
+        path.write_bytes(data)
+    with with_prefixes(directory) as model:
+        check_branches(directory, run(model, BRANCHES)[0])

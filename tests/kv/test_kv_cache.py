@@ -1,0 +1,747 @@
+"""Caches behave as mlx-lm's own, bit for bit, wherever their tokens are."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.models import cache as stock_cache
+from mlx_lm.models.cache import BatchKVCache, KVCache, LRUPromptCache, QuantizedKVCache, make_prompt_cache
+
+from kv_rows import address, bits, equal, rows_of, spill_all
+from mlx_flash.errors import BudgetError, ClosedError, ConfigError, StreamedWeightsError
+from mlx_flash.kv import options as kv_options
+from mlx_flash.kv import ring, slots
+from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache, make_caches
+from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.slots import Slot
+from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.storage.ranges import RangeReader
+from models import GEMMA3, LLAMA, build
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Callable[..., KVOptions]:
+    return lambda **settings: KVOptions(directory=tmp_path / "kv", **settings)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch.setattr)
+
+
+def poison(set_attribute: Callable[[Any, str, Any], None]) -> None:
+    """Slots are full of NaN when they are given to a layer: what was not put there shows."""
+    assign = Slot.assign
+
+    def assign_and_fill(self: Slot, rows: Any, capacity: int, most: int = 0) -> None:
+        assign(self, rows, capacity, most)
+        np.frombuffer(self.memory, np.uint8)[:] = 0xFF
+
+    set_attribute(Slot, "assign", assign_and_fill)
+
+
+class Against(RuleBasedStateMachine):
+    """Three layers of caches and mlx-lm's own, given the same."""
+
+    KINDS = ("float16", "bfloat16", "float32", "quantized")
+    FORMS: tuple[dict[str, Any], ...] = (
+        {"step": 256},
+        {"step": 16},
+        {"form": "preallocated", "max_context_length": 700, "step": 16},
+        {"form": "preallocated", "max_context_length": 4096, "step": 16},
+        {"step": 16, "disk": (0, 1, 2)},
+        {"step": 256, "disk": (0, 1, 2)},
+        {"step": 64, "disk": (1,)},
+        {"step": 32, "disk": (0, 2), "form": "preallocated", "max_context_length": 4096, "direct": False},
+    )
+    """``disk``: the layers that are on disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        poison(self.patch.setattr)
+        self.folder = tempfile.TemporaryDirectory()
+        self.pool = KVPool(KVOptions())
+        self.pending: list[tuple[mx.array, mx.array]] = []
+        self.others: list[tuple[list[Any], list[Any]]] = []
+        self.seed = 0
+
+    def teardown(self) -> None:
+        try:
+            assert all(equal(mine, theirs) for mine, theirs in self.pending)
+        finally:
+            self.patch.undo()
+            self.pool.close()
+            self.folder.cleanup()
+
+    @initialize(kind=st.sampled_from(KINDS), form=st.sampled_from(FORMS))
+    def begin(self, kind: str, form: dict[str, Any]) -> None:
+        self.is_quantized = kind == "quantized"
+        self.dtype = mx.float16 if self.is_quantized else getattr(mx, kind)
+        own = {key: value for key, value in form.items() if key != "disk"}
+        self.disk = form.get("disk", ())
+        self.pool = KVPool(KVOptions(directory=Path(self.folder.name), **own))
+        self.theirs: list[Any] = [QuantizedKVCache(32, 4) if self.is_quantized else KVCache() for _ in range(3)]
+        self.mine = make_caches(self.theirs, self.pool.options, self.pool)
+
+    @rule(num_tokens=st.one_of(st.integers(1, 8), st.integers(1, 600)), waits=st.booleans())
+    def append(self, num_tokens: int, waits: bool) -> None:
+        for index, (mine, theirs) in enumerate(zip(self.mine, self.theirs, strict=True)):
+            self.seed += 1
+            keys = rows_of(2 * self.seed, num_tokens, self.dtype, 2 + index)
+            values = rows_of(2 * self.seed + 1, num_tokens, self.dtype, 2 + index, 64)
+            found, expected = mine.update_and_fetch(keys, values), theirs.update_and_fetch(keys, values)
+            if waits:
+                self.pending += [(total(found), total(expected))]
+            else:
+                assert equal(found, expected)
+            if index in self.disk and not mine.is_on_disk:
+                self.pool._spill(mine.rows, ())
+
+    @rule(num_tokens=st.integers(1, 700))
+    def trim(self, num_tokens: int) -> None:
+        trimmed = [[entry.trim(num_tokens) for entry in caches] for caches in (self.mine, self.theirs)]
+        assert trimmed[0] == trimmed[1]
+
+    @rule()
+    def fetch(self) -> None:
+        for mine, theirs in zip(self.mine, self.theirs, strict=True):
+            if theirs.keys is not None:
+                assert equal(mine.keys_and_values(), theirs.keys_and_values())
+
+    @rule()
+    def copy(self) -> None:
+        self.others = [*self.others[-3:], (copy.deepcopy(self.mine), copy.deepcopy(self.theirs))]
+
+    @precondition(lambda self: self.others)
+    @rule(index=st.integers(0, 3))
+    def go_on_with_a_copy(self, index: int) -> None:
+        index %= len(self.others)
+        (self.mine, self.theirs), self.others[index] = self.others[index], (self.mine, self.theirs)
+
+    @precondition(lambda self: self.others)
+    @rule(num_tokens=st.integers(1, 40))
+    def append_to_all_in_turns(self, num_tokens: int) -> None:
+        """Layer by layer, as nobody does: each layer that is computed is of another sequence than the one before."""
+        for index in range(3):
+            for mine, theirs in ((self.mine, self.theirs), *self.others):
+                self.seed += 1
+                rows = rows_of(self.seed, num_tokens, self.dtype, 2 + index)
+                wide = rows_of(10_000 + self.seed, num_tokens, self.dtype, 2 + index, 64)
+                assert equal(mine[index].update_and_fetch(rows, wide), theirs[index].update_and_fetch(rows, wide))
+
+    @precondition(lambda self: self.others)
+    @rule()
+    def let_go_of_a_copy(self) -> None:
+        self.others.pop(0)
+
+    @precondition(lambda self: self.others)
+    @rule()
+    def compare_copies(self) -> None:
+        for mine, theirs in self.others:
+            for ours, stock in zip(mine, theirs, strict=True):
+                if stock.keys is not None:
+                    assert equal(ours.keys_and_values(), stock.keys_and_values())
+
+    @precondition(lambda self: not self.is_quantized and self.theirs[0].offset)
+    @rule()
+    def merge_and_extract(self) -> None:
+        other, their_other = copy.deepcopy(self.mine[0]), copy.deepcopy(self.theirs[0])
+        for entry in (other, their_other):
+            entry.trim(3)
+        mine = self.mine[0].merge([self.mine[0], other])
+        theirs = self.theirs[0].merge([self.theirs[0], their_other])
+        assert equal(mine.state[:2], theirs.state[:2])
+        self.mine[0] = make_caches([mine.extract(0)], self.pool.options, self.pool)[0]
+
+    @rule()
+    def save_and_load(self) -> None:
+        path = str(Path(self.folder.name) / "cache.safetensors")
+        stock_cache.save_prompt_cache(path, self.mine)
+        loaded = stock_cache.load_prompt_cache(path)
+        assert [type(entry) for entry in loaded] == [type(entry) for entry in self.theirs]
+        self.mine = make_caches(loaded, self.pool.options, self.pool)
+
+    @rule(first=st.floats(0, 1), count=st.floats(0, 1))
+    def evict(self, first: float, count: float) -> None:
+        """Whole pages go, as they do when a cache forgets."""
+        step = self.pool.options.step
+        num_pages = self.theirs[0].offset // step
+        start = step * int(first * num_pages)
+        stop = start + step * int(count * (num_pages - start // step))
+        if stop == start:
+            return
+        for mine, theirs in zip(self.mine, self.theirs, strict=True):
+            mine.rows.drop(start, stop)
+            mine.rows.store.num_forgotten = 0  # as if they had never been
+            theirs.keys, theirs.values = tree_map(
+                lambda a, end=theirs.offset: mx.concatenate([a[..., :start, :], a[..., stop:end, :]], axis=2),
+                (theirs.keys, theirs.values),
+            )
+            theirs.offset -= stop - start
+
+    @rule()
+    def evaluate(self) -> None:
+        mx.eval([entry.state for entry in self.mine])
+
+    @invariant()
+    def agree(self) -> None:
+        for mine, theirs in zip(getattr(self, "mine", ()), getattr(self, "theirs", ()), strict=True):
+            assert mine.offset == theirs.offset
+            assert mine.size() == theirs.offset
+            assert mine.empty() == theirs.empty()
+            assert mine.is_trimmable()
+
+    @invariant()
+    def what_is_held_is_counted_once(self) -> None:
+        memories = [rows.memory for rows in self.pool._layers]
+        buffers = [array for memory in memories for array in memory.arrays]
+        parts = [array for memory in memories for page in memory.pages for array in page.where.arrays]
+        arrays = {id(array): array.nbytes for array in (*buffers, *parts)}
+        held = sum(arrays.values())
+        assert self.pool.reserved_bytes == held + self.pool.ring.nbytes
+        if not self.pool.on_disk:
+            assert self.pool.memory_bytes == held + self.pool.ring.held
+        assert not any(memory.arrays and memory.pages for memory in memories)
+
+
+def total(arrays: Any) -> mx.array:
+    """Something that is computed from all bytes, later."""
+    sums = [bits(array).astype(mx.int32).sum(axis=-1) for _, array in tree_flatten(arrays)]
+    return mx.stack([(part * mx.arange(1, part.shape[-1] + 1)).sum() for part in sums])
+
+
+TestAgainst = Against.TestCase
+TestAgainst.settings = settings(
+    max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return build(
+        LLAMA
+        | {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128}
+        | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32},
+        mx.float32,
+    )
+
+
+PROMPT = mx.array([i * 7 % 1000 for i in range(1, 300)])
+
+
+@pytest.mark.parametrize("form", ["step", "preallocated"])
+@settings(deadline=None, max_examples=30)
+@given(news=st.lists(st.sampled_from([1, 1, 1, 3, 70, 300]), min_size=1, max_size=12))
+def test_takes_more_predicts_memory_of_new_tokens(form: str, news: list[int]) -> None:
+    rows = MemoryRows(KVOptions(form=form, max_context_length=4096))
+    for num_new in news:
+        said, before = rows.takes_more(num_new), rows.held
+        rows.append([mx.ones((1, 2, num_new, 64)), mx.ones((1, 2, num_new, 32))])
+        assert said == (rows.held != before)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "step": {},
+    "preallocated": {"form": "preallocated", "max_context_length": 350},
+    "disk": {"step": 16},
+    "disk, preallocated": {"step": 32, "form": "preallocated", "max_context_length": 512},
+}
+"""``disk``: all layers go there while tokens are generated."""
+
+
+def generated(
+    model: nn.Module, cache: list[Any], num_tokens: int = 60, spills: bool = False, **kwargs: Any
+) -> list[tuple[int, mx.array]]:
+    """Tokens and what they were sampled from; after the first ones all layers go to disk, if they are to."""
+    steps = generate_step(PROMPT, model, max_tokens=num_tokens, prompt_cache=cache, prefill_step_size=128, **kwargs)
+    found = []
+    for token, logprobs in steps:
+        found.append((int(token), logprobs))
+        if spills and len(found) == 3:
+            for pool in {entry.pool for entry in cache if isinstance(entry, DiskKVCache | DiskQuantizedKVCache)}:
+                spill_all(pool)
+    return found
+
+
+def same(left: list[tuple[int, mx.array]], right: list[tuple[int, mx.array]]) -> bool:
+    return len(left) == len(right) and all(a[0] == b[0] and equal(a[1], b[1]) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture(scope="module")
+def stock(llama: nn.Module) -> Callable[..., list[tuple[int, mx.array]]]:
+    """What mlx-lm's own caches generate, each computed once."""
+    return functools.cache(lambda **kwargs: generated(llama, make_prompt_cache(llama), **kwargs))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_generation_is_equal(llama: nn.Module, stock: Any, form: str, options: Callable[..., KVOptions]) -> None:
+    cache = make_caches(make_prompt_cache(llama), options(**FORMS[form]))
+    assert same(generated(llama, cache, spills="disk" in form), stock())
+    assert all(entry.is_on_disk for entry in cache) == ("disk" in form)
+    assert bool(cache[0].pool.note().read_bytes) == ("disk" in form)
+
+
+def test_generation_within_a_budget_is_equal(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+    budget = 1_500_000
+    cache = make_caches(make_prompt_cache(llama), options(step=16, max_context_length=512, budget_bytes=budget))
+    assert same(generated(llama, cache, 150), generated(llama, make_prompt_cache(llama), 150))
+    assert 0 < sum(entry.is_on_disk for entry in cache)
+    assert cache[0].pool.memory_bytes <= budget < sum(entry.nbytes for entry in cache) + cache[0].pool.note().disk_bytes
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_generation_in_16_bits_is_equal(dtype: mx.Dtype, bits: int | None, options: Callable[..., KVOptions]) -> None:
+    """The cache has the precision that the model works in: that of the scales where weights are packed numbers."""
+    model = build(LLAMA | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}, dtype, bits)
+    cache = make_caches(make_prompt_cache(model), options(step=16))
+    assert same(generated(model, cache, 20, spills=True), generated(model, make_prompt_cache(model), 20))
+    assert cache[0].keys.dtype == dtype
+
+
+@pytest.mark.parametrize(("form", "bits"), [*((form, 4) for form in FORMS), ("preallocated", 8), ("disk", 8)])
+def test_quantized_generation_is_equal(
+    llama: nn.Module, stock: Any, form: str, bits: int, options: Callable[..., KVOptions]
+) -> None:
+    quantized = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 200}
+    cache = make_caches(make_prompt_cache(llama), options(**FORMS[form]))
+    assert same(generated(llama, cache, spills="disk" in form, **quantized), stock(**quantized))
+    assert all(isinstance(entry, DiskQuantizedKVCache) for entry in cache)
+    assert all(entry.is_on_disk for entry in cache) == ("disk" in form)
+
+
+def test_a_cache_on_disk_can_be_quantized(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+    quantized = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 320}
+    cache = make_caches(make_prompt_cache(llama), options(step=16))
+    expected = generated(llama, make_prompt_cache(llama), **quantized)
+    assert same(generated(llama, cache, spills=True, **quantized), expected)
+    assert cache[0].pool.stats.num_spilled == len(cache)
+    assert not any(entry.is_on_disk for entry in cache)  # there is no budget that would send them there again
+
+
+def test_speculative_generation_is_equal(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+    draft = build(LLAMA | {"num_hidden_layers": 2}, mx.float32)
+
+    def tokens(cache: list[Any], pools: tuple[KVPool, ...] = ()) -> list[int]:
+        found = []
+        steps = speculative_generate_step(PROMPT, llama, draft, max_tokens=40, prompt_cache=cache, num_draft_tokens=3)
+        for token, _, _ in steps:
+            found.append(int(token))
+            for pool in pools:
+                spill_all(pool)
+        return found
+
+    models = llama, draft
+    mine = [make_caches(make_prompt_cache(model), options(step=16)) for model in models]
+    pools = tuple(entries[0].pool for entries in mine)
+    assert tokens(mine[0] + mine[1], pools) == tokens([c for model in models for c in make_prompt_cache(model)])
+    assert all(entry.is_on_disk for entries in mine for entry in entries)
+
+
+def test_only_plain_caches_are_replaced(options: Callable[..., KVOptions]) -> None:
+    model = build(GEMMA3)
+    theirs = make_prompt_cache(model)
+    mine = make_caches(theirs, options(step=16))
+    for before, after in zip(theirs, mine, strict=True):
+        assert isinstance(after, DiskKVCache) == (type(before) is KVCache)
+        assert isinstance(after, DiskKVCache) or after is before
+    assert same(generated(model, mine, 40, spills=True), generated(model, make_prompt_cache(model), 40))
+    assert any(isinstance(entry, DiskKVCache) and entry.is_on_disk for entry in mine)
+
+
+def test_it_is_a_cache_of_mlx_lm(options: Callable[..., KVOptions]) -> None:
+    (cache,) = make_caches([KVCache()], options())
+    assert isinstance(cache, KVCache)
+    assert type(cache).__name__ == "KVCache"
+    assert not hasattr(cache, "bits")
+    assert cache.empty()
+    assert cache.nbytes == 0
+    assert cache.state == (None, None, 0)
+    assert cache.trim(5) == 0
+    assert cache.make_mask(1, window_size=None, return_array=False) is None
+    assert cache.make_mask(4, window_size=None, return_array=False) == "causal"
+    masks = [entry.make_mask(4, window_size=2, return_array=True) for entry in (cache, KVCache())]
+    assert equal(masks[0], masks[1])
+
+
+def test_mlx_lms_prompt_cache_keeps_and_copies_it(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+    def answers(make: Callable[[], list[Any]]) -> list[Any]:
+        kept, outputs = LRUPromptCache(), []
+        for request in ([1, 2, 3, 4, 5] * 9, [1, 2, 3, 4, 5] * 9 + [9] * 20, [1, 2, 3, 4, 5] * 7, [1, 2, 3, 4, 5] * 9):
+            cache, rest = kept.fetch_nearest_cache("model", request)
+            cache = make() if cache is None else cache
+            steps = generate_step(mx.array(rest or request[-1:]), llama, max_tokens=30, prompt_cache=cache)
+            outputs.append([(int(token), logprobs) for token, logprobs in steps])
+            kept.insert_cache("model", request + [token for token, _ in outputs[-1]][:-1], cache)
+        return outputs
+
+    budget = 1_000_000
+    pool = KVPool(options(step=16, max_context_length=256, budget_bytes=budget))
+    mine = answers(lambda: make_caches(make_prompt_cache(llama), pool.options, pool))
+    theirs = answers(lambda: make_prompt_cache(llama))
+    assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert pool.stats.num_spilled
+    assert pool.memory_bytes <= budget
+
+
+def test_batches_merge_and_extract_it(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+    pool = KVPool(options(step=16))
+
+    def texts(make: Callable[[], list[Any]]) -> list[Any]:
+        caches = [make(), make()]
+        for cache, length in zip(caches, (50, 70), strict=True):
+            mx.eval(llama(mx.arange(length)[None], cache=cache))
+        spill_all(pool)
+        generator = BatchGenerator(llama, max_tokens=10)
+        uids = generator.insert([[3], [5]], caches=caches)
+        found: dict[int, list[int]] = {uid: [] for uid in uids}
+        while responses := generator.next_generated():
+            for response in responses:
+                found[response.uid].append(response.token)
+        return list(found.values())
+
+    mine = texts(lambda: make_caches(make_prompt_cache(llama), pool.options, pool))
+    assert mine == texts(lambda: make_prompt_cache(llama))
+    assert pool.stats.num_spilled
+
+
+def filled(options: KVOptions, lengths: tuple[int, ...] = (100,), layers: int = 3) -> tuple[list[Any], list[Any]]:
+    theirs: list[Any] = [KVCache() for _ in range(layers)]
+    mine = make_caches(theirs, options)
+    for seed, length in enumerate(lengths):
+        feed(mine, theirs, seed, length)
+    return mine, theirs
+
+
+def feed(mine: list[Any], theirs: list[Any], seed: int, length: int) -> None:
+    for index, caches in enumerate(zip(mine, theirs, strict=True)):
+        rows = rows_of(100 * seed + index, length, mx.float16), rows_of(100 * seed + index + 50, length, mx.float16)
+        found = [cache.update_and_fetch(*rows) for cache in caches]
+        assert equal(found[0], found[1])
+
+
+def test_pending_computations_keep_their_slot_contents(options: Callable[..., KVOptions]) -> None:
+    """Nothing evaluates what one layer computes before its slot is needed again."""
+    mine, theirs = filled(options(step=16), (100,), 5)
+    spill_all(mine[0].pool)
+    pending = []
+    for seed in range(3):
+        for index, caches in enumerate(zip(mine, theirs, strict=True)):
+            rows = rows_of(7 * seed + index, 1, mx.float16), rows_of(70 * seed + index, 1, mx.float16)
+            pending.append([total(cache.update_and_fetch(*rows)) for cache in caches])
+    assert any(slot.num_moved for slot in mine[0].pool.ring.slots)
+    assert all(equal(found, expected) for found, expected in pending)
+
+
+def test_slots_do_not_move_without_pending_computations(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+    cache = make_caches(make_prompt_cache(llama), options(step=16))
+    generated(llama, cache, 20, spills=True)
+    assert cache[0].pool.note().read_bytes
+    assert [slot.num_moved for slot in cache[0].pool.ring.slots] == [0, 0]
+
+
+def test_unaligned_pages_are_read_through_bounce_buffers(
+    options: Callable[..., KVOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where a disk must not write beside what is computed from."""
+    bounced: list[bool] = []
+    for name, is_bounced in (("_read_bounced", True), ("_read_direct", False)):
+        read = getattr(RangeReader, name)
+        monkeypatch.setattr(
+            RangeReader,
+            name,
+            lambda *args, read=read, is_bounced=is_bounced: (bounced.append(is_bounced), read(*args))[1],
+        )
+    for way in ("in place", "bounced"):
+        monkeypatch.setattr("mlx_flash.kv.files.way_of_reading", lambda way=way: way)
+        mine, theirs = filled(options(), (600,), 4)
+        spill_all(mine[0].pool)
+        bounced.clear()
+        for seed in range(3):
+            feed(mine, theirs, seed + 1, 1)
+        mine[0].pool.close()  # ends what is read ahead
+        assert bounced and any(bounced) == (way == "bounced")
+        assert way == "in place" or bounced.count(True) == bounced.count(False)  # each is a direct read to the buffer
+
+
+def test_the_order_of_layers_is_learned(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(step=16), (100,), 5)
+    pool = mine[0].pool
+    spill_all(pool)
+    for seed in range(2, 4):
+        feed(mine, theirs, seed, 1)
+    before = pool.stats.num_unpredicted
+    for seed in range(4, 9):
+        feed(mine, theirs, seed, 1)
+    assert pool.stats.num_unpredicted == before
+    feed(mine[::-1], theirs[::-1], 9, 1)  # in another order: reads on demand, the same rows
+    assert pool.stats.num_unpredicted > before
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_context_length": 600}])
+def test_slots_on_large_pages_have_equal_contents(
+    settings: dict[str, Any], options: Callable[..., KVOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There heads follow one another closely, and what a layer needs is laid out anew as it grows."""
+    for module in (ring, slots, kv_options):
+        monkeypatch.setattr(module, "LARGE_SLOT_BYTES", 4096)
+    mine, theirs = filled(options(step=16, **settings), (100, 1), 4)
+    spill_all(mine[0].pool)
+    for seed in range(2, 40):
+        feed(mine, theirs, seed, 1 + seed % 3 * 5)
+    assert [cache.trim(30) for cache in mine] == [cache.trim(30) for cache in theirs]
+    feed(mine, theirs, 40, 7)
+
+
+def test_two_layers_on_disk_stay_in_their_slots(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(step=16), (100,), 2)
+    pool = mine[0].pool
+    spill_all(pool)
+    feed(mine, theirs, 1, 1)
+    before = pool.note().read_bytes
+    for seed in range(2, 40):
+        feed(mine, theirs, seed, 1)
+    assert pool.note().read_bytes == before
+
+
+def test_layers_of_different_shapes(options: Callable[..., KVOptions]) -> None:
+    shapes = [(1, 64, mx.float16), (8, 16, mx.bfloat16), (3, 24, mx.float32), (2, 1, mx.float16)]
+    theirs: list[Any] = [KVCache() for _ in shapes]
+    mine = make_caches(theirs, options(step=32))
+    for seed, length in enumerate((90, 1, 1, 33, 1)):
+        for (heads, width, dtype), *caches in zip(shapes, mine, theirs, strict=True):
+            rows = rows_of(seed, length, dtype, heads, width), rows_of(seed + 9, length, dtype, heads, width)
+            found = [cache.update_and_fetch(*rows) for cache in caches]
+            assert equal(found[0], found[1])
+        spill_all(mine[0].pool)
+    assert all(entry.is_on_disk for entry in mine)
+
+
+def test_nothing_is_read_for_mlx_lm_to_evaluate(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
+    """After every part of the prompt mlx-lm evaluates ``state``: reading all layers for that would double the reads."""
+    cache = make_caches(make_prompt_cache(llama), options(step=16))
+    mx.eval(llama(PROMPT[None, :40], cache=cache))
+    pool = cache[0].pool
+    spill_all(pool)
+    generated(llama, cache, 1)
+    num_calls = -(-len(PROMPT) // 128) + 2  # the last token alone, and one ahead
+    assert pool.stats.num_fetched <= len(cache) * num_calls
+    assert cache[0].state[0].shape[2] == cache[0].offset  # anybody else gets them
+
+
+def test_the_budget_is_kept(options: Callable[..., KVOptions]) -> None:
+    budget = 700_000
+    mine, theirs = filled(options(step=16, max_context_length=768, budget_bytes=budget), (64,), 6)
+    for seed in range(1, 12):
+        feed(mine, theirs, seed, 64)
+        assert mine[0].pool.memory_bytes <= budget
+    assert 0 < sum(entry.is_on_disk for entry in mine)
+
+
+def test_a_budget_without_room_for_slots_names_the_needed_memory(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(step=16, budget_bytes=60_000), (16,), 2)
+    with pytest.raises(BudgetError, match="slots") as error:
+        feed(mine, theirs, 1, 2000)
+    assert error.value.minimum_bytes > 60_000
+
+
+def test_evicted_layers_are_spread_over_the_depth(options: Callable[..., KVOptions]) -> None:
+    mine, _ = filled(options(step=16), (64,), 8)
+    pool = mine[0].pool
+    order = []
+    for _ in range(4):
+        victim = pool._victim(mine[0].rows)
+        assert victim is not None
+        pool._spill(victim, ())
+        order.append(victim.index)
+    assert order == [0, 4, 2, 6]
+
+
+def test_the_conversation_used_longest_ago_is_evicted_first(options: Callable[..., KVOptions]) -> None:
+    pool = KVPool(options(step=16))
+    old, new = (make_caches([KVCache(), KVCache()], pool.options, pool) for _ in range(2))
+    for seed, caches in enumerate((old, new)):
+        feed(caches, [KVCache(), KVCache()], seed, 64)
+    victims = [pool._victim(new[0].rows)]
+    pool._spill(victims[0], ())  # type: ignore[arg-type]
+    victims.append(pool._victim(new[0].rows))
+    assert victims == [entry.rows for entry in old]
+
+
+FORGETFUL: dict[str, dict[str, Any]] = {name: form | {"step": 16} for name, form in FORMS.items()}
+
+
+class Forgetful(KVCache):
+    """The expected result of forgetting, in a few lines: whole pages, after those that are kept."""
+
+    def __init__(self, max_tokens: int, keep: int, step: int) -> None:
+        super().__init__()
+        self.settings = max_tokens, keep, step
+        self.position = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        max_tokens, keep, step = self.settings
+        num_new, kept = keys.shape[2], -(-keep // step) * step
+        if self.keys is not None:
+            length = self.keys.shape[2]
+            excess = length - kept - max(0, max_tokens // 2 - num_new) if length + num_new > max_tokens else 0
+            stop = kept + max(0, excess) // step * step
+            parts = [[a[..., :kept, :], a[..., stop:, :], n] for a, n in ((self.keys, keys), (self.values, values))]
+            keys, values = (mx.concatenate(part, axis=2) for part in parts)
+        self.keys, self.values = keys, values
+        self.offset += num_new
+        return keys, values
+
+    def make_mask(self, N: int, *args: Any, **kwargs: Any) -> Any:  # noqa: N803
+        probe = copy.copy(self)
+        row = mx.zeros((1, 1, N, 1))
+        if probe.keys is not None:
+            probe.keys, probe.values = probe.keys[:, :1, :, :1], probe.values[:, :1, :, :1]
+        length = probe.update_and_fetch(row, row)[0].shape[2]
+        return stock_cache.create_attention_mask(N, *args, offset=length - N, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def forgetful(llama: nn.Module) -> Callable[[int], tuple[list[Forgetful], list[tuple[int, mx.array]]]]:
+    """Caches that have kept some first tokens, and what was generated with them."""
+
+    @functools.cache
+    def computed(keep: int) -> tuple[list[Forgetful], list[tuple[int, mx.array]]]:
+        caches = [Forgetful(200, keep, 16) for _ in make_prompt_cache(llama)]
+        return caches, generated(llama, caches, 110)
+
+    return computed
+
+
+@pytest.mark.parametrize(("form", "keep"), [*((form, 5) for form in FORGETFUL), ("preallocated", 0), ("disk", 0)])
+def test_the_older_half_is_dropped(
+    llama: nn.Module, forgetful: Any, form: str, keep: int, options: Callable[..., KVOptions]
+) -> None:
+    cache = make_caches(make_prompt_cache(llama), options(**FORGETFUL[form] | {"max_tokens": 200, "keep": keep}))
+    reference, expected = forgetful(keep)
+    assert same(generated(llama, cache, 110, spills="disk" in form), expected)
+    assert all(entry.is_on_disk for entry in cache) == ("disk" in form)
+    assert cache[0].offset == reference[0].offset
+    assert 100 <= cache[0].size() <= 200
+    assert not cache[0].is_trimmable()
+
+
+def test_a_cache_that_dropped_tokens_is_not_taken_for_complete(
+    tmp_path: Path, options: Callable[..., KVOptions]
+) -> None:
+    mine, _ = filled(options(step=16, max_tokens=64), (60,), 1)
+    rows = rows_of(5, 30, mx.float16)
+    mine[0].update_and_fetch(rows, rows)
+    assert mine[0].num_forgotten == 48
+    path = str(tmp_path / "cache.safetensors")
+    stock_cache.save_prompt_cache(path, mine)
+    with pytest.raises(ValueError, match="unpack"):
+        stock_cache.load_prompt_cache(path)
+    again = DiskKVCache.from_state(mine[0].state)
+    assert (again.offset, again.num_forgotten) == (90, 48)
+    assert equal(again.keys_and_values(), mine[0].keys_and_values())
+    for refused in (mine[0].as_stock, mine[0].to_quantized):
+        with pytest.raises(StreamedWeightsError, match="forgotten 48 tokens"):
+            refused()
+
+
+def test_preallocated_writes_in_place(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(form="preallocated", max_context_length=1000), (10,), 2)
+    assert mine[0].keys.shape[2] == 1024
+    addresses = [address(entry.keys) for entry in mine]
+    for seed in range(1, 20):
+        feed(mine, theirs, seed, 50)
+    assert [address(entry.keys) for entry in mine] == addresses
+    feed(mine, theirs, 20, 100)  # past the reserve
+    assert mine[0].keys.shape[2] >= 1060
+
+
+def test_a_copy_does_not_keep_the_original_in_memory(options: Callable[..., KVOptions]) -> None:
+    """Or each token of either would copy the whole reserve."""
+    mine, theirs = filled(options(form="preallocated", max_context_length=2000), (10,), 1)
+    at = address(mine[0].keys)
+    other = copy.deepcopy(mine)
+    assert other[0].nbytes < mine[0].nbytes / 50
+    feed(mine, theirs, 1, 1)
+    assert address(mine[0].keys) == at
+
+
+def test_copies_share_pages_until_they_differ(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(step=16), (160,), 3)
+    pool = mine[0].pool
+    spill_all(pool)
+    before = pool.note().disk_bytes
+    copies = [(copy.deepcopy(mine), copy.deepcopy(theirs)) for _ in range(3)]
+    assert pool.note().disk_bytes == before
+    for seed, (ours, own) in enumerate([(mine, theirs), *copies]):
+        for entry in (*ours, *own):
+            entry.trim(40 * seed)
+        feed(ours, own, seed + 1, 50)
+    for ours, own in [(mine, theirs), *copies]:
+        assert all(equal(a.keys_and_values(), b.keys_and_values()) for a, b in zip(ours, own, strict=True))
+    assert before < pool.note().disk_bytes < 4 * before
+
+
+def test_arrays_in_one_cache_exclude_those_of_others(options: Callable[..., KVOptions]) -> None:
+    mine, _ = filled(options(step=16), (40,), 4)
+    assert len(arrays_in(mine[0])) == 2
+    spill_all(mine[0].pool)
+    assert arrays_in(mine) == []
+
+
+def test_a_closed_pool_raises(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(step=16), (40,), 2)
+    spill_all(mine[0].pool)
+    mine[0].pool.close()
+    mine[0].pool.close()
+    with pytest.raises(ClosedError, match="make new ones"):
+        feed(mine, theirs, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"form": "folded"}, "must be one of step, preallocated"),
+        ({"form": "preallocated"}, "needs max_context_length"),
+        ({"step": 0}, "at least 1"),
+        ({"max_tokens": 300}, "its newer half"),
+        ({"max_tokens": 64, "step": 16, "keep": 20}, "first 32 tokens"),
+    ],
+)
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        KVOptions(**settings)
+
+
+def test_batch_caches_are_stock(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(step=16), (40,), 2)
+    spill_all(mine[0].pool)
+    assert type(DiskKVCache.merge([mine[0], theirs[1]])) is BatchKVCache
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_context_length": 600}])
+def test_the_smallest_budget_is_enough(settings: dict[str, Any], options: Callable[..., KVOptions]) -> None:
+    token_bytes = [2 * 2 * 32 * 2] * 6
+    for length in (16, 300, 700):
+        least = options(step=16, **settings).least_bytes(token_bytes, length)
+        mine, theirs = filled(options(step=16, budget_bytes=least, **settings), (length - 2,), 6)
+        feed(mine, theirs, 1, 1)
+        feed(mine, theirs, 2, 1)
+        assert mine[0].pool.memory_bytes <= least

@@ -1,0 +1,324 @@
+"""Copies of a cache hold what they begin with once: in memory while they are idle, and on disk."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+from kv_rows import address, equal, rows_of, spill_all
+from mlx_flash.kv.cache import DiskKVCache, make_caches
+from mlx_flash.kv.ledger import Coming
+from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pool import KVPool
+
+LAYERS = 4
+TOKEN_BYTES = 2 * 2 * 32 * 2
+"""Bytes of a token in a layer: keys and values of two heads of 32 numbers of 16 bits."""
+
+FORMS: dict[str, dict[str, Any]] = {
+    "step": {"step": 16},
+    "preallocated": {"step": 16, "form": "preallocated", "max_context_length": 1536},
+}
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Callable[..., KVOptions]:
+    return lambda **settings: KVOptions(directory=tmp_path / "kv", **settings)
+
+
+class Conversation:
+    """Caches of some layers, and mlx-lm's own, given the same."""
+
+    def __init__(self, pool: KVPool, mine: list[Any] | None = None, theirs: list[Any] | None = None) -> None:
+        self.pool = pool
+        self.theirs: list[Any] = theirs or [KVCache() for _ in range(LAYERS)]
+        self.mine: list[Any] = mine or make_caches(self.theirs, pool.options, pool)
+
+    def feed(self, seed: int, length: int) -> None:
+        for index, caches in enumerate(zip(self.mine, self.theirs, strict=True)):
+            rows = rows_of(100 * seed + index, length, mx.float16), rows_of(100 * seed + index + 50, length, mx.float16)
+            found = [cache.update_and_fetch(*rows) for cache in caches]
+            assert equal(found[0], found[1])
+        del found
+        mx.synchronize()  # a GPU lets go of buffers some time after it has computed, and MLX copies them until then
+
+    def copy(self, length: int | None = None) -> Conversation:
+        """As mlx-lm's server has one: another list, cut."""
+        other = Conversation(self.pool, copy.deepcopy(self.mine), copy.deepcopy(self.theirs))
+        for entry in (*other.mine, *other.theirs) if length is not None else ():
+            entry.trim(entry.offset - length)
+        return other
+
+    def check(self) -> None:
+        for mine, theirs in zip(self.mine, self.theirs, strict=True):
+            assert mine.offset == theirs.offset
+            assert equal(mine.keys_and_values(), theirs.keys_and_values())
+
+    @property
+    def num_parked(self) -> int:
+        return sum(entry.rows.is_parked for entry in self.mine)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_idle_copies_share_their_prefix(form: str, options: Callable[..., KVOptions]) -> None:
+    pool = KVPool(options(**FORMS[form]))
+    first = Conversation(pool)
+    first.feed(0, 1000)
+    others = [first.copy(800) for _ in range(4)]
+    for seed, conversation in enumerate((*others, first), 1):
+        conversation.feed(seed, 50)
+    assert [other.num_parked for other in others] == [LAYERS] * 4
+    # what all begin with, what each has besides, one more token in each part, and the one that is computed
+    idle = (1000 + 4 * 50 + 5) * TOKEN_BYTES * LAYERS
+    assert pool.memory_bytes == idle + sum(entry.nbytes for entry in first.mine)
+    for conversation in (*others, first):
+        conversation.check()
+    assert pool.memory_bytes == idle + sum(entry.nbytes for entry in first.mine)  # to look is not to take
+    del first, conversation
+    gc.collect()
+    others[0].feed(9, 1)
+    assert others[0].num_parked == 0
+    del others[1:]
+    gc.collect()
+    assert pool.memory_bytes == sum(entry.nbytes for entry in others[0].mine)  # nothing is left to be shared
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_counted_memory_is_what_mlx_has_allocated(form: str, options: Callable[..., KVOptions]) -> None:
+    pool = KVPool(options(**FORMS[form]))
+    gc.collect()  # what other tests left is not to go meanwhile
+    mx.clear_cache()  # nor are its larger buffers to be used again
+    before = mx.get_active_memory()
+    first = Conversation(pool)
+    for _ in range(2):
+        first.theirs = [KVCache() for _ in range(LAYERS)]
+    for entry in first.mine:
+        rows = rows_of(1, 400, mx.float16)
+        mx.eval(entry.update_and_fetch(rows, rows))
+    kept = [copy.deepcopy(first.mine) for _ in range(3)]
+    for mine in (*kept, first.mine, kept[0]):
+        for entry in mine:
+            entry.trim(30)
+            rows = rows_of(2, 40, mx.float16)
+            mx.eval(entry.update_and_fetch(rows, rows))
+            del rows
+            gc.collect()
+            active = mx.get_active_memory() - before
+            assert 0 <= active - pool.reserved_bytes < 20_000 * LAYERS  # MLX rounds up
+            assert pool.memory_bytes <= pool.reserved_bytes
+
+
+def test_conversations_that_share_nothing_are_not_parked(options: Callable[..., KVOptions]) -> None:
+    pool = KVPool(options(form="preallocated", max_context_length=1000))
+    conversations = [Conversation(pool) for _ in range(3)]
+    for seed, conversation in enumerate(conversations):
+        conversation.feed(seed, 300)
+    forked = conversations[0].copy(100)  # less than a page, which is not worth copying the rest for
+    addresses = [[address(entry.keys) for entry in conversation.mine] for conversation in conversations[1:]]
+    for seed in range(5):
+        for conversation in (*conversations, forked):
+            conversation.feed(seed, 3)
+    assert [[address(entry.keys) for entry in conversation.mine] for conversation in conversations[1:]] == addresses
+    assert forked.num_parked == 0
+
+
+def test_a_single_conversation_is_written_in_place(options: Callable[..., KVOptions]) -> None:
+    """Copies are kept of it; that does not slow it down."""
+    first = Conversation(KVPool(options(form="preallocated", max_context_length=1000)))
+    first.feed(0, 500)
+    addresses = [address(entry.keys) for entry in first.mine]
+    copies = [first.copy() for _ in range(3)]
+    for seed in range(1, 5):
+        first.feed(seed, 50)
+        copies.append(first.copy())
+    assert [address(entry.keys) for entry in first.mine] == addresses
+    for other in copies:
+        other.check()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pages_of_copies_are_written_once(form: str, options: Callable[..., KVOptions]) -> None:
+    pool = KVPool(options(**FORMS[form]))
+    first = Conversation(pool)
+    first.feed(0, 1000)
+    conversations = [first, *(first.copy(length) for length in (1000, 900, 333))]
+    for seed, conversation in enumerate(conversations):
+        conversation.feed(seed, 40)
+    spill_all(pool)
+    begun, rests = 1000, 40 + 40 + 40 + 40
+    assert (
+        begun <= pool.note().disk_bytes / TOKEN_BYTES / LAYERS <= begun + rests + 3 * 16
+    )  # and what does not fill a page
+    assert pool.note().written_bytes == pool.note().disk_bytes
+    for seed, conversation in enumerate(conversations, 10):
+        conversation.check()
+        conversation.feed(seed, 30)
+    spilled = first.copy(700)
+    spilled.feed(20, 5)
+    for conversation in (*conversations, spilled):
+        conversation.check()
+
+
+def test_pages_are_shared_with_the_active_conversation(options: Callable[..., KVOptions]) -> None:
+    """It has all of its tokens in a buffer of its own, and nobody in memory shares them any more."""
+    pool = KVPool(options(step=16))
+    first = Conversation(pool)
+    first.feed(0, 800)
+    second = first.copy(400)
+    second.feed(1, 16)
+    assert first.num_parked == LAYERS
+    for entry in first.mine:
+        pool._spill(entry.rows, ())
+    assert second.num_parked == 0
+    written = pool.note().written_bytes
+    third = second.copy()  # of the buffer
+    second.feed(2, 16)
+    spill_all(pool)
+    assert pool.note().written_bytes == written + (16 + 16) * TOKEN_BYTES * LAYERS
+    for conversation in (first, second, third):
+        conversation.check()
+    first.mine.clear()
+    del entry
+    gc.collect()
+    second.feed(3, 16)
+    assert pool.note().disk_bytes == (400 + 3 * 16) * TOKEN_BYTES * LAYERS
+    second.check()
+
+
+@pytest.mark.parametrize("goes_to_disk", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_changed_tokens_are_not_shared(form: str, goes_to_disk: bool, options: Callable[..., KVOptions]) -> None:
+    """Copies that were cut, or had tokens taken out, and went on: only what they still begin with is the same."""
+    pool = KVPool(options(**FORMS[form]))
+    conversations = [Conversation(pool)]
+    conversations[0].feed(0, 200)
+    conversations += [conversations[0].copy() for _ in range(3)]
+
+    def take_turns(seed: int) -> None:
+        for conversation in conversations:
+            conversation.feed(seed, 1)
+        if goes_to_disk:
+            for entry in (entry for conversation in conversations[::2] for entry in conversation.mine[::2]):
+                if not entry.is_on_disk:
+                    pool._spill(entry.rows, ())
+        for conversation in conversations:
+            conversation.check()
+
+    for length, conversation in zip((150, 100, 50), conversations, strict=False):
+        for entry in (*conversation.mine, *conversation.theirs):
+            entry.trim(200 - length)
+        conversation.feed(length, 200 - length)
+    take_turns(1)
+    conversations.append(conversations[1].copy(120))
+    last = conversations[1]
+    for mine, theirs in zip(last.mine, last.theirs, strict=True):
+        mine.rows.drop(32, 64)
+        mine.rows.store.num_forgotten = 0
+        theirs.keys, theirs.values = (
+            mx.concatenate([a[..., :32, :], a[..., 64 : theirs.offset, :]], axis=2)
+            for a in (theirs.keys, theirs.values)
+        )
+        theirs.offset -= 32
+    take_turns(2)
+    conversations[0].feed(3, 40)
+    take_turns(4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("times", [1.0, 1.6, 2.5])
+def test_the_budget_holds_while_conversations_take_turns(
+    form: str, times: float, options: Callable[..., KVOptions]
+) -> None:
+    settings = FORMS[form] | ({"max_context_length": 1024} if form != "step" else {})
+    budget = int(times * 900 * TOKEN_BYTES * LAYERS) + 200_000
+    pool = KVPool(options(**settings, budget_bytes=budget))
+    first = Conversation(pool)
+    first.feed(0, 600)
+    conversations = [first]
+    for seed in range(1, 30):
+        if seed in (1, 4, 9):
+            conversations.append(conversations[-1].copy(600 - 5 * seed))
+            assert pool.memory_bytes <= budget
+        conversations[seed % len(conversations)].feed(seed, 7)
+        assert pool.memory_bytes <= budget
+    for conversation in conversations:
+        conversation.check()
+    if times != 1.6:  # in between it depends on the form
+        assert bool(pool.stats.num_spilled) == (times == 1.0)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_admit_predicts_the_memory_of_a_call(form: str, is_shared: bool, options: Callable[..., KVOptions]) -> None:
+    """Other copies hold the common tokens, or none does."""
+    pool = KVPool(options(**FORMS[form]))
+    first = Conversation(pool)
+    first.feed(0, 600)
+    second = first.copy()
+    first.feed(1, 16)
+    if not is_shared:
+        first.mine.clear()
+        gc.collect()
+    layers = [entry.rows for entry in second.mine]
+    needed = pool.admit(layers, [16] * LAYERS, 16, [0] * LAYERS, limit=0)
+    peak = 0
+    for entry in second.mine:
+        rows = rows_of(7, 16, mx.float16)
+        coming = {entry.rows: Coming(sum(entry.rows.in_numbers.widths), 16, entry.rows.length + 16)}
+        peak = max(peak, pool.ledger(coming).peak)
+        entry.update_and_fetch(rows, rows)
+    assert peak == needed
+    held = (600 + 1) * TOKEN_BYTES * LAYERS
+    buffers = sum(entry.nbytes for entry in second.mine)
+    rest = (16 + 1) * TOKEN_BYTES * LAYERS
+    assert pool.memory_bytes == buffers + (held + rest) * is_shared
+    assert needed == pool.memory_bytes + (0 if is_shared else held // LAYERS)
+
+
+@pytest.mark.parametrize("entry", [KVCache, lambda: QuantizedKVCache(32, 4)])
+@pytest.mark.parametrize("goes_to_disk", [False, True])
+def test_replaced_rows_are_not_shared(entry: Any, goes_to_disk: bool, options: Callable[..., KVOptions]) -> None:
+    pool = KVPool(options(step=16))
+    rows = rows_of(0, 100, mx.float16)
+    theirs = [entry()]
+    theirs[0].update_and_fetch(rows, rows)
+    copies: list[list[Any]] = [make_caches(theirs, pool.options, pool)]
+    copies += [copy.deepcopy(copies[0]) for _ in range(3)]
+    before = copies[0][0].keys_and_values()
+    doubled = tree_map(lambda array: array + array, before)
+    if isinstance(copies[0][0], DiskKVCache):
+        copies[0][0].keys, copies[0][0].values = doubled  # that of a buffer
+        copies[1][0].keys, copies[1][0].values = doubled  # that of one that is parked
+    else:
+        copies[0][0].state = (*doubled, *copies[0][0].state[2:])
+        copies[1][0].state = (*doubled, *copies[1][0].state[2:])
+    if goes_to_disk:
+        spill_all(pool)
+    else:
+        others = make_caches([entry()], pool.options, pool)
+        others[0].update_and_fetch(rows, rows)  # whose turn comes, so that the others are parked
+    for caches, expected in zip(copies, (doubled, doubled, before, before), strict=True):
+        assert equal(caches[0].keys_and_values(), expected)
+
+
+@pytest.mark.parametrize("entry", [KVCache, lambda: QuantizedKVCache(32, 4)])
+def test_a_cache_trimmed_to_nothing_keeps_its_shapes(entry: Any, options: Callable[..., KVOptions]) -> None:
+    """As with mlx-lm's own, whose arrays stay when all is taken back."""
+    rows = rows_of(0, 100, mx.float16)
+    caches: list[Any] = make_caches([entry()], options(step=16))
+    caches[0].update_and_fetch(rows, rows)
+    for other in (copy.deepcopy(caches), copy.deepcopy(copy.deepcopy(caches))):
+        assert other[0].trim(200) == 100
+        assert not other[0].empty() and other[0].keys is not None
+        again = copy.deepcopy(other)
+        assert not again[0].empty()
+        for cache in (*other, *again):
+            assert equal(cache.update_and_fetch(rows, rows), caches[0].keys_and_values())

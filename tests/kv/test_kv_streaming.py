@@ -1,0 +1,519 @@
+"""KV caches of streamed models: mlx-lm's output bit for bit, wherever keys and values are, within the budget."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import functools
+import gc
+import json
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.models.cache import (
+    KVCache,
+    LRUPromptCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
+
+import children
+import zoo
+from children import HELPERS
+from faulty import FailingDisk
+from kv_settings import CONTEXT, FORMS, SMALL, STEP, settings
+from mlx_flash import BudgetError, ConfigError, DiskKVCache, FlashConfig, FlashLLM, ReadError, WriteError, load_model
+from mlx_flash.commands.generate import needed_context
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.kv.cache import DiskQuantizedKVCache, make_caches
+from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pool import KVPool
+from models import save, stock
+
+PROMPT = mx.array([i * 7 % 300 for i in range(1, 200)])
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "qwen3": zoo.configuration("qwen3"),
+    "gemma3_text": zoo.configuration("gemma3_text") | {"num_hidden_layers": 12},
+    "gpt_oss": zoo.configuration("gpt_oss") | {"num_hidden_layers": 10, "layer_types": None},
+    "deepseek_v3": zoo.configuration("deepseek_v3"),
+    "qwen3_next": zoo.configuration("qwen3_next") | {"num_hidden_layers": 8, "full_attention_interval": 2},
+}
+"""Plain caches; with sliding windows beside them; with keys and values of unlike widths; with recurrent states."""
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = save(tmp_path_factory.mktemp(name), MODELS[name])
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers of reads and writes are larger than the caches of tiny models: these would never leave memory."""
+    monkeypatch.setattr("mlx_flash.kv.options.KVOptions.under_way_bytes", lambda *_: 4096)
+
+
+def generated(model: Any, num_tokens: int = 10, **options: Any) -> list[tuple[int, mx.array]]:
+    steps = generate_step(PROMPT, model, max_tokens=num_tokens, prefill_step_size=STEP, **options)
+    return [(int(token), logprobs) for token, logprobs in steps]
+
+
+@pytest.fixture(scope="module")
+def stock_output(directories: Callable[[str], Path]) -> Callable[[str], list[tuple[int, mx.array]]]:
+    """Tokens and logits of stock mlx-lm, by model, each computed once."""
+    return functools.cache(lambda name: generated(stock(directories(name))))
+
+
+def same(left: list[tuple[int, mx.array]], right: list[tuple[int, mx.array]]) -> bool:
+    return len(left) == len(right) and all(
+        a == b and bool(mx.array_equal(x, y)) for (a, x), (b, y) in zip(left, right, strict=True)
+    )
+
+
+def went_to_disk(model: FlashLLM) -> bool:
+    assert model.kv is not None
+    return model.kv.stats.num_spilled > 0 and model.kv.note().read_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(name, form) for name in MODELS for form in FORMS if form != "disk, wide pages" or name in ("llama", "gpt_oss")],
+)
+def test_output_is_stock(directories: Callable[[str], Path], stock_output: Any, name: str, form: str) -> None:
+    directory = directories(name)
+    resident, expected = stock(directory), stock_output(name)
+    with load_model(directory, settings(directory, form))[0] as model:
+        for theirs, mine in zip(make_prompt_cache(resident), make_prompt_cache(model), strict=True):
+            assert isinstance(mine, DiskKVCache) if type(theirs) is KVCache else type(mine) is type(theirs)
+        assert same(generated(model), expected)
+        assert went_to_disk(model) == ("disk" in form)
+
+
+@pytest.mark.parametrize("form", ["preallocated", "disk"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_output_is_stock(directories: Callable[[str], Path], bits: int, form: str) -> None:
+    directory, quantized = directories("llama"), {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 100}
+    with load_model(directory, settings(directory, form, kv_cache=form))[0] as model:
+        cache = make_prompt_cache(model)
+        mine = generated(model, prompt_cache=cache, **quantized)
+        assert same(mine, generated(stock(directory), **quantized))
+        assert all(type(entry) is DiskQuantizedKVCache for entry in cache)
+
+
+def test_stock_caches_are_mlx_lms(directories: Callable[[str], Path]) -> None:
+    directory = directories("llama")
+    with load_model(directory, FlashConfig(kv_cache="stock", ram_budget_gb=4))[0] as model:
+        assert all(type(entry) is KVCache for entry in make_prompt_cache(model))
+
+
+def test_max_kv_size_gives_mlx_lms_rotating_caches(directories: Callable[[str], Path]) -> None:
+    directory = directories("qwen3")
+    with load_model(directory, settings(directory))[0] as model:
+        cache = make_prompt_cache(model, max_kv_size=64)
+        assert all(type(entry) is RotatingKVCache for entry in cache)
+        assert same(generated(model, prompt_cache=cache), generated(stock(directory), max_kv_size=64))
+        assert not went_to_disk(model)
+
+
+def test_max_kv_size_without_effect_is_warned_about_once(
+    directories: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """mlx-lm ignores it for a model with a ``make_cache`` of its own, such as Llama's."""
+    for name in ("qwen3", "llama"):
+        with load_model(directories(name), settings(directories(name)))[0] as model:
+            make_prompt_cache(model)
+            assert not caplog.messages
+            caches = [make_prompt_cache(model, max_kv_size=64) for _ in range(2)]
+    assert not any(isinstance(entry, RotatingKVCache) for cache in caches for entry in cache)
+    (message,) = caplog.messages
+    assert message.startswith("max_kv_size=64 has no effect") and "kv_max_tokens" in message
+
+
+def test_max_kv_size_shortens_the_planned_context_where_caches_rotate(directories: Callable[[str], Path]) -> None:
+    args = Namespace(max_tokens=100, max_kv_size=64, prefill_step_size=32)
+    assert needed_context(args, 5000, directories("qwen3")) == 96
+    assert needed_context(args, 5000, directories("llama")) == 5100
+
+
+def test_a_draft_model_keeps_its_own(directories: Callable[[str], Path], tmp_path: Path) -> None:
+    directory, small = directories("llama"), save(tmp_path, SMALL | {"num_hidden_layers": 2})
+
+    def tokens(model: Any, draft: Any) -> list[int]:
+        steps = speculative_generate_step(
+            PROMPT, model, draft, max_tokens=16, num_draft_tokens=3, prefill_step_size=STEP
+        )
+        return [int(token) for token, *_ in steps]
+
+    with load_model(directory, settings(directory))[0] as model, load_model(small, settings(small))[0] as draft:
+        assert tokens(model, draft) == tokens(stock(directory), stock(small))
+        assert went_to_disk(model) and went_to_disk(draft)
+
+
+def test_batches(directories: Callable[[str], Path]) -> None:
+    directory = directories("llama")
+
+    def texts(model: Any) -> list[list[int]]:
+        caches = [make_prompt_cache(model) for _ in range(2)]
+        for cache, length in zip(caches, (150, 70), strict=True):
+            mx.eval(model(PROMPT[None, :length], cache=cache))
+        generator = BatchGenerator(model, max_tokens=6)
+        found: dict[int, list[int]] = {uid: [] for uid in generator.insert([[3], [5]], caches=caches)}
+        while responses := generator.next_generated():
+            for response in responses:
+                found[response.uid].append(response.token)
+        return list(found.values())
+
+    with load_model(directory, settings(directory, prefill_step_size=150))[0] as model:
+        assert texts(model) == texts(stock(directory))
+        assert model.kv is not None and model.kv.stats.num_spilled
+
+
+def test_the_servers_prompt_caches(directories: Callable[[str], Path]) -> None:
+    """They are copied, and cut where the next prompt is another one."""
+    directory = directories("llama")
+    prompts = [list(range(150)), [*range(150), 7, 8], [*range(90), 5], list(range(150))]
+
+    def answers(model: Any) -> list[list[int]]:
+        kept, found = LRUPromptCache(max_size=4), []
+        for prompt in prompts:
+            cache, rest = kept.fetch_nearest_cache("model", prompt)
+            rest = rest or prompt[-1:]
+            cache = cache or make_prompt_cache(model)
+            steps = generate_step(mx.array(rest), model, max_tokens=5, prompt_cache=cache, prefill_step_size=STEP)
+            found.append([int(token) for token, _ in steps])
+            kept.insert_cache("model", prompt + found[-1][:-1], cache)
+        return found
+
+    with load_model(directory, settings(directory))[0] as model:
+        assert answers(model) == answers(stock(directory))
+        assert went_to_disk(model)
+        assert model.kv is not None and model.kv.memory_bytes <= (model.plan.kv.limit or 0)
+
+
+def test_conversations_share_their_system_prompt(directories: Callable[[str], Path]) -> None:
+    """In a server's prompt cache: less than two caches, the same tokens."""
+    directory, system = directories("llama"), list(range(150))
+    turns = [[*system, 7, 8, 9], [*system, 30, 31], [*system, 7, 8, 9, 40, 41], [*system, 30, 31, 50]]
+
+    def answers(model: Any) -> tuple[list[list[int]], LRUPromptCache]:
+        kept, found = LRUPromptCache(max_size=4), []
+        for turn in turns:
+            cache, rest = kept.fetch_nearest_cache("model", turn)
+            cache = cache or make_prompt_cache(model)
+            steps = generate_step(mx.array(rest), model, max_tokens=5, prompt_cache=cache, prefill_step_size=STEP)
+            found.append([int(token) for token, _ in steps])
+            kept.insert_cache("model", turn + found[-1][:-1], cache)
+        return found, kept
+
+    with load_model(directory, settings(directory, "open", kv_step=16))[0] as model:
+        alone = make_prompt_cache(model)
+        mx.eval(model(mx.array([system]), cache=alone))
+        assert model.kv is not None
+        of_one = model.kv.memory_bytes
+        del alone
+        gc.collect()
+        assert model.kv.memory_bytes == 0
+        mine, kept = answers(model)
+        theirs, _ = answers(stock(directory))
+        assert mine == theirs
+        mx.eval(model(mx.array([[1]]), cache=make_prompt_cache(model)))  # somebody else's turn
+        gc.collect()
+        assert len(kept) == 4
+        assert model.kv.memory_bytes < 1.5 * of_one
+
+
+def test_prompt_caches_are_saved_and_loaded(directories: Callable[[str], Path], tmp_path: Path) -> None:
+    directory, path = directories("llama"), str(tmp_path / "cache.safetensors")
+    resident = stock(directory)
+    expected = make_prompt_cache(resident)
+    before = generated(resident, prompt_cache=expected)
+    with load_model(directory, settings(directory, times=1.5, context_length=2 * CONTEXT))[0] as model:
+        cache = make_prompt_cache(model)
+        assert same(generated(model, prompt_cache=cache), before)
+        save_prompt_cache(path, cache)
+        loaded = load_prompt_cache(path)
+        assert [type(entry) for entry in loaded] == [KVCache] * len(cache)
+        after = generated(resident, prompt_cache=expected)
+        assert same(generated(model, prompt_cache=copy.deepcopy(cache)), after)
+        assert same(generated(resident, prompt_cache=loaded), after)
+        assert trim_prompt_cache(cache, 20) == 20
+
+
+def test_drafts_and_batches_refuse_kv_max_tokens(directories: Callable[[str], Path], tmp_path: Path) -> None:
+    directory, small = directories("llama"), save(tmp_path, SMALL | {"num_hidden_layers": 2})
+    forgetful = {"kv_max_tokens": 128, "kv_keep": 4}
+    with (
+        load_model(directory, settings(directory, **forgetful))[0] as model,
+        load_model(small, settings(small, **forgetful))[0] as draft,
+    ):
+        cache = make_prompt_cache(model)
+        assert len(generated(model, prompt_cache=cache)) == 10
+        assert 64 <= cache[0].size() <= 128 < cache[0].offset
+        with pytest.raises(ConfigError, match="kv_max_tokens"):
+            next(iter(speculative_generate_step(PROMPT, model, draft, max_tokens=4)))
+        generator = BatchGenerator(model, max_tokens=4)
+        generator.insert([[1, 2, 3]])
+        with pytest.raises(ConfigError, match="kv_max_tokens"):
+            generator.next_generated()
+        assert not model.is_batchable
+
+
+def test_contradicting_kv_settings_are_refused(directories: Callable[[str], Path]) -> None:
+    for changes in ({"kv_cache": "stock", "kv_max_tokens": 1000}, {"kv_cache": "preallocated", "kv_ram_gb": 1.0}):
+        with pytest.raises(ConfigError, match="Hint: kv_cache='disk'"):
+            prepare(directories("llama"), FlashConfig(ram_budget_gb=4, **changes))
+
+
+def test_a_kv_ram_gb_that_is_too_small_names_the_minimum(directories: Callable[[str], Path]) -> None:
+    directory = directories("llama")
+    config = settings(directory)
+    too_small = replace(config, kv_ram_gb=1e-5)
+    with pytest.raises(ConfigError, match=r"needs at least ([\d.]+)") as caught:
+        prepare(directory, too_small)
+    enough = float(str(caught.value).split("at least ")[1].split(":")[0])
+    with load_model(directory, replace(config, kv_ram_gb=enough))[0] as model:
+        assert same(generated(model), generated(stock(directory)))
+
+
+UNDER_WAY_BYTES = KVOptions.under_way_bytes
+LONG_PROMPT = mx.array([i * 7 % 300 for i in range(1150)])
+
+
+def test_a_window_runs_in_the_memory_that_the_plan_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real sizes of buffers the caches of a small model stay in memory, where they have to fit."""
+    monkeypatch.setattr(KVOptions, "under_way_bytes", UNDER_WAY_BYTES)
+    directory = save(tmp_path, SMALL | {"num_hidden_layers": 2})
+    config = FlashConfig(
+        ram_budget_gb=4, prefill_step_size=100, context_length=4096, kv_max_tokens=1024, kv_ram_gb=1e-6
+    )
+    with pytest.raises(ConfigError, match=r"needs at least ([\d.]+)") as caught:
+        prepare(directory, config)
+    enough = float(str(caught.value).split("at least ")[1].split(":")[0])
+    with load_model(directory, replace(config, kv_ram_gb=enough))[0] as model:
+        cache = make_prompt_cache(model)
+        steps = generate_step(LONG_PROMPT, model, max_tokens=20, prefill_step_size=100, prompt_cache=cache)
+        assert len(list(steps)) == 20
+        assert cache[0].size() <= 1024 < cache[0].offset
+
+
+def test_a_call_beyond_kv_ram_gb_names_it_with_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVOptions, "under_way_bytes", UNDER_WAY_BYTES)
+    directory = save(tmp_path, SMALL | {"num_hidden_layers": 2})
+    config = FlashConfig(ram_budget_gb=4, prefill_step_size=100, context_length=256, kv_ram_gb=0.001)
+    with load_model(directory, config)[0] as model:
+        cache = make_prompt_cache(model)
+        with pytest.raises(BudgetError, match=r"keys and values of \d+ tokens; kv_ram_gb allows 1.0 MB") as caught:
+            list(generate_step(LONG_PROMPT, model, max_tokens=1, prefill_step_size=100, prompt_cache=cache))
+        assert "would take the process to" not in str(caught.value)
+        assert caught.value.minimum_bytes > 4e9
+
+
+def test_more_context_than_planned_goes_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that memory has no room for is admitted when the disk has."""
+    directory = save(tmp_path, SMALL | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12})
+    monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 400_000_000)
+    config = FlashConfig(ram_budget_gb=4, prefill_step_size=STEP, context_length=256, kv_step=16, kv_cache="stock")
+    config = replace(config, ram_budget_gb=(prepare(directory, config).plan.peak_bytes + 200_000) / 1e9)
+    prompt = mx.array([i * 7 % 300 for i in range(1000)])
+
+    def tokens(model: Any) -> list[int]:
+        return [int(t) for t, _ in generate_step(prompt, model, max_tokens=4, prefill_step_size=STEP)]
+
+    with load_model(directory, config)[0] as model, pytest.raises(BudgetError, match="KV"):
+        tokens(model)
+    with load_model(directory, replace(config, kv_cache=None))[0] as model:
+        assert tokens(model) == tokens(stock(directory))
+        assert went_to_disk(model)
+
+
+@pytest.fixture
+def spilled(directories: Callable[[str], Path], tmp_path: Path) -> Iterator[tuple[FlashLLM, list[Any]]]:
+    """A model, and a cache of it that is on disk."""
+    directory = directories("llama")
+    with load_model(directory, settings(directory, times=1.5, kv_directory=tmp_path / "kv"))[0] as model:
+        cache = make_prompt_cache(model)
+        generated(model, 2, prompt_cache=cache)
+        assert any(entry.is_on_disk for entry in cache)
+        yield model, cache
+
+
+def test_a_missing_kv_directory_is_created(directories: Callable[[str], Path], tmp_path: Path) -> None:
+    directory, kv_directory = directories("llama"), tmp_path / "missing" / "kv"
+    with load_model(directory, settings(directory, kv_directory=kv_directory))[0] as model:
+        assert same(generated(model), generated(stock(directory)))
+        assert went_to_disk(model)
+        assert list(kv_directory.iterdir())
+    assert not list(kv_directory.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_a_kv_directory_that_is_no_directory_is_refused(directories: Any, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "kv"
+    path.write_text("") if kind == "file" else path.symlink_to(tmp_path / "missing")
+    with pytest.raises(ConfigError, match=r"kv_directory is .*kv, which is not a directory. Hint"):
+        load_model(directories("llama"), settings(directories("llama"), kv_directory=path))
+
+
+def test_a_kv_directory_that_cannot_be_made_is_refused(
+    directories: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = directories("llama")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"kv_directory is .*/file/kv, and .*/file is not a directory. Hint"):
+        load_model(directory, settings(directory, kv_directory=tmp_path / "file" / "kv"))
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # tests may run as root
+    with pytest.raises(ConfigError, match=r"kv_directory is .*/kv: this user cannot write to .*. Hint"):
+        load_model(directory, settings(directory, kv_directory=tmp_path / "kv"))
+
+
+def test_a_kv_directory_that_goes_while_running_ends_the_call(tmp_path: Path) -> None:
+    pool = KVPool(KVOptions(step=16, directory=tmp_path / "kv"))
+    caches = make_caches([KVCache(), KVCache()], pool.options, pool)
+    rows = mx.ones((1, 2, 100, 32))
+    for cache in caches:
+        cache.update_and_fetch(rows, rows)
+    pool._spill(caches[0].rows, ())
+    shutil.rmtree(tmp_path / "kv")
+    with pytest.raises(WriteError, match=r"cannot make .*layer-1\.kv for the KV cache: No such file.*Hint"):
+        pool._spill(caches[1].rows, ())
+
+
+def test_a_full_disk_raises_before_the_call(spilled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = spilled
+    before = [entry.offset for entry in cache]
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_flash.kv.files.free_bytes", lambda path: 10)
+        with pytest.raises(WriteError, match=r"needs .* MB more on the disk of .*kv"):
+            model(PROMPT[None, :STEP], cache=cache)
+    assert [entry.offset for entry in cache] == before
+    assert bool(mx.isfinite(model(PROMPT[None, :STEP], cache=cache)).all())
+
+
+def test_a_disk_that_fails_ends_one_call(spilled: Any, monkeypatch: pytest.MonkeyPatch, directories: Any) -> None:
+    model, cache = spilled
+    number = errno.EIO
+
+    def fails(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fails)
+        with pytest.raises(WriteError, match=r"cannot write .* at offset \d+ of .*layer-\d+\.kv"):
+            for _ in range(4):
+                mx.eval(model(PROMPT[None, :STEP], cache=cache))
+    assert same(generated(model), generated(stock(directories("llama"))))
+    other = make_prompt_cache(model)
+    generated(model, 2, prompt_cache=other)
+    read = os.preadv
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", lambda fd, *rest: fails() if _is_kv(fd) else read(fd, *rest))
+        with pytest.raises(ReadError, match=r"KV cache, tokens from \d+ on.*layer-\d+\.kv.* at offset \d+"):
+            mx.eval(model(PROMPT[None, :1], cache=other))
+    assert same(generated(model), generated(stock(directories("llama"))))
+
+
+def test_calls_while_every_write_fails(
+    directories: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values, the prefix cache and telemetry are written to one disk, which fails from some call on."""
+    directory = directories("llama")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("mlx_flash.kv.files.free_bytes", lambda path: 1 << 40)
+    written = {"kv_directory": tmp_path / "kv", "kv_prefixes": "exact", "telemetry": True}
+    expected, num_failed = generated(stock(directory)), 0
+    for first, code in ((0, errno.EROFS), (5, errno.EDQUOT), (20, errno.EIO), (60, errno.ENOSPC)):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(first)))  # what is stored is not written again
+        with load_model(directory, settings(directory, **written))[0] as model:
+            needs_room = code in (errno.EDQUOT, errno.ENOSPC)
+            with FailingDisk(code, first, always=True, needs_room=needs_room).mounted() as disk:
+                try:
+                    assert same(generated(model), expected)
+                except WriteError as error:
+                    num_failed += 1
+                    assert str(tmp_path) in str(error) and "Hint: " in str(error)
+            assert same(generated(model), expected)
+            assert went_to_disk(model) and disk.count > first
+    assert 0 < num_failed
+
+
+def _is_kv(fd: int) -> bool:
+    return Path(f"/proc/self/fd/{fd}").readlink().suffix == ".kv"
+
+
+def test_files_are_removed_with_the_model(directories: Callable[[str], Path], tmp_path: Path) -> None:
+    directory, base = directories("llama"), tmp_path / "kv"
+    model = load_model(directory, settings(directory, kv_directory=base))[0]
+    cache = make_prompt_cache(model)
+    generated(model, 2, prompt_cache=cache)
+    assert list(base.iterdir())
+    model.close()
+    assert not list(base.iterdir())
+    model = load_model(directory, settings(directory, kv_directory=base))[0]
+    generated(model, 2)
+    assert list(base.iterdir())
+    del model, cache
+    gc.collect()
+    assert not list(base.iterdir())
+
+
+BUDGET = """
+import json, sys
+sys.path.insert(0, {here!r})
+from mlx_lm.generate import generate_step
+import mlx.core as mx
+from dataclasses import replace
+from mlx_flash import FlashConfig, load_model
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.memory.footprint import peak_footprint
+config = FlashConfig(
+    ram_budget_gb="min", kv_cache="disk", kv_step=8, context_length={length} + 8, prefill_step_size=24
+)
+least = prepare({directory!r}, config).plan
+config = replace(config, ram_budget_gb=least.minimum_bytes / 1e9 + 0.25, kv_ram_gb=least.kv.limit / 1e9 + 1e-9)
+model, _ = load_model({directory!r}, config)
+prompt = mx.array([i * 7 % 300 for i in range({length})])
+tokens = [int(t) for t, _ in generate_step(prompt, model, max_tokens=2, prefill_step_size=24)]
+kv = model.kv
+print(json.dumps({{
+    "tokens": tokens, "peak": peak_footprint(), "budget": model.plan.budget_bytes, "limit": model.plan.kv.limit,
+    "written": kv.note().written_bytes, "planned": model.plan.kv.disk_bytes, "read": kv.note().read_bytes,
+}}))
+"""
+
+
+def test_the_process_keeps_its_budget(tmp_path: Path) -> None:
+    """With keys and values that are several times their share."""
+    length = 136
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 44}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 512}
+    directory = save(tmp_path / "model", SMALL | shape | heads)
+    code = BUDGET.format(here=str(HELPERS), length=length, directory=str(directory))
+    done = children.run("-c", code, timeout=300, forks=False)
+    assert done.returncode == 0, done.stderr.decode()
+    told = json.loads(done.stdout)
+    assert told["peak"] <= told["budget"]
+    assert told["written"] > 2 * told["limit"]
+    assert told["read"] > told["written"]
+    prompt = mx.array([i * 7 % 300 for i in range(length)])
+    steps = generate_step(prompt, stock(directory), max_tokens=2, prefill_step_size=24)
+    assert told["tokens"] == [int(token) for token, _ in steps]

@@ -1,0 +1,88 @@
+"""Nothing that was accepted is refused later: long prompts at the smallest budget, with default settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from benchmark_modules import load_benchmark
+from mlx_flash import BudgetError, FlashConfig, load_model
+from mlx_flash.engine.headroom import check_least
+from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.options import KVOptions
+from mlx_flash.residency.kv import PROMISED_CONTEXT
+from models import LLAMA, MAMBA2, QWEN3_MOE, save
+from zoo import configuration
+
+promise = load_benchmark("promise")
+
+SMALL = LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": SMALL,
+    "mixture": QWEN3_MOE,
+    "hybrid": configuration("jamba"),
+    "recurrent": MAMBA2,
+}
+LENGTH = 520
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_beyond_the_plan_runs_at_the_smallest_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Tokens are those of mlx-lm with the parts that were used."""
+    monkeypatch.setattr("mlx_flash.residency.kv.PROMISED_CONTEXT", LENGTH + promise.NUM_TOKENS)
+    monkeypatch.setattr(KVOptions, "under_way_bytes", lambda *_: 4096)  # the buffers are larger than tiny caches
+    directory = save(tmp_path, MODELS[name])
+    plan = prepare(directory, FlashConfig(ram_budget_gb="min")).plan
+    assert plan.context_length < LENGTH or not plan.cache.token_bytes + plan.activations.scores_per_pair
+    monkeypatch.setattr(promise.Row, "finish", promise.Row.finish)  # the benchmark replaces it
+    run = promise.answer(directory, "min", LENGTH)
+    assert run["status"] == "ok", run
+    expected = promise.repeat_calls(directory, LENGTH, run["calls"])
+    assert run["tokens"] == expected["tokens"] and run["digest"] == expected["digest"]
+
+
+@pytest.mark.parametrize("name", ["dense", "mixture"])
+def test_smallest_budget_has_room_for_the_tokens_of_a_prompt(tmp_path: Path, name: str) -> None:
+    """20 000 tokens take 80 kB, by which they were refused. A refused prompt is not cut: that would not help."""
+    with load_model(save(tmp_path, MODELS[name]), FlashConfig(ram_budget_gb="min"))[0] as model:
+        model.start()
+        tokens = mx.zeros((1, PROMISED_CONTEXT), mx.int32)
+        mx.eval(tokens)
+        row = model.row(tokens, model.make_cache(), 2048)
+        check_least(model.plan, Lane(row.whole))
+        others = mx.zeros((model.plan.budget_bytes,), mx.uint8)
+        mx.eval(others)
+        model.advance([row])
+        assert isinstance(row.error, BudgetError) and not row.is_cut
+
+
+def test_caches_have_one_slot_where_two_do_not_fit(tmp_path: Path) -> None:
+    """Layers are evicted before a call takes memory."""
+    options = KVOptions(step=16, budget_bytes=0, directory=tmp_path, max_context_length=512)
+    caches = make_caches([KVCache() for _ in range(4)], options)
+    pool, sizes = caches[0].pool, [2 * 2 * 32 * 4] * 4
+    one, two = (
+        options.least_bytes(sizes, 512, slots) + options.under_way_bytes(sizes, 512, 64, slots) for slots in (1, 2)
+    )
+    assert one < two
+    seen: list[mx.array] = []
+    for start in range(0, 512, 64):
+        limit = two if start < 256 else one
+        assert pool.admit([cache.rows for cache in caches], [64] * 4, 64, sizes, limit) == 0
+        assert pool.memory_bytes + pool.under_way_bytes * bool(pool.on_disk) <= limit
+        rows = mx.random.normal((1, 2, 64, 32))
+        seen.append(rows)
+        for cache in caches:
+            keys, _ = cache.update_and_fetch(rows, rows)
+            assert bool(mx.array_equal(keys, mx.concatenate(seen, axis=2)))
+            assert pool.memory_bytes <= limit
+    assert len(pool.ring.slots) == 1 or not pool.on_disk
+    pool.close()

@@ -1,0 +1,472 @@
+"""Tests of Modelfiles: everything in one has its effect, is noted, or is refused with its line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from children import ROOT
+from mlx_flash.config import FlashConfig, KVMode
+from mlx_flash.errors import ConfigError
+from mlx_flash.modelfile.parse import (
+    FLASH_INSTRUCTIONS,
+    Message,
+    Modelfile,
+    Note,
+    Parameters,
+    parse_modelfile,
+    read_modelfile,
+)
+
+FROM = "FROM org/model\n"
+
+
+def some(examples: int) -> Any:
+    return settings(max_examples=examples, deadline=None, derandomize=True)
+
+
+def parse(*lines: str) -> Modelfile:
+    """A Modelfile of a FROM and these lines, the first of which is line 2."""
+    return parse_modelfile(FROM + "\n".join(lines), "Modelfile")
+
+
+def wrong(*lines: str, line: int = 2) -> str:
+    """What is said about a line of it."""
+    with pytest.raises(ConfigError) as caught:
+        parse(*lines)
+    start = f"Modelfile, line {line}: "
+    assert str(caught.value).startswith(start)
+    return str(caught.value).removeprefix(start)
+
+
+# --- the whole -------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_model() -> None:
+    assert parse() == Modelfile(path=Path("Modelfile"), base="org/model")
+
+
+def test_the_example() -> None:
+    found = read_modelfile(ROOT / "examples" / "Modelfile")
+    assert found.notes == ()
+    assert f"KV cache: {', '.join(get_args(KVMode))};" in (ROOT / "examples" / "Modelfile").read_text()
+    assert None not in dataclasses.astuple(found.parameters)
+    assert found.stop == ("<|eot_id|>", "<|start_header_id|>")
+    assert found.system == "You are a patient teacher.\nAnswer in at most three sentences."
+    assert found.template and found.chat_template and found.licenses
+    assert [message.role for message in found.messages] == ["user", "assistant"]
+    config = FlashConfig.resolve(modelfile=found.flash, environment={})
+    assert (config.ram_budget_gb, config.context_length, config.prefill_step_size) == ("balanced", 4096, 512)
+    left_out = {"poison_released_slots"}  # for tests
+    assert {field.name for field in dataclasses.fields(FlashConfig)} - found.flash.keys() == left_out
+
+
+def test_instructions_in_any_case_and_order_with_comments_between() -> None:
+    text = "\n  # first\nparameter Top_K 3\n\n\tSystem  Be brief. # not a comment  \r\nFrom a/b\r\n#last"
+    found = parse_modelfile(text, "M")
+    assert (found.base, found.parameters.top_k, found.system) == ("a/b", 3, "Be brief. # not a comment")
+
+
+def test_encodings(tmp_path: Path) -> None:
+    file = tmp_path / "Modelfile"
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        file.write_text(FROM + "SYSTEM é", encoding=encoding)
+        assert read_modelfile(file).system == "é"
+    file.write_text(FROM + "SYSTEM é", encoding="latin-1")
+    with pytest.raises(ConfigError, match="Modelfile: the Modelfile is not text: "):
+        read_modelfile(str(file))
+    with pytest.raises(ConfigError, match="none: the Modelfile cannot be read: "):
+        read_modelfile(tmp_path / "none")
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# FROM a/b", "SYSTEM hello"])
+def test_no_model(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^M: there is no FROM"):
+        parse_modelfile(text, "M")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("FORM a/b", "there is no instruction 'FORM'. Did you mean 'FROM'?"),
+        ("sistem x", "there is no instruction 'sistem'. Did you mean 'SYSTEM'?"),
+        (
+            "FLASH_CONTEXT_LENGHT 3",
+            "there is no instruction 'FLASH_CONTEXT_LENGHT'. Did you mean 'FLASH_CONTEXT_LENGTH'?",
+        ),
+        ("FLASH_RAM_BUDGET_GB 3", "there is no instruction 'FLASH_RAM_BUDGET_GB'. Did you mean 'FLASH_RAM_GB'?"),
+        ("You are Mario.", "there is no instruction 'You'"),
+        ("FROM c/d", "there is a second FROM; the first is in line 1"),
+        ("SYSTEM", "SYSTEM has no value"),
+        ("PARAMETER", "PARAMETER has no value"),
+        ("PARAMETER top_k", "PARAMETER top_k has no value"),
+        ("PARAMETER temprature 1", "there is no parameter 'temprature'. Did you mean 'temperature'?"),
+        ("PARAMETER stpo x", "there is no parameter 'stpo'. Did you mean 'stop'?"),
+        ('PARAMETER stop ""', "PARAMETER stop is empty: every text would end before it begins"),
+        ("MESSAGE user", "MESSAGE user has no value"),
+        ("MESSAGE bot hi", "MESSAGE is of 'bot': it must be one of system, user, assistant"),
+        ("MESSAGE usr hi", "MESSAGE is of 'usr': it must be one of system, user, assistant. Did you mean 'user'?"),
+    ],
+)
+def test_what_is_refused(line: str, words: str) -> None:
+    assert wrong(line) == words
+    assert wrong("# a comment", 'SYSTEM """a', '"""', line, line=5) == words
+
+
+# --- quotes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("plain text", "plain text"),
+        ("  spaces  around\t ", "spaces  around"),
+        ('"quoted"', "quoted"),
+        ('" keeps spaces "  ', " keeps spaces "),
+        ('""', ""),
+        ('"he said "hi" to me"', 'he said "hi" to me'),
+        ("'single'", "'single'"),
+        ('an "inner" quote', 'an "inner" quote'),
+        ('"back\\slash\\n"', "back\\slash\\n"),
+        ('"two\nlines"', "two\nlines"),
+        ('"two\n # "lines" .\n"', 'two\n # "lines" .\n'),
+        ('"""three"""', "three"),
+        ('""""""', ""),
+        ('"""\nline\n\n  indented\n"""', "\nline\n\n  indented\n"),
+        ('"""a "quoted" word"""', 'a "quoted" word'),
+        ('"""a""" b\nc"""', 'a""" b\nc'),
+        ('""""a""""', '"a"'),
+        ('""""\n"""', '"\n'),
+        ('"""\nFROM x/y\n# no comment\n"""  ', "\nFROM x/y\n# no comment\n"),
+    ],
+)
+def test_quotes(written: str, text: str) -> None:
+    found = parse(f"SYSTEM {written}", "PARAMETER seed 7")
+    assert found.system == text
+    assert found.parameters.seed == 7  # the next line is read as such
+    assert parse(f"MESSAGE user {written}").messages == (Message("user", text),)
+    assert parse(f"LICENSE {written}", "LICENSE b").licenses == (text, "b")
+
+
+@pytest.mark.parametrize(
+    "written", ['"""never ends', '"""', '""""', '"never ends', '"', '"""a"', '"""a\n"', '"""a\n""" b']
+)
+def test_quotes_that_do_not_close(written: str) -> None:
+    quote = '"""' if written.startswith('"""') else '"'
+    assert wrong("", f"SYSTEM {written}", "", line=3) == (
+        f"the text that begins with {quote} has no closing {quote} at the end of a line"
+    )
+
+
+def test_text_after_quotes() -> None:
+    assert "text after the closing quote" in wrong('PARAMETER stop "x" # comment', 'SYSTEM "a"')
+
+
+lines_of_text = st.text().map(lambda text: text.replace("\r", ""))
+
+
+@some(200)
+@given(lines_of_text)
+@example('\n"""x')
+@example("\x85\u2028\x1c")
+def test_quoting_and_back(text: str) -> None:
+    if not any(line.rstrip().endswith('"""') for line in text.split("\n")[:-1]):
+        assert parse(f'SYSTEM """{text}"""', "LICENSE x").system == text
+    first, *rest = text.split("\n")
+    if '"' not in first and not any(line.rstrip().endswith('"') for line in rest[:-1]) and not text.startswith('"'):
+        assert parse(f'SYSTEM "{text}"', "LICENSE x").system == text
+    if "\n" not in text and not text.strip().startswith('"') and text.strip():
+        assert parse(f"SYSTEM {text}", "LICENSE x").system == text.strip()
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "base"),
+    [
+        ("org/model", "org/model"),
+        ('"org/model-1.5_x"', "org/model-1.5_x"),
+        ("gpt2", "gpt2"),
+        ("hf.co/org/model", "org/model"),
+        ("https://huggingface.co/org/model", "org/model"),
+    ],
+)
+def test_repositories(written: str, base: str) -> None:
+    assert parse_modelfile(f"FROM {written}", "M").base == base
+
+
+def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "my models" / "m"
+    model.mkdir(parents=True)
+    path = tmp_path / "Modelfile"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for written in ("my models/m", "./my models/m", str(model), "~/my models/m", '"my models/m"'):
+        path.write_text(f"FROM {written}\nADAPTER {written}")
+        found = read_modelfile(path)
+        assert found.base == str(model) or Path(found.base).samefile(model)
+        assert Path(found.base).is_absolute()
+        assert found.adapter is not None and found.adapter.samefile(model) and found.adapter.is_absolute()
+    monkeypatch.chdir(model)
+    assert parse_modelfile("FROM .", "Modelfile").base == str(model)
+    (model / "org" / "model").mkdir(parents=True)
+    assert parse_modelfile("FROM org/model", "Modelfile").base == str(model / "org" / "model")
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("./nowhere", "'./nowhere' is not there: looked at "),
+        ("/nowhere/at/all", "'/nowhere/at/all' is not there: looked at /nowhere/at/all"),
+        ("~/nowhere/at/all", "is not there"),
+        ("file", "'file' is not a directory"),
+        ("llama3.2:3b", "neither a directory nor a Hugging Face repository"),
+        ("hf.co/org/model:Q4_K_M", "neither a directory nor a Hugging Face repository"),
+        ("a/b/c", "neither a directory nor a Hugging Face repository"),
+        ('""', "FROM is empty"),
+        ("model.gguf", "GGUF files are not read"),
+        ("./model-*.GGUF", "GGUF files are not read"),
+        ("a\0b", "is not a path|neither a directory"),
+        ("~no-such-user/x", "is not a path"),
+        ("/" + "x" * 5000, "is not a path"),
+    ],
+)
+def test_models_that_are_none(written: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"Modelfile, line 2: .*({words})"):
+        parse_modelfile(f"\nFROM {written}", tmp_path / "Modelfile")
+
+
+def test_an_adapter_that_is_not_there() -> None:
+    assert wrong('ADAPTER ""') == "ADAPTER is empty"
+    assert wrong("ADAPTER org/adapter").startswith("'org/adapter' is not there: looked at org/adapter")
+
+
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "values"),
+    [
+        ("num_ctx", ["1", "4096"], [1, 4096]),
+        ("num_predict", ["1", "-1", "-2"], [1, -1, -2]),
+        ("temperature", ["0", "0.7", "2"], [0.0, 0.7, 2.0]),
+        ("top_p", ["1", "0.9", "1e-3"], [1.0, 0.9, 0.001]),
+        ("top_k", ["0", "40"], [0, 40]),
+        ("min_p", ["0", "0.05", "1"], [0.0, 0.05, 1.0]),
+        ("seed", ["0", "42", str(2**64 - 1), "-1"], [0, 42, 2**64 - 1, None]),
+        ("repeat_penalty", ["1.1", "0.5", "2"], [1.1, 0.5, 2.0]),
+        ("repeat_last_n", ["0", "64", "-1"], [0, 64, -1]),
+    ],
+)
+def test_parameters(name: str, texts: list[str], values: list[float]) -> None:
+    for text, value in zip(texts, values, strict=True):
+        for written in (text, f'"{text}"'):
+            found = getattr(parse(f"PARAMETER {name} {written}").parameters, name)
+            assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("num_ctx", ["0", "-1", "1.5", "x"]),
+        ("num_predict", ["0", "-3", "1.0"]),
+        ("temperature", ["-0.1", "hot", "nan", "inf", "1e999", "0,7", '""']),
+        ("top_p", ["0", "1.1", "-1", "nan"]),
+        ("top_k", ["-1", "1.5"]),
+        ("min_p", ["-0.1", "1.01"]),
+        ("seed", ["-2", str(2**64), "random"]),
+        ("repeat_penalty", ["0", "-1", "inf"]),
+        ("repeat_last_n", ["-2", "0.5", "9" * 5000]),
+    ],
+)
+def test_parameters_out_of_range(name: str, texts: list[str]) -> None:
+    for text in texts:
+        assert wrong(f"PARAMETER {name} {text}").startswith(f"PARAMETER {name} is ")
+
+
+def test_every_parameter_is_tested_here() -> None:
+    names = {field.name for field in dataclasses.fields(Parameters)}
+    for test in (test_parameters, test_parameters_out_of_range):
+        (mark,) = test.pytestmark  # type: ignore[attr-defined]
+        assert {case[0] for case in mark.args[1]} == names
+
+
+def test_what_a_wrong_number_says() -> None:
+    assert wrong("PARAMETER top_k 4.5") == "PARAMETER top_k is '4.5': it must be a whole number"
+    assert wrong("PARAMETER min_p 2") == "PARAMETER min_p is 2: it must be between 0 and 1"
+    message = wrong("PARAMETER temperature 0.7 # warm")
+    assert message.endswith("it must be a number. Hint: a comment needs a line of its own")
+
+
+def test_stops_add_up() -> None:
+    found = parse('PARAMETER stop "</s>"', "PARAMETER stop User:", 'PARAMETER stop " \n"')
+    assert found.stop == ("</s>", "User:", " \n")
+    assert found.notes == ()
+
+
+def test_the_most_tokens() -> None:
+    assert Parameters().max_tokens(10) is None
+    assert Parameters(num_predict=5, num_ctx=8).max_tokens(10) == 5
+    assert Parameters(num_predict=-1, num_ctx=8).max_tokens(10) == -1
+    assert Parameters(num_predict=-2, num_ctx=100).max_tokens(10) == 90
+    assert Parameters(num_predict=-2, num_ctx=100).max_tokens(200) == 0
+    assert Parameters(num_predict=-2).max_tokens(10) == -1
+
+
+# --- streaming -------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_an_instruction_for_every_setting() -> None:
+    assert sorted(FLASH_INSTRUCTIONS.values()) == sorted(field.name for field in dataclasses.fields(FlashConfig))
+    assert FLASH_INSTRUCTIONS["FLASH"] == "enabled"
+    assert FLASH_INSTRUCTIONS["FLASH_RAM_GB"] == "ram_budget_gb"
+    assert FLASH_INSTRUCTIONS["FLASH_NUM_SLOTS"] == "num_slots"
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("FLASH off", "enabled", False),
+        ("flash TRUE", "enabled", True),
+        ("FLASH_RAM_GB 10", "ram_budget_gb", 10.0),
+        ("FLASH_RAM_GB min", "ram_budget_gb", "min"),
+        ('FLASH_RAM_GB "safe"', "ram_budget_gb", "safe"),
+        ("FLASH_IO direct", "io", "direct"),
+        ("FLASH_CONTEXT_LENGTH 300", "context_length", 300),
+        ("FLASH_READ_SIZE_MB 0.5", "read_size_mb", 0.5),
+        ("FLASH_TELEMETRY no", "telemetry", False),
+    ],
+)
+def test_streaming(line: str, name: str, value: object) -> None:
+    found = parse(line)
+    assert found.notes == () and found.flash.keys() == {name}
+    assert getattr(FlashConfig.resolve(modelfile=found.flash, environment={}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("FLASH maybe", "enabled is 'maybe': it must be true or false"),
+        ("FLASH_RAM_GB saef", "ram_budget_gb is 'saef': it must be a number of GB"),
+        ("FLASH_RAM_GB 0", "ram_budget_gb is '0': it must be a finite number above 0"),
+        ("FLASH_QUEUE_DEPTH 65", "queue_depth is 65: it must be between 1 and 64"),
+    ],
+)
+def test_streaming_that_is_refused(line: str, words: str) -> None:
+    assert wrong(line).startswith(words)
+
+
+def test_the_context_is_planned_for_unless_told_otherwise() -> None:
+    assert parse("PARAMETER num_ctx 5000").flash == {"context_length": "5000"}
+    found = parse("FLASH_CONTEXT_LENGTH 300", "PARAMETER num_ctx 5000")
+    assert found.flash == {"context_length": "300"}
+    assert found.parameters.num_ctx == 5000
+    assert found.notes == (Note(3, "PARAMETER num_ctx sets no memory aside: FLASH_CONTEXT_LENGTH does"),)
+
+
+# --- notes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "PARAMETER mirostat 2",
+        "PARAMETER num_gpu 99",
+        "PARAMETER num_thread 8",
+        "PARAMETER num_batch 512",
+        "PARAMETER presence_penalty 1",
+        "REQUIRES 0.14.0",
+        "RENDERER qwen3",
+        "PARSER qwen3",
+        "PARAMETER repeat_last_n 64",
+    ],
+)
+def test_what_has_no_effect_is_noted(line: str) -> None:
+    (note,) = parse("", line).notes
+    assert note.line == 3
+    assert note.text.startswith(f"{line.rpartition(' ')[0]} has no effect: ")
+
+
+@pytest.mark.parametrize("what", ["SYSTEM", "PARAMETER top_k", "FLASH_NUM_SLOTS", "TEMPLATE"])
+def test_what_is_said_twice_counts_once(what: str) -> None:
+    text = "{{ .Prompt }}" if what == "TEMPLATE" else ""
+    found = parse(f"{what} 1{text}", f"{what} 2{text}", "PARAMETER num_gpu 1")
+    assert [note.line for note in found.notes] == [2, 4]
+    assert found.notes[0].text == f"{what} has no effect: line 3 says it again"
+    said = (found.system, found.parameters.top_k, found.flash.get("num_slots"), found.template)
+    assert [str(value)[0] for value in said if value is not None] == ["2"]
+
+
+# --- templates -------------------------------------------------------------------------------------------------------
+
+
+def test_templates() -> None:
+    assert parse().chat_template is None
+    jinja = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    assert parse(f'TEMPLATE "{jinja}"').chat_template == jinja
+    found = parse('TEMPLATE """{{ .Prompt }}\n{{ .Response }}"""')
+    assert found.template == "{{ .Prompt }}\n{{ .Response }}"
+    assert found.chat_template and "messages" in found.chat_template
+    assert found.notes == ()
+
+
+def test_a_template_without_the_system_prompt_is_noted() -> None:
+    assert parse("SYSTEM a", "TEMPLATE {{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}").notes == ()
+    found = parse("TEMPLATE {{ .Prompt }}", "SYSTEM a")
+    assert found.notes == (Note(3, "SYSTEM has no effect: TEMPLATE has no {{ .System }}"),)
+
+
+def test_a_template_that_is_not_translated_is_noted_with_its_line() -> None:
+    found = parse("# a", 'TEMPLATE """{{ if .System }}', "{{ end }}", '{{ range .Messages }}{{ end }}"""')
+    assert found.chat_template is None
+    assert found.template is not None
+    (note,) = found.notes
+    assert note.line == 5
+    assert note.text == (
+        "TEMPLATE has no effect: {{ range .Messages }} is not translated; "
+        "the tokenizer's own chat template is used instead"
+    )
+
+
+# --- any text --------------------------------------------------------------------------------------------------------
+
+words = st.sampled_from(
+    [
+        *("FROM", "PARAMETER", "SYSTEM", "TEMPLATE", "MESSAGE", "ADAPTER", "LICENSE", "REQUIRES", *FLASH_INSTRUCTIONS),
+        *("stop", "top_k", "num_ctx", "user", "org/model", "1", "-1", "0.5", "true", '"', '"""', "{{ .Prompt }}", "#"),
+    ]
+)
+
+
+@some(400)
+@given(st.lists(words | st.text(max_size=4) | st.sampled_from("\n \t\r")).map(" ".join) | st.text())
+@example("FROM a\0b")
+@example("FROM \ud800")
+@example("FROM ~\ud800/x")
+def test_any_text_is_a_modelfile_or_refused(text: str) -> None:
+    try:
+        found = parse_modelfile(text, "M")
+    except ConfigError as error:
+        assert str(error).startswith("M")
+    else:
+        assert found.base
+        assert all(1 <= note.line <= 1 + text.count("\n") + text.count("\r") for note in found.notes)
+        FlashConfig.resolve(modelfile=found.flash, environment={})
+
+
+@some(100)
+@given(
+    st.lists(st.sampled_from(["PARAMETER top_k 1", "SYSTEM a", "PARAMETER mirostat 1", "# c", "FLASH on"]), max_size=9)
+)
+def test_nothing_is_dropped(lines: list[str]) -> None:
+    """Each line is in effect, or noted."""
+    assume(lines)
+    found = parse(*lines)
+    in_effect = sum([found.parameters.top_k is not None, found.system is not None, "enabled" in found.flash])
+    assert in_effect + len(found.notes) == sum(line != "# c" for line in lines)

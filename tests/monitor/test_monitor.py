@@ -1,0 +1,716 @@
+"""The monitor shows what engines publish, in any terminal, and trusts nothing in it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import psutil
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from children import ROOT
+from mlx_flash import facts
+from mlx_flash.monitor import app, system
+from mlx_flash.monitor.glyphs import ASCII, UNICODE, Glyphs, bar, chart, choose, sparkline, strip
+from mlx_flash.monitor.history import IDLE_SECONDS, MINUTE, History
+from mlx_flash.monitor.lines import pass_words
+from mlx_flash.monitor.render import frame
+from mlx_flash.monitor.state import STATES, Unit, printable
+from mlx_flash.monitor.terminal import print_lines
+from mlx_flash.monitor.watch import Watcher
+from mlx_flash.monitor.words import duration, size
+from mlx_flash.telemetry import INTERVAL_SECONDS, SCHEMA, Json, Publisher
+from models import LLAMA, save
+from monitored import JSON, MACHINE, canvas, published, run, state, text_of
+from monitored import runtime as runtime  # a fixture
+
+# Speeds
+
+
+def test_tokens_per_second_are_exact_however_seldom_they_come() -> None:
+    history = History(published(state(passes={"num_tokens_out": 0, "last_ended": 10.0}), 10.1))
+    for i in range(1, 200):
+        clock = 10.1 + i * 0.25
+        done = int((clock - 10.0) // 7.3)
+        passes = {"num_tokens_out": done, "last_ended": 10.0 + 7.3 * done, "began": 10.0 + 7.3 * done}
+        history.add(published(state(passes=passes), clock))
+        if done:
+            assert history.rates.tokens_per_second == pytest.approx(1 / 7.3)
+    assert history.rates.mean_tokens_per_second is not None
+
+
+def test_an_engine_between_calls_for_long_is_idle() -> None:
+    idle = {"began": None, "num_passes": 10, "pass_seconds": 1.0}
+    history = History(published(state(passes=idle), 99.4 + 0.9 * IDLE_SECONDS))
+    assert not history.is_idle()
+    history.add(published(state(passes=idle), 99.4 + 1.1 * IDLE_SECONDS))
+    assert history.is_idle() and history.rates.tokens_per_second == 0
+    assert "idle" in text_of(history)[1]
+
+
+def test_rates_are_differences() -> None:
+    first = {"passes": {"began": None, "pass_seconds": 0.0}, "stream": {"wait_seconds": 1.0, "held_seconds": 2.0}}
+    then = {"passes": {"began": None, "pass_seconds": 1.8}, "stream": {"wait_seconds": 1.4, "held_seconds": 3.0}}
+    history = History(published(state(**first, read={"nbytes": 5_000_000_000}), 100.0))
+    assert history.rates.read_bytes_per_second is None and history.rates.shares is None
+    history.add(published(state(**then, read={"nbytes": 7_000_000_000}), 102.0))
+    assert history.rates.read_bytes_per_second == pytest.approx(1e9)
+    shares = history.rates.shares
+    assert shares is not None
+    assert (shares.disk, shares.compute, shares.calls, shares.between) == pytest.approx((0.2, 0.5, 0.2, 0.1))
+    history.add(published(state(), 102.0))
+    assert history.rates.shares is shares, "the same moment again tells nothing new"
+
+
+def test_read_rates_are_bytes_over_wall_time_and_over_reading_time() -> None:
+    looks = [(100.0, 4_000_000_000, 1.0), (102.0, 6_200_000_000, 1.7), (104.0, 8_400_000_000, 2.4)]
+    histories = [published(state(read={"nbytes": n, "busy_seconds": busy}), clock) for clock, n, busy in looks]
+    history = History(histories[0])
+    for look in histories[1:]:
+        history.add(look)
+    assert history.rates.read_bytes_per_second == pytest.approx(4_400_000_000 / 4)
+    assert history.rates.reading_bytes_per_second == pytest.approx(8_400_000_000 / 2.4)
+    assert "1.10 of 2.20 probed (50%), 3.50 busy" in "\n".join(text_of(history))
+
+
+def test_cached_part_of_the_files_is_shown() -> None:
+    history = History(published(state(read={"nbytes": 1e9, "cached_bytes": 5e8}), 100.0))
+    assert "free memory" not in "\n".join(text_of(history))
+    read = {"nbytes": 5e9, "cached_bytes": 15e8, "cached_file_bytes": 12e8}
+    history.add(published(state(read=read), 102.0))
+    assert history.rates.cached_share == 0.25
+    assert "1.20 GB of the files in free memory; 25% of reads now" in "\n".join(text_of(history))
+
+
+def test_speeds_count_the_evaluation_of_lazy_calls() -> None:
+    """The calls of a model in memory return at once: a server showed 82678 prompt tokens/s."""
+    passes = {"num_tokens_in": 2010, "num_tokens_out": 10, "pass_seconds": 0.03, "decode_seconds": 0.01}
+    gaps = {"prompt_gap_seconds": 19.98, "decode_gap_seconds": 1.99}
+    rates = History(published(state(passes={**passes, **gaps}))).rates
+    assert rates.mean_prompt_tokens_per_second == pytest.approx(100)
+    assert rates.mean_tokens_per_second == pytest.approx(5)
+    passes = {"num_tokens_in": 512, "num_tokens_out": 0, "num_prompt_tokens": 0, "pass_seconds": 0.01}
+    assert History(published(state(passes=passes))).rates.mean_prompt_tokens_per_second is None
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 50)] * 4), min_size=2, max_size=20))
+def test_shares_add_up_whatever_the_counters_say(steps: list[tuple[float, ...]]) -> None:
+    history, clock = History(published(state(), 0.0)), 0.0
+    for step, wait, held, inside in steps:
+        clock += 0.01 + step
+        sections: Json = {"stream": {"wait_seconds": wait, "held_seconds": held}, "passes": {"pass_seconds": inside}}
+        history.add(published(state(**sections), clock))
+        shares = history.rates.shares
+        assert shares is not None
+        parts = (shares.disk, shares.compute, shares.calls, shares.between)
+        assert sum(parts) == pytest.approx(1) and min(parts) >= -1e-9
+
+
+def test_only_the_last_minute_is_remembered() -> None:
+    history = History(published(state(), 0.0))
+    for i in range(2000):
+        history.add(published(state(read={"nbytes": 1e9 * i}), 0.25 * (i + 1)))
+    assert len(history._samples) <= MINUTE / 0.25 + 2
+    assert history.series("read", 10) == pytest.approx([4e9] * 10)
+    early = History(published(state(), 0.0))
+    early.add(published(state(), 3.0))
+    assert early.series("footprint", 20) == [None] * 18 + [8e8] * 2
+
+
+# Drawing
+
+
+def test_sparklines_bars_and_strips() -> None:
+    assert sparkline([0, 0.5, 1, None], 1, ASCII) == "_=# "
+    assert sparkline([0, 0], 0, ASCII) == "__"
+    assert sparkline([-1e9, -0.3, 2], 1, ASCII) == "__#"
+    assert bar([1, 1, 2], 4, 8) == [2, 2, 4]
+    assert bar([3, 3], 4, 8) == [6, 2]
+    assert bar([1], 0, 8) == [0]
+    unit = [Unit("layer", 1, 1, name) for name in ("done", "done", "computing", "waiting", "waiting")]
+    assert strip(unit, 80, 3) == [["done", "done", "computing", "waiting", "waiting"]]
+    assert strip(unit, 3, 3) == [["done", "done", "computing"], ["waiting", "waiting"]]
+    assert strip(unit, 3, 1) == [["done", "computing", "waiting"]]
+    assert strip([], 3, 1) == []
+
+
+@given(num_units=st.integers(1, 3000), width=st.integers(1, 150), max_rows=st.integers(1, 4))
+def test_a_strip_fits_and_hides_no_computing_layer(num_units: int, width: int, max_rows: int) -> None:
+    found = [Unit("layer", 1, 1, "computing" if i == num_units // 2 else "waiting") for i in range(num_units)]
+    rows = strip(found, width, max_rows)
+    assert len(rows) <= max_rows and all(1 <= len(row) <= width for row in rows)
+    assert sum(row.count("computing") for row in rows) == 1
+
+
+def test_states_differ_without_colour() -> None:
+    for glyphs in (UNICODE, ASCII):
+        assert set(glyphs.states) == set(STATES)
+        assert len(set(glyphs.states.values())) == len(STATES)
+        assert len({*glyphs.parts, glyphs.rest}) == 7
+        assert all(len(glyph) == 1 for glyph in glyphs.states.values())
+    assert "".join([*ASCII.states.values(), ASCII.parts, ASCII.levels, ASCII.rest, ASCII.gap, ASCII.marker]).isascii()
+
+
+def test_encodings() -> None:
+    assert choose("utf-8") is choose("UTF8") is choose("utf_8") is UNICODE
+    assert choose("ascii") is choose("latin-1") is choose("ANSI_X3.4-1968") is ASCII
+
+
+def test_words_for_numbers() -> None:
+    assert [size(n) for n in (0, 9.4e6, 1.25e8, 2.5e9, 6.4e10)] == ["0 kB", "9.4 MB", "125 MB", "2.50 GB", "64.0 GB"]
+    assert [duration(s) for s in (0.02, 3.21, 100, 3700)] == ["20 ms", "3.2 s", "0:01:40", "1:01:40"]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_decoding", "kind"), [(8, 8, "decode"), (300, 7, "mixed")])
+def test_sequences_that_share_a_pass(num_tokens: int, num_decoding: int, kind: str) -> None:
+    shared = {"batch_size": 8, "num_tokens": num_tokens, "num_decoding": num_decoding, "last_seconds": 2.1}
+    before = {"num_tokens_out": 2, "last_ended": 97.3, **shared}
+    history = History(published(state(24, passes=before), 98.0))
+    history.add(published(state(24, passes={"num_tokens_out": 10, "last_ended": 99.4, **shared})))
+    (line,) = [line for line in text_of(history) if line.startswith("pass ")]
+    assert line.startswith(f"pass       12: {kind}, 8 sequences, 1 pass 2.1 s, 3.81 tok/s; ")
+
+
+@pytest.mark.parametrize("num_layers", [24, 80])
+def test_everything_is_on_a_screen_of_80_by_24(num_layers: int) -> None:
+    history = History(published(state(num_layers, passes={"num_tokens_out": 5, "last_ended": 97.0}), 98.0))
+    history.add(published(state(num_layers)))
+    lines = text_of(history)
+    text = "\n".join(lines)
+    assert len(lines) <= 24 and all(len(line) <= 80 for line in lines)
+    for words in (
+        "model      llama-big",
+        "pid 4321, 2.43 GB, ",
+        "tokens: 20 in, 10 out; running",
+        "pass       12: decode, 1 token, 500 ms; ",
+        f"{num_layers} layers",
+        "computing",
+        "2.08 now, mean 2.00, prompt 10.0",
+        "of 2.20 probed",
+        "disk wait",
+        "between calls",
+        "800 MB of 1.00 GB (80%), peak 850 MB",
+        "base 200 MB",
+        "pinned 321 MB (20 MB lent)",
+        "slots 200 MB",
+        "KV + activations 49 MB of 100 MB",
+        "MLX cache 50 MB",
+        "free 200 MB",
+        "active 550 MB, cache 50 MB, peak 600 MB",
+        "20.0 of 25.0 GB used (80%), swap 500 MB, pressure some 3% full 1%",
+        "q quits",
+    ):
+        assert words in text
+    cells = "".join(re.findall(r"[█·░▒▶─]+", "".join(lines[lines.index("") + 2 :][:3])))
+    assert all(glyph in cells for glyph in UNICODE.states.values())
+
+
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+@pytest.mark.parametrize("num_layers", [1, 24, 130, 1000])
+def test_a_frame_fits_every_terminal(num_layers: int, glyphs: Glyphs) -> None:
+    histories = [History(published(state(num_layers), pid=pid)) for pid in range(7)]
+    for history in histories:
+        history.add(published(state(num_layers), 101.0))
+    for width in (1, 2, 11, 12, 13, 30, 79, 80, 200, 500):
+        for height in (1, 5, 24, 60):
+            for chosen in (0, 6):
+                lines = text_of(*histories, chosen=chosen, on=canvas(width, height, glyphs))
+                assert len(lines) <= height and all(len(line) <= width for line in lines)
+                assert glyphs is UNICODE or "".join(lines).isascii()
+
+
+def test_60_columns_lose_no_words() -> None:
+    history = History(published(state(), 98.0))
+    history.add(published(state()))
+    wide, narrow = (text_of(history, on=canvas(width, None)) for width in (200, 60))
+    assert all(len(line) <= 60 for line in narrow)
+
+    def words(lines: list[str]) -> list[str]:
+        return [word for line in lines for word in line.split() if re.search(r"[0-9a-z]", word)]
+
+    assert words(narrow) == words(wide)
+
+
+def test_a_large_terminal_is_filled() -> None:
+    history = History(published(state(), 50.0))
+    for i in range(1, 200):
+        done = {"num_tokens_out": i, "last_ended": 50 + i * 0.25}
+        history.add(published(state(passes=done, read={"nbytes": 5e8 * i}), 50 + i * 0.25))
+    lines = text_of(history, on=canvas(200, 50))
+    assert 44 <= len(lines) <= 50 and max(map(len, lines)) > 180
+    assert sum(bool(line.strip()) for line in lines) >= 40
+    assert len(text_of(history, on=canvas(200, 24))) <= 24
+
+
+def test_charts_of_several_rows() -> None:
+    assert chart([0, 0.5, 1, None], 1, 1, ASCII) == [sparkline([0, 0.5, 1, None], 1, ASCII)]
+    assert chart([0, 0.5, 1, None], 1, 2, ASCII) == ["  # ", "_## "]
+    assert chart([0], 0, 3, ASCII) == [" ", " ", "_"]
+
+
+def test_an_engine_that_ended_keeps_its_last_figures(runtime: Path) -> None:
+    publisher = Publisher(lambda: state(), 0.05)
+    publisher.start()
+    watcher = Watcher()
+    while not watcher.histories:
+        watcher.look()
+    publisher.close()
+    watcher.look()
+    assert watcher.histories == [] and watcher.to_json() == []
+    args = app.make_parser().parse_args([])
+    lines = [line.plain for line in app.draw(watcher, args, Console(width=80), 24)]
+    assert "llama-big" in lines[0] and "tokens: 20 in, 10 out; ended " in lines[1]
+    watcher.look()
+    assert watcher.ended is not None
+    publisher = Publisher(lambda: state(model={"name": "next"}), 0.05)
+    publisher.start()
+    while not watcher.histories:
+        watcher.look()
+    assert watcher.ended is None
+    publisher.close()
+
+
+def test_the_final_state_of_an_engine_is_shown(runtime: Path) -> None:
+    name = "first"
+    publisher = Publisher(lambda: state(model={"name": name}), 60)
+    publisher.start()
+    watcher = Watcher()
+    while not watcher.histories:
+        watcher.look()
+    name = "last"
+    publisher.close()
+    watcher.look()
+    assert watcher.histories == [] and watcher.ended is not None
+    assert watcher.ended.latest.state["model"]["name"] == "last"
+
+
+def test_several_engines_are_listed() -> None:
+    histories = [History(published(state(model={"name": f"model-{i}"}), pid=100 + i)) for i in range(3)]
+    lines = text_of(*histories, chosen=1)
+    assert [bool(re.search(rf"{100 + i} .*model-{i}", line)) for i, line in enumerate(lines[:3])] == [True] * 3
+    assert [line.startswith("▶") for line in lines[:3]] == [False, True, False]
+    assert lines[3] == "model      model-1"
+    assert len(lines) <= 24
+
+
+def test_each_rank_has_a_line() -> None:
+    speeds = {"tokens_per_second": 1.25, "read_bytes_per_second": 4.5e8, "waiting_share": 0.4}
+    each = [{"layers": [[i, i + 1] for i in range(0, 24, 2)], **speeds}, {"layers": [[1, 3], [23, 24]]}]
+    lines = text_of(History(published(state(ranks={"rank": 0, "each": each}))))
+    at = next(i for i, line in enumerate(lines) if line.startswith("ranks"))
+    assert lines[at : at + 2] == [
+        "ranks      0: layers 0, 2, ... (12); 1.25 tokens/s, read 0.45 GB/s, waits 40%",
+        "           1: layers 1-2, 23; - tokens/s, read - GB/s, waits -",
+    ]
+
+
+def test_a_newer_version_is_told() -> None:
+    text = "\n".join(text_of(History(published({"model": {"name": "new"}}, schema=SCHEMA + 1))))
+    assert f"schema {SCHEMA + 1}, known here: {SCHEMA}" in text
+
+
+def test_a_silent_engine_is_told() -> None:
+    assert "silent for 30" in text_of(History(published(state(), written=time.time() - 30)))[1]
+
+
+def test_a_budget_that_is_broken_is_not_hidden() -> None:
+    text = "\n".join(text_of(History(published(state(memory={"footprint": 1_200_000_000})))))
+    assert "1.20 GB of 1.00 GB (120%)" in text
+
+
+def test_names_cannot_move_the_cursor_or_carry_markup() -> None:
+    name = "a\x1b[2Jb\n\r\x07\u202ec\x9b1m[bold]d[/]\u200b"
+    assert printable(name) == "a?[2Jb????c?1m[bold]d[/]?"
+    history = History(published(state(model={"name": name})))
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, markup=False)
+    print_lines(console, frame([history], 0, MACHINE, canvas()))
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())  # type: ignore[attr-defined]
+    assert "\x1b" not in shown and "\r" not in shown and "\u202e" not in shown
+    assert "[bold]d[/]" in shown
+
+
+SECTIONS = ("model", "units", "plan", "passes", "stream", "read", "memory", "ranks")
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    garbage=st.dictionaries(st.sampled_from(SECTIONS), JSON, max_size=7),
+    fields=st.dictionaries(
+        st.sampled_from(
+            ["began", "num_passes", "pass_seconds", "budget_bytes", "footprint", "state", "name", "nbytes"]
+        ),
+        JSON,
+    ),
+)
+@example(garbage={}, fields={"footprint": -1214285715.0})
+@example(garbage={"ranks": {"each": [{"layers": [[0, 10**400], [1], "a"], "waiting_share": "b"}, 3]}}, fields={})
+def test_no_state_makes_it_crash(garbage: Json, fields: Json) -> None:
+    told = {**state(), **garbage}
+    for section in ("passes", "plan", "memory", "read", "model"):
+        if isinstance(told[section], dict):
+            told[section] = {**told[section], **fields}
+    history = History(published({}, 99.0))
+    history.add(published(told, 100.0))
+    for on in (canvas(), canvas(20, 5, ASCII)):
+        assert all(len(line) <= on.width for line in text_of(history, on=on))
+    assert json.dumps(asdict(history.rates), allow_nan=False)
+
+
+def test_system_memory_is_the_systems() -> None:
+    found = system.system_memory()
+    assert found.total == psutil.virtual_memory().total
+    assert 0 < found.available <= found.total
+
+
+def test_pressure_from_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "memory"
+    file.write_text("some avg10=12.60 avg60=0.00 avg300=0.00 total=5\nfull avg10=3.00 avg60=0.00 avg300=0.00 total=1\n")
+    monkeypatch.setattr(system, "_PRESSURE", file)
+    assert system._linux_pressure() == "some 13% full 3%"
+    file.unlink()
+    assert system._linux_pressure() is None
+
+
+# The command
+
+
+@pytest.fixture
+def engine() -> Iterator[Publisher]:
+    """An engine that tells a state of which the clock and a counter move."""
+    began = time.perf_counter()
+
+    def collect() -> Json:
+        done = int((time.perf_counter() - began) / 0.05)
+        passes = {"num_tokens_out": done, "last_ended": began + done * 0.05, "began": began + done * 0.05}
+        return state(passes=passes, read={"nbytes": done * 50_000_000})
+
+    publisher = Publisher(collect, 0.05)
+    publisher.start()
+    yield publisher
+    publisher.close()
+
+
+def test_without_an_engine_it_says_so() -> None:
+    done = run("--once")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no engine is running. Hint: " in done.stderr
+    assert run("--once", "--json").returncode == 1
+
+
+def test_one_frame(engine: Publisher) -> None:
+    done = run("--once")
+    assert done.returncode == 0, done.stderr
+    assert "llama-big" in done.stdout and "\x1b" not in done.stdout
+    assert 10 < float(re.findall(r"([0-9.]+) now", done.stdout)[0]) < 30
+    assert 0.3 < float(re.findall(r"([0-9.]+) of 2.20 probed", done.stdout)[0]) < 2
+
+
+def test_one_frame_in_ascii(engine: Publisher) -> None:
+    for done in (run("--once", PYTHONIOENCODING="ascii"), run("--once", "--ascii")):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.isascii() and "> computing" in done.stdout
+
+
+def test_json(engine: Publisher) -> None:
+    done = run("--once", "--json")
+    (line,) = done.stdout.splitlines()
+    told = json.loads(line)
+    assert (told["schema"], told["pid"], told["model"]["name"]) == (SCHEMA, os.getpid(), "llama-big")
+    assert 10 < told["rates"]["tokens_per_second"] < 30
+    assert sum(told["rates"]["shares"].values()) == pytest.approx(1)
+    assert told["system"]["total"] > 0 and len(told["units"]) == 24
+
+
+def test_json_line_by_line_until_the_pipe_closes(engine: Publisher) -> None:
+    command = [sys.executable, "-m", "mlx_flash.monitor", "--json", "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        clocks = [json.loads(process.stdout.readline())["clock"] for _ in range(3)]
+        process.stdout.close()
+        assert process.wait(timeout=30) == 141
+        assert process.stderr.read() == ""
+    assert clocks == sorted(set(clocks))
+
+
+def test_a_process_is_chosen_by_its_number(engine: Publisher) -> None:
+    assert run("--once", "--pid", os.getpid()).returncode == 0
+    done = run("--once", "--pid", os.getppid())
+    assert done.returncode == 1
+    assert f"no engine is running in process {os.getppid()} (running: {os.getpid()})" in done.stderr
+
+
+def test_a_folder_that_is_not_private_is_one_line_of_error(runtime: Path) -> None:
+    (runtime / "mlx-flash").mkdir()
+    (runtime / "mlx-flash").chmod(0o755)
+    done = run("--once")
+    assert done.returncode == 1
+    assert re.fullmatch(r"flash-monitor: error: .* can be used by others .*\n", done.stderr)
+
+
+@pytest.mark.parametrize("flag", [["--interval", "0"], ["--interval", "nan"], ["--interval", "x"], ["--pid", "x"]])
+def test_wrong_flags(flag: list[str]) -> None:
+    with contextlib.redirect_stderr(io.StringIO()), pytest.raises(SystemExit) as caught:
+        app.main(flag)
+    assert caught.value.code == 2
+
+
+def test_it_needs_no_mlx() -> None:
+    program = "import sys, mlx_flash.monitor.app; print({'mlx', 'mlx.core', 'numpy', 'mlx_lm'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "set()\n"
+
+
+def test_a_dumb_terminal_gets_frames_one_after_the_other(engine: Publisher) -> None:
+    command = [sys.executable, "-m", "mlx_flash.monitor", "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(40)]
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(timeout=30) == 0
+    assert sum(line.startswith("model ") for line in lines) >= 2
+    assert "\x1b" not in "".join(lines)
+
+
+# In a real terminal, with a real engine
+
+ENGINE = """
+import sys, time
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_flash import BudgetError, FlashConfig, load_model
+from mlx_flash.streaming.stream import WeightStream
+acquire = WeightStream.acquire
+WeightStream.acquire = lambda *args: (time.sleep(0.005), acquire(*args))[1]  # a slow disk: the processor is free
+model, least = None, 0
+while model is None:  # planning grows the process, and so what it needs at least
+    try:
+        model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=least / 1e9 + 0.003, context_length=256))
+    except BudgetError as error:
+        least = error.minimum_bytes
+print("ready", flush=True)
+while True:
+    cache = make_prompt_cache(model)
+    for tokens in [list(range(20)), *[[7]] * 100]:
+        mx.eval(model(mx.array([tokens]), cache=cache))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("tiny") / "tiny-model", {**LLAMA, "num_hidden_layers": 24}, mx.bfloat16)
+
+
+@contextlib.contextmanager
+def running_engine(model: Path, runtime: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that generates all the time."""
+    command = [sys.executable, "-c", ENGINE, str(model)]
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(runtime)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def long_running(model: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """One engine for several tests, and its runtime folder."""
+    runtime = model.parent
+    with running_engine(model, runtime) as process:
+        yield process, runtime
+
+
+@pytest.fixture
+def generating(
+    long_running: tuple[subprocess.Popen[str], Path], runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> subprocess.Popen[str]:
+    """That engine, where monitors look."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long_running[1]))
+    return long_running[0]
+
+
+class Tmux:
+    """A terminal of 80 columns and 24 lines with a shell in it."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self._command = ["tmux", "-u", "-S", str(folder / "tmux"), "-f", "/dev/null"]
+        env = {**os.environ, **environment, "PS1": "shell> ", "LC_ALL": "C.UTF-8"}
+        size = ["-x", "80", "-y", "24"]
+        subprocess.run(
+            [*self._command, "new-session", "-d", *size, "env", "-u", "ENV", "sh", "-i"], check=True, env=env
+        )
+        self.wait_for("shell>")
+
+    def do(self, *arguments: str) -> str:
+        return subprocess.run([*self._command, *arguments], check=True, capture_output=True, text=True).stdout
+
+    def type(self, text: str) -> None:
+        self.do("send-keys", "-l", text)
+        self.do("send-keys", "Enter")
+
+    def screen(self, *flags: str) -> list[str]:
+        return self.do("capture-pane", "-p", *flags).split("\n")[:-1]
+
+    def wait_for(self, pattern: str, seconds: float = 30.0) -> str:
+        end = time.monotonic() + seconds
+        while True:
+            text = "\n".join(self.screen())
+            if re.search(pattern, text, re.MULTILINE):
+                return text
+            assert time.monotonic() < end, f"no {pattern!r} on the screen:\n{text}"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., Tmux]]:
+    if shutil.which("tmux") is None:
+        pytest.skip("needs tmux, a terminal that a program can look at")
+    started = []
+
+    def start(**environment: str) -> Tmux:
+        started.append(Tmux(tmp_path, environment))
+        return started[-1]
+
+    yield start
+    for tmux in started:
+        tmux.do("kill-server")
+
+
+MONITOR = f"{sys.executable} -m mlx_flash.monitor"
+
+
+def test_in_a_terminal(generating: subprocess.Popen[str], terminal: Any) -> None:
+    tmux = terminal()
+    tmux.type("echo before")
+    tmux.type(MONITOR)
+    text = tmux.wait_for(r"tokens/s .* [0-9.]*[1-9][0-9.]* now")
+    lines = tmux.screen()
+    assert lines[0].startswith("model      tiny-model")
+    assert len(lines) == 24 and lines[-1] == ""
+    assert f"pid {generating.pid}" in text and "running" in text
+    assert re.search(r"^24 layers  [█·░▒▶─]{50,68}$", text, re.MULTILINE)
+    assert re.search(r"[0-9.]+ of [0-9.]+ probed \([0-9]+%\)", text)
+    strips, end = set(), time.monotonic() + 30
+    while len(strips) <= 3:
+        assert time.monotonic() < end, f"progress does not move: {strips}"
+        strips.update(line for line in tmux.screen() if line.startswith("24 layers"))
+        time.sleep(0.1)
+    tmux.do("send-keys", "q")
+    after = tmux.wait_for(r"shell>\s*\Z")
+    assert "before" in after and "tiny-model" not in after
+    tmux.type("echo icanon=$(stty -a | grep -c ' icanon')")
+    tmux.wait_for(r"icanon=1$")
+
+
+@pytest.mark.parametrize("ending", ["C-c", "TERM"])
+def test_the_terminal_is_as_before(ending: str, generating: subprocess.Popen[str], terminal: Any) -> None:
+    tmux = terminal()
+    tmux.type(f"{MONITOR}; echo status $?")
+    tmux.wait_for("tiny-model")
+    if ending == "TERM":
+        (monitor,) = [p for p in psutil.process_iter(["ppid"]) if is_monitor_of(p, tmux)]
+        monitor.terminate()
+        tmux.wait_for(r"^status 143$")
+    else:
+        tmux.do("send-keys", ending)
+        tmux.wait_for(r"^status 0$")
+    tmux.type("stty -a | grep -c ' icanon'")
+    tmux.wait_for(r"^1$")
+    assert tmux.do("display", "-p", "#{alternate_on} #{cursor_flag}").split() == ["0", "1"]
+
+
+def is_monitor_of(process: psutil.Process, tmux: Tmux) -> bool:
+    return process.info["ppid"] == int(tmux.do("display", "-p", "#{pane_pid}"))
+
+
+def test_a_terminal_of_another_size(generating: subprocess.Popen[str], terminal: Any) -> None:
+    tmux = terminal()
+    tmux.type(MONITOR)
+    tmux.wait_for("tiny-model")
+    for width, height in [(30, 8), (1, 1), (200, 50), (80, 24)]:
+        tmux.do("resize-window", "-x", str(width), "-y", str(height))
+        time.sleep(4 * INTERVAL_SECONDS)
+    text = tmux.wait_for(r"tokens/s .* [0-9.]*[1-9][0-9.]* now")
+    assert text.startswith("model      tiny-model")
+    assert text.count("tiny-model") == 1
+    tmux.do("send-keys", "q")
+    tmux.wait_for(r"shell>\s*\Z")
+
+
+def test_without_colours(generating: subprocess.Popen[str], terminal: Any) -> None:
+    tmux = terminal()
+    for command, colours in [(MONITOR, True), (f"NO_COLOR=1 {MONITOR}", False), (f"{MONITOR} --no-color", False)]:
+        tmux.type(command)
+        tmux.wait_for(r"^24 layers .*[─▶░]")
+        assert bool(re.search(r"\x1b\[[0-9;]*3[0-7]m", "\n".join(tmux.screen("-e")))) == colours
+        tmux.do("send-keys", "q")
+        tmux.wait_for(r"shell>\s*\Z")
+
+
+def test_a_dumb_terminal(generating: subprocess.Popen[str], terminal: Any) -> None:
+    tmux = terminal()
+    tmux.type(f"TERM=dumb {MONITOR} --interval 0.3")
+    tmux.wait_for("tiny-model")
+    time.sleep(1)
+    tmux.do("send-keys", "C-c")
+    text = tmux.wait_for(r"shell>\s*\Z")
+    assert "tiny-model" in text
+
+
+def test_it_waits_for_an_engine_and_outlives_it(model: Path, terminal: Any) -> None:
+    tmux = terminal()
+    tmux.type(MONITOR)
+    tmux.wait_for("No engine is running; waiting.")
+    with subprocess.Popen([sys.executable, "-c", ENGINE, str(model)], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        tmux.wait_for(r"tokens: [1-9]\d* in, [1-9]\d* out")
+        process.kill()
+    text = tmux.wait_for(r"ended [0-9.]+ m?s ago")
+    assert "tiny-model" in text and re.search(r"tokens: [1-9]\d* in, [1-9]\d* out", text)
+    tmux.do("send-keys", "q")
+
+
+def test_a_killed_engine_is_cleaned_up(model: Path, runtime: Path) -> None:
+    with running_engine(model, runtime) as process:
+        assert run("--once").returncode == 0
+        process.kill()
+        process.wait()
+        assert len(list((runtime / "mlx-flash").glob("*.json"))) == 1
+        done = run("--once")
+        assert done.returncode == 1 and "no engine is running" in done.stderr
+        assert list((runtime / "mlx-flash").iterdir()) == []
+
+
+def test_it_takes_little_of_a_processor(generating: subprocess.Popen[str], terminal: Any) -> None:
+    tmux = terminal()
+    tmux.type(MONITOR)
+    tmux.wait_for("tiny-model")
+    (monitor,) = [p for p in psutil.process_iter(["ppid"]) if is_monitor_of(p, tmux)]
+    before = monitor.cpu_times()
+    time.sleep(4)
+    after = monitor.cpu_times()
+    assert (after.user + after.system - before.user - before.system) / 4 < 0.06
+    tmux.do("send-keys", "q")
+
+
+def test_guesses_are_told_once_there_are_some() -> None:
+    passes = {"num_passes": 7, "began": None, "num_guessed": 0, "num_right": 0}
+    assert pass_words(facts.read({"passes": passes}), 0.0, None, []) == "7 done"
+    guessing = {**passes, "num_guessed": 24, "num_right": 15}
+    assert pass_words(facts.read({"passes": guessing}), 0.0, None, []) == "7 done, 15 of 24 guesses right"

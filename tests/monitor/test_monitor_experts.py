@@ -1,0 +1,384 @@
+"""The monitor shows what a pool of experts holds and does, and is silent where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_flash.monitor.glyphs import ASCII, UNICODE, Glyphs
+from mlx_flash.monitor.history import MINUTE, History
+from mlx_flash.telemetry import SCHEMA, Json
+from monitored import JSON, canvas, published, run, runtime, state, text_of
+
+__all__ = ["runtime"]  # a fixture that pytest finds by its name here
+
+GB = 1_000_000_000
+SLOT = 5_000_000
+LAYERS, TOP_K = 8, 4
+
+
+def pool(**changes: Any) -> Json:
+    told: Json = {
+        "num_calls": 0,
+        "num_full": 0,
+        "num_routed": 0,
+        "num_hits": 0,
+        "num_predicted": 0,
+        "num_predicted_right": 0,
+        "num_evicted": 0,
+        "read_bytes": 0,
+        "wait_seconds": 0.0,
+        "num_slots": 420,
+        "slot_bytes": SLOT,
+        "num_resident": 412,
+        "num_experts": 3072,
+        "expert_bytes": SLOT - 1000,
+    }
+    return {**told, **changes}
+
+
+def told(clock: float, tokens: float, ended: float, experts: Any, **sections: Any) -> Any:
+    passes = {"num_tokens_in": tokens, "num_tokens_out": tokens, "last_ended": ended, "began": ended}
+    return published(state(experts=experts, passes=passes, **sections), clock)
+
+
+def history_of(first: Any, *others: Any) -> History:
+    history = History(first)
+    for other in others:
+        history.add(other)
+    return history
+
+
+def two_looks() -> History:
+    """Four tokens in a second: 128 experts needed, 96 in the pool, of which 20 of 25 predicted."""
+    before = pool(num_routed=1000, num_hits=100, num_predicted=50, num_predicted_right=5, read_bytes=7 * GB)
+    after = pool(num_routed=1128, num_hits=196, num_predicted=75, num_predicted_right=25, read_bytes=7_285_000_000)
+    before["wait_seconds"], after["wait_seconds"] = 3.0, 3.25
+    return history_of(told(100.0, 30, 99.9, before), told(101.0, 34, 100.9, after))
+
+
+def lines_of(history: History, width: int = 80, height: int | None = 24, glyphs: Glyphs = UNICODE) -> list[str]:
+    return text_of(history, on=canvas(width, height, glyphs))
+
+
+def line_of(history: History, label: str) -> str:
+    (line,) = [line for line in lines_of(history) if line.startswith(label)]
+    return line
+
+
+# Rates
+
+
+def test_two_looks_a_second_apart() -> None:
+    rates = two_looks().rates.experts
+    assert rates is not None
+    assert rates.hit_rate == pytest.approx(96 / 128)
+    assert rates.predicted_right == pytest.approx(20 / 25)
+    assert rates.read_per_token == pytest.approx((32 + 25) / 4)
+    assert rates.reused_per_token == pytest.approx((96 - 20) / 4)
+    assert rates.read_bytes_per_token == pytest.approx(285_000_000 / 4)
+    assert rates.wait_share == pytest.approx(0.25)
+
+
+def looks(seconds_per_token: float, until: float) -> Iterator[Any]:
+    """An engine at work, looked at four times a second: every layer needs four experts, and reads the odd ones."""
+    for i in range(int(until / 0.25)):
+        clock = 10.1 + i * 0.25
+        done, under_way = divmod((clock - 10.0) / seconds_per_token, 1)
+        calls = int(done) * LAYERS + int(under_way * LAYERS)
+        layers = [call % LAYERS for call in range(calls)]
+        hits = sum(TOP_K if layer < LAYERS // 2 else 1 for layer in layers)
+        numbers = pool(num_routed=TOP_K * calls, num_hits=hits, read_bytes=(TOP_K * calls - hits) * SLOT)
+        yield told(clock, int(done), 10.0 + done * seconds_per_token if done else 0.0, numbers)
+
+
+@pytest.mark.parametrize("seconds_per_token", [0.04, 1.3, 7.3])
+def test_rates_are_those_of_whole_tokens_however_seldom_they_come(seconds_per_token: float) -> None:
+    """The second half of the layers hits seldom: rates over parts of a token would go up and down."""
+    first, *others = looks(seconds_per_token, 50)
+    history, seen = History(first), 0
+    for other in others:
+        history.add(other)
+        rates = history.rates.experts
+        assert rates is not None
+        if other.state["passes"]["num_tokens_in"] >= 2 and other.clock > 20:
+            seen += 1
+            close = 0.06 if seconds_per_token < 1.3 else 0.3 / seconds_per_token
+            assert rates.hit_rate == pytest.approx(20 / 32, rel=close)
+            assert rates.read_per_token is None or rates.read_per_token == pytest.approx(12, rel=close)
+            assert rates.read_bytes_per_token == pytest.approx(12 * SLOT, rel=close)
+    assert seen > 50
+
+
+def test_a_slow_model_seen_only_twice() -> None:
+    """A call took 7 s, and the second before its end is all that was seen: the bytes of a call are 7 times those."""
+    before, after = pool(read_bytes=6 * GB), pool(read_bytes=7 * GB)
+    rates = history_of(told(100.0, 4, 93.5, before), told(101.0, 5, 100.5, after)).rates.experts
+    assert rates is not None and rates.read_bytes_per_token == pytest.approx(7 * GB)
+
+
+def test_before_the_first_call_has_ended() -> None:
+    """A long prompt: shares are known, what a token costs is not."""
+    before, after = pool(num_routed=10, num_hits=1), pool(num_routed=30, num_hits=6, read_bytes=GB, wait_seconds=1.5)
+    history = history_of(told(100.0, 0, 0.0, before), told(102.0, 0, 0.0, after))
+    rates = history.rates.experts
+    assert rates is not None
+    assert (rates.hit_rate, rates.wait_share) == (0.25, 0.75)
+    assert rates.read_per_token is rates.reused_per_token is rates.read_bytes_per_token is None
+    assert line_of(history, "experts") == "experts    per token - read (-), - reused; waited 75% of the time"
+
+
+def test_a_change_is_seen_within_seconds() -> None:
+    """Half a minute in which nothing is in the pool, then everything."""
+    history = History(told(100.0, 1, 99.9, pool()))
+    for i in range(1, 160):
+        routed, hits = i * 32, max(0, i - 120) * 32
+        history.add(told(100.0 + i * 0.25, 1 + i, 99.9 + i * 0.25, pool(num_routed=routed, num_hits=hits)))
+        rates = history.rates.experts
+        assert rates is not None
+        assert rates.hit_rate == (0 if i <= 120 else pytest.approx(1 if i > 136 else (i - 120) / 16))
+
+
+def test_tokens_of_prompts_count() -> None:
+    rates = history_of(
+        told(100.0, 10, 99.9, pool()),
+        told(101.0, 522, 100.9, pool(num_routed=1024, num_predicted=0, num_hits=0, read_bytes=512 * SLOT)),
+    ).rates.experts
+    assert rates is not None
+    assert rates.read_per_token == pytest.approx(2) and rates.read_bytes_per_token == pytest.approx(SLOT)
+
+
+def test_one_look_tells_no_rates() -> None:
+    rates = History(told(100.0, 30, 99.9, pool(num_routed=1000, num_hits=100))).rates.experts
+    assert rates is not None and set(asdict(rates).values()) == {None}
+
+
+def test_an_idle_engine_keeps_the_last_tokens_and_then_forgets_them() -> None:
+    history = two_looks()
+    latest = dict(history.latest.state["experts"])
+    for i in range(1, 300):
+        history.add(told(101.0 + i * 0.25, 34, 100.9, latest))
+        rates = history.rates.experts
+        assert rates is not None
+        assert rates.hit_rate == (pytest.approx(0.75) if i * 0.25 <= MINUTE - 1 else None)
+        assert i < 20 or rates.wait_share == 0
+
+
+def test_waits_for_experts_are_waits_for_the_disk() -> None:
+    """They lie within the time in which a layer's other weights are held."""
+    shares = []
+    for waited in (0.0, 0.5, 0.9):
+        sections = [{"stream": {"wait_seconds": 1.0 + i / 10, "held_seconds": 2.0 + i * 0.8}} for i in range(2)]
+        looks = [told(100.0 + i, 4, 99.5, pool(wait_seconds=i * waited), **sections[i]) for i in range(2)]
+        found = history_of(*looks).rates.shares
+        assert found is not None
+        shares.append((found.disk, found.compute, found.calls + found.between))
+    assert shares == [pytest.approx(share) for share in ((0.1, 0.8, 0.1), (0.6, 0.3, 0.1), (1.0, 0.0, 0.0))]
+
+
+# Drawing
+
+
+def test_two_lines() -> None:
+    history = two_looks()
+    assert line_of(history, "pool") == "pool       412 of 3072 experts in 2.10 GB; hits 75%, predicted right 80%"
+    words = "experts    per token 14.2 read (71 MB), 19.0 reused; waited 25% of the time"
+    assert line_of(history, "experts") == words
+    lines = lines_of(history)
+    assert [line.split(" ")[0] for line in lines if re.match("time|pool|experts|budget", line)] == [
+        "time",
+        "pool",
+        "experts",
+        "budget",
+    ]
+
+
+@pytest.mark.parametrize("experts", [{}, {"experts": None}, {"experts": 3}, {"experts": [pool()]}, {"experts": "412"}])
+def test_nothing_without_a_pool(experts: Json) -> None:
+    plain = history_of(published(state(), 100.0), published(state(), 101.0))
+    history = history_of(published(state(**experts), 100.0), published(state(**experts), 101.0))
+    assert history.rates == plain.rates and history.rates.experts is None
+    assert lines_of(history) == lines_of(plain)
+    assert "experts" not in "\n".join(lines_of(history))
+
+
+def test_an_engine_that_loads_its_pool_later() -> None:
+    rates = history_of(told(100.0, 30, 99.9, None), told(101.0, 34, 100.9, pool(num_routed=9))).rates.experts
+    assert rates is not None and set(asdict(rates).values()) == {None}
+
+
+def test_the_pool_is_a_part_of_the_budget() -> None:
+    for glyphs in (UNICODE, ASCII):
+        plain = lines_of(two_looks(), glyphs=glyphs)
+        told_plan = {"budget_bytes": 4 * GB}
+        memory = {"footprint": 3_000_000_000, "active": 2_700_000_000, "lent": 0, "pool": 2_100_000_000}
+        history = History(published(state(experts=pool(), plan=told_plan, memory=memory)))
+        lines = lines_of(history, glyphs=glyphs)
+        glyph = glyphs.parts[5]
+        at = next(i for i, line in enumerate(lines) if line.startswith("budget"))
+        cells = lines[at + 1][11:]
+        assert cells.count(glyph) == pytest.approx(len(cells) * 2.1 / 4, abs=1.5)
+        in_order = [glyphs.parts[i] for i in (0, 1, 2, 5, 3, 4)]
+        assert [key for key in dict.fromkeys(cells) if key != glyphs.rest] == in_order
+        assert f"{glyphs.parts[2]} slots 200 MB  {glyph} experts 2.10 GB" in lines[at + 2]
+        assert not any(f"{glyph} experts" in line for line in plain)
+
+
+@pytest.mark.parametrize("nothing", [0, None, -5, float("nan"), "many", True, [], {}])
+def test_no_part_without_bytes(nothing: Any) -> None:
+    assert lines_of(History(published(state(memory={"pool": nothing})))) == lines_of(History(published(state())))
+
+
+@pytest.mark.parametrize("num_layers", [24, 94, 1000])
+def test_large_numbers_are_on_a_screen_of_80_by_24(num_layers: int) -> None:
+    sizes = {
+        "pinned_bytes": 12.3e9,
+        "slots_bytes": 2.1e9,
+        "kv_bytes": 2.2e9,
+        "budget_bytes": 96e9,
+    }
+    memory = {"footprint": 90e9, "active": 80e9, "cache": 1.2e9, "kv_and_activations": 1.1e9, "peak_footprint": 91e9}
+    memory["pool"] = 64.2e9
+    numbers = {"num_experts": 12_032, "num_resident": 11_032, "num_slots": 12_840}
+    before, after = pool(**numbers), pool(**numbers, num_routed=15_000, num_hits=8_000, num_predicted=900)
+    after |= {"num_predicted_right": 900, "read_bytes": 24e9, "wait_seconds": 5.0}
+    history = history_of(
+        *(told(*look, plan=sizes, memory=memory) for look in ((100.0, 30, 99.9, before), (101.0, 34, 100.9, after)))
+    )
+    history.latest.state["units"] = state(num_layers)["units"]
+    text = "\n".join(lines_of(history))
+    assert len(lines_of(history)) <= 24
+    for words in (
+        "11032 of 12032 experts in 64.2 GB; hits 53%, predicted right 100%",
+        "per token 1975 read (6.00 GB), 1775 reused; waited 100% of the time",
+        "pinned 12.3 GB",
+        "slots 2.10 GB",
+        "experts 64.2 GB",
+        "MLX cache 1.20 GB",
+        "KV + activations 1.10 GB of 2.21 GB",
+        "free 6.00 GB",
+        "MLX        active 80.0 GB",
+        "q quits",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+def test_a_frame_fits_every_terminal(glyphs: Glyphs) -> None:
+    history = two_looks()
+    history.latest.state["plan"]["pool_bytes"] = 2_100_000_000
+    for width in (1, 11, 12, 13, 30, 79, 80, 200):
+        for height in (1, 5, 24, 60, None):
+            lines = lines_of(history, width, height, glyphs)
+            assert all(len(line) <= width for line in lines)
+            assert height is None or len(lines) <= height
+            assert glyphs is UNICODE or "".join(lines).isascii()
+
+
+# Nothing in the file is trusted
+
+UNKNOWN = [None, -1, -0.5, float("nan"), float("inf"), 10**400, True, "7", [7], {"n": 7}]
+
+
+@pytest.mark.parametrize("value", UNKNOWN)
+@pytest.mark.parametrize(
+    ("key", "label", "words"),
+    [
+        ("num_resident", "pool", "- of 3072 experts"),
+        ("num_experts", "pool", "412 of - experts"),
+        ("num_slots", "pool", "in -;"),
+        ("slot_bytes", "pool", "in -;"),
+        ("num_routed", "pool", "hits -, predicted right 80%"),
+        ("num_hits", "pool", "hits -, predicted right 80%"),
+        ("num_predicted", "pool", "hits 75%, predicted right -"),
+        ("num_predicted_right", "pool", "hits 75%, predicted right -"),
+        ("num_predicted", "experts", "per token - read (71 MB), 19.0 reused"),
+        ("num_predicted_right", "experts", "per token 14.2 read (71 MB), - reused"),
+        ("read_bytes", "experts", "per token 14.2 read (-), 19.0 reused"),
+        ("wait_seconds", "experts", "waited - of the time"),
+    ],
+)
+def test_what_is_not_a_number_is_unknown(key: str, label: str, words: str, value: Any) -> None:
+    whole = two_looks()
+    latest = whole.latest.state
+    for experts in ({**latest["experts"], key: value}, {k: v for k, v in latest["experts"].items() if k != key}):
+        first = pool(num_routed=1000, num_hits=100, num_predicted=50, num_predicted_right=5, read_bytes=7 * GB)
+        history = history_of(told(100.0, 30, 99.9, {**first, "wait_seconds": 3.0}), told(101.0, 34, 100.9, experts))
+        assert words in line_of(history, label)
+        assert history.rates.shares is not None
+
+
+def test_a_counter_that_goes_back_is_unknown() -> None:
+    history = history_of(told(100.0, 30, 99.9, pool(read_bytes=GB)), told(101.0, 34, 100.9, pool(read_bytes=5)))
+    assert "read (-)" in line_of(history, "experts")
+
+
+def test_shares_are_at_most_1() -> None:
+    """A counter of parts that moved after that of the whole was looked at."""
+    after = pool(num_routed=32, num_hits=33, num_predicted=4, num_predicted_right=5, wait_seconds=1.1)
+    rates = history_of(told(100.0, 30, 99.9, pool()), told(101.0, 34, 100.9, after)).rates.experts
+    assert rates is not None
+    assert rates.hit_rate == rates.predicted_right == rates.wait_share == 1
+    assert rates.read_per_token is None
+
+
+def test_less_than_a_token_is_no_token() -> None:
+    after = pool(num_routed=32, read_bytes=GB)
+    history = history_of(told(100.0, 0, 99.9, pool()), told(101.0, 1e-300, 100.9, after))
+    rates = history.rates.experts
+    assert rates is not None and rates.read_per_token is rates.read_bytes_per_token is None
+
+
+NUMBERS = st.integers(-5, 50) | st.floats(0, 1e18) | st.sampled_from([5e-324, 1e-300, 10**400, -0.0])
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_no_state_makes_it_crash(data: st.DataObject) -> None:
+    values = NUMBERS | JSON
+    history = History(published(state(experts=pool()), 0.0))
+    clock = 0.0
+    for _ in range(3):
+        keys = st.sampled_from(sorted(pool()))
+        experts = data.draw(JSON | st.dictionaries(keys, values).map(lambda changes: pool(**changes)))
+        passes = data.draw(st.dictionaries(st.sampled_from(["num_tokens_in", "last_ended", "began"]), values))
+        plan = {"pool_bytes": data.draw(values)}
+        clock += data.draw(st.floats(1e-5, 100))
+        history.add(published(state(experts=experts, passes=passes, plan=plan), clock))
+        for on in (canvas(), canvas(20, 5, ASCII)):
+            assert all(len(line) <= on.width for line in text_of(history, on=on))
+        assert json.dumps(asdict(history.rates), allow_nan=False)
+        shares, rates = history.rates.shares, history.rates.experts
+        assert shares is not None and sum(asdict(shares).values()) == pytest.approx(1)
+        for share in (rates.hit_rate, rates.predicted_right, rates.wait_share) if rates else ():
+            assert share is None or 0 <= share <= 1
+
+
+# The command
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_json_of_a_file_with_numbers_that_json_has_not(runtime: Path, number: str) -> None:
+    me = psutil.Process()
+    told_state = {**state(experts=pool(num_hits="HERE"))}
+    envelope = {"pid": me.pid, "number": 0, "schema": SCHEMA, "started": me.create_time(), "written": time.time()}
+    text = json.dumps({**envelope, "clock": 100.0, "state": told_state}).replace('"HERE"', number)
+    (runtime / "mlx-flash").mkdir(mode=0o700)
+    (runtime / "mlx-flash" / f"{os.getpid()}-0.json").write_text(text)
+    done = run("--once", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["experts"]["num_hits"] is None and found["experts"]["num_experts"] == 3072
+    frame = run("--once")
+    assert "412 of 3072 experts in 2.10 GB; hits -, predicted right -" in frame.stdout, frame.stderr

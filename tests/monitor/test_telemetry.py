@@ -1,0 +1,388 @@
+"""What an engine publishes is found while it runs, private, whole, and gone when it is gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from children import ROOT
+from mlx_flash import telemetry
+from mlx_flash.telemetry import HEARTBEAT_SECONDS, SCHEMA, SILENT_SECONDS, Publisher, find, folders, watch
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A runtime folder of its own, and another folder for temporary files."""
+    for name in ("run", "tmp"):
+        (tmp_path / name).mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return tmp_path / "run"
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """The condition's value once it is true."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "it did not come true in time"
+        time.sleep(0.005)
+    return value
+
+
+@pytest.fixture
+def publish() -> Iterator[Callable[..., Publisher]]:
+    """Starts publishers, and closes them after the test."""
+    started = []
+
+    def start(collect: Callable[[], dict[str, Any]], interval: float = 0.01) -> Publisher:
+        publisher = Publisher(collect, interval)
+        started.append(publisher)
+        publisher.start()
+        return publisher
+
+    yield start
+    for publisher in started:
+        publisher.close()
+
+
+def write(name: str, text: str) -> Path:
+    folder = folders()[0]
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def envelope(pid: int | None = None, **changes: Any) -> str:
+    told = {
+        "schema": SCHEMA,
+        "pid": pid or os.getpid(),
+        "number": 0,
+        "started": psutil.Process().create_time(),
+        "written": time.time(),
+        "clock": 1.0,
+        "state": {},
+    }
+    return json.dumps({**told, **changes})
+
+
+def test_what_is_published_is_found(publish: Any) -> None:
+    publisher = publish(lambda: {"a": [1, {"b": None}]})
+    (found,) = eventually(find)
+    assert found.path == publisher.path
+    assert (found.pid, found.schema, found.state) == (os.getpid(), SCHEMA, {"a": [1, {"b": None}]})
+    assert not found.is_newer
+    assert abs(found.started - psutil.Process().create_time()) < 0.1
+    assert abs(found.written - time.time()) < 5
+    assert abs(found.clock - time.perf_counter()) < 5
+
+
+def test_only_the_user_can_read_it(publish: Any) -> None:
+    previous = os.umask(0)
+    try:
+        publish(dict)
+        (found,) = eventually(find)
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE(found.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(found.path.parent.stat().st_mode) == 0o700
+
+
+def test_several_models_in_one_process(publish: Any) -> None:
+    for name in "abc":
+        publish(lambda name=name: {"name": name})
+    found = eventually(lambda: len(find()) == 3 and find())
+    assert [published.state["name"] for published in found] == ["a", "b", "c"]
+
+
+def test_closing_removes_the_file_and_ends_the_thread(publish: Any) -> None:
+    publisher = publish(dict)
+    (found,) = eventually(find)
+    publisher.close()
+    assert publisher.path is None and not found.path.exists()
+    assert not any(thread.name == "mlx-flash-telemetry" for thread in threading.enumerate())
+    publisher.close()
+    assert list(found.path.parent.iterdir()) == []
+
+
+def test_a_watched_publisher_leaves_its_final_state_for_a_few_seconds(
+    publish: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = publish(dict)
+    eventually(find)
+    watching = watch()
+    publisher.close()
+    for fd in watching:
+        os.close(fd)
+    (found,) = find()
+    assert found.ended and found.path.exists()
+    monkeypatch.setattr(time, "time", lambda: found.written + SILENT_SECONDS + 1)
+    assert find() == [] and not found.path.exists()
+
+
+def test_closing_in_its_own_thread_does_not_wait_for_itself() -> None:
+    """The garbage collector runs finalizers in whatever thread it happens to be."""
+    publisher = Publisher(lambda: publisher.close() or {}, 0.01)  # type: ignore[func-returns-value]
+    publisher.start()
+    eventually(lambda: not publisher._thread.is_alive())
+    assert find() == []
+
+
+def test_closing_before_starting_and_while_never_started() -> None:
+    Publisher(dict).close()
+
+
+def test_a_changing_state_is_written_often_and_an_idle_one_rarely(publish: Any) -> None:
+    ticks = iter(range(10**9))
+    idle, busy = publish(lambda: {"same": 1}), publish(lambda: {"tick": next(ticks)})
+    eventually(lambda: len(find()) == 2)
+    seen: dict[str, set[float]] = {"idle": set(), "busy": set()}
+    began = time.monotonic()
+    while time.monotonic() - began < 1.5 * HEARTBEAT_SECONDS:
+        for published in find():
+            seen["idle" if published.path == idle.path else "busy"].add(published.clock)
+        time.sleep(0.01)
+    assert 2 <= len(seen["idle"]) <= 3
+    assert len(seen["busy"]) > 10
+    assert busy.path is not None
+
+
+def test_a_reader_never_sees_half_a_file(publish: Any) -> None:
+    ticks = iter(range(10**9))
+    publisher = publish(lambda: {"tick": next(ticks), "filling": "x" * 300_000}, 0.0001)
+    eventually(find)
+    seen = set()
+    for _ in range(300):
+        (found,) = find()
+        seen.add(found.state["tick"])
+        assert len(found.state["filling"]) == 300_000
+    assert len(seen) > 3
+    assert publisher._thread.is_alive()
+
+
+def test_a_failing_file_system_ends_publishing_with_one_warning(publish: Any, caplog: pytest.LogCaptureFixture) -> None:
+    ticks = iter(range(10**9))
+    publisher = publish(lambda: {"tick": next(ticks)})
+    (found,) = eventually(find)
+    found.path.parent.rename(found.path.parent.with_name("gone"))  # the publisher writes while a tree is removed
+    eventually(lambda: not publisher._thread.is_alive())
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "flash-monitor does not see this model any more" in caplog.text
+    assert str(found.path) in caplog.text
+    publisher.close()
+
+
+def test_a_mistake_in_collecting_is_shown_and_ends_publishing(publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    answers: list[dict[str, Any]] = [{"tick": 2}, {"tick": 1}]
+    publisher = publish(lambda: answers.pop())
+    eventually(lambda: not publisher._thread.is_alive())
+    assert [arguments.exc_type for arguments in shown] == [IndexError]
+    assert find() == []
+
+
+@pytest.mark.parametrize("problem", ["mode", "link", "file"])
+def test_a_folder_that_is_not_private_is_refused(
+    problem: str, publish: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    folder = folders()[0]
+    if problem == "mode":
+        folder.mkdir()
+        folder.chmod(0o750)
+    elif problem == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.touch()
+    expected = {"mode": "can be used by others .mode 750", "link": "is not a directory", "file": "is not a directory"}
+    with pytest.raises(PermissionError, match=expected[problem]):
+        find()
+    publisher = publish(dict)
+    assert publisher.path is None
+    assert "flash-monitor will not see this model" in caplog.text and str(folder) in caplog.text
+    publisher.close()
+
+
+def test_another_users_folder_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    folder = folders()[-1]
+    assert folder == tmp_path / "tmp" / f"mlx-flash-{other}"
+    folder.mkdir(mode=0o700)
+    with pytest.raises(PermissionError, match=f"belongs to user {other - 1}, not {other}"):
+        find()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has runtime folders")
+def test_where_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp" / f"mlx-flash-{os.getuid()}"
+    assert folders() == [tmp_path / "run" / "mlx-flash", temporary]
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+    assert folders() == [temporary]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has runtime folders")
+def test_an_engine_started_without_a_runtime_folder_is_found(
+    publish: Any, monkeypatch: pytest.MonkeyPatch, runtime: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+    publisher = publish(dict)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    assert [published.path for published in eventually(find)] == [publisher.path]
+
+
+def test_a_newer_schema_is_told() -> None:
+    write(f"{os.getpid()}-0.json", envelope(schema=SCHEMA + 1, more="things"))
+    (found,) = find()
+    assert found.is_newer and found.schema == SCHEMA + 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "[" * 100_000,
+        '{"pid": 1}',
+        envelope(state=[]),
+        envelope(pid=1),
+        envelope(number=7),
+        envelope(schema=True),
+        envelope(clock="1"),
+        envelope(clock=float("nan")),
+        envelope(written=float("inf")),
+        "\ud800",
+    ],
+    ids=range(14),
+)
+def test_what_is_not_ours_is_left_alone(text: str) -> None:
+    path = write(f"{os.getpid()}-0.json", "")
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert find() == []
+    assert path.exists()
+
+
+def test_other_names_and_kinds_of_files_are_left_alone() -> None:
+    names = [
+        "README",
+        "-0.json",
+        "0-0.json",
+        "1.json",
+        f"{os.getpid()}-0.json.partial",
+        "99999999999-0.json",
+        "x1-0.json",
+    ]
+    paths = [write(name, envelope()) for name in names]
+    folder = paths[0].parent
+    os.mkfifo(folder / f"{os.getpid()}-1.json")
+    (folder / f"{os.getpid()}-2.json").mkdir()
+    (folder / f"{os.getpid()}-3.json").symlink_to(paths[0])
+    assert find() == []
+    assert len(list(folder.iterdir())) == len(names) + 3
+
+
+def test_a_number_given_to_another_process_is_noticed() -> None:
+    path = write(f"{os.getpid()}-0.json", envelope(started=1e9, written=time.time() - 2 * SILENT_SECONDS))
+    assert find() == []
+    assert not path.exists()
+
+
+def test_a_clock_that_was_set_does_not_make_a_living_engine_dead() -> None:
+    write(f"{os.getpid()}-0.json", envelope(started=psutil.Process().create_time() - 3600))
+    assert len(find()) == 1
+
+
+PROGRAM = """
+import os, sys, time
+from mlx_flash.telemetry import Publisher, find, watch
+publisher = Publisher(lambda: {"model": "it"}, 0.01)
+publisher.start()
+while not any(published.pid == os.getpid() for published in find()):
+    time.sleep(0.01)
+print(publisher.path, flush=True)
+"""
+
+
+def start(program: str) -> tuple[subprocess.Popen[str], Path]:
+    command = [sys.executable, "-c", PROGRAM + program]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(3)", "raise ValueError", "os.kill(os.getpid(), 2)"])
+def test_a_process_that_ends_removes_its_file(ending: str) -> None:
+    process, path = start(ending)
+    process.communicate(timeout=60)
+    assert path.name.startswith(f"{process.pid}-")
+    assert not path.exists()
+
+
+def test_a_killed_process_leaves_a_file_that_the_next_look_removes() -> None:
+    process, path = start("time.sleep(60)")
+    assert [published.pid for published in find()] == [process.pid]
+    (path.parent / f"{path.name}.partial").write_text("half")
+    process.send_signal(signal.SIGKILL)
+    eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+    assert path.exists()
+    assert find() == []  # a zombie: nobody has asked for its exit status yet
+    assert list(path.parent.iterdir()) == []
+    process.communicate()
+
+
+def test_an_engine_that_starts_removes_the_files_of_dead_ones(publish: Any) -> None:
+    process, path = start("time.sleep(60)")
+    process.kill()
+    process.communicate()
+    assert path.exists()
+    publish(dict)
+    assert not path.exists()
+
+
+def test_a_forked_process_leaves_its_parents_file() -> None:
+    program = """
+import warnings
+warnings.simplefilter("ignore")
+child = os.fork()
+if child == 0:
+    publisher.close()
+    sys.exit(0)
+os.waitpid(child, 0)
+print(os.path.exists(publisher.path), len(find()), flush=True)
+"""
+    process, path = start(program)
+    out, error = process.communicate(timeout=60)
+    assert out.split() == ["True", "1"], error
+    assert not path.exists()
+
+
+def test_it_needs_no_mlx() -> None:
+    program = "import sys, mlx_flash.telemetry; print('mlx' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["False"]
+
+
+def test_telemetry_costs_an_idle_process_next_to_nothing(publish: Any) -> None:
+    publish(lambda: {"units": [{"name": f"layer.{i}", "state": "done"} for i in range(80)]}, telemetry.INTERVAL_SECONDS)
+    eventually(find)
+    before = psutil.Process().cpu_times()
+    time.sleep(2)
+    after = psutil.Process().cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.1

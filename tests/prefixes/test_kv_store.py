@@ -1,0 +1,1056 @@
+"""Prefixes on disk: what is found is right, whoever wrote it, whatever happened to the disk meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from children import HELPERS
+from mlx_flash.errors import ClosedError
+from mlx_flash.files import locked, open_locked
+from mlx_flash.kv.wear import WriteGovernor
+from mlx_flash.prefixes import folder as page_folder
+from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
+from mlx_flash.prefixes.pages import _HEAD, _LENGTHS, MAGIC, Blob, BlobInfo, EncodedPage, PageFile, path_of
+from mlx_flash.prefixes.store import Prefix, PrefixStore
+from stored_pages import PAGE_BYTES, STEP, TOKENS, Opener, blobs, content, found, put, read, read_all, stats
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opener]:
+    opener = Opener(tmp_path / "store")
+    yield opener
+    opener.close()
+
+
+def corrupt(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(data)
+
+
+# --- finding and reading ---------------------------------------------------------------------------------------------
+
+
+def test_what_was_put_is_found_by_the_next_process(opened: Opener) -> None:
+    first = opened(title="org/model")
+    assert put(first, TOKENS) == [True] * 6
+    assert found(first, TOKENS) == 6
+    first.close()
+    second = opened()
+    assert found(second, TOKENS) == found(second, [*TOKENS, 1, 2, 3]) == 6
+    assert second.find(TOKENS[:-1]).num_tokens == 5 * STEP, "a page that is not full is none"
+    assert second.find([]) == second.find([1, 2, 3]) == Prefix()
+    assert found(second, np.array(TOKENS, np.int32)) == 6
+
+
+def test_what_begins_alike_is_stored_once(opened: Opener) -> None:
+    system = TOKENS[: 4 * STEP]
+    one, two = [*system, *[7] * STEP], [*system, *[8] * STEP]
+    store = opened()
+    put(store, one)
+    put(store, two)
+    a, b = store.find(one), store.find(two)
+    assert a.pages[:4] == b.pages[:4] and a.pages[4] != b.pages[4]
+    assert stats(store)["pages"] == 6 == len(opened.files())
+    assert stats(store)["stored"] == 6 and stats(store)["bytes"] == 6 * PAGE_BYTES
+    assert sum(path.stat().st_size for path in opened.files()) == 6 * PAGE_BYTES
+    changed = [0, *TOKENS[1:]]
+    assert store.find(changed).num_tokens == 0, "a page stands for all tokens before it as well"
+
+
+@pytest.mark.parametrize("other", [{"model": "n"}, {"settings": "q4"}, {"tenant": "bob"}, {"page_tokens": 2}])
+def test_nothing_else_is_found(opened: Opener, other: dict[str, Any]) -> None:
+    mine = opened(tenant="alice")
+    put(mine, TOKENS)
+    theirs = opened(**({"tenant": "alice"} | other))
+    assert theirs.find(TOKENS).num_tokens == 0
+    assert theirs.put(TOKENS, 0, blobs([1])) and theirs.flush()
+    assert read(theirs, theirs.find(TOKENS).pages[0]) == {name: blob.data for name, blob in blobs([1]).items()}
+    assert found(mine, TOKENS) == 6, "and what they store changes nothing"
+
+
+def test_tenants_are_told_apart_by_more_than_joining_words(opened: Opener) -> None:
+    put(opened(model="ab", settings="c", tenant="d"), TOKENS)
+    assert opened(model="a", settings="bc", tenant="d").find(TOKENS).num_tokens == 0
+    assert opened(model="ab", settings="cd", tenant="").find(TOKENS).num_tokens == 0
+    text = b"".join(path.read_bytes() for path in opened.directory.rglob("*") if path.is_file())
+    opened(model="ab", settings="c", tenant="a secret key")
+    assert b"a secret key" not in text
+
+
+def test_a_page_says_what_is_in_it_and_is_read_in_place(opened: Opener) -> None:
+    store = opened()
+    put(store, TOKENS[:STEP])
+    (page,) = store.find(TOKENS).pages
+    seen: dict[str, BlobInfo] = {}
+    assert store.read(page, lambda place: seen.update(place.blobs) or {})
+    assert list(seen) == ["k0", "v0"]
+    assert (seen["v0"].dtype, seen["v0"].shape, seen["v0"].nbytes) == ("bfloat16", (1, 4, 125), 1000)
+    assert all(blob.offset % 4096 == 0 for blob in seen.values())
+    memory = np.zeros((2, 500), np.uint8)
+    assert store.read(page, lambda _: {"v0": memoryview(memory)})
+    assert memory.tobytes() == content(TOKENS[:STEP], "v0")
+    with pytest.raises(ValueError, match="takes 1000 bytes, not 10"):
+        store.read(page, lambda _: {"v0": memoryview(bytearray(10))})
+    with pytest.raises(KeyError, match="v9"):
+        store.read(page, lambda _: {"v9": memoryview(bytearray(10))})
+    assert found(store, TOKENS) == 1, "the caller's mistake costs no page"
+
+
+def test_any_number_and_size_of_blobs(opened: Opener) -> None:
+    store = opened()
+    sizes = [0, 1, 4095, 4096, 4097, 300_000]
+    many = {f"layer {i} é {'k' * i}": Blob(os.urandom(size), "uint8", (size,)) for i, size in enumerate(sizes * 120)}
+    assert store.put(TOKENS, 0, many) and store.put(TOKENS, 1, {}) and store.flush()
+    pages = store.find(TOKENS).pages
+    assert read(store, pages[0]) == {name: blob.data for name, blob in many.items()}
+    assert read(store, pages[1]) == {}
+    store.close()
+    assert opened().find(TOKENS).num_tokens == 2 * STEP, "a long description is read as well"
+
+
+def test_the_callers_memory_may_change_at_once(opened: Opener) -> None:
+    store = opened()
+    array = np.arange(100_000, dtype=np.float32)
+    strided = np.arange(64, dtype=np.uint16).reshape(8, 8)[:, ::2]
+    expected = array.tobytes(), strided.tobytes()
+    given = {"a": Blob(memoryview(array), "float32", array.shape), "s": Blob(memoryview(strided), "uint16", (8, 4))}
+    assert store.put(TOKENS, 0, given)
+    array[:] = 0
+    strided[:] = 0
+    store.flush()
+    data = read(store, store.find(TOKENS).pages[0])
+    assert data is not None and (data["a"], data["s"]) == expected
+
+
+def test_snapshots_belong_to_a_prefix_and_its_end(opened: Opener) -> None:
+    store = opened()
+    put(store, TOKENS)
+    for i in (1, 3):
+        assert store.put(TOKENS, i, {"state": Blob(content([i], "s"), "float32", (250,))}, snapshot="mamba")
+    store.flush()
+    prefix = store.find(TOKENS, snapshot="mamba")
+    assert prefix.num_tokens == 4 * STEP and read(store, prefix.snapshot) == {"state": content([3], "s")}
+    assert store.find(TOKENS[: 3 * STEP], snapshot="mamba").num_tokens == 2 * STEP
+    assert store.find(TOKENS, snapshot="other") == store.find(TOKENS[:STEP], snapshot="mamba") == Prefix()
+    assert store.find(TOKENS).num_tokens == 6 * STEP and store.find(TOKENS).snapshot == ""
+    pinned = store.pin(prefix)
+    assert pinned == prefix
+    corrupt(opened.path(prefix.snapshot), 4096)
+    assert read(store, prefix.snapshot) is None
+    assert store.find(TOKENS, snapshot="mamba").num_tokens == 2 * STEP
+    assert found(store, TOKENS) == 6, "a snapshot's fault is not its page's"
+    assert store.pin(prefix) == Prefix(prefix.ends, prefix.pages)
+
+
+def test_pages_follow_one_another(opened: Opener) -> None:
+    store = opened()
+    assert put(store, TOKENS, [1]) == [False] and stats(store)["refused_parent"] == 1
+    assert put(store, TOKENS, [0, 2]) == [True, False]
+    assert not store.put(TOKENS, 3, {"s": Blob(b"", "", ())}, snapshot="mamba")
+    assert found(store, TOKENS) == 1
+    for page, tokens in ((0, [1]), (1, TOKENS[:STEP]), (-1, TOKENS)):
+        with pytest.raises(ValueError, match="ends with a token"):
+            store.put(tokens, page, {})
+
+
+def test_putting_again_writes_nothing(opened: Opener) -> None:
+    store, other = opened(), opened()
+    put(store, TOKENS)
+    before = stats(store)["writes"]["total_bytes"]
+    assert put(store, TOKENS) == put(other, TOKENS) == [True] * 6
+    assert stats(store)["writes"]["total_bytes"] == before == 6 * PAGE_BYTES
+    assert stats(other)["stored"] == 0
+
+
+def test_a_closed_store_says_so(opened: Opener) -> None:
+    store = opened()
+    put(store, TOKENS)
+    prefix = store.pin(store.find(TOKENS))
+    store.close()
+    store.close()
+    store.release(prefix)
+    for use in (lambda: store.find(TOKENS), lambda: read(store, prefix.pages[0]), lambda: store.put(TOKENS, 0, {})):
+        with pytest.raises(ClosedError, match="was closed"):
+            use()
+    for path in opened.files():
+        os.close(open_locked(path, wait=False))  # raises if somebody still holds it
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mlx-flash-prefixes")]
+
+
+def test_closing_writes_what_waits(opened: Opener) -> None:
+    store = opened()
+    for i in range(6):
+        assert store.put(TOKENS, i, blobs(TOKENS[: (i + 1) * STEP]))
+    store.close()
+    assert found(opened(), TOKENS) == 6
+
+
+# --- keeping and evicting --------------------------------------------------------------------------------------------
+
+
+def test_the_limit_is_kept_and_the_longest_unused_goes_first(opened: Opener) -> None:
+    store = opened(limit_bytes=6 * PAGE_BYTES)
+    a, b, c = ([n] * 2 * STEP for n in (1, 2, 3))
+    for tokens in (a, b, c):
+        put(store, tokens)
+    store.release(store.pin(store.find(a)))  # used again
+    put(store, [4] * STEP)
+    assert [found(store, tokens) for tokens in (a, b, c)] == [2, 1, 2], "a page goes before the one it follows"
+    put(store, [5] * STEP)
+    assert [found(store, tokens) for tokens in (a, b, c)] == [2, 0, 2]
+    assert stats(store)["bytes"] == 6 * PAGE_BYTES == sum(path.stat().st_size for path in opened.files())
+
+
+def test_using_the_end_of_a_prefix_is_using_all_of_it(opened: Opener) -> None:
+    store = opened(limit_bytes=5 * PAGE_BYTES)
+    long, other = [1] * 3 * STEP, [2] * 2 * STEP
+    put(store, long)
+    put(store, other)
+    pinned = store.pin(store.find(other))
+    store.release(store.pin(store.find(long)))
+    put(store, [3] * STEP)
+    assert found(store, other) == 2 and found(store, long) == 2, "one is in use, the other loses its end"
+    store.release(pinned)
+    put(store, [4] * STEP)
+    assert found(store, long) == 2 and found(store, other) == 1, "the rest of it was used later than the other"
+
+
+def test_a_prompt_longer_than_the_limit_keeps_its_beginning(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
+    store = opened(limit_bytes=3 * PAGE_BYTES + 5)
+    with caplog.at_level(logging.WARNING):
+        put(store, [1] * STEP)
+        put(store, TOKENS)
+        put(store, TOKENS)
+    assert found(store, TOKENS) == 3 and found(store, [1] * STEP) == 0
+    assert stats(store)["refused_room"] == 2 and stats(store)["refused_parent"] == 4
+    assert len(caplog.records) == 1 and "full" in caplog.text
+
+
+def test_a_page_larger_than_the_limit_evicts_nothing(opened: Opener) -> None:
+    store = opened(limit_bytes=3 * PAGE_BYTES)
+    put(store, TOKENS[: 2 * STEP])
+    put(store, [9] * STEP, nbytes=40_000)
+    assert found(store, TOKENS) == 2 and store.find([9] * STEP).num_tokens == 0
+
+
+def test_free_space_is_left(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = 20 * PAGE_BYTES
+
+    def usage(_: Path) -> Any:
+        used = sum(path.stat().st_size for path in opened.files())
+        return shutil._ntuple_diskusage(disk, used + others, disk - used - others)  # type: ignore[attr-defined]
+
+    others = 0
+    monkeypatch.setattr(page_folder.shutil, "disk_usage", usage)
+    store = opened(free_space_floor=16 * PAGE_BYTES)
+    put(store, TOKENS[: 3 * STEP])
+    put(store, [1] * 3 * STEP)
+    assert found(store, TOKENS) == 1 and found(store, [1] * 3 * STEP) == 3
+    others = PAGE_BYTES  # somebody else fills the disk
+    put(store, [2] * STEP)
+    assert found(store, TOKENS) == 0 and found(store, [1] * 3 * STEP) == 2 and found(store, [2] * STEP) == 1
+    others = 18 * PAGE_BYTES
+    put(store, [3] * STEP)
+    assert found(store, [3] * STEP) == 0 and found(store, [2] * STEP) == 1, "evicting all would not be enough"
+    by_default = opened(free_space_floor=None)
+    others = 14 * PAGE_BYTES
+    put(by_default, [4] * STEP)
+    assert disk - others - len(opened.files()) * PAGE_BYTES >= disk / 10 and found(by_default, [4] * STEP) == 1
+
+
+def test_what_is_pinned_stays(opened: Opener) -> None:
+    store, other = opened(limit_bytes=4 * PAGE_BYTES), opened(limit_bytes=4 * PAGE_BYTES)
+    put(store, TOKENS[: 3 * STEP])
+    prefix = store.pin(store.find(TOKENS[: 2 * STEP]))
+    assert prefix.num_tokens == 2 * STEP
+    for n in range(4):
+        put(other, [n] * STEP)
+    assert found(store, TOKENS) == 2
+    again = store.pin(prefix)
+    assert again == prefix and stats(store)["pinned_pages"] == 2
+    store.release(prefix)
+    put(other, [5] * 2 * STEP)
+    put(other, [6] * 2 * STEP)
+    assert found(store, TOKENS) == 2 and stats(store)["pinned_pages"] == 2
+    store.release(again)
+    assert stats(store)["pinned_pages"] == 0
+    put(other, [7] * 4 * STEP)
+    assert store.find(TOKENS).num_tokens == 0
+    assert store.pin(prefix) == Prefix(), "what is gone cannot be pinned"
+    with pytest.raises(ValueError, match="not pinned"):
+        store.release(prefix)
+
+
+def test_pins_end_with_their_process(opened: Opener) -> None:
+    store = opened(limit_bytes=4 * PAGE_BYTES)
+    put(store, TOKENS[: 4 * STEP])
+    with Child() as child:
+        child.ask("open", str(opened.directory))
+        assert child.ask("pin", TOKENS) == 4
+        put(store, [1] * STEP)
+        assert store.find([1] * STEP).num_tokens == 0 and found(store, TOKENS) == 4
+        child.kill()
+    put(store, [1] * STEP)
+    assert found(store, [1] * STEP) == 1 and found(store, TOKENS) == 3
+
+
+def test_bytes_that_wait_are_bounded(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    write = EncodedPage.write
+    monkeypatch.setattr(EncodedPage, "write", lambda *args: (go_on.wait(5), write(*args)))
+    store = opened(queue_bytes=3 * 2000)
+    began = time.perf_counter()
+    taken = [store.put(TOKENS, i, blobs(TOKENS[: (i + 1) * STEP])) for i in range(6)]
+    assert taken == [True] * 3 + [False] * 3 and time.perf_counter() - began < 4
+    assert store.put(TOKENS, 1, blobs(TOKENS[: 2 * STEP])), "it waits already"
+    told = stats(store)
+    assert (told["queued_bytes"], told["refused_queue"], told["refused_parent"]) == (6000, 1, 2)
+    assert not store.flush(0.05) and found(store, TOKENS) == 0
+    go_on.set()
+    assert store.flush(60) and found(store, TOKENS) == 3
+    assert put(store, TOKENS) == [True] * 6
+
+
+def test_unexpected_error_of_the_writer_blocks_nobody(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(EncodedPage, "write", lambda *_: 1 / 0)
+        store = opened()
+        store.put(TOKENS, 0, blobs(TOKENS[:STEP]))
+        assert store.flush(60)
+    deadline = time.monotonic() + 60
+    while "ZeroDivisionError" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [record.name for record in caplog.records] == ["mlx_flash"], "the error is logged"
+    put(store, TOKENS)
+    assert found(store, TOKENS) == 6 == stats(store)["stored"]
+
+
+def test_listing_and_clearing(opened: Opener) -> None:
+    directory = opened.directory
+    assert list_prefixes(directory) == clear_prefixes(directory) == [] and not directory.exists()
+    one, two = opened(title="org/one"), opened(model="n", title="org/two", tenant="t")
+    put(one, TOKENS)
+    put(two, TOKENS[: 2 * STEP])
+    listed = list_prefixes(directory)
+    assert [(m.model, m.title, m.pages, m.nbytes) for m in listed] == [
+        ("n", "org/two", 2, 2 * PAGE_BYTES),
+        ("m", "org/one", 6, 6 * PAGE_BYTES),
+    ]
+    assert all(0 <= time.time() - model.last_used < 60 for model in listed)
+    pinned = one.pin(one.find(TOKENS[: 3 * STEP]))
+    assert [(m.model, m.pages) for m in clear_prefixes(directory, "m")] == [("m", 3), ("n", 2)]
+    assert found(one, TOKENS) == 3 and found(two, TOKENS) == 2
+    one.release(pinned)
+    clear_prefixes(directory, "m")
+    assert [m.model for m in list_prefixes(directory)] == ["n"] and found(two, TOKENS) == 2
+    assert clear_prefixes(directory) == [] and opened.files() == []
+    put(one, TOKENS)
+    assert found(one, TOKENS) == 6, "a store that was cleared goes on"
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [0, 9, 13, 40, 4096, 5000, 8192])
+def test_a_damaged_page_is_dropped_with_what_follows(
+    opened: Opener, caplog: pytest.LogCaptureFixture, offset: int
+) -> None:
+    store, other = opened(), opened()
+    put(store, TOKENS)
+    prefix = store.find(TOKENS)
+    corrupt(opened.path(prefix.pages[2]), offset)
+    with caplog.at_level(logging.WARNING):
+        assert read_all(store, TOKENS, prefix) == 2
+    assert len(caplog.records) == 1 and "damaged" in caplog.text and "3 pages that follow" in caplog.text
+    for user in (store, other):
+        assert found(user, TOKENS) == 2 and read(user, prefix.pages[4]) is None
+    assert len(opened.files()) == 2 and stats(store)["damaged"] == 1
+    put(store, TOKENS)
+    assert found(other, TOKENS) == 6, "it is computed and stored again"
+
+
+@pytest.mark.parametrize("length", [0, 7, 4096, 8192, PAGE_BYTES - 1, PAGE_BYTES + 1])
+@pytest.mark.parametrize("reopens", [False, True])
+def test_a_page_of_another_length_is_dropped(opened: Opener, length: int, reopens: bool) -> None:
+    store = opened()
+    put(store, TOKENS)
+    prefix = store.find(TOKENS)
+    os.truncate(opened.path(prefix.pages[3]), length)
+    if reopens:
+        store = opened()
+        assert store.find(TOKENS).num_tokens == 3 * STEP, "seen without reading it"
+    assert read_all(store, TOKENS, prefix) == 3
+    assert found(store, TOKENS) == 3
+
+
+def test_a_page_in_the_place_of_another_is_not_taken_for_it(opened: Opener) -> None:
+    store = opened()
+    put(store, TOKENS)
+    pages = store.find(TOKENS).pages
+    shutil.copyfile(opened.path(pages[1]), opened.path(pages[3]))
+    assert read_all(store, TOKENS, store.find(TOKENS)) == 3
+    data = bytearray(opened.path(pages[2]).read_bytes())
+    data[4096:8192], data[8192:] = data[8192:], data[4096:8192]
+    opened.path(pages[2]).write_bytes(data)
+    assert read_all(store, TOKENS, store.find(TOKENS)) == 2, "nor a blob in the place of another"
+
+
+def test_a_file_that_is_gone_costs_its_page(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
+    store = opened()
+    put(store, TOKENS)
+    prefix = store.find(TOKENS)
+    opened.path(prefix.pages[4]).unlink()
+    with caplog.at_level(logging.WARNING):
+        assert read_all(store, TOKENS, prefix) == 4 and found(store, TOKENS) == 4
+        opened.path(prefix.pages[1]).unlink()
+        assert found(opened(), TOKENS) == 1
+    assert not caplog.records, "nothing is damaged"
+
+
+def page_of(text: bytes) -> bytes:
+    """Return a page file of a description, with a right checksum."""
+    nbytes = -(-(_HEAD.size + len(text)) // 4096) * 4096
+    head = _HEAD.pack(MAGIC, nbytes, len(text), zlib.crc32(_LENGTHS.pack(nbytes, len(text)) + text))
+    return (head + text).ljust(nbytes, b"\0")
+
+
+NESTED = b"[" * 100_000
+GARBAGE = {
+    "empty": b"",
+    "text": b"not a page",
+    "random": os.urandom(PAGE_BYTES),
+    "zeros": bytes(PAGE_BYTES),
+    "old version": b"MLXFKV\x00\x02" + bytes(PAGE_BYTES),
+    "deeply nested": page_of(NESTED),
+    "no JSON": page_of(b"{}x"),
+    "another type": page_of(b"[1, 2]"),
+    "incomplete key": page_of(b'{"page": "1"}\n[]'),
+    "another field": page_of(b'{"pages": "1"}\n[]'),
+}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_in_the_folder_is_removed(opened: Opener, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
+    store = opened(title="org/model")
+    put(store, TOKENS)
+    put(store, [3] * STEP)
+    (opened.directory / "pages" / f"{'1' * 64}.page").write_bytes(data)
+    (opened.directory / "pages" / "notes.txt").write_text("kept")
+    assert read(store, "1" * 64) is None
+    with caplog.at_level(logging.WARNING):
+        again = opened()
+        assert found(again, TOKENS) == 6 and found(again, [3] * STEP) == 1
+    assert [(m.title, m.pages) for m in list_prefixes(opened.directory)] == [("org/model", 7)]
+    put(again, [5] * STEP)
+    assert again.is_writable and found(opened(), [5] * STEP) == 1
+    assert sorted({path.suffix for path in opened.files()}) == [".page", ".txt"] and len(opened.files()) == 9
+    assert len(caplog.records) == 1, "the first reader warned and removed it"
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_is_reported_at_opening(opened: Opener, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
+    opened().close()
+    path = opened.directory / "pages" / f"{'1' * 64}.page"
+    path.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        assert opened().is_writable
+    assert len(caplog.records) == 1 and "damaged" in caplog.text and not path.exists()
+
+
+@pytest.mark.parametrize(
+    "table", [NESTED + b"]" * len(NESTED), b"3", b"[1]", b'[["k0", "bfloat16", 3, 4, 5]]', b'[[[], "b", [1], 4, 5]]']
+)
+def test_description_that_cannot_be_parsed_is_damage(
+    opened: Opener, caplog: pytest.LogCaptureFixture, table: bytes
+) -> None:
+    store = opened()
+    put(store, TOKENS)
+    prefix = store.find(TOKENS)
+    path = opened.path(prefix.pages[2])
+    with PageFile(path.parent, path.stem) as file:
+        key = json.dumps(asdict(file.key)).encode()
+    path.write_bytes(page_of(key + b"\n" + table))
+    with caplog.at_level(logging.WARNING):
+        assert read_all(store, TOKENS, prefix) == 2
+    assert len(caplog.records) == 1 and "damaged" in caplog.text and "3 pages that follow" in caplog.text
+    assert len(opened.files()) == 2
+
+
+def test_lock_that_breaks_later_ends_storing_only(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
+    store = opened()
+    put(store, TOKENS)
+    lock = opened.directory / "lock"
+    lock.unlink()
+    lock.mkdir()
+    with caplog.at_level(logging.WARNING):
+        prefix = store.pin(store.find(TOKENS))
+        assert prefix.num_tokens == 6 * STEP and read_all(store, TOKENS, prefix) == 6
+        put(store, [1] * STEP)
+        assert not store.is_writable and put(store, [1] * STEP) == [False]
+        store.release(prefix)
+        assert found(store, TOKENS) == 6
+    assert len(caplog.records) == 1 and "nothing more is stored" in caplog.text
+    assert stats(store)["refused_stopped"] == 2
+    lock.rmdir()
+    assert found(opened(), TOKENS) == 6 and opened().is_writable
+
+
+def test_only_the_user_may_look(opened: Opener) -> None:
+    opened.directory.mkdir(mode=0o755)
+    put(opened(), TOKENS)
+    lax = [path for path in opened.directory.iterdir() if path.name != "wear" and path.stat().st_mode & 0o077]
+    assert lax == []
+
+
+def test_leftovers_are_removed_and_whole_pages_kept(opened: Opener) -> None:
+    store = opened()
+    put(store, TOKENS)
+    pages = store.find(TOKENS).pages
+    folder = opened.directory / "pages"
+    (folder / f"{'0' * 64}.123-dead.partial").write_bytes(b"half")
+    (folder / f"{'1' * 64}.page").write_bytes(b"nonsense")
+    opened.path(pages[3]).unlink()
+    assert found(opened(), TOKENS) == 3
+    assert [path.stem for path in opened.files()] == sorted(pages[:3])
+
+
+def test_an_unfinished_page_is_left_to_its_writer(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = EncodedPage.write
+
+    def write_slowly(page: EncodedPage, fd: int) -> None:
+        assert opened().find(TOKENS).num_tokens == 0
+        write(page, fd)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(EncodedPage, "write", write_slowly)
+        store = opened()
+        put(store, TOKENS, [0])
+    assert found(store, TOKENS) == 1 == stats(store)["stored"]
+
+
+def test_looking_for_what_is_not_there_writes_nothing(opened: Opener) -> None:
+    store = opened()
+    put(store, TOKENS)
+    before = tree(opened.directory)
+    prefix = store.pin(store.find([1, 2, 3, 4, 5]))
+    store.release(prefix)
+    assert prefix == Prefix() and found(store, TOKENS) == 6
+    assert tree(opened.directory) == before
+
+
+# --- disks that cannot be written ------------------------------------------------------------------------------------
+
+
+def tree(directory: Path) -> dict[str, tuple[int, int]]:
+    paths = [directory, *directory.rglob("*")]
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
+
+
+def test_zero_write_mode_reads_and_writes_nothing(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
+    store = opened()
+    put(store, TOKENS)
+    store.close()
+    before = tree(opened.directory)
+    frugal = opened(governor=WriteGovernor(opened.directory / "wear", zero_write=True))
+    with caplog.at_level(logging.WARNING):
+        prefix = frugal.pin(frugal.find(TOKENS))
+        assert read_all(frugal, TOKENS, prefix) == 6 and not frugal.is_writable
+        assert put(frugal, [1] * STEP) == [False]
+        frugal.release(prefix)
+        frugal.close()
+        assert tree(opened.directory) == before and not caplog.records
+        new = opened(directory=opened.directory / "new", governor=WriteGovernor(opened.directory, zero_write=True))
+        assert new.find(TOKENS).num_tokens == 0 and put(new, TOKENS) == [False] * 6
+    assert tree(opened.directory) == before and not caplog.records
+
+
+def test_zero_write_mode_forgets_damage_for_itself(opened: Opener) -> None:
+    store = opened()
+    put(store, TOKENS)
+    corrupt(opened.path(store.find(TOKENS).pages[2]), 5000)
+    frugal = opened(governor=WriteGovernor(opened.directory / "wear", zero_write=True))
+    prefix = frugal.find(TOKENS)
+    assert read_all(frugal, TOKENS, prefix) == 2 and found(frugal, TOKENS) == 2
+    assert len(opened.files()) == 6
+
+
+READ_ONLY = """
+import logging, os, sys
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+sys.path[:0] = sys.argv[2:]
+import stored_pages as t
+from pathlib import Path
+from mlx_flash.errors import WriteError
+os.setuid(65534)
+opener = t.Opener(Path(sys.argv[1]))
+store = opener(governor=t.WriteGovernor(Path(sys.argv[1]), gb_per_day=None))
+assert t.found(store, t.TOKENS) == 6
+assert t.put(store, [1] * t.STEP) == [False] and not store.is_writable
+prefix = store.pin(store.find(t.TOKENS))
+store.release(prefix)
+store.close()
+try:
+    t.clear_prefixes(Path(sys.argv[1]))
+except WriteError as error:
+    assert "cannot clear" in str(error)
+    print("done")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs to become somebody who may not write")
+def test_a_directory_that_cannot_be_written_is_read() -> None:
+    with tempfile.TemporaryDirectory() as base:
+        opener = Opener(Path(base) / "store")
+        put(opener(), TOKENS)
+        opener.close()
+        for path in (Path(base), *Path(base).rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        before = tree(Path(base))
+        command = [sys.executable, "-c", READ_ONLY, opener.directory, HELPERS]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.count("nothing more is stored") == 1 and run.stdout.endswith("done\n")
+        assert tree(Path(base)) == before
+
+
+FULL = """
+import logging, resource, sys
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+sys.path[:0] = sys.argv[2:]
+import stored_pages as t
+from pathlib import Path
+opener = t.Opener(Path(sys.argv[1]))
+store = opener()
+t.put(store, t.TOKENS)
+resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
+t.put(store, [1] * t.STEP, nbytes=2_000_000)
+assert not store.is_writable and t.put(store, [2] * t.STEP) == [False]
+assert t.found(store, t.TOKENS) == 6 and store.find([1] * t.STEP).num_tokens == 0
+store.close()
+print("done")
+"""
+
+
+def test_a_disk_that_is_full_ends_storing_only(opened: Opener) -> None:
+    command = [sys.executable, "-c", FULL, opened.directory, HELPERS]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stderr
+    assert run.stdout.count("nothing more is stored") == 1 and "File too large" in run.stdout
+    assert len(opened.files()) == 6, "nothing is left of what did not fit"
+    assert found(opened(), TOKENS) == 6
+
+
+def test_a_days_writes_end_storing_for_the_day(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
+    now = [1e9]
+    capped = WriteGovernor(opened.directory / "wear", gb_per_day=4 * PAGE_BYTES / 1e9, clock=lambda: now[0])
+    store = opened(governor=capped)
+    with caplog.at_level(logging.WARNING):
+        assert [put(store, TOKENS, [i]) for i in range(6)] == [[True]] * 4 + [[False]] * 2
+    assert len(caplog.records) == 1 and "gb_per_day" in caplog.text
+    assert found(store, TOKENS) == 4 and stats(store)["refused_wear"] == 1
+    now[0] += 24 * 3600
+    assert put(store, TOKENS) == [True] * 6
+
+
+def test_lock_held_by_a_stopped_process_ends_storing_only(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_folder, "LOCK_SECONDS", 0.1)
+    store = opened()
+    put(store, TOKENS)
+    with locked(opened.directory / "lock", create=0o600):
+        assert found(store, TOKENS) == 6 and store.is_writable, "lookups take no lock"
+        assert store.pin(store.find(TOKENS)).num_tokens == 6 * STEP and store.is_writable
+        put(store, [1] * STEP)
+        assert not store.is_writable and found(store, TOKENS) == 6
+        late = opened()
+        assert found(late, TOKENS) == 6 and not late.is_writable
+    assert opened().is_writable
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+SERVE = """
+import json, sys
+sys.path[:0] = sys.argv[1:]
+import stored_pages as t
+from pathlib import Path
+for line in sys.stdin:
+    what, tokens = json.loads(line)
+    if what == "open":
+        opener = t.Opener(Path(tokens))
+        store = opener()
+        answer = None
+    elif what == "close":
+        answer = opener.close()
+    elif what == "put":
+        answer = t.put(store, tokens)
+    elif what == "pin":
+        pinned = store.pin(store.find(tokens))
+        answer = len(pinned.pages)
+    else:
+        answer = t.read_all(store, tokens, store.find(tokens))
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Child:
+    """Another process that uses the store."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", SERVE, HELPERS]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def ask(self, what: str, argument: Sequence[int] | str = "") -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([what, argument]) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+WRITE = """
+import random, sys
+sys.path[:0] = sys.argv[3:]
+import stored_pages as t
+from pathlib import Path
+rng = random.Random(int(sys.argv[2]))
+store = t.Opener(Path(sys.argv[1]))(limit_bytes=200 * t.PAGE_BYTES if int(sys.argv[2]) % 2 else None)
+print("open", flush=True)
+while True:
+    tokens = [rng.randrange(2) for _ in range(8)] + [rng.randrange(50) for _ in range(8)]
+    t.put(store, tokens)
+    print(*tokens, flush=True)
+    store.release(store.pin(store.find(tokens)))
+"""
+
+
+def test_a_process_killed_at_any_moment_leaves_no_wrong_page(opened: Opener) -> None:
+    """Half of the writers evict as they write; what they told as complete must be found for those that do not."""
+    rng = random.Random(5)
+    for seed in range(12):
+        command = [sys.executable, "-c", WRITE, opened.directory, str(seed), HELPERS]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None and child.stdout.readline() == "open\n"
+        time.sleep(rng.uniform(0, 0.12))
+        child.send_signal(signal.SIGKILL)
+        told = [list(map(int, line.split())) for line in child.stdout.read().splitlines() if line.count(" ") == 15]
+        child.stdout.close()
+        assert child.wait() == -signal.SIGKILL
+        store = opened()
+        assert store.is_writable
+        for tokens in told:
+            count = found(store, tokens)
+            assert count == 4 or seed % 2
+        for path in opened.files():
+            assert path.suffix == ".page" and read(store, path.stem) is not None
+        assert stats(store)["pages"] == len(opened.files()) and stats(store)["damaged"] == 0
+        assert sum(path.stat().st_size for path in opened.files()) == stats(store)["bytes"]
+        store.close()
+
+
+def test_writers_count_what_others_are_about_to_write(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one page gets its file, another store of the same folder must not take the room for it."""
+    first, second = opened(limit_bytes=PAGE_BYTES), opened(limit_bytes=PAGE_BYTES)
+    writers: list[threading.Thread] = []
+    truncate = os.ftruncate
+
+    def slow(fd: int, nbytes: int) -> None:
+        if not writers:
+            writers.append(threading.Thread(target=put, args=(second, [2] * STEP)))
+            writers[0].start()
+            writers[0].join(0.3)
+        truncate(fd, nbytes)
+
+    sizes: list[int] = []
+    write = EncodedPage.write
+
+    def watched(page: EncodedPage, fd: int) -> None:
+        sizes.append(sum(path.stat().st_size for path in opened.files()))
+        write(page, fd)
+
+    monkeypatch.setattr(page_folder.os, "ftruncate", slow)
+    monkeypatch.setattr(EncodedPage, "write", watched)
+    put(first, [1] * STEP)
+    writers[0].join(60)
+    assert sizes and max(sizes) <= PAGE_BYTES and len(opened.files()) == 1
+
+
+def test_a_file_of_a_page_that_cannot_be_made_leaves_nothing(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    store = opened()
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(page_folder.os, "ftruncate", fail)
+        put(store, [1] * STEP)
+    assert opened.files() == [] and "quota" in caplog.text
+
+
+def test_processes_share_a_store(opened: Opener) -> None:
+    """Three at a time write and evict with common beginnings; nobody ever reads a wrong byte."""
+    command = [sys.executable, "-c", SHARE, opened.directory, HELPERS]
+    children = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True) for n in range(3)]
+    outputs = [child.communicate(timeout=120)[0] for child in children]
+    assert [child.returncode for child in children] == [0, 0, 0]
+    assert all(int(output) > 0 for output in outputs), "each found pages"
+    store = opened()
+    assert stats(store)["bytes"] <= 30 * PAGE_BYTES and stats(store)["pages"] == len(opened.files()) > 20
+    assert all(path.suffix == ".page" for path in opened.files())
+
+
+SHARE = """
+import random, sys
+sys.path[:0] = sys.argv[2:3]
+import stored_pages as t
+from pathlib import Path
+rng = random.Random(int(sys.argv[3]))
+opener = t.Opener(Path(sys.argv[1]))
+store = opener(limit_bytes=30 * t.PAGE_BYTES)
+hits = 0
+for _ in range(60):
+    tokens = [rng.randrange(2) for _ in range(4)] * 2 + [rng.randrange(3) for _ in range(8)]
+    prefix = store.pin(store.find(tokens))
+    assert t.read_all(store, tokens, prefix) == len(prefix.pages), "what is pinned is there"
+    hits += len(prefix.pages)
+    t.put(store, tokens)
+    t.read_all(store, tokens, store.find(tokens))
+    store.release(prefix)
+    with store._folder._locked():  # otherwise pages may come and go while they are counted
+        assert t.stats(store)["bytes"] <= 30 * t.PAGE_BYTES
+opener.close()
+print(hits)
+"""
+
+
+def test_threads_share_a_store(opened: Opener) -> None:
+    store = opened(limit_bytes=20 * PAGE_BYTES)
+    failed: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(25):
+                tokens = [rng.randrange(2) for _ in range(4)] + [rng.randrange(3) for _ in range(8)]
+                prefix = store.pin(store.find(tokens))
+                assert read_all(store, tokens, prefix) == len(prefix.pages)
+                for i in range(3):
+                    store.put(tokens, i, blobs(tokens[: (i + 1) * STEP]))
+                store.release(prefix)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and store.flush(60)
+    told = stats(store)
+    assert told["pinned_pages"] == 0 and told["damaged"] == 0 and 10 < told["pages"] <= 20
+    assert told["pages"] == len(opened.files())
+
+
+# --- any order of all of it ------------------------------------------------------------------------------------------
+
+SEQUENCES = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(lambda ns: [n for n in ns for _ in range(STEP)])
+USERS = st.integers(0, 1)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """A store beside a dict. Two users take turns, one with its own tenant; a third one is another process."""
+
+    child: Child
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opener = Opener(Path(tempfile.mkdtemp()) / "store")
+        self.stores: list[PrefixStore] = []
+        # for each tenant: page tokens -> whether the file was damaged
+        self.pages: list[dict[tuple[int, ...], bool]] = [{}, {}]
+
+    @initialize()
+    def open(self) -> None:
+        self.stores = [self.opener(tenant=tenant) for tenant in ("", "other")]
+
+    def whole(self, user: int, tokens: list[int]) -> int:
+        """How many leading pages are there and undamaged."""
+        ends = range(STEP, len(tokens) + 1, STEP)
+        return next(
+            (i for i, end in enumerate(ends) if self.pages[user].get(tuple(tokens[:end])) is not False), len(ends)
+        )
+
+    def forget_from(self, user: int, tokens: list[int], count: int) -> None:
+        """A page was seen to be damaged: it is gone with all that follow it."""
+        gone = tuple(tokens[: (count + 1) * STEP])
+        self.pages[user] = {page: bad for page, bad in self.pages[user].items() if page[: len(gone)] != gone}
+
+    def check(self, user: int, tokens: list[int], stored: int, right: int) -> None:
+        assert right >= self.whole(user, tokens), "what is whole is found"
+        assert all(tuple(tokens[: (i + 1) * STEP]) in self.pages[user] for i in range(stored)), "nothing else is"
+        if right < stored:
+            assert right == self.whole(user, tokens), "what is damaged is not used"
+            self.forget_from(user, tokens, right)
+
+    @rule(user=USERS, tokens=SEQUENCES)
+    def put(self, user: int, tokens: list[int]) -> None:
+        assert put(self.stores[user], tokens) == [True] * (len(tokens) // STEP)
+        for end in range(STEP, len(tokens) + 1, STEP):
+            self.pages[user].setdefault(tuple(tokens[:end]), False)
+
+    @rule(user=USERS, tokens=SEQUENCES)
+    def read(self, user: int, tokens: list[int]) -> None:
+        prefix = self.stores[user].find(tokens)
+        right = read_all(self.stores[user], tokens, prefix)
+        self.check(user, tokens, len(prefix.pages), right)
+        assert len(self.stores[user].find(tokens).pages) <= max(right, self.whole(user, tokens))
+
+    @rule(user=USERS, tokens=SEQUENCES, offset=st.integers(0, 2), how=st.sampled_from(["byte", "cut", "gone"]))
+    def damage(self, user: int, tokens: list[int], offset: int, how: str) -> None:
+        prefix = self.stores[user].find(tokens)
+        if not prefix.pages or not self.opener.path(prefix.pages[-1]).exists():
+            return
+        path = self.opener.path(prefix.pages[-1])
+        if how == "byte" and path.stat().st_size == PAGE_BYTES:
+            corrupt(path, offset * 4096 + 20)
+        elif how == "cut":
+            os.truncate(path, offset * 4096)
+        elif how == "gone":
+            path.unlink()
+        self.pages[user][tuple(tokens[: prefix.num_tokens])] = True
+
+    @rule(user=USERS, tokens=SEQUENCES)
+    def pin(self, user: int, tokens: list[int]) -> None:
+        store = self.stores[user]
+        prefix = store.pin(store.find(tokens))
+        clear_prefixes(self.opener.directory)
+        kept = {tuple(tokens[:end]) for end in range(STEP, prefix.num_tokens + 1, STEP)}
+        self.pages[user] = {page: bad for page, bad in self.pages[user].items() if page in kept}
+        self.pages[1 - user] = {}
+        store.release(prefix)
+        self.opening_looks_at_files()
+
+    @rule(leftover=st.sampled_from(["", "page", "partial", "no lock"]))
+    def reopen(self, leftover: str) -> None:
+        for store in self.stores:
+            store.close()
+        if leftover == "page":
+            path_of(self.opener.directory / "pages", "1" * 64).write_bytes(os.urandom(PAGE_BYTES))
+        elif leftover == "partial":
+            (self.opener.directory / "pages" / f"{'1' * 64}.0.partial").write_bytes(os.urandom(PAGE_BYTES))
+        elif leftover == "no lock":
+            (self.opener.directory / "lock").unlink()
+        self.open()
+        assert not [path for path in self.opener.files() if path.stem.startswith("1" * 64)]
+        self.opening_looks_at_files()
+
+    def opening_looks_at_files(self) -> None:
+        """Some damage is seen then, and those pages are gone; what is whole and can be reached is not."""
+        for user, store in enumerate(self.stores):
+            there = {path.stem for path in self.opener.files()}
+            for page, is_bad in list(self.pages[user].items()):
+                if is_bad and (names := store.find(page).pages) is not None:
+                    seen = len(names) < len(page) // STEP or names[-1] not in there
+                    if seen and page in self.pages[user]:
+                        self.forget_from(user, list(page), len(page) // STEP - 1)
+
+    @rule(tokens=SEQUENCES)
+    def another_process_puts(self, tokens: list[int]) -> None:
+        self.child.ask("open", str(self.opener.directory))
+        self.opening_looks_at_files()
+        assert self.child.ask("put", tokens) == [True] * (len(tokens) // STEP)
+        self.child.ask("close")
+        for end in range(STEP, len(tokens) + 1, STEP):
+            self.pages[0].setdefault(tuple(tokens[:end]), False)
+
+    @invariant()
+    def files_are_those_of_the_index(self) -> None:
+        if self.stores:
+            assert self.stores[0].is_writable and self.stores[1].is_writable
+
+    def teardown(self) -> None:
+        self.opener.close()
+        shutil.rmtree(self.opener.directory.parent)
+
+
+def test_any_order() -> None:
+    with Child() as AnyOrder.child:
+        run_state_machine_as_test(AnyOrder, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
+
+
+# --- pages of any length ---------------------------------------------------------------------------------------------
+
+
+def test_pages_end_where_they_are_said_to(opened: Opener) -> None:
+    store = opened()
+    labels = np.stack([np.array(TOKENS), np.repeat([5, 9], 12)], axis=1)
+    ends = [4, 5, 12, 24]
+    for i, end in enumerate(ends):
+        assert store.put(labels, i, blobs(TOKENS[:end]), ends=ends)
+    store.flush()
+    found = store.find(labels, ends=ends)
+    assert found.ends == tuple(ends) and found.num_tokens == 24
+    assert store.find(labels, ends=[4, 12, 24]).num_tokens == 4 and store.find(labels, ends=[24]).num_tokens == 0
+    assert store.find(TOKENS, ends=ends).num_tokens == 0, "labels beside the tokens decide too"
+    labels[6, 1] += 1
+    assert store.find(labels, ends=ends).num_tokens == 5
+    assert list_prefixes(opened.directory)[0].tokens == 24
+
+
+def test_a_put_that_waits_for_room_is_stored(opened: Opener) -> None:
+    store = opened(queue_bytes=2000)
+    assert all(store.put(TOKENS, i, blobs(TOKENS[: (i + 1) * STEP]), waits=True) for i in range(6))
+    assert not store.put([1] * STEP, 0, blobs([1], 3000), waits=True), "it would wait for ever"
+    assert store.flush(60) and found(store, TOKENS) == 6
+
+
+def test_only_what_is_new(opened: Opener) -> None:
+    store = opened()
+    assert store.put(TOKENS, 0, blobs(TOKENS[:STEP]), only_new=True)
+    assert not store.put(TOKENS, 0, blobs(TOKENS[:STEP]), only_new=True), "it waits, or is there"
+    store.flush()
+    assert not store.put(TOKENS, 0, blobs(TOKENS[:STEP]), only_new=True)
+    assert store.put(TOKENS, 0, blobs(TOKENS[:STEP]))

@@ -1,0 +1,477 @@
+"""Remembered prompts: a second process computes nothing of what the first one did, and gets the same, or nothing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import count as counted
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import BatchGenerator, speculative_generate_step
+from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+import children
+from children import HELPERS
+from mlx_flash import FlashConfig, FlashLLM, cli
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.folders import cache_directory
+from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
+from mlx_flash.loading import load_model
+from mlx_flash.monitor import app as monitor
+from mlx_flash.monitor.words import size
+from mlx_flash.prefixes.cache import prefix_directory
+from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
+from prefix_runs import PROMPT, STEP, Logits, config_of, generated, loaded, restored
+
+SMALL: dict[str, Any] = {
+    **LLAMA,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 1000,
+}
+HYBRID: dict[str, Any] = {**GEMMA3, "hidden_size": 64, "num_hidden_layers": 3, "sliding_window": 64}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("llama"), SMALL)
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Logits]]:
+    """Models of each kind, and what stock mlx-lm generates, by name."""
+    configs = {"llama": SMALL, "hybrid": HYBRID, "mamba2": MAMBA2 | {"num_hidden_layers": 2}, "moe": QWEN3_MOE}
+
+    def get(name: str) -> tuple[Path, Logits]:
+        directory = save(tmp_path_factory.mktemp(name), configs[name])
+        return directory, generated(stock(directory))
+
+    return functools.cache(get)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> Iterator[None]:
+    """Nor written today."""
+    yield
+    shutil.rmtree(prefix_directory(), ignore_errors=True)
+    (cache_directory() / FILE_NAME).unlink(missing_ok=True)
+
+
+def same(left: Logits, right: Logits) -> bool:
+    return [token for token, _ in left] == [token for token, _ in right] and same_bits(
+        [logprobs for _, logprobs in left], [logprobs for _, logprobs in right]
+    )
+
+
+def first_run(directory: Path, mode: str = "exact", **settings: Any) -> Logits:
+    with loaded(directory, mode, **settings) as model:
+        found = generated(model)
+        assert restored(model) == 0
+    return found
+
+
+# --- a second process ------------------------------------------------------------------------------------------------
+
+RUN = """
+import json, sys, hashlib
+sys.path[:0] = sys.argv[3:]
+import numpy as np, mlx.core as mx
+import prefix_runs as t
+from pathlib import Path
+model = t.loaded(Path(sys.argv[1]), sys.argv[2])
+read = []
+def progress(done, total):
+    if done < total:
+        read.append(model.counters.num_passes)
+found = t.generated(model, prompt_progress_callback=progress)
+digest = hashlib.sha256(b"".join(np.array(logprobs).tobytes() for _, logprobs in found)).hexdigest()
+print(json.dumps([read[-1], model.counters.num_tokens_in, t.restored(model), [x for x, _ in found], digest]))
+model.close()
+"""
+
+
+@pytest.mark.parametrize("mode", ["exact", "longest"])
+def test_a_second_process_computes_nothing_of_a_known_prompt(llama: Path, mode: str) -> None:
+    runs = []
+    for _ in range(2):
+        done = children.run("-c", RUN, llama, mode, HELPERS)
+        assert done.returncode == 0, done.stderr.decode()
+        runs.append(json.loads(done.stdout))
+    (passes, tokens_in, none, *first), (passes_again, tokens_again, found, *again) = runs
+    expected = len(PROMPT) - 1 if mode == "exact" else (len(PROMPT) - 1) // STEP * STEP
+    assert (passes, none) == (3, 0) and passes_again == (0 if mode == "exact" else 1)
+    assert found == expected and tokens_again == tokens_in - expected
+    assert first == again
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_cache": "stock"}, {"kv_cache": "preallocated"}])
+@pytest.mark.parametrize("name", ["llama", "hybrid", "mamba2", "moe"])
+def test_what_is_restored_is_what_mlx_lm_computes(kinds: Any, name: str, settings: dict[str, Any]) -> None:
+    directory, expected = kinds(name)
+    assert same(first_run(directory, **settings), expected)
+    with loaded(directory, **settings) as model:
+        assert same(generated(model), expected) and restored(model) == len(PROMPT) - 1
+        assert model.counters.num_tokens_in == len(expected) + 1
+
+
+@pytest.mark.parametrize("start", [0, 300])
+def test_quantized_caches_are_restored(tmp_path: Path, start: int) -> None:
+    directory = save(tmp_path / "llama", SMALL)
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
+    expected = generated(stock(directory), **options)
+    for count in (0, len(PROMPT) - 1):
+        with loaded(directory) as model:
+            assert same(generated(model, **options), expected) and restored(model) == count
+    with loaded(directory) as model:
+        generated(model, kv_bits=4, kv_group_size=32, quantized_kv_start=start)
+        assert restored(model) == (STEP if start == 0 else 2 * STEP), "what came before was kept in the same way"
+
+
+def test_a_cache_on_disk_is_restored(tmp_path: Path) -> None:
+    directory = save(tmp_path / "llama", SMALL)
+    settings = {"kv_cache": "disk"}
+    expected = generated(stock(directory))
+    assert same(first_run(directory, **settings), expected)
+    with loaded(directory, **settings) as model:
+        assert same(generated(model), expected) and restored(model) == len(PROMPT) - 1
+
+
+# --- which calls ------------------------------------------------------------------------------------------------------
+
+
+def test_in_the_exact_mode_calls_of_another_length_are_others(llama: Path) -> None:
+    first_run(llama)
+    with loaded(llama) as model:
+        assert same(generated(model, prefill_step_size=300), generated(stock(llama), prefill_step_size=300))
+        assert restored(model) == 0
+        assert same(generated(model, PROMPT[:600]), generated(stock(llama), PROMPT[:600]))
+        assert restored(model) == 2 * STEP
+
+
+@pytest.mark.quick
+def test_longest_mode_uses_the_longest_prefix(llama: Path) -> None:
+    first_run(llama, "longest")
+    other = [*PROMPT[:600], *range(100)]
+    with loaded(llama, "longest") as model:
+        generated(model, other, prefill_step_size=300)
+        assert restored(model) == 2 * STEP - 44, "of the second call, which begins in a page, what the page holds"
+        cache = make_prompt_cache(stock(llama))
+        reference = stock(llama)
+        reference(mx.array([PROMPT]), cache=cache)
+        trim_prompt_cache(cache, len(PROMPT) - 2 * STEP)
+        expected = generated(reference, other[2 * STEP :], prompt_cache=cache)
+        assert same(generated(model, other), expected), "as when mlx-lm continues a cache that was cut there"
+
+
+def test_longest_mode_caches_generated_tokens(llama: Path) -> None:
+    with loaded(llama, "longest") as model:
+        answer = [token for token, _ in generated(model, num=80)]
+    with loaded(llama, "longest") as model:
+        generated(model, [*PROMPT, *answer, 1, 2])
+        assert restored(model) == 3 * STEP
+
+
+def test_windows_and_states_are_restored_at_the_end_of_a_call(tmp_path: Path) -> None:
+    directory = save(tmp_path / "hybrid", HYBRID)
+    expected = first_run(directory, "longest")
+    with loaded(directory, "longest") as model:
+        assert same(generated(model), expected) and restored(model) == 2 * STEP
+        assert same(generated(model, PROMPT[:400]), generated(stock(directory), PROMPT[:400]))
+
+
+def test_sessions_with_one_beginning_store_it_once(llama: Path) -> None:
+    with loaded(llama) as model:
+        generated(model, PROMPT)
+        assert model.prefixes is not None and model.prefixes.store.flush()
+        pages = list_prefixes(prefix_directory())[0].pages
+        generated(model, [*PROMPT[: 2 * STEP], *range(187)])
+        assert model.prefixes.store.flush()
+        assert pages == 3 and list_prefixes(prefix_directory())[0].pages == pages + 1
+
+
+@pytest.mark.parametrize("mode", ["exact", "longest"])
+def test_caches_that_are_copied_and_trimmed(llama: Path, mode: str) -> None:
+    """As mlx-lm's server does with the prompts of earlier requests."""
+    with loaded(llama, mode) as model, loaded(llama, "off") as plain:
+        outputs = []
+        for used in (model, model, plain):
+            cache = make_prompt_cache(used)
+            generated(used, PROMPT[:600], num=3, prompt_cache=cache)
+            copied = copy.deepcopy(cache)
+            trim_prompt_cache(copied, copied[0].offset - 2 * STEP)
+            outputs.append(
+                [
+                    *generated(used, PROMPT[2 * STEP :], prompt_cache=copied),
+                    *generated(used, [5, 6, 7], prompt_cache=cache),
+                ]
+            )
+        assert same(outputs[0], outputs[2]) and same(outputs[1], outputs[2])
+        assert restored(model) >= 2 * STEP
+
+
+def test_speculative_decoding(llama: Path, tmp_path: Path) -> None:
+    draft = stock(save(tmp_path / "draft", {**SMALL, "num_hidden_layers": 1}))
+
+    def run(model: Any) -> list[int]:
+        steps = speculative_generate_step(mx.array(PROMPT), model, draft, max_tokens=12, prefill_step_size=STEP)
+        return [int(token) for token, _, _ in steps]
+
+    expected = run(stock(llama))
+    for mode in ("exact", "longest"):
+        for again in (False, True):
+            with loaded(llama, mode) as model:
+                assert run(model) == expected and bool(restored(model)) == again
+
+
+@pytest.mark.parametrize("mode", ["exact", "longest"])
+def test_batches_of_one_are_remembered_and_others_are_right(llama: Path, mode: str) -> None:
+    """mlx-lm's server makes a batch of every request."""
+
+    def run(model: Any, *prompts: list[int]) -> list[list[int]]:
+        generator = BatchGenerator(model, prefill_step_size=STEP, stop_tokens=[])
+        uids = generator.insert([list(p) for p in prompts], max_tokens=[6] * len(prompts))
+        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+        while any(len(found) < 6 for found in tokens.values()):
+            for response in generator.next()[1]:
+                tokens[response.uid].append(response.token)
+        generator.close()
+        return [tokens[uid] for uid in uids]
+
+    one, two = PROMPT, list(range(300))
+    expected = run(stock(llama), one), run(stock(llama), one, two)
+    for again in (False, True):
+        with loaded(llama, mode) as model:
+            assert run(model, one) == expected[0] and bool(restored(model)) == again
+            count = restored(model)
+            assert run(model, one, two) == expected[1] and restored(model) == count
+
+
+def test_a_cache_that_came_from_elsewhere_is_not_taken_for_another(llama: Path) -> None:
+    reference = stock(llama)
+    with loaded(llama) as model:
+        generated(model)
+        for used in (model, reference):
+            cache = make_prompt_cache(used)
+            reference(mx.array([[1, 2, 3]]), cache=cache)
+            found = generated(used, prompt_cache=cache)
+            assert can_trim_prompt_cache(cache)
+            if used is model:
+                first, count = found, restored(model)
+        assert same(first, found) and count == 0
+        mixed = make_prompt_cache(model)
+        generated(model, PROMPT[:300], prompt_cache=mixed)
+        mixed[1] = copy.deepcopy(mixed[1])
+        count = restored(model)
+        generated(model, PROMPT[300:], prompt_cache=mixed)
+        assert count and restored(model) == count
+
+
+def test_callers_in_c_get_logits_of_a_known_prompt(llama: Path) -> None:
+    """The statement drops what ``extend`` returns, not the logits."""
+    first_run(llama)
+    tokens, reference = mx.array([PROMPT[:STEP]]), stock(llama)
+    expected = reference(tokens, cache=make_prompt_cache(reference))
+    with loaded(llama) as model:
+        outputs: list[mx.array] = []
+        outputs.extend(map(model, [tokens], [make_prompt_cache(model)]))
+        outputs.extend(map(lambda t: model(t, cache=make_prompt_cache(model)), [tokens]))  # noqa: C417
+        assert same_bits(outputs, [expected, expected]) and restored(model) == 0
+        model(tokens, cache=make_prompt_cache(model))
+        assert restored(model) == STEP
+
+
+# --- what shares nothing ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other", [{"kv_prefix_tenant": "bob"}, {"mode": "longest"}, {"model_config": {"rms_norm_eps": 1e-3}}]
+)
+def test_others_find_nothing(llama: Path, other: dict[str, Any]) -> None:
+    first_run(llama, kv_prefix_tenant="alice")
+    mode, model_config = other.pop("mode", "exact"), other.pop("model_config", None)
+    config = config_of(mode, **({"kv_prefix_tenant": "alice"} | other))
+    with load_model(llama, config, model_config=model_config)[0] as model:
+        generated(model)
+        assert restored(model) == 0
+    with loaded(llama, kv_prefix_tenant="alice") as model:
+        generated(model)
+        assert restored(model) == len(PROMPT) - 1
+
+
+def test_a_device_with_other_memory_free_is_the_same(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MLX describes CUDA's, anew at every look."""
+    device, looks = mx.device_info(), counted()
+    monkeypatch.setattr(mx, "device_info", lambda: {**device, "free_memory": next(looks)})
+    first_run(llama)
+    with loaded(llama) as model:
+        generated(model)
+        assert restored(model) == len(PROMPT) - 1
+    monkeypatch.setattr(mx, "device_info", lambda: {**device, "device_name": "another"})
+    with loaded(llama) as model:
+        generated(model)
+        assert restored(model) == 0
+
+
+def test_mlx_that_was_told_to_compute_otherwise_finds_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first_run(llama)
+    monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", "0")
+    with loaded(llama) as model:
+        generated(model)
+        assert restored(model) == 0
+
+
+def test_other_weights_find_nothing(llama: Path, tmp_path: Path) -> None:
+    first_run(llama)
+    other = save(tmp_path / "llama", SMALL, mx.float16)
+    with loaded(other) as model:
+        assert same(generated(model), generated(stock(other))) and restored(model) == 0
+
+
+def adapted(directory: Path, seed: int, scale: float = 20.0) -> FlashLLM:
+    """With an adapter, applied as mlx-lm does: after loading, before the first call."""
+    config = config_of("exact")
+    model = FlashLLM(prepare(directory, config), config, "llama")
+    mx.random.seed(seed)
+    linear_to_lora_layers(model, 2, {"rank": 4, "scale": scale, "dropout": 0.0})
+    for _, module in model.named_modules():
+        if hasattr(module, "lora_b"):
+            module.lora_b = mx.random.normal(module.lora_b.shape)
+    model.eval()
+    return model
+
+
+def test_adapters_find_their_own_only(llama: Path) -> None:
+    plain = first_run(llama)
+    runs = []
+    for seed, scale, count in ((1, 20.0, 0), (1, 20.0, 699), (2, 20.0, 0), (1, 10.0, 0)):
+        with adapted(llama, seed, scale) as model:
+            runs.append(generated(model))
+            assert restored(model) == count, (seed, scale)
+    assert same(runs[0], runs[1]) and not same(runs[0], runs[2]) and not same(runs[0], runs[3])
+    with loaded(llama) as model:
+        assert same(generated(model), plain) and restored(model) == len(PROMPT) - 1
+
+
+# --- damage, and disks that may not be written ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["exact", "longest"])
+def test_a_damaged_page_is_computed_again(llama: Path, mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    expected = first_run(llama, mode)
+    paths = sorted((prefix_directory() / "pages").iterdir())
+    for path in paths:
+        data = bytearray(path.read_bytes())
+        data[-5000] ^= 1
+        path.write_bytes(data)
+        with loaded(llama, mode) as model, caplog.at_level(logging.WARNING):
+            assert same(generated(model), expected)
+            assert restored(model) < len(PROMPT) - 1 and "damaged" in caplog.text
+        with loaded(llama, mode) as model:
+            assert same(generated(model), expected) and restored(model) >= 2 * STEP
+        caplog.clear()
+
+
+def tree(directory: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in directory.rglob("*")}
+
+
+def test_zero_write_mode_uses_what_is_there_and_writes_nothing(llama: Path) -> None:
+    frugal = {"ssd_write_gb_per_day": 0.0}
+    expected = first_run(llama)
+    before = tree(cache_directory())
+    with loaded(llama, **frugal) as model:
+        assert same(generated(model), expected) and restored(model) == len(PROMPT) - 1
+        assert same(generated(model, PROMPT[::-1]), generated(stock(llama), PROMPT[::-1]))
+    assert tree(cache_directory()) == before
+    clear_prefixes(prefix_directory())
+    with loaded(llama, **frugal) as model:
+        assert same(generated(model), expected) and restored(model) == 0
+    assert list_prefixes(prefix_directory()) == []
+
+
+def test_a_cap_that_is_reached_is_told_once(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with loaded(llama, ssd_write_gb_per_day=0.001) as model, caplog.at_level(logging.WARNING):
+        expected = generated(stock(llama))
+        assert same(generated(model), expected) and same(generated(model, PROMPT[::-1])[:0], [])
+        generated(model, PROMPT[::-1])
+        assert caplog.text.count("ssd_write_gb_per_day") == 1
+        told = model._life.governor.telemetry()
+        assert 0 < told["day_bytes"] <= told["day_limit_bytes"] == 1_000_000  # type: ignore[operator]
+
+
+def test_a_limit_is_kept(llama: Path) -> None:
+    with loaded(llama, kv_prefix_gb=0.002) as model:
+        for i in range(4):
+            generated(model, [i, *PROMPT])
+    assert 0 < sum(found.nbytes for found in list_prefixes(prefix_directory())) <= 2_000_000
+
+
+def test_kv_pages_on_disk_are_counted(tmp_path: Path) -> None:
+    governor = WriteGovernor(tmp_path, gb_per_day=0.0001)
+    pool = KVPool(KVOptions(step=64, budget_bytes=3_000_000, direct=False), governor.count)
+    caches = make_caches([KVCache() for _ in range(8)], pool.options, pool)
+    for cache in caches:
+        cache.update_and_fetch(mx.ones((1, 2, 640, 64)), mx.ones((1, 2, 640, 64)))
+    for disk in pool.on_disk.values():
+        disk.file.flush()
+    assert governor.telemetry()["session_bytes"] == pool.note().written_bytes > 100_000, "cap or not"
+    pool.close()
+
+
+@pytest.mark.quick
+def test_only_the_user_may_look(llama: Path) -> None:
+    first_run(llama)
+    assert prefix_directory().stat().st_mode & 0o077 == 0
+    assert not [path for path in prefix_directory().rglob("*") if path.stat().st_mode & 0o077]
+
+
+def test_by_default_nothing_is_remembered(llama: Path) -> None:
+    assert FlashConfig().kv_prefixes == "off"
+    with loaded(llama, FlashConfig().kv_prefixes) as model:
+        generated(model)
+        assert model.prefixes is None
+    assert not prefix_directory().exists()
+
+
+# --- telling ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_monitor_and_the_cache_command_show_them(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the user may run other engines
+    first_run(llama)
+    with loaded(llama, telemetry=True) as model:
+        generated(model)
+        generated(model, PROMPT[::-1])
+        assert model.prefixes is not None and model.prefixes.store.flush()
+        text, deadline = "", time.monotonic() + 20
+        while "3 pages stored" not in text and time.monotonic() < deadline:
+            assert monitor.main(["--once"]) == 0
+            text = capsys.readouterr().out
+        nbytes = size(model.prefixes.counters.restored_bytes)
+    assert f"699 tokens restored ({nbytes}), 699 computed; 3 pages stored" in text and "today of 20.0 GB" in text
+    assert cli.main(["cache", "list", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["prefixes"]
+    assert (entry["tokens"], entry["pages"], entry["title"]) == (2 * 699, 6, llama.name)
+    assert cli.main(["cache", "clear"]) == 0
+    assert "1398 tokens in the prefix cache" in capsys.readouterr().out
+    assert list_prefixes(prefix_directory()) == []

@@ -1,0 +1,198 @@
+"""One model on several ranks: the same logits on all of them, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import socket
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from local_ranks import run_ranks
+from mlx_flash import cli
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.errors import ConfigError
+from mlx_flash.layout.sources import Sources
+from mlx_flash.ranks.shares import RankSpeed, runs, share_layers
+from mlx_flash.ranks.tensor import divide
+from mlx_flash.storage.safetensors import read_checkpoint
+from models import GEMMA3, LLAMA, QWEN3_MOE, VOCAB_SIZE, make_random_model, save
+from rank_programs import PROGRAM, lines_of
+from ranks_zoo import compare_all
+from streamed import config
+from zoo import configuration
+
+MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "qwen3_moe": QWEN3_MOE}
+MODELS |= {name: configuration(name) | {"vocab_size": VOCAB_SIZE} for name in ("jamba", "rwkv7", "afm7", "gpt_oss")}
+
+SPEEDS = st.builds(RankSpeed, st.floats(0, 1e12), st.floats(1e6, 1e11), st.floats(1e6, 1e13), st.floats(1e6, 1e13))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("ranks")
+    for name, shape in MODELS.items():
+        save(found / name, shape, mx.float32)
+    return found
+
+
+def launch(num_ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a program on ranks of this machine, as a user does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    command = [launcher, "-n", num_ranks, "-p", port, "--python", sys.executable, *arguments]
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120)
+
+
+def test_all_ranks_get_the_logits_and_tokens_of_one_machine(root: Path) -> None:
+    num_ranks, names = 3, [*(name for name in MODELS if name not in ("afm7", "gpt_oss")), "llama-sums"]
+    done = run_ranks(num_ranks, PROGRAM, root, ",".join(names))
+    found = {(rank, name): (is_equal, units) for rank, name, is_equal, units, *_ in lines_of(done)}
+    assert {key: is_equal for key, (is_equal, _) in found.items()} == {
+        (rank, name): True for rank in range(num_ranks) for name in names
+    }, done
+    for rank, name in itertools.product(range(num_ranks), ("llama", "llama-sums")):
+        layers = {unit for unit in found[rank, name][1] if ".layers." in unit}
+        assert layers == {f"model.layers.{i}" for i in range(rank, 5, num_ranks)}
+    for _, name, *_, told in lines_of(done):
+        if name.startswith("llama"):
+            assert [each["layers"] for each in told["each"]] == [
+                [[layer, layer + 1] for layer in range(rank, 5, num_ranks)] for rank in range(num_ranks)
+            ]
+        for each in told["each"]:
+            assert (
+                each["tokens_per_second"] > 0 and each["read_bytes_per_second"] > 0 and 0 < each["waiting_share"] <= 1
+            )
+
+
+def test_architectures_of_other_kinds_have_the_logits_of_one_machine() -> None:
+    """``scripts/zoo.py --ranks 2`` compares all of them."""
+    outcomes = list(compare_all(["gpt_oss", "qwen3_next"], 2, timeout=200))
+    assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("ok", "")] * 2
+
+
+def test_tensor_mode_has_the_logits_of_mlx_lms_own_division(root: Path, tmp_path: Path) -> None:
+    """Of the last model, experts are read one by one. Columns are read from a copy, rows from the checkpoint."""
+    names = ["llama-tensor", "gpt_oss-tensor", "qwen3_moe-tensor"]  # gpt_oss divides a bias in place
+    done = run_ranks(2, PROGRAM, root, ",".join(names), env={"XDG_CACHE_HOME": str(tmp_path)})
+    found = {(rank, name): is_equal for rank, name, is_equal, *_ in lines_of(done)}
+    assert found == {(rank, name): True for rank in range(2) for name in names}, done
+    hidden, width = LLAMA["hidden_size"], LLAMA["intermediate_size"]
+    for _, name, _, units, _, told in lines_of(done):
+        assert {unit for unit in units if ".layers." in unit} == {
+            f"model.layers.{i}" for i in range(MODELS[name.removesuffix("-tensor")]["num_hidden_layers"])
+        }
+        if name == "llama-tensor":  # half of queries, keys, values and outputs, and of three matrices
+            assert told["layer_bytes"] == 5 * 4 * (3 * hidden * hidden + 3 * hidden * width) // 2
+
+
+def test_tensor_mode_keeps_no_whole_tensors(root: Path) -> None:
+    """The class that watched ``sanitize`` holds them, until the garbage is collected."""
+    gc.collect()
+    gc.disable()
+    try:
+        loaded = prepare(root / "llama", config()).loaded
+        assert _num_watchers()
+        divide(loaded, read_checkpoint(root / "llama"), cast(Any, SimpleNamespace(group=mx.distributed.init(), size=1)))
+        assert not _num_watchers()
+    finally:
+        gc.enable()
+
+
+def _num_watchers() -> int:
+    return sum(isinstance(found, Sources) for found in gc.get_objects())
+
+
+def test_a_model_without_shard_has_no_tensor_mode(root: Path) -> None:
+    with pytest.raises(ConfigError, match="needs shard"):
+        divide(prepare(root / "gemma3", config()).loaded, read_checkpoint(root / "gemma3"), Any)
+
+
+def test_a_model_that_is_no_chain_is_refused(root: Path) -> None:
+    """Its later layers use keys and values of an earlier one, which another rank may have."""
+    done = run_ranks(2, PROGRAM, root, "afm7")
+    assert any(status == "StreamedWeightsError" and "ranks" in text for _, _, status, text in lines_of(done)), done
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [("dies", "rank 0 exchanges"), ("other tokens", "start the same program with the same")]
+)
+def test_a_rank_that_is_lost_or_computes_something_else_is_an_error(root: Path, fault: str, words: str) -> None:
+    done = run_ranks(2, PROGRAM, root, "llama", fault)
+    texts = [text for rank, _, status, text in lines_of(done) if rank == 0 and status == "PeerError"]
+    assert texts and words in texts[0], done
+
+
+def test_ranks_with_unequal_room_cut_prompts_alike(root: Path) -> None:
+    """One has a shorter prefill step, the other has room for two tokens at a time."""
+    done = run_ranks(2, PROGRAM, root, "llama", "less room")
+    assert {(rank, is_equal) for rank, _, is_equal, *_ in lines_of(done)} == {(0, True), (1, True)}, done
+    assert all("room for 2 tokens at a time" in each.stderr for each in done)
+
+
+def test_generate_prints_the_text_of_one_machine_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--layers", "3", "--hidden-size", "64", "--intermediate-size", "128", "--heads", "4", "--kv-heads", "2"]
+    directory = make_random_model(tmp_path / "model", *shape)
+    flags = ["generate", "--model", str(directory), "--prompt", "hello", "--max-tokens", "5", "--ram-budget-gb", "1"]
+    assert cli.main(flags) == 0
+    alone = capsys.readouterr().out
+    done = launch(2, Path(sys.executable).with_name("mlx-flash"), *flags)
+    assert done.stdout == alone, done.stderr
+    assert done.stderr.count("Generation:") == 1
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=1, max_size=20), st.lists(SPEEDS, min_size=1, max_size=6))
+def test_every_layer_has_a_rank_and_every_rank_a_layer(layer_bytes: list[int], ranks: list[RankSpeed]) -> None:
+    if len(layer_bytes) < len(ranks):
+        with pytest.raises(ConfigError, match="start fewer"):
+            share_layers(layer_bytes, ranks)
+        return
+    owners = share_layers(layer_bytes, ranks)
+    assert len(owners) == len(layer_bytes) and set(owners) == set(range(len(ranks)))
+    following = [(a, b) for a, b in pairwise(owners) if a != b]
+    assert all(b == (a + 1) % len(ranks) for a, b in following)  # neighbours only: a ring has no other connections
+    covered = [layer for rank in range(len(ranks)) for a, b in runs(owners, rank) for layer in range(a, b)]
+    assert sorted(covered) == list(range(len(layer_bytes)))
+
+
+def test_ranks_take_turns_only_if_they_read() -> None:
+    layers = [100] * 12
+    assert share_layers(layers, [RankSpeed(1e4, 1e9, 1e9, 1e9)] * 3) == [0] * 4 + [1] * 4 + [2] * 4
+    assert share_layers(layers, [RankSpeed(100, 1e9, 1e12, 1e12)] * 3) == [0, 1, 2] * 4
+
+
+@pytest.mark.parametrize(
+    ("fast", "slow"),
+    [
+        (RankSpeed(0, 3e9, 1e15, 1e15), RankSpeed(0, 1e9, 1e15, 1e15)),
+        (RankSpeed(1e12, 1e9, 3e12, 3e12), RankSpeed(1e12, 1e9, 1e12, 1e12)),
+        (RankSpeed(1e12, 1e9, 1e11, 3e12), RankSpeed(1e12, 1e9, 1e11, 1e12)),
+    ],
+    ids=["disk", "processor", "memory"],
+)
+def test_a_faster_machine_gets_more_layers(fast: RankSpeed, slow: RankSpeed) -> None:
+    assert Counter(share_layers([10**8] * 40, [slow, fast])) == {0: 10, 1: 30}
+
+
+def test_plan_shows_the_layers_and_files_of_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = save(tmp_path / "model", LLAMA, mx.float32)
+    flags = ["plan", "--model", str(directory), "--ram-budget-gb", "1", "--ranks", "2"]
+    assert cli.main([*flags, "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["ranks"]
+    assert [part["layers"] for part in parts] == [[[0, 3]], [[3, 5]]]
+    assert all(part["files"] == ["model.safetensors"] and part["nbytes"] for part in parts)
+    assert cli.main(flags) == 0
+    assert "0-2" in capsys.readouterr().out

@@ -1,0 +1,161 @@
+"""Admission to the server, and the check before a call, count every cache of mlx-lm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from admission_plans import MORE_GB
+from admission_plans import model as model  # a fixture
+from admission_plans import plan as plan  # a fixture
+from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
+from mlx_flash.engine import headroom
+from mlx_flash.engine.call import parse_call
+from mlx_flash.engine.headroom import check_headroom
+from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.owncaches import OwnCaches
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.sizes import update_growth
+from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.loading import load_model
+from mlx_flash.memory.footprint import footprint
+from mlx_flash.residency.admission import batch_bytes, decide, room_bytes, together_bytes
+from mlx_flash.residency.plan import ResidencyPlan
+from models import GEMMA3, MAMBA2, save
+
+
+def filled(entry: object, rows: int, tokens: int) -> object:
+    keys = mx.zeros((rows, 4, tokens, 32))
+    entry.update_and_fetch(keys, keys)  # type: ignore[attr-defined]
+    return entry
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        lambda: filled(BatchKVCache([0, 0]), 2, 256),
+        lambda: filled(BatchRotatingKVCache(4096, [0, 0]), 2, 256),
+        lambda: CacheList(filled(BatchKVCache([0, 0]), 2, 256), ArraysCache(1)),
+        lambda: filled(KVCache(), 1, 256),
+        lambda: filled(QuantizedKVCache(group_size=32), 1, 256),
+    ],
+    ids=["batch", "rotating batch", "list", "plain", "quantized"],
+)
+def test_growth_of_every_cache_counts(plan: ResidencyPlan, entry: object) -> None:
+    caches = [entry() for _ in range(5)]  # type: ignore[operator]
+    mx.eval([cache.state for cache in caches])
+    rows = arrays_in(caches)[0].shape[0]
+    call = parse_call((mx.zeros((rows, 512 // rows), mx.int32), caches), {})
+    check_headroom(plan, [Lane(call)])
+    growth = 5 * 256 * 2 * 4 * 32  # at least a byte for every number of a row
+    in_use = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit
+    in_use += int(mx.get_active_memory()) + plan.activations.nbytes(512, 256 + 512 // rows, all_logits=True)
+    with pytest.raises(BudgetError):
+        check_headroom(replace(plan, budget_bytes=in_use + growth), [Lane(call)])
+
+
+def test_exact_batches_are_not_padded(plan: ResidencyPlan) -> None:
+    lengths, plan = [8000, 100, 100, 100], replace(plan, prefill_step_size=16)
+    exact, stock = (together_bytes(plan, lengths, batching) for batching in ("exact", "stock"))
+    assert exact < stock / 2
+    assert together_bytes(plan, lengths, "exact") > together_bytes(plan, lengths[:3], "exact")
+    most = next(n for n in range(1000, 1 << 24, 1000) if together_bytes(plan, [n, 100], "stock") > room_bytes(plan))
+    assert decide(plan, 80, 20, [most], may_batch=True, batching="stock") == "wait"
+    assert decide(plan, 80, 20, [most], may_batch=True, batching="exact") == "batch"
+
+
+def test_decisions(plan: ResidencyPlan) -> None:
+    assert decide(plan, 100, 20, [], may_batch=True, batching="stock") == "batch"
+    most = next(n for n in range(256, 1 << 24, 256) if batch_bytes(plan, [n]) > room_bytes(plan)) - 256
+    assert decide(plan, most - 20, 20, [], may_batch=True, batching="stock") == "batch"
+    assert decide(plan, 100, 20, [most], may_batch=True, batching="stock") == "wait"
+    assert decide(plan, 100, 20, [], may_batch=False, batching="stock") == "alone"
+    assert decide(plan, 100, 20, [20], may_batch=False, batching="stock") == "wait"
+    with pytest.raises(
+        RefusedError, match=r"at most 20 need [\d.]+ MB .* budget is [\d.]+ MB.* --ram-budget-gb"
+    ) as caught:
+        decide(plan, 1 << 24, 20, [], may_batch=True, batching="stock")
+    assert caught.value.status == 413
+
+
+def test_caches_are_added_up_only_when_they_grow(model: FlashLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model in memory computes a token as fast as mlx-lm, and is refused one that the process has no room for."""
+    admitted = []
+    admit = KVPool.admit
+    monkeypatch.setattr(KVPool, "admit", lambda *args: (admitted.append(args), admit(*args))[1])
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.arange(250)[None], cache=cache))
+    assert len(admitted) == 1 and not model.plan.read_bytes
+    for i in range(20):  # the caches have room for 256 tokens
+        mx.eval(model(mx.array([[i]]), cache=cache))
+    assert len(admitted) == 2
+    call = parse_call((mx.array([[1]]), cache), {})
+    check_headroom(model.plan, [Lane(call)])
+    full = model.plan.base_bytes - model.plan.active_bytes + int(mx.get_active_memory())
+    with pytest.raises(BudgetError):
+        check_headroom(replace(model.plan, budget_bytes=full), [Lane(call)])
+
+
+@pytest.mark.parametrize("architecture", [GEMMA3, MAMBA2], ids=["sliding window", "recurrent"])
+def test_caches_of_other_kinds_are_not_added_up_where_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: dict[str, Any]
+) -> None:
+    save(tmp_path, architecture)
+    with load_model(tmp_path, FlashConfig(ram_budget_gb=footprint() / 1e9 + MORE_GB, telemetry=False))[0] as model:
+        cache = make_prompt_cache(model)
+        mx.eval(model(mx.arange(20)[None], cache=cache))
+        added_up = []
+        monkeypatch.setattr(headroom, "update_growth", lambda *args: (added_up.append(args), update_growth(*args))[1])
+        for i in range(5):
+            mx.eval(model(mx.array([[i]]), cache=cache))
+        assert not added_up and not model.plan.read_bytes
+        lane = Lane(parse_call((mx.array([[1]]), cache), {}))
+        full = model.plan.base_bytes - model.plan.active_bytes + int(mx.get_active_memory())
+        with pytest.raises(BudgetError):
+            check_headroom(replace(model.plan, budget_bytes=full), [lane])
+        assert added_up
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: filled(RotatingKVCache(300), 1, 299),
+        lambda: filled(RotatingKVCache(300), 1, 700),
+        lambda: filled(RotatingKVCache(4096), 1, 256),
+        lambda: filled(KVCache(), 1, 256),
+        lambda: filled(QuantizedKVCache(group_size=32), 1, 256),
+        KVCache,
+    ],
+    ids=["window almost full", "window too long", "window", "plain", "quantized", "empty"],
+)
+def test_token_that_is_not_added_up_fits_when_it_is(
+    plan: ResidencyPlan, monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]
+) -> None:
+    caches = [make() for _ in range(5)]
+    mx.eval(arrays_in(caches))
+    lane = Lane(parse_call((mx.zeros((1, 1), mx.int32), caches), {}))
+    has_room = headroom._has_room
+    decisions, own = set(), OwnCaches(plan, [lane])
+    for budget in range(plan.base_bytes, plan.budget_bytes, plan.budget_bytes // 200):
+        smaller = replace(plan, budget_bytes=budget)
+        decisions.add(has_room(smaller, [lane], own))
+        if has_room(smaller, [lane], own):
+            with monkeypatch.context() as patch:
+                patch.setattr(headroom, "_has_room", lambda *_: False)
+                check_headroom(smaller, [lane])
+    assert decisions == {False, True}

@@ -1,0 +1,140 @@
+"""Memory of attention scores: observed in the model, tried with MLX, and compared with what calls take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+
+from mlx_flash.compat.attention import AttentionCall, observed_attention
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.layout.swap import swap_class
+from mlx_flash.memory.driver import has_own_memory
+from mlx_flash.residency import attention
+from mlx_flash.residency.attention import RESULTS, bytes_per_pair
+from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes
+from mlx_flash.streaming.layers import PinnedLayer, PinnedState
+from models import save, stock
+from streamed import config
+from zoo import configuration
+
+NUM_TOKENS = 64
+SHORT, LONG = 272, 1040
+"""Contexts. The caches have room for the call's tokens in both."""
+
+FUSED = ("llama", "qwen3", "qwen3_next")
+KEEPS_MORE = pytest.mark.skipif(has_own_memory(), reason="a loop over tokens keeps more than scores take, now and then")
+OWN = ("gemma2", "deepseek_v3", "gpt_oss")
+"""Scores of its own, a mask that has a part of them, and attention sinks."""
+
+
+def sizes_of(directory: Path) -> ActivationSizes:
+    return prepare(directory, config()).plan.activations
+
+
+def seen_per_pair(directory: Path, *, quantized: bool = False) -> float:
+    """Return the bytes that a call of mlx-lm's model takes more for each pair of a new token and one in context."""
+    model, peaks = stock(directory), []
+    for layer in model.layers if has_own_memory() else ():  # as where memory is short: else the scores of all are kept
+        swap_class(layer, PinnedLayer, (PinnedState(num_at_once=1), 0))
+    for context in (SHORT, LONG):
+        found = []
+        for _ in range(3):  # MLX may let go of small arrays later, and the peak is some kilobytes higher then
+            cache = make_prompt_cache(model)
+            if quantized:
+                cache = [QuantizedKVCache(group_size=32) for _ in cache]
+            for start in range(0, context, CACHE_STEP):
+                mx.eval(model(mx.zeros((1, min(CACHE_STEP, context - start)), mx.int32), cache=cache))
+            tokens = mx.zeros((1, NUM_TOKENS), mx.int32)
+            mx.eval(tokens, [entry.state for entry in cache])
+            mx.synchronize()
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            mx.eval(model(tokens, cache=cache))
+            found.append(mx.get_peak_memory() - before)
+        peaks.append(min(found))
+    return (peaks[1] - peaks[0]) / (LONG - SHORT) / NUM_TOKENS
+
+
+@pytest.mark.parametrize("name", [*FUSED[:2], pytest.param(FUSED[2], marks=KEEPS_MORE), *OWN])
+def test_scores_take_no_more_than_planned(name: str, tmp_path: Path) -> None:
+    directory = save(tmp_path / name, configuration(name))
+    sizes = sizes_of(directory)
+    seen = seen_per_pair(directory)
+    assert 0.25 * sizes.scores_per_pair < seen <= sizes.scores_per_pair
+    if name in FUSED:
+        assert sizes.scores_per_pair < sizes.unfused_per_pair
+
+
+@pytest.mark.skipif(has_own_memory(), reason="MLX has no CUDA kernel for these keys")
+def test_scores_of_quantized_keys_take_no_more_than_planned(tmp_path: Path) -> None:
+    directory = save(tmp_path / "llama", configuration("llama"))
+    assert seen_per_pair(directory, quantized=True) <= sizes_of(directory).unfused_per_pair
+
+
+def test_more_scores_are_stored_with_sinks() -> None:
+    plain = AttentionCall(8, 2, 64, 64, mx.float32, "causal")
+    with_sinks = AttentionCall(8, 2, 64, 64, mx.float32, "causal", has_sinks=True)
+    assert bytes_per_pair([]) == 0
+    assert bytes_per_pair([plain, with_sinks]) == bytes_per_pair([with_sinks]) > bytes_per_pair([plain])
+
+
+@pytest.fixture
+def new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """Start with an empty cache folder, and return what forgets the trials of this process."""
+    if mx.default_device() != mx.cpu:
+        pytest.skip("trials on a GPU are not remembered")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    attention._remembered_or_tried.cache_clear()
+    yield attention._remembered_or_tried.cache_clear
+    attention._remembered_or_tried.cache_clear()
+
+
+def test_a_later_process_does_not_try_again(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]) -> None:
+    call, other = (AttentionCall(8, 2, size, size, mx.float32, "causal") for size in (64, 32))
+    tried: list[AttentionCall] = []
+    stock_trial = attention._tried
+
+    def trial(call: AttentionCall) -> float:
+        tried.append(call)
+        return stock_trial(call) + len(tried)
+
+    monkeypatch.setattr(attention, "_tried", trial)
+    found = bytes_per_pair([call])
+    assert set(tried) == {call} and found == bytes_per_pair([call]) > 0
+    (entry,) = RESULTS.load().values()
+    assert entry["bytes_per_pair"] == stock_trial(call) + len(tried)  # of the last trial, which found the most
+    tried.clear()
+    new_process()
+    assert bytes_per_pair([call]) == found and not tried
+    assert bytes_per_pair([call, other]) >= found and set(tried) == {other}
+
+
+@pytest.mark.parametrize("entry", ["many", -1.0, float("nan"), float("inf"), None])
+def test_a_remembered_result_that_makes_no_sense_is_tried_again(entry: object, new_process: Callable[[], None]) -> None:
+    call = AttentionCall(8, 2, 64, 64, mx.float32, "causal")
+    found = bytes_per_pair([call])
+    (key,) = RESULTS.load()
+    RESULTS.save(key, {"bytes_per_pair": entry})
+    new_process()
+    assert bytes_per_pair([call]) == found
+
+
+def test_a_gpu_tries_in_every_process(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]) -> None:
+    monkeypatch.setattr(attention.mx, "default_device", lambda: mx.gpu)
+    assert bytes_per_pair([AttentionCall(8, 2, 64, 64, mx.float32, "causal")]) > 0
+    assert not RESULTS.load()
+
+
+def test_observing_leaves_attention_as_it_was() -> None:
+    before, q = mx.fast.scaled_dot_product_attention, mx.ones((1, 4, 2, 8))
+    mask = mx.zeros((1, 4, 2, 2))
+    with pytest.raises(ValueError, match="stop"), observed_attention() as calls:
+        mx.fast.scaled_dot_product_attention(q, q[:, :2], q[:, :2, :, :4], scale=1.0, mask=mask)
+        raise ValueError("stop")
+    assert calls == [AttentionCall(4, 2, 8, 4, mx.float32, (mx.float32, (1, 4)))] and calls[0].has_own_scores
+    assert bytes_per_pair(calls) == 0  # not tried
+    assert mx.fast.scaled_dot_product_attention is before

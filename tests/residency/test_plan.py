@@ -1,0 +1,948 @@
+"""Tests of the plan: whatever the model, the settings and the machine, it adds up and keeps its promises.
+
+A plan is a pure function of numbers, so the numbers are made up here and no model is needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
+
+from machines import (
+    FIXED,
+    LLAMA_LAYER,
+    MB,
+    MIB,
+    alike,
+    configs,
+    everything,
+    machines,
+    make_machine,
+    make_mixture,
+    make_model,
+    minimum_of,
+    models,
+    row_units,
+    shares,
+    some,
+    tensor_bytes,
+    unlike,
+    with_budget,
+)
+from mlx_flash.config import GB, FlashConfig
+from mlx_flash.errors import BudgetError, ConfigError
+from mlx_flash.layout.cachesizes import CacheSizes
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.residency.assemble import TILE_ROW_MULTIPLE, TILE_SLACK_BYTES, simulate, tile_rows
+from mlx_flash.residency.candidates import MAX_SLOTS
+from mlx_flash.residency.hits import DEFAULT_HITS, expected_hits
+from mlx_flash.residency.kv import KV_SHARE
+from mlx_flash.residency.plan import (
+    DEFAULT_PREFILL_STEP_SIZE,
+    PREFILL_STEPS,
+    Machine,
+    ResidencyPlan,
+    in_gb,
+    in_mb,
+)
+from mlx_flash.residency.reserve import ACTIVATION_SHARE, CONTEXT_LENGTHS
+from mlx_flash.residency.search import PROFILE_SHARES, make_plan
+from mlx_flash.residency.sizes import (
+    CACHE_STEP,
+    ExpertSizes,
+    ModelSizes,
+    TensorSize,
+    UnitSize,
+)
+from mlx_flash.residency.spread import spread
+from mlx_flash.storage.placement import padded_bytes
+from mlx_flash.storage.probe import DiskProfile
+
+# --- made-up models and machines -------------------------------------------------------------------------------------
+
+
+def plans_between(
+    sizes: ModelSizes, config: FlashConfig, machine: Machine, shares: Sequence[float]
+) -> list[ResidencyPlan]:
+    """Plans for budgets that are the minimum and so much of what it takes to have everything in memory more."""
+    least = minimum_of(sizes, config, machine)
+    room = everything(sizes, config, machine).peak_bytes - least
+    budgets = [least + int(share * max(room, MB)) for share in shares]
+    return [make_plan(sizes, with_budget(config, budget), machine) for budget in budgets]
+
+
+# --- it adds up ------------------------------------------------------------------------------------------------------
+
+
+def all_units(sizes: ModelSizes) -> list[UnitSize]:
+    return [*sizes.layers, *sizes.heads, *(table.unit for table in sizes.tables)]
+
+
+def streamed_tensors(sizes: ModelSizes, plan: ResidencyPlan) -> list[list[TensorSize]]:
+    """The tensors that each streamed layer reads. Checks that they are tensors of the model, none twice."""
+    names = [name for name, _ in plan.streaming.layers]
+    units = {unit.name: unit for unit in (sizes.layers, *sizes.finer)[plan.streaming.cut]}
+    assert names == [name for name in units if name in set(names)]
+    found = []
+    for name, tensors in plan.streaming.layers:
+        assert tensors
+        assert len(set(tensors)) == len(tensors)
+        by_name = {tensor.name: tensor for tensor in units[name].tensors}
+        found.append([by_name[tensor] for tensor in tensors])
+    return found
+
+
+def tiled_units(sizes: ModelSizes, plan: ResidencyPlan) -> list[tuple[UnitSize, int]]:
+    heads = {unit.name: unit for unit in [*sizes.heads, *(table.unit for table in sizes.tables if table.is_head)]}
+    assert len(dict(plan.streaming.heads)) == len(plan.streaming.heads)
+    return [(heads[name], num_rows) for name, num_rows in plan.streaming.heads]
+
+
+def tiles(head: UnitSize, num_rows: int) -> list[int]:
+    """Buffer bytes of each tile, wherever it lies in its file. Checks that the tiles are rows of the head, all of them,
+    cut where rows stay aligned."""
+    assert head.num_rows
+    assert num_rows % TILE_ROW_MULTIPLE == 0 or num_rows == head.num_rows
+    counts = [min(num_rows, head.num_rows - start) for start in range(0, head.num_rows, num_rows)]
+    assert sum(counts) == head.num_rows
+    return [sum(padded_bytes(count * tensor.nbytes // head.num_rows) for tensor in head.tensors) for count in counts]
+
+
+def check(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig, machine: Machine) -> None:
+    """Everything that is true of every plan."""
+    streaming = plan.streaming
+    layers, heads = streamed_tensors(sizes, plan), tiled_units(sizes, plan)
+    assert plan.peak_bytes == sum(nbytes for _, nbytes in plan.parts())
+    assert all(nbytes >= 0 for _, nbytes in plan.parts())
+    assert plan.minimum_bytes <= plan.budget_bytes
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert plan.model_bytes == sizes.nbytes
+
+    rows_only = {table.unit.name for table in sizes.tables} & set(streaming.tables)
+    tiled = {head.name for head, _ in heads}
+    assert rows_only == set(streaming.tables)
+    elsewhere = sum(tensor.buffer_bytes for tensors in layers for tensor in tensors)
+    elsewhere += sum(unit.buffer_bytes for unit in all_units(sizes) if unit.name in tiled | rows_only)
+    assert plan.pinned_bytes + elsewhere == sum(unit.buffer_bytes for unit in all_units(sizes))
+    assert all(table.unit.name in tiled or not table.is_head for table in sizes.tables if table.unit.name in rows_only)
+
+    read = sum(tensor.nbytes for tensors in layers for tensor in tensors) + sum(head.nbytes for head, _ in heads)
+    assert streaming.read_bytes == read
+    num_units = len(layers) + sum(len(tiles(head, num_rows)) for head, num_rows in heads)
+    assert (streaming.num_slots == 0) == (streaming.slot_bytes == 0) == (num_units == 0)
+    assert streaming.num_slots <= min(config.num_slots or MAX_SLOTS, num_units)
+    if config.num_slots:
+        assert streaming.num_slots == min(config.num_slots, num_units)
+    needed = [sum(tensor.buffer_bytes for tensor in tensors) for tensors in layers]
+    needed += [nbytes for head, num_rows in heads for nbytes in tiles(head, num_rows)]
+    assert machine.exact_tiles or all(num_rows == head.num_rows for head, num_rows in heads)
+    assert streaming.slot_bytes >= max(needed, default=0)
+
+    computed = sum(unit.computed_bytes for unit in sizes.layers)
+    computed += sum(unit.nbytes for unit in [*sizes.heads, *(t.unit for t in sizes.tables if t.is_head)])
+    floor = max(read / machine.disk.bytes_per_second, computed / machine.compute_bytes_per_second)
+    assert streaming.seconds >= floor * (1 - 1e-9)
+    check_reserves(plan, sizes, config)
+
+
+def check_reserves(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig) -> None:
+    """What is set aside for tokens is what was asked for, or what the shares allow."""
+    context = -(-plan.context_length // CACHE_STEP) * CACHE_STEP
+    assert plan.kv_bytes >= sizes.cache.token_bytes * context
+    prefill = sizes.activations.nbytes(plan.prefill_step_size, context, all_logits=False)
+    short = sizes.activations.nbytes(min(16, plan.prefill_step_size), context, all_logits=True)
+    assert plan.activation_bytes == max(prefill, short)
+    if config.context_length:
+        assert plan.context_length == config.context_length
+    else:
+        least = max(CACHE_STEP, config.prefill_step_size or 0)
+        assert plan.context_length in {*CONTEXT_LENGTHS, least}
+        a_copy = sizes.cache.largest_row * context + sizes.cache.call_bytes * plan.prefill_step_size
+        assert plan.kv_bytes - a_copy <= KV_SHARE * plan.budget_bytes or plan.context_length == least
+    if config.prefill_step_size:
+        assert plan.prefill_step_size == min(config.prefill_step_size, plan.context_length)
+    else:
+        least = min(PREFILL_STEPS[-1], plan.context_length)
+        assert plan.prefill_step_size in {*PREFILL_STEPS, least}
+        assert plan.activation_bytes <= ACTIVATION_SHARE * plan.budget_bytes or plan.prefill_step_size <= least
+
+
+@some(150)
+@given(models(), configs, machines, shares)
+def test_every_plan_adds_up(sizes: ModelSizes, config: FlashConfig, machine: Machine, share: float) -> None:
+    (plan,) = plans_between(sizes, config, machine, [share])
+    check(plan, sizes, config, machine)
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.3, 0.7, 0.99, 1, 2])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        make_model(),
+        make_model(layers=[LLAMA_LAYER]),
+        make_model(layers=[[100_000]] * 3),
+        make_model(head=None),
+        make_model(head=None, table=None),
+        make_model(head=None, tied=True),
+        make_model(head=(256_000, 8192), tied=True),
+        make_model(head=(256_000, 16_384)),
+        make_model(head=(63, 4096), table=(63, 4096)),
+        make_model(layers=[LLAMA_LAYER, [800 * MB], [100_000] * 7, LLAMA_LAYER] * 3),
+        make_model(layers=[], table=(1000, 65_536)),
+        make_model(copies=True),
+    ],
+    ids=[
+        "llama",
+        "single layer",
+        "tiny layers",
+        "no head",
+        "no head and no table",
+        "tied head",
+        "head and tied table",
+        "head larger than every layer",
+        "head of fewer rows than a tile's multiple",
+        "unlike layers",
+        "no layers",
+        "bounced reads",
+    ],
+)
+@pytest.mark.quick
+def test_kinds_of_models(sizes: ModelSizes, share: float) -> None:
+    machine = make_machine()
+    for config in (FlashConfig(), FIXED, FlashConfig(num_slots=4)):
+        (plan,) = plans_between(sizes, config, machine, [share])
+        check(plan, sizes, config, machine)
+
+
+def test_parts_are_named_for_people() -> None:
+    (plan,) = plans_between(make_model(), FIXED, make_machine(has_buffer_cache=True), [0.5])
+    words = " / ".join(name for name, _ in plan.parts())
+    assert "1024 tokens" in words
+    assert "64 tokens a call" in words
+    assert f"{plan.streaming.num_slots} x " in words
+    assert dict(plan.parts())["MLX buffer cache"] == plan.cache_limit > 0
+
+
+def test_bounce_buffers_are_set_aside_only_where_reads_are_copied() -> None:
+    disk = DiskProfile(2e9, 4 * MIB, 4, direct=True)
+    for copies in (False, True):
+        for direct in (False, True):
+            machine = make_machine(disk=replace(disk, direct=direct))
+            (plan,) = plans_between(make_model(copies=copies), FIXED, machine, [0.5])
+            assert plan.bounce_bytes == (16 * MIB if copies and direct else 0)
+            for arrival, is_set_aside in (("bounced", direct), ("copied by the driver", True)):
+                bounced = replace(machine, arrival=arrival)
+                (plan,) = plans_between(make_model(copies=copies), FIXED, bounced, [0.5])
+                assert plan.bounce_bytes == (16 * MIB if is_set_aside else 0)
+
+
+def test_reading_settings_come_from_the_machine() -> None:
+    (plan,) = plans_between(make_model(), FIXED, make_machine(active_bytes=7 * MB), [0.5])
+    assert (plan.read_size, plan.queue_depth, plan.disk_bytes_per_second) == (4 * MIB, 4, 2e9)
+    assert plan.active_bytes == 7 * MB
+    assert plan.base_bytes == 196 * MB
+
+
+# --- the smallest budget ---------------------------------------------------------------------------------------------
+
+
+@some(80)
+@given(models(), configs, machines)
+def test_the_minimum_is_enough_and_less_is_refused(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> None:
+    smallest = make_plan(sizes, replace(config, ram_budget_gb="min"), machine)
+    least = smallest.minimum_bytes
+    assert smallest.budget_bytes == least
+    if config.num_slots in (None, 1):  # several slots of the largest layer's size can take more than pinning some of it
+        assert smallest.peak_bytes == least
+    check(smallest, sizes, config, machine)
+    enough = make_plan(sizes, with_budget(config, least), machine)
+    assert enough.minimum_bytes == least
+    check(enough, sizes, config, machine)
+    for budget in (1, least // 3, least - 1):
+        with pytest.raises(BudgetError) as caught:
+            make_plan(sizes, replace(config, ram_budget_gb=budget / GB), machine)
+        assert caught.value.minimum_bytes == least
+        assert isinstance(caught.value, ConfigError)
+
+
+def told_minimum(sizes: ModelSizes, machine: Machine) -> tuple[str, int]:
+    """The number of GB that a refusal names, and the true one in bytes."""
+    with pytest.raises(BudgetError) as caught:
+        make_plan(sizes, replace(FIXED, ram_budget_gb=0.001), machine)
+    found = re.search(r"ram_budget_gb is 0\.001, .* at least ([0-9.]+) .*Hint: give ([0-9.]+) ", str(caught.value))
+    assert found is not None
+    assert found[1] == found[2]
+    return found[1], caught.value.minimum_bytes
+
+
+@pytest.mark.parametrize("base", range(100 * MB, 103 * MB, 333_333))
+def test_the_number_in_the_message_is_the_minimum(base: int) -> None:
+    told, least = told_minimum(make_model(), make_machine(base_bytes=base))
+    assert least <= round(float(told) * GB) < least + MB
+
+
+def test_the_number_in_the_message_can_be_typed_back_in() -> None:
+    sizes = make_model()
+    machine = make_machine()
+    short = 1001 * MB - minimum_of(sizes, FIXED, machine)
+    machine = make_machine(base_bytes=machine.base_bytes + short)
+    told, _ = told_minimum(sizes, machine)
+    assert told == "1.001"
+    make_plan(sizes, replace(FIXED, ram_budget_gb=float(told)), machine)
+
+
+@pytest.mark.parametrize("base", range(100 * MB, 102 * MB, 199_999))
+@pytest.mark.parametrize("sizes", [make_model(), make_model(head=None), make_model(layers=[[70_001]] * 3)])
+def test_smallest_budget_in_gb_and_in_mb_can_be_typed_back(sizes: ModelSizes, base: int) -> None:
+    machine = make_machine(base_bytes=base)
+    least = minimum_of(sizes, FIXED, machine)
+    for gigabytes in (float(in_gb(least)), float(in_mb(least)) / 1000):
+        plan = make_plan(sizes, replace(FIXED, ram_budget_gb=gigabytes), machine)
+        assert plan.budget_bytes - least < MB
+
+
+def test_what_a_refusal_says() -> None:
+    with pytest.raises(BudgetError) as caught:
+        make_plan(make_model(), replace(FIXED, ram_budget_gb=0.2), make_machine())
+    message = str(caught.value)
+    for words in ("ram_budget_gb is 0.2,", "slots (1 x 93.4 MB) 93 MB", "KV cache (1024 tokens)", "'min'"):
+        assert words in message
+    assert "read buffers" not in message  # none are needed
+
+
+def test_smaller_reserves_lower_the_minimum() -> None:
+    sizes, machine = make_model(), make_machine()
+    least = minimum_of(sizes, FlashConfig(), machine)
+    assert least < minimum_of(sizes, FlashConfig(context_length=8192), machine)
+    assert least < minimum_of(sizes, FlashConfig(prefill_step_size=512), machine)
+    assert least < minimum_of(sizes, FlashConfig(num_slots=2), machine)
+
+
+def test_the_minimum_does_not_grow_with_the_number_of_layers() -> None:
+    def without_kv(num_layers: int) -> int:
+        sizes = make_model(layers=[LLAMA_LAYER] * num_layers)
+        return minimum_of(replace(sizes, cache=CacheSizes()), FlashConfig(), make_machine())
+
+    assert without_kv(2) == without_kv(200)
+
+
+def test_the_minimum_of_a_tiny_model_is_to_have_it_in_memory() -> None:
+    sizes = make_model(layers=[[7_000]], head=(64, 32), table=(64, 32))
+    plan = make_plan(sizes, FlashConfig(ram_budget_gb="min"), make_machine())
+    assert plan.streaming.heads == ()
+    assert plan.peak_bytes <= everything(sizes, FIXED, make_machine()).peak_bytes
+
+
+memories = st.integers(10**8, 10**11).flatmap(lambda total: st.tuples(st.just(total), st.integers(0, total)))
+
+
+@some(60)
+@given(models(), configs, machines, memories, st.sampled_from([None, *PROFILE_SHARES]))
+def test_a_budget_that_depends_on_the_machine(
+    sizes: ModelSizes, config: FlashConfig, machine: Machine, memory: tuple[int, int], word: Any
+) -> None:
+    total, available = memory
+    machine = replace(machine, total_memory=total, available_memory=available)
+    minimum = minimum_of(sizes, config, replace(machine, total_memory=10**15))
+    assume(minimum <= total)
+    plan = make_plan(sizes, replace(config, ram_budget_gb=word), machine)
+    of_free, of_all = PROFILE_SHARES[word or "balanced"]
+    assert plan.budget_bytes == max(minimum, min(int(of_free * available), int(of_all * total)))
+    assert plan.minimum_bytes == minimum
+    check(plan, sizes, config, machine)
+
+
+@some(60)
+@given(st.integers(10**9, 10**12), st.floats(0.5, 1))
+def test_profiles_are_in_order(total: int, free_share: float) -> None:
+    """Each takes more than the one before, none takes more than is free, and None is the one in the middle."""
+    available = int(total * free_share)
+    machine = make_machine(total_memory=total, available_memory=available)
+    sizes = make_model(layers=[[70_000]] * 2, head=None, table=None)
+    words: tuple[Any, ...] = ("min", "safe", "balanced", "performance")
+    budgets = [make_plan(sizes, replace(FIXED, ram_budget_gb=word), machine).budget_bytes for word in words]
+    assert budgets == sorted(set(budgets))
+    assert budgets[-1] <= available
+    assert make_plan(sizes, FIXED, machine).budget_bytes == budgets[2]
+
+
+def test_profiles_of_a_machine() -> None:
+    sizes, machine = make_model(), make_machine(total_memory=16 * GB, available_memory=10 * GB)
+    idle = replace(machine, available_memory=16 * GB)
+    busy = replace(machine, available_memory=GB // 10)
+    least = minimum_of(sizes, FIXED, machine)
+    for word, nbytes, most in (("safe", 5 * GB, 6.4e9), ("balanced", 7 * GB, 11.2e9), ("performance", 9 * GB, 12.8e9)):
+        config = replace(FIXED, ram_budget_gb=word)  # type: ignore[arg-type]
+        assert make_plan(sizes, config, machine).budget_bytes == nbytes
+        assert make_plan(sizes, config, idle).budget_bytes == most
+        assert make_plan(sizes, config, busy).budget_bytes == least
+
+
+@some(40)
+@given(models(), configs, machines, shares)
+def test_a_plan_larger_than_the_machine_is_refused(
+    sizes: ModelSizes, config: FlashConfig, machine: Machine, share: float
+) -> None:
+    (plan,) = plans_between(sizes, config, machine, [share])
+    budget = with_budget(config, plan.budget_bytes)
+    fits = replace(machine, total_memory=plan.peak_bytes)
+    assert make_plan(sizes, budget, fits) == plan
+    with pytest.raises(BudgetError, match="this process can have at most") as caught:
+        make_plan(sizes, budget, replace(fits, total_memory=plan.peak_bytes - 1))
+    assert caught.value.minimum_bytes == plan.minimum_bytes
+
+
+# --- more memory -----------------------------------------------------------------------------------------------------
+
+
+@some(60)
+@given(models(), machines, st.integers(1, 4000), st.integers(1, 2000), st.none() | st.integers(1, 6))
+def test_what_fits_whole_is_not_streamed(
+    sizes: ModelSizes, machine: Machine, context: int, step: int, num_slots: int | None
+) -> None:
+    config = FlashConfig(context_length=context, prefill_step_size=step, num_slots=num_slots)
+    whole = everything(sizes, config, machine)
+    plan = make_plan(sizes, with_budget(config, whole.peak_bytes), machine)
+    assert plan.streaming == whole.streaming
+    assert plan.streaming.layers == plan.streaming.heads == plan.streaming.tables == ()
+    assert (plan.streaming.num_slots, plan.streaming.read_bytes, plan.slots_bytes) == (0, 0, 0)
+    assert plan.pinned_bytes == sum(unit.buffer_bytes for unit in all_units(sizes))
+    check(plan, sizes, config, machine)
+
+
+def test_a_huge_budget_leaves_room_for_all_that_is_usual() -> None:
+    plan = everything(make_model(), FlashConfig(), make_machine())
+    assert (plan.context_length, plan.prefill_step_size) == (CONTEXT_LENGTHS[0], PREFILL_STEPS[0])
+
+
+many_shares = st.lists(shares, min_size=5, max_size=5).map(sorted)
+many_alike = st.builds(
+    lambda sizes, count: [sizes] * count,
+    st.lists(st.integers(MIB, 60 * MIB), min_size=4, max_size=9),
+    st.integers(16, 48),
+)
+
+
+@some(25)
+@given(many_alike, st.sampled_from([None, (32_000, 4096), (151_936, 2048)]), st.booleans(), machines, many_shares)
+def test_more_memory_is_not_slower(
+    layers: Sequence[Sequence[int]],
+    head: tuple[int, int] | None,
+    tied: bool,
+    machine: Machine,
+    shares: Sequence[float],
+) -> None:
+    """What is set aside for tokens is fixed here: left open, it grows with the budget, and may leave weights less."""
+    plans = plans_between(make_model(layers, head, tied=tied), FIXED, machine, shares)
+    for less, more in pairwise(plan.streaming.seconds for plan in plans):
+        assert more <= less * 1.03
+
+
+@some(60)
+@given(models(), machines, many_shares, st.integers(1, 3))
+def test_more_memory_does_not_read_more(
+    sizes: ModelSizes, machine: Machine, shares: Sequence[float], num_slots: int
+) -> None:
+    """Where computing takes no time the plan that is fastest is the one that reads least. Whole tensors are read: what
+    one slot more or less of them makes is not counted."""
+    machine = replace(machine, compute_bytes_per_second=1e30, barrier_seconds=0.0)
+    plans = plans_between(sizes, replace(FIXED, num_slots=num_slots), machine, shares)
+    largest = max(tensor.nbytes for unit in sizes.layers for tensor in unit.tensors)
+    for less, more in pairwise(plan.streaming.read_bytes for plan in plans):
+        assert more <= less * 1.02 + largest * (num_slots + 1)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_nearly_all_of_the_memory_is_used(num_slots: int) -> None:
+    for share in (0.2, 0.5, 0.8):
+        (plan,) = plans_between(make_model(), replace(FIXED, num_slots=num_slots), make_machine(), [share])
+        assert plan.budget_bytes - plan.peak_bytes <= sum(LLAMA_LAYER)
+
+
+def test_a_second_slot_is_taken_where_it_hides_computing() -> None:
+    (plan,) = plans_between(make_model(), FIXED, make_machine(compute_bytes_per_second=2e9), [0.3])
+    assert plan.streaming.num_slots >= 2
+    (plan,) = plans_between(make_model(), FIXED, make_machine(compute_bytes_per_second=1e12), [0.3])
+    assert plan.streaming.num_slots == 1
+
+
+def test_a_head_is_not_cut_into_many_small_tiles_to_pin_a_little_more() -> None:
+    sizes = make_model(layers=[[3 * MB] * 4] * 12, head=(128_000, 4096))
+    for plan in plans_between(sizes, FIXED, make_machine(), [0.1, 0.2, 0.3, 0.4]):
+        for head, num_rows in tiled_units(sizes, plan):
+            assert len(tiles(head, num_rows)) <= 64
+
+
+# --- what is set aside for tokens ------------------------------------------------------------------------------------
+
+
+def test_what_was_asked_for_is_not_cut() -> None:
+    for budget in ("min", 100):
+        config = FlashConfig(ram_budget_gb=budget, context_length=10_000, prefill_step_size=700)
+        plan = make_plan(make_model(), config, make_machine())
+        assert (plan.context_length, plan.prefill_step_size) == (10_000, 700)
+
+
+def test_a_prefill_step_asked_for_fits_the_context_chosen() -> None:
+    for step in (300, 3000, 30_000):
+        for budget in ("min", 1000):
+            config = FlashConfig(ram_budget_gb=budget, prefill_step_size=step)
+            plan = make_plan(make_model(), config, make_machine())
+            assert plan.prefill_step_size == step <= plan.context_length
+
+
+def test_a_context_that_takes_most_of_the_memory_still_leaves_the_rest_to_weights() -> None:
+    """Its activations exceed their share even with the shortest step."""
+    sizes = make_model()
+    sizes = replace(sizes, activations=replace(sizes.activations, scores_per_pair=2000))
+    config = FlashConfig(context_length=20_000, ram_budget_gb=3)
+    plan = make_plan(sizes, config, make_machine())
+    assert plan.activation_bytes > ACTIVATION_SHARE * plan.budget_bytes
+    assert plan.pinned_bytes > sizes.nbytes / 4
+
+
+def test_the_smallest_plan_has_room_for_what_a_cache_takes_anyway() -> None:
+    plan = make_plan(make_model(), FlashConfig(ram_budget_gb="min"), make_machine())
+    assert plan.context_length == CACHE_STEP
+    assert plan.prefill_step_size == PREFILL_STEPS[-1]
+
+
+# --- tiles -----------------------------------------------------------------------------------------------------------
+
+
+@some(200)
+@given(row_units("head"), st.integers(0, 200 * MIB))
+def test_tiles_fit_their_slot(head: UnitSize, spare: int) -> None:
+    assert head.num_rows
+    row = -(-head.nbytes // head.num_rows)
+    slot = TILE_ROW_MULTIPLE * row + TILE_SLACK_BYTES + spare
+    found = tiles(head, tile_rows(head, slot))
+    assert max(found) <= slot
+    most = (slot - TILE_SLACK_BYTES) // row // TILE_ROW_MULTIPLE * TILE_ROW_MULTIPLE
+    assert len(found) <= -(-head.num_rows // most)
+
+
+def test_a_head_is_whole_where_tiles_are_not_exact() -> None:
+    for num_rows in (1, 63, 1000, 32_000, 50_257):
+        sizes = make_model(head=(num_rows, 4096))
+        for plan in plans_between(sizes, FIXED, make_machine(exact_tiles=False), [0, 0.001, 0.01, 0.5]):
+            assert all(rows == num_rows for _, rows in plan.streaming.heads)
+
+
+# --- spread ----------------------------------------------------------------------------------------------------------
+
+
+@some(200)
+@given(alike | unlike, st.floats(0, 1), st.booleans())
+def test_every_stretch_of_layers_streams_its_share(
+    layers: Sequence[Sequence[int]], share: float, whole_layers: bool
+) -> None:
+    units = make_model(layers).layers
+    total = sum(unit.nbytes for unit in units)
+    target = int(share * total)
+    chosen = spread(units, target, whole_layers)
+    pieces = [unit.nbytes for unit in units] if whole_layers else [t.nbytes for unit in units for t in unit.tensors]
+    passed = accumulate(unit.nbytes for unit in units)
+    done = accumulate(sum(tensor.nbytes for tensor in tensors) for tensors in chosen)
+    for streamed, so_far in zip(done, passed, strict=True):
+        assert abs(streamed - target * so_far / total) <= max(pieces) / 2 + 1
+    for unit, tensors in zip(units, chosen, strict=True):
+        assert list(tensors) == [tensor for tensor in unit.tensors if tensor in tensors]
+        assert not whole_layers or tensors in ((), unit.tensors)
+
+
+@some(50)
+@given(alike | unlike, st.booleans())
+def test_nothing_and_everything_are_exact(layers: Sequence[Sequence[int]], whole_layers: bool) -> None:
+    units = make_model(layers).layers
+    total = sum(unit.nbytes for unit in units)
+    assert spread(units, 0, whole_layers) == [()] * len(units)
+    assert spread(units, total, whole_layers) == [unit.tensors for unit in units]
+
+
+def test_no_layers_stream_nothing() -> None:
+    assert spread((), 0, False) == []
+
+
+# --- the simulated ring ----------------------------------------------------------------------------------------------
+
+seconds = st.floats(1e-4, 10)
+steps_read = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=12)
+steps_some_pinned = st.lists(st.tuples(st.just(0.0) | seconds, seconds), min_size=1, max_size=12)
+
+
+@some(100)
+@given(steps_read)
+def test_one_slot_reads_and_computes_by_turns(steps: Sequence[tuple[float, float]]) -> None:
+    assert simulate(steps, 1) == pytest.approx(sum(read + compute for read, compute in steps))
+
+
+@some(100)
+@given(steps_some_pinned)
+def test_nothing_streamed_is_computing_alone(steps: Sequence[tuple[float, float]]) -> None:
+    pinned = [(0.0, compute) for _, compute in steps]
+    for num_slots in (0, 1, 3):
+        assert simulate(pinned, num_slots) == pytest.approx(sum(compute for _, compute in steps))
+
+
+@some(100)
+@given(st.lists(seconds, min_size=2, max_size=12), st.floats(0, 0.99), st.integers(2, 12))
+def test_a_slow_disk_is_never_idle(reads: Sequence[float], share: float, num_slots: int) -> None:
+    """A slot that is computed from while another is read loses nothing, unless two neighbours share it."""
+    assume(len(reads) % min(num_slots, len(reads)) != 1)
+    compute = share * min(reads)
+    assert simulate([(read, compute) for read in reads], min(num_slots, len(reads))) == pytest.approx(sum(reads))
+
+
+@some(100)
+@given(st.lists(seconds, min_size=2, max_size=12), st.floats(0, 0.99), st.integers(2, 12))
+def test_a_slow_processor_is_never_idle(computes: Sequence[float], share: float, num_slots: int) -> None:
+    assume(len(computes) % min(num_slots, len(computes)) != 1)
+    read = share * min(computes)
+    steps = [(read, compute) for compute in computes]
+    assert simulate(steps, min(num_slots, len(computes))) == pytest.approx(sum(computes))
+
+
+@some(200)
+@given(steps_some_pinned, st.integers(1, 12))
+def test_neither_disk_nor_processor_is_faster_than_it_is(steps: Sequence[tuple[float, float]], num_slots: int) -> None:
+    found = simulate(steps, num_slots)
+    assert found >= max(map(sum, zip(*steps, strict=True))) * (1 - 1e-9)
+    assert found <= simulate(steps, 1) * (1 + 1e-9)
+
+
+@some(200)
+@given(steps_some_pinned)
+@example([(2.5, 0.5), (0.8, 0.1), (0.3, 0.02), (0.3, 2.2)])
+def test_more_slots_are_not_slower(steps: Sequence[tuple[float, float]]) -> None:
+    """As long as they divide the units: else the last unit and the first, which follow each other, share a slot."""
+    num_units = sum(read > 0 for read, _ in steps)
+    divisors = [n for n in range(1, num_units + 1) if num_units % n == 0]
+    for few in divisors:
+        for many in divisors:
+            if many % few == 0:
+                assert simulate(steps, many) <= simulate(steps, few) * (1 + 1e-9)
+
+
+@some(100)
+@given(steps_some_pinned, st.integers(1, 12))
+def test_the_last_pass_is_the_steady_state(steps: Sequence[tuple[float, float]], num_slots: int) -> None:
+    assert simulate(steps, num_slots, 12) == pytest.approx(simulate(steps, num_slots))
+
+
+# --- large models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", ["min", 60])
+def test_thousands_of_layers_are_planned_in_no_time(budget: Any) -> None:
+    sizes, machine = make_model(layers=[LLAMA_LAYER] * 2000), make_machine()
+    began = time.process_time()
+    plan = make_plan(sizes, FlashConfig(ram_budget_gb=budget), machine)
+    assert time.process_time() - began < 2
+    check(plan, sizes, FlashConfig(), machine)
+
+
+def test_a_head_is_not_cut_where_tiles_are_not_exact() -> None:
+    machine = make_machine(exact_tiles=False)
+    sizes = make_model()
+    plan = make_plan(sizes, FlashConfig(ram_budget_gb="min", context_length=64), machine)
+    ((name, rows),) = plan.streaming.heads
+    assert (name, rows) == (sizes.heads[0].name, sizes.heads[0].num_rows)
+    assert plan.streaming.slot_bytes >= sizes.heads[0].nbytes
+
+
+def test_the_default_prefill_step_is_mlx_lms() -> None:
+    assert inspect.signature(generate_step).parameters["prefill_step_size"].default == DEFAULT_PREFILL_STEP_SIZE
+
+
+# --- mixtures of experts ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def mixtures(draw: Any) -> ModelSizes:
+    num_experts = draw(st.integers(2, 40))
+    num_layers = draw(st.integers(1, 12))
+    return make_mixture(
+        num_layers,
+        num_experts,
+        draw(st.integers(1, min(8, num_experts))),
+        draw(st.lists(st.integers(20_000, 4_000_000), min_size=3, max_size=3)),
+        draw(st.lists(tensor_bytes, min_size=3, max_size=5)),
+        num_dense=draw(st.integers(0, num_layers - 1)),
+        copies=draw(st.booleans()),
+        head=draw(st.none() | st.sampled_from([(1000, 4096), (32_000, 4096)])),
+        tied=draw(st.booleans()),
+    )
+
+
+def experts_of(sizes: ModelSizes) -> ExpertSizes:
+    assert sizes.trunk is not None and sizes.trunk.experts is not None
+    return sizes.trunk.experts
+
+
+def check_mixture(plan: ResidencyPlan, sizes: ModelSizes, config: FlashConfig, machine: Machine) -> None:
+    """Everything that is true of every plan of a mixture of experts."""
+    experts, pool = experts_of(sizes), plan.pool
+    if pool is None:
+        check(plan, sizes, config, machine)
+        return
+    assert sizes.trunk is not None
+    check(plan, sizes.trunk, config, machine)
+    assert pool.slot_bytes == experts.slot_bytes
+    assert pool.num_experts == sum(experts.num_experts)
+    assert experts.least_slots <= pool.num_slots
+    assert pool.num_slots <= max(pool.num_experts, experts.least_slots)
+    assert plan.pool_bytes == pool.nbytes == pool.num_slots * pool.slot_bytes
+    assert pool.nbytes in dict(plan.parts()).values()
+    assert 0 <= pool.hit_rate == experts.hit_rate(pool.num_slots) <= 1
+    assert pool.read_bytes == round((1 - pool.hit_rate) * experts.token_bytes)
+    assert plan.read_bytes == plan.streaming.read_bytes + pool.read_bytes
+    assert plan.seconds == plan.streaming.seconds + pool.seconds
+    computed = experts.token_bytes / machine.compute_bytes_per_second
+    assert pool.seconds >= max(computed, pool.read_bytes / machine.disk.bytes_per_second)
+
+
+@some(150)
+@given(mixtures(), configs, machines, shares)
+def test_every_plan_of_a_mixture_adds_up(
+    sizes: ModelSizes, config: FlashConfig, machine: Machine, share: float
+) -> None:
+    (plan,) = plans_between(sizes, config, machine, [share])
+    check_mixture(plan, sizes, config, machine)
+
+
+@some(80)
+@given(mixtures(), configs, machines)
+def test_the_minimum_of_a_mixture_is_enough_and_less_is_refused(
+    sizes: ModelSizes, config: FlashConfig, machine: Machine
+) -> None:
+    least = minimum_of(sizes, config, machine)
+    enough = make_plan(sizes, with_budget(config, least), machine)
+    assert enough.minimum_bytes == least
+    check_mixture(enough, sizes, config, machine)
+    with pytest.raises(BudgetError) as caught:
+        make_plan(sizes, replace(config, ram_budget_gb=(least - 1) / GB), machine)
+    assert caught.value.minimum_bytes == least
+
+
+@some(40)
+@given(mixtures(), machines, many_shares)
+def test_more_memory_is_not_slower_for_a_mixture(sizes: ModelSizes, machine: Machine, shares: Sequence[float]) -> None:
+    plans = plans_between(sizes, FIXED, machine, shares)
+    for less, more in pairwise(plan.seconds for plan in plans):
+        assert more <= less * 1.03
+
+
+@some(80)
+@given(mixtures(), configs, machines, st.floats(0, 1))
+def test_a_mixture_that_fits_whole_has_no_pool(
+    sizes: ModelSizes, config: FlashConfig, machine: Machine, share: float
+) -> None:
+    config = replace(config, context_length=config.context_length or 1024)
+    whole = replace(config, expert_pool_gb=0)
+    budget = int(everything(sizes, whole, machine).peak_bytes * (1 + share))
+    plan = make_plan(sizes, with_budget(config, budget), machine)
+    assert plan.pool is None and plan.streaming.num_units == 0 and plan.read_bytes == 0
+    check_mixture(plan, sizes, config, machine)
+
+
+@some(80)
+@given(mixtures(), machines, shares)
+def test_the_trunk_is_pinned_before_the_pool_grows(sizes: ModelSizes, machine: Machine, share: float) -> None:
+    """One tensor more in memory, or its padding, is all that what a larger pool takes could be used for."""
+    (plan,) = plans_between(sizes, FIXED, machine, [share])
+    experts = experts_of(sizes)
+    if plan.pool is None or not plan.streaming.read_bytes:
+        return
+    assert sizes.trunk is not None
+    largest = max(unit.buffer_bytes for unit in all_units(sizes.trunk))
+    spare = (plan.pool.num_slots - experts.least_slots) * experts.slot_bytes
+    assert spare <= (MAX_SLOTS + 2) * (largest + TILE_SLACK_BYTES)
+
+
+@pytest.mark.quick
+def test_a_pool_takes_what_the_trunk_leaves() -> None:
+    sizes, machine = make_mixture(), make_machine()
+    sizes_of_pools = []
+    for share in (0.15, 0.3, 0.5, 0.7, 0.9):
+        (plan,) = plans_between(sizes, FIXED, machine, [share])
+        assert plan.pool is not None and plan.streaming.read_bytes == 0
+        assert plan.budget_bytes - plan.peak_bytes < plan.pool.slot_bytes
+        sizes_of_pools.append(plan.pool.num_slots)
+    assert sizes_of_pools == sorted(set(sizes_of_pools))
+
+
+def test_a_pool_is_no_larger_than_an_array_may_be() -> None:
+    """Metal's buffers have a limit below the memory of the machine."""
+    sizes, machine = make_mixture(), make_machine()
+    (plan,) = plans_between(sizes, FIXED, machine, [0.7])
+    assert plan.pool is not None
+    limit = plan.pool.nbytes // 2
+    small = replace(machine, largest_array=limit)
+    for config in (FIXED, replace(FIXED, expert_pool_gb=2 * limit / GB)):
+        bounded = make_plan(sizes, with_budget(config, plan.budget_bytes), small)
+        assert bounded.pool is not None and limit - bounded.pool.slot_bytes < bounded.pool.nbytes <= limit
+
+
+def test_an_embedding_table_gives_way_to_experts() -> None:
+    """A token needs one row of it."""
+    sizes, machine = make_mixture(), make_machine()
+    for share in (0.15, 0.3, 0.5):
+        (plan,) = plans_between(sizes, FIXED, machine, [share])
+        assert sizes.trunk is not None and plan.pool is not None
+        (table,) = sizes.trunk.tables
+        assert plan.streaming.tables == (table.unit.name,) and plan.streaming.read_bytes == 0
+        assert plan.pinned_bytes == sum(u.buffer_bytes for u in all_units(sizes.trunk)) - table.unit.buffer_bytes
+
+
+def test_layers_that_fit_whole_have_no_pool_beside_rows_read_on_demand() -> None:
+    """What is missing is the embedding table; looking up experts one by one would only cost time."""
+    sizes, machine = make_mixture(), make_machine()
+    whole = everything(sizes, replace(FIXED, expert_pool_gb=0), machine).peak_bytes
+    plan = make_plan(sizes, with_budget(FIXED, whole - MB), machine)
+    assert plan.pool is None and plan.streaming.tables == ("embed",) and plan.read_bytes == 0
+
+
+def test_a_prediction_is_that_of_the_plan_where_no_other_one_fits() -> None:
+    """A back end that keeps freed buffers keeps more of them in a larger budget, which leaves the smallest plan."""
+    mixture = make_mixture(4, 64, 4, (16 * MIB,) * 3)
+    for sizes in (mixture, replace(mixture, trunk=None)):
+        for machine in (make_machine(has_buffer_cache=True), make_machine(has_buffer_cache=True, exact_tiles=False)):
+            for config in (replace(FIXED, num_slots=1), FIXED):
+                plan = make_plan(sizes, replace(config, ram_budget_gb="min"), machine)
+                assert plan.streaming.read_bytes
+                assert plan.streaming.seconds >= plan.streaming.read_bytes / machine.disk.bytes_per_second
+
+
+@pytest.mark.parametrize("num_slots", [0, 1, 100, 10**6])
+def test_a_pool_of_the_size_asked_for(num_slots: int) -> None:
+    """From the least on, and no larger than there are experts."""
+    sizes, machine = make_mixture(), make_machine()
+    experts = experts_of(sizes)
+    num_slots += experts.least_slots
+    config = replace(FIXED, expert_pool_gb=(num_slots * experts.slot_bytes + 1000) / GB)
+    least = minimum_of(sizes, config, machine)
+    for more in (0, 10 * MB, 300 * MB):
+        plan = make_plan(sizes, with_budget(config, least + more), machine)
+        assert plan.pool is not None
+        assert plan.pool.num_slots == min(num_slots, sum(experts.num_experts))
+        check_mixture(plan, sizes, config, machine)
+
+
+def test_a_pool_asked_for_that_the_budget_cannot_hold_is_refused() -> None:
+    """It is not left out without a word."""
+    sizes, machine = make_mixture(), make_machine()
+    with pytest.raises(BudgetError) as caught:
+        make_plan(sizes, replace(FIXED, expert_pool_gb=2, ram_budget_gb=2), machine)
+    assert caught.value.minimum_bytes > 2 * GB
+    plan = make_plan(sizes, with_budget(replace(FIXED, expert_pool_gb=2), caught.value.minimum_bytes), machine)
+    assert plan.pool is not None and 1.99 * GB < plan.pool_bytes <= 2 * GB
+
+
+def test_a_pool_that_is_too_small_is_refused_with_the_least() -> None:
+    sizes, machine = make_mixture(), make_machine()
+    experts = experts_of(sizes)
+    least = experts.least_slots * experts.slot_bytes
+    with pytest.raises(ConfigError, match="expert_pool_gb") as caught:
+        make_plan(sizes, replace(FIXED, expert_pool_gb=(least - 1) / GB, ram_budget_gb=10), machine)
+    assert not isinstance(caught.value, BudgetError)
+    found = re.search(r"at least ([0-9.]+): (\d+) experts", str(caught.value))
+    assert found is not None and int(found[2]) == experts.least_slots
+    plan = make_plan(sizes, replace(FIXED, expert_pool_gb=float(found[1]), ram_budget_gb=3), machine)
+    assert plan.pool is not None and plan.pool.num_slots == experts.least_slots
+
+
+@pytest.mark.parametrize("pages", range(15_625 * 3, 15_625 * 60, 15_625 * 3))
+def test_the_least_pool_can_be_typed_back_in(pages: int) -> None:
+    """Pages of 4 or 16 kB that are whole MB, where nothing is rounded up."""
+    sizes = make_mixture(num_layers=2, num_experts=2, top_k=1)
+    slot_bytes = pages * DIRECT_ALIGNMENT // 4
+    experts = replace(experts_of(sizes), slot_bytes=slot_bytes, least_slots=1)
+    assert sizes.trunk is not None and slot_bytes % MB == 0
+    sizes = replace(sizes, trunk=replace(sizes.trunk, experts=experts))
+    config = replace(FIXED, expert_pool_gb=float(f"{slot_bytes / GB:.3f}"), ram_budget_gb="min")
+    plan = make_plan(sizes, config, make_machine())
+    assert plan.pool is None or plan.pool.num_slots == 1
+
+
+@some(40)
+@given(mixtures(), machines, shares)
+def test_no_pool_reads_whole_layers(sizes: ModelSizes, machine: Machine, share: float) -> None:
+    config = replace(FIXED, expert_pool_gb=0)
+    (plan,) = plans_between(sizes, config, machine, [share])
+    (dense,) = plans_between(replace(sizes, trunk=None), FIXED, machine, [share])
+    assert plan.pool is None and plan == dense
+    assert not any("experts" in name for name, _ in plan.parts())
+
+
+@pytest.mark.parametrize("word", ["safe", "balanced", "performance"])
+def test_profiles_of_a_mixture(word: Any) -> None:
+    sizes, machine = make_mixture(), make_machine(total_memory=8 * GB, available_memory=4 * GB)
+    plan = make_plan(sizes, replace(FIXED, ram_budget_gb=word), machine)
+    assert plan.pool is not None and plan.pool.num_slots > experts_of(sizes).least_slots
+    assert plan.peak_bytes <= plan.budget_bytes == int(PROFILE_SHARES[word][0] * 4 * GB)
+
+
+@pytest.mark.parametrize("exact_tiles", [False, True])
+def test_whole_layers_are_read_only_where_the_least_pool_does_not_fit(exact_tiles: bool) -> None:
+    """A budget that can hold as many experts as have to be in memory together, and what is streamed beside them."""
+    sizes, machine = make_mixture(), make_machine(exact_tiles=exact_tiles)
+    experts = experts_of(sizes)
+    least = experts.least_slots * experts.slot_bytes
+    enough = minimum_of(sizes, replace(FIXED, expert_pool_gb=(least + 1000) / GB), machine)
+    plan = make_plan(sizes, with_budget(FIXED, enough), machine)
+    assert plan.pool is not None and plan.pool.num_slots == experts.least_slots
+    check_mixture(plan, sizes, FIXED, machine)
+    word = make_plan(sizes, replace(FIXED, ram_budget_gb="min"), machine)
+    assert word.pool is not None and word.budget_bytes == enough
+    smallest = make_plan(sizes, with_budget(FIXED, word.minimum_bytes), machine)
+    assert smallest.pool is None and word.minimum_bytes < enough
+    assert smallest.seconds > plan.seconds
+
+
+@some(100)
+@given(mixtures(), st.integers(0, 600), st.integers(0, 600))
+def test_larger_pools_are_expected_to_hit_more(sizes: ModelSizes, few: int, many: int) -> None:
+    experts = experts_of(sizes)
+    few, many = sorted((few, many))
+    assert 0 <= experts.hit_rate(few) <= experts.hit_rate(many) <= 1
+    assert experts.hit_rate(0) == DEFAULT_HITS[0] == 0 and experts.hit_rate(sum(experts.num_experts)) == 1
+
+
+@some(100)
+@given(st.floats(0, 2), st.integers(1, 1024))
+def test_few_experts_are_expected_to_be_chosen_equally_often(share: float, num_experts: int) -> None:
+    hits = expected_hits(share, num_experts)
+    assert min(1, share) <= hits + 1e-9 and hits <= expected_hits(share, num_experts + 1) + 1e-9
+    assert expected_hits(share, 8) == pytest.approx(min(1, share))
+    assert expected_hits(0.5, 32) == expected_hits(0.5, 256) == DEFAULT_HITS[4]
+
+
+def test_experts_that_are_not_computed_with_take_no_time() -> None:
+    """In memory whole, a mixture is as fast as what a token passes through, not as slow as all of its weights."""
+    sizes, machine = make_mixture(num_experts=64, top_k=4), make_machine()
+    assert sizes.trunk is not None
+    plan = everything(sizes, FIXED, machine)
+    dense = everything(replace(sizes.trunk, experts=None), FIXED, machine)
+    experts = experts_of(sizes).token_bytes / machine.compute_bytes_per_second
+    assert plan.seconds == pytest.approx(dense.seconds + experts)
+
+
+@pytest.mark.parametrize("num_experts", [128, 512])
+@pytest.mark.parametrize("budget", ["min", 30, 100])
+def test_many_experts_are_planned_in_no_time(num_experts: int, budget: Any) -> None:
+    sizes = make_mixture(94, num_experts, 8, (9_400_000,) * 3)
+    began = time.process_time()
+    plan = make_plan(sizes, FlashConfig(ram_budget_gb=budget), make_machine())
+    assert time.process_time() - began < 2
+    check_mixture(plan, sizes, FlashConfig(), make_machine())

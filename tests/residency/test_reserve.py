@@ -1,0 +1,84 @@
+"""Prefill step and context come from sizes and the budget alone: the same command gives the same bits tomorrow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from machines import (
+    MIB,
+    configs,
+    everything,
+    machines,
+    make_machine,
+    make_mixture,
+    make_model,
+    minimum_of,
+    models,
+    shares,
+    some,
+    with_budget,
+)
+from mlx_flash.config import FlashConfig
+from mlx_flash.residency.plan import Machine, ResidencyPlan
+from mlx_flash.residency.search import make_plan
+from mlx_flash.residency.sizes import ModelSizes
+from mlx_flash.storage.probe import DiskProfile
+
+factors = st.floats(-1, 1).map(lambda power: 10**power)
+"""Speeds of other machines, and of this one at other times: a tenth to ten times."""
+
+
+def at_other_speed(machine: Machine, disk: float, compute: float, others: float) -> Machine:
+    """The machine with other measured speeds, of a probe or of a run."""
+    return replace(
+        machine,
+        disk=replace(machine.disk, bytes_per_second=machine.disk.bytes_per_second * disk),
+        compute_bytes_per_second=machine.compute_bytes_per_second * compute,
+        barrier_seconds=machine.barrier_seconds * others,
+        prompt_seconds_per_token=1e-4 * others,
+        prompt_speedup=max(1.0, others),
+        resident_bytes_per_second=2 * machine.compute_bytes_per_second * compute,
+        operation_seconds=1e-6 * others,
+        is_measured=not machine.is_measured,
+    )
+
+
+def tokens_of(plan: ResidencyPlan) -> tuple[int, int]:
+    return plan.prefill_step_size, plan.context_length
+
+
+@some(60)
+@given(models(), configs, machines, shares, factors, factors, factors)
+@example(make_model(), FlashConfig(), make_machine(), 0.4, 0.5, 1.0, 1.0)
+@example(make_model(), FlashConfig(), make_machine(), 0.7, 0.1, 10.0, 1.0)
+@example(make_mixture(), FlashConfig(), make_machine(), 0.1, 10.0, 0.1, 1.0)
+def test_speeds_decide_neither_step_nor_context(
+    sizes: ModelSizes,
+    config: FlashConfig,
+    machine: Machine,
+    share: float,
+    disk: float,
+    compute: float,
+    others: float,
+) -> None:
+    least, most = minimum_of(sizes, config, machine), everything(sizes, config, machine).peak_bytes
+    config = with_budget(config, least + int(share * max(most - least, MIB)))
+    other = at_other_speed(machine, disk, compute, others)
+    assert tokens_of(make_plan(sizes, config, machine)) == tokens_of(make_plan(sizes, config, other))
+
+
+@some(30)
+@given(models(), configs, machines, shares, st.sampled_from([MIB // 4, MIB, 8 * MIB]), st.integers(1, 16))
+def test_how_the_disk_is_read_decides_neither(
+    sizes: ModelSizes, config: FlashConfig, machine: Machine, share: float, read_size: int, queue_depth: int
+) -> None:
+    """Except near the smallest budget, which has to hold the buffers of reads too."""
+    profile = DiskProfile(machine.disk.bytes_per_second, read_size, queue_depth, machine.disk.direct)
+    other = replace(machine, disk=profile)
+    least = max(minimum_of(sizes, config, each) for each in (machine, other))
+    most = everything(sizes, config, machine).peak_bytes
+    config = with_budget(config, 3 * least // 2 + int(share * max(most - least, MIB)))
+    assert tokens_of(make_plan(sizes, config, machine)) == tokens_of(make_plan(sizes, config, other))

@@ -1,0 +1,475 @@
+"""Tests of the benchmarks: what they run and what they report, but no speed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmark_modules import ROOT, load_benchmark
+from models import LLAMA, QWEN3_MOE, save
+
+SMALL_MACHINE = ROOT / "scripts" / "small_machine"
+TOKENS = 3
+
+
+streaming, eviction, policies, plot_budget, harness, llama_cpp, mixtures = (
+    load_benchmark(name)
+    for name in ("streaming", "eviction", "policies", "plot_budget", "harness", "llama_cpp", "mixtures")
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("benchmark") / "tiny-llama", LLAMA, num_shards=2)
+
+
+@pytest.fixture
+def bench(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[dict[str, Any], str]]:
+    """Run the streaming benchmark; return its JSON and its output."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: object) -> tuple[dict[str, Any], str]:
+        out = tmp_path / "out.json"
+        options = ["--model", model, "--tokens", TOKENS, "--rounds", 1, "--json", out, *arguments]
+        monkeypatch.setattr(sys, "argv", ["streaming.py", *map(str, options)])
+        streaming.main()
+        return json.loads(out.read_text()), capsys.readouterr().out
+
+    return run
+
+
+Bench = Callable[..., tuple[dict[str, Any], str]]
+
+
+def test_rounds_and_summary(bench: Bench) -> None:
+    result, shown = bench("--budgets", "min", 1)
+    (first,) = result["rounds"]
+    assert len(first["resident"]["token_ids"]) == TOKENS
+    assert len(first["probes"]) == 3
+    assert [run["budget"] for run in first["streamed"]] == ["min", 1.0]
+    smallest, whole = first["streamed"]
+    for run_ in first["streamed"]:
+        assert run_["identical"] is True
+        assert run_["token_ids"] == first["resident"]["token_ids"]
+        assert run_["efficiency_best"] > 0
+        assert run_["efficiency_median"] >= run_["efficiency_best"]
+        assert run_["of_resident"] > 0
+        assert run_["probe_best"] >= run_["probe_median"] > 0
+        assert 0 < run_["peak_bytes"]
+        assert 0 <= run_["wait_share"] <= 1
+        assert run_["load_seconds"] > 0
+    assert smallest["budget_bytes"] == smallest["plan"]["minimum_bytes"]
+    assert smallest["bytes_per_token"] >= smallest["plan"]["read_bytes"] * 0.9
+    assert whole["plan"]["num_slots"] == 0
+    assert whole["bytes_per_token"] == 0
+    assert whole["read_bytes_per_second"] is None
+
+    summary = result["summary"]
+    assert summary["resident"]["tokens_per_second"] == first["resident"]["tokens_per_second"]
+    assert [entry["identical"] for entry in summary["streamed"]] == [True, True]
+    assert all(entry["best"] >= entry["median"] > 0 for entry in summary["probe"])
+    assert "decoding, medians over the rounds" in shown
+    assert "tiny-llama" in shown
+
+
+def test_json_describes_model_machine_and_command(model: Path, bench: Bench) -> None:
+    result, shown = bench("--no-resident", "--compute-seconds", 0.5)
+    assert set(result) == {
+        "date",
+        "command",
+        "machine",
+        "versions",
+        "model",
+        "tokens",
+        "prompt_tokens",
+        "compute_seconds",
+        "cold",
+        "notes",
+        "summary",
+        "rounds",
+    }
+    assert set(result["machine"]) == {
+        "cpu",
+        "cores",
+        "threads",
+        "memory_bytes",
+        "usable_memory_bytes",
+        "os",
+        "device",
+        "device_info",
+        "disk",
+    }
+    assert set(result["machine"]["disk"]) == {"device", "file_system", "model"}
+    assert {"python", "mlx", "mlx-lm", "mlx-flash"} <= set(result["versions"])
+    assert result["model"]["name"] == "tiny-llama"
+    assert result["model"]["nbytes"] == sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    assert "--compute-seconds 0.5" in result["command"]
+    assert result["cold"]
+
+    (first,) = result["rounds"]
+    assert first["resident"] is None
+    assert result["summary"]["resident"] is None
+    (run_,) = first["streamed"]
+    assert run_["of_resident"] == pytest.approx(0.5 / run_["seconds_per_token"])
+    assert "note: 'same' compares with the first streamed run" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "MODEL", "--tokens", "1"], "--tokens must be at least 2"),
+        (["--model", "MODEL", "--budgets", "0.001"], "ram_budget_gb is 0.001, but this model needs at least"),
+        (["--model", "MODEL/nowhere"], "nowhere"),
+        (["--model", "MODEL", "--limit"], "--limit needs --budgets in GB"),
+        (["--model", "MODEL", "--budgets", "1", "--limit", "--gguf", "FILE"], "--llama-bench, --gguf and --limit"),
+        (["--model", "MODEL", "--gguf", "FILE", "--llama-bench", "FILE"], "--llama-bench, --gguf and --limit"),
+    ],
+)
+def test_refusals(
+    model: Path,
+    arguments: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    filled = [argument.replace("MODEL", str(model)) for argument in arguments]
+    monkeypatch.setattr(sys, "argv", ["streaming.py", *filled, "--no-resident"])
+    with pytest.raises(SystemExit) as refused:
+        streaming.main()
+    assert refused.value.code
+    text = f"{refused.value.code}{capsys.readouterr().err}"
+    assert words in text
+    assert "Traceback" not in text
+
+
+# --- in a kernel memory limit, beside other programs -----------------------------------------------------------------
+
+LLAMA_BENCH = """#!/bin/sh
+echo '[{"avg_ts": 2.5, "n_threads": 2, "build_commit": "abc", "words": "'"$*"'"}]'
+"""
+
+
+@pytest.fixture
+def llama_bench(tmp_path: Path) -> Path:
+    """A program that answers as llama.cpp's ``llama-bench``."""
+    program = tmp_path / "llama-bench"
+    program.write_text(LLAMA_BENCH)
+    program.chmod(0o755)
+    return program
+
+
+@pytest.fixture
+def _small_machine() -> None:
+    """Skip the test where no memory cgroup can be made."""
+    if subprocess.run([SMALL_MACHINE, "--warm", "100M", "true"], capture_output=True).returncode == 77:
+        pytest.skip("no memory cgroup can be made here")
+
+
+@pytest.mark.usefixtures("_small_machine")
+def test_llama_cpp_and_stock_run_in_the_limit(bench: Bench, model: Path, llama_bench: Path) -> None:
+    weights = model / "model-00001-of-00002.safetensors"  # any file: the program is a stand-in
+    limited = ["--budgets", 0.8, "--limit", 1.5, "--no-resident", "--llama-bench", llama_bench, "--gguf", weights]
+    result, shown = bench(*limited)
+    (entry,) = result["rounds"][0]["in_limit"]
+    assert (entry["budget"], entry["limit_bytes"]) == (0.8, 1_200_000_000)
+    assert entry["stock"]["token_ids"] == result["rounds"][0]["streamed"][0]["token_ids"]
+    assert entry["llama_cpp"]["tokens_per_second"] == 2.5
+    assert result["rounds"][0]["streamed"][0]["limit_bytes"] == 1_200_000_000
+    assert result["summary"]["in_limit"][0]["llama_cpp"]["tokens_per_second"] == 2.5
+    assert "tokens/s in a kernel memory limit" in shown
+
+
+@pytest.mark.usefixtures("_small_machine")
+def test_a_run_beyond_the_limit_is_reported_as_killed() -> None:
+    with pytest.raises(harness.KilledError, match="big was killed: it needs more than the limit of 50000000 bytes"):
+        harness.run_command([sys.executable, "-c", "bytearray(300 << 20)"], label="big", limit_bytes=50_000_000)
+
+
+def test_llama_cpp_is_left_out_where_a_file_is_missing(tmp_path: Path, llama_bench: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    assert llama_cpp.LlamaBench(nowhere, llama_bench, 1).missing() == (
+        f"no llama.cpp runs: there is no program {nowhere}"
+    )
+    assert llama_cpp.LlamaBench(llama_bench, nowhere, 1).missing() == f"no llama.cpp runs: there is no file {nowhere}"
+    assert llama_cpp.LlamaBench(llama_bench, llama_bench, 1).missing() is None
+
+
+def test_a_failed_worker_is_named_with_its_last_line() -> None:
+    with pytest.raises(SystemExit, match="the second run failed: no such thing"):
+        harness.run_command([sys.executable, "-c", "raise SystemExit('no such thing')"], label="the second run")
+
+
+def limited_round(speed: float | None) -> dict[str, Any]:
+    stock = {"killed": True} if speed is None else {"killed": False, "tokens_per_second": speed}
+    return {"budget": 1.0, "limit_bytes": 1_050_000_000, "stock": stock, "llama_cpp": None}
+
+
+def test_a_program_that_was_killed_once_counts_as_killed() -> None:
+    assert streaming._limit_summary([limited_round(2.0), limited_round(4.0)])["stock"] == {
+        "killed": False,
+        "tokens_per_second": 3.0,
+    }
+    assert streaming._limit_summary([limited_round(2.0), limited_round(None)])["stock"] == {"killed": True}
+
+
+RESULT: dict[str, Any] = {
+    "date": "2026-11-22T11:00:00+00:00",
+    "machine": {"cpu": "A CPU", "threads": 2, "device": "cpu", "disk": {"device": "/dev/vda", "file_system": "ext4"}},
+    "versions": {"mlx": "0.32.4"},
+    "model": {"name": "llama", "nbytes": 2_430_000_000},
+    "summary": {
+        "probe": [{"best": 2.2e9}],
+        "streamed": [
+            {"budget": 1.0, "budget_bytes": 1e9, "tokens_per_second": 1.0},
+            {"budget": 1.0, "budget_bytes": 1e9, "tokens_per_second": 1.1},
+            {"budget": 3.0, "budget_bytes": 3e9, "tokens_per_second": 1.2},
+        ],
+        "in_limit": [
+            {"budget": 1.0, "stock": {"killed": True}, "llama_cpp": {"killed": False, "tokens_per_second": 0.2}},
+            {"budget": 3.0, "stock": {"killed": False, "tokens_per_second": 1.3}, "llama_cpp": None},
+        ],
+    },
+}
+
+
+def test_the_picture_names_machine_and_date_and_shows_every_program(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib").use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots()
+    plot_budget.draw(axes, RESULT)
+    lines = {line.get_label(): [list(line.get_xdata()), list(line.get_ydata())] for line in axes.get_lines()}
+    pyplot.close(figure)
+    assert lines["mlx-flash"] == [[1.0, 3.0], [1.1, 1.2]]
+    assert lines["llama.cpp, mmap"] == [[1.0], [0.2]]
+    assert lines["stock mlx-lm"] == [[3.0], [1.3]]
+    assert lines["stock mlx-lm: killed"] == [[1.0], [0.03]]  # near the bottom of the axes
+    assert all(words in axes.get_title() for words in ("A CPU, 2 threads", "/dev/vda ext4", "2026-11-22", "2.43 GB"))
+
+
+# --- eviction --------------------------------------------------------------------------------------------------------
+
+
+def trace_of(*layers: int, calls: Sequence[tuple[int, int, dict[int, int]]]) -> Any:
+    """Return a trace of (tokens, layer, counts) calls."""
+    return eviction.Trace("t", "m", list(layers), [eviction.Call(*call) for call in calls])
+
+
+def decode(*experts: str) -> Any:
+    """Return a trace of one layer of nine experts; the digits of a word are the experts of a call."""
+    return trace_of(9, calls=[(1, 0, {int(digit): 1 for digit in call}) for call in experts])
+
+
+def hits(trace: Any, slots: int, name: str) -> int:
+    steps = eviction.make_steps(trace, slots)
+    count = len(trace.layers)
+    if name == policies.OPTIMUM:
+        policy = policies.Optimum(slots, count, steps)
+    else:
+        policy = policies.POLICIES[name](slots, count)
+    outcome = eviction.replay(steps, policy)
+    assert isinstance(outcome.num_hits, int)
+    return outcome.num_hits
+
+
+# All with two slots.
+ALTERNATING = decode(*"01020304010")  # 0 every other time
+LOOP = decode(*"012012012")
+SCAN = decode(*"0001230")  # 1, 2, 3 once each
+FORMER_FAVOURITE = decode(*"0000012121212")  # 0 five times, then never again
+SAME_PASS = trace_of(
+    2, 2, calls=[(1, layer, {expert: 1}) for layer, expert in [(0, 0), (1, 0), (0, 0), (1, 1), (0, 1), (0, 0)]]
+)
+
+
+@pytest.mark.parametrize(
+    ("trace", "name", "expected"),
+    [
+        *((ALTERNATING, name, 5) for name in (*policies.POLICIES, policies.OPTIMUM) if name != "S3-FIFO"),
+        (LOOP, "LRU", 0),  # what comes next has just left
+        (LOOP, "LRU, parts by layer", 0),
+        (LOOP, "S3-FIFO", 0),  # its memory of one has just lost what comes next
+        (LOOP, "optimum", 3),  # 0 stays, then 1 or 2, then 0 again
+        (SCAN, "LRU", 2),
+        (SCAN, "S3-FIFO", 3),  # 0 moves to the long queue
+        (SCAN, "LFU", 3),
+        (FORMER_FAVOURITE, "LRU", 4 + 6),
+        (FORMER_FAVOURITE, "LFU", 4),  # 1 and 2 come to four uses each
+        (FORMER_FAVOURITE, "LFU, aging", 4 + 2),  # what enters begins one higher each time, the sixth above 0
+        (FORMER_FAVOURITE, "LFU, half-life 8", 4 + 1),  # 6.53 of 0 against 6.61 of 2 when 1 comes for the fourth time
+        (FORMER_FAVOURITE, "optimum", 4 + 6),
+        (SAME_PASS, "LRU", 1),  # (0, 1) takes the place of (0, 0)
+        (SAME_PASS, "LRU by passes, then LFU", 2),  # and here of (1, 1): as recent in its layer, used once
+    ],
+)
+def test_hits_worked_out_by_hand(trace: Any, name: str, expected: int) -> None:
+    assert hits(trace, 2, name) == expected
+
+
+def test_experts_of_one_call_do_not_evict_each_other() -> None:
+    assert hits(decode("01", "23", "12", "03"), 3, "LRU") == 0 + 0 + 2 + 1  # 0 gave way to 3, and 1 and 3 stay
+
+
+def test_a_layer_evicts_from_its_own_part() -> None:
+    calls = [(1, layer, {expert: 1}) for layer, expert in [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 0)]]
+    trace = trace_of(3, 3, calls=calls)
+    assert hits(trace, 4, "LRU") == 0  # (1, 2) replaces (0, 0)
+    assert hits(trace, 4, "LRU, parts by layer") == 1  # (1, 2) replaces (1, 0)
+
+
+def test_prompts_insert_their_hottest_experts_and_are_not_counted() -> None:
+    calls = [(16, 0, {0: 5, 1: 9, 2: 7}), (1, 0, {1: 1}), (1, 0, {2: 1}), (15, 0, {0: 1})]
+    steps = eviction.make_steps(trace_of(4, 4, calls=calls), 4)
+    assert steps[0].keys == [(0, 1), (0, 2)]
+    outcome = eviction.replay(steps, policies.LRU(4, 2))
+    assert (outcome.num_hits, outcome.num_routed, outcome.num_evicted) == (2, 3, 0)
+
+
+def test_a_call_larger_than_the_pool_is_treated_as_a_prompt() -> None:
+    (step, _) = eviction.make_steps(decode("012", "01"), 2)
+    assert not step.is_counted
+    assert step.keys == [(0, 0), (0, 1)]
+    assert hits(decode("012", "01"), 2, "LFU") == 2
+
+
+@st.composite
+def traces(draw: st.DrawFn, longest: int) -> Any:
+    layers = draw(st.lists(st.integers(2, 4), min_size=1, max_size=3))
+    calls = []
+    for _ in range(draw(st.integers(1, longest))):
+        layer = draw(st.integers(0, len(layers) - 1))
+        experts = st.dictionaries(st.integers(0, layers[layer] - 1), st.integers(1, 9), min_size=1, max_size=3)
+        calls.append((draw(st.sampled_from([1, 1, 1, 20])), layer, draw(experts)))
+    return trace_of(*layers, calls=calls)
+
+
+@settings(deadline=None)
+@given(traces(60), st.integers(1, 8))
+def test_no_policy_beats_the_optimum(trace: Any, slots: int) -> None:
+    best = hits(trace, slots, policies.OPTIMUM)
+    assert all(hits(trace, slots, name) <= best for name in policies.POLICIES)
+
+
+@settings(deadline=None)
+@given(traces(10), st.integers(1, 4))
+def test_the_optimum_equals_an_exhaustive_search(trace: Any, slots: int) -> None:
+    best: dict[frozenset[tuple[int, int]], int] = {frozenset(): 0}
+    for step in eviction.make_steps(trace, slots):
+        needed, after = frozenset(step.keys), dict[frozenset[tuple[int, int]], int]()
+        for held, count in best.items():
+            count += len(held & needed) * step.is_counted
+            others = held - needed
+            for kept in combinations(others, min(len(others), slots - len(needed))):
+                pool = needed | frozenset(kept)
+                after[pool] = max(after.get(pool, 0), count)
+        best = after
+    assert hits(trace, slots, policies.OPTIMUM) == max(best.values())
+
+
+HEADER = json.dumps(
+    {"format": 1, "model": "m", "top_k": 2, "layers": [{"name": "a", "num_experts": 4, "expert_bytes": 8}]}
+)
+
+
+def replay_files(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "eviction.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_replayed_trace_gives_a_table_and_json(tmp_path: Path) -> None:
+    trace = tmp_path / "mine.jsonl"
+    calls = [[number, 1, 0, [[expert, 1], [3, 1]]] for number, expert in enumerate([0, 1, 0, 2, 0])]
+    trace.write_text("\n".join([HEADER, *map(json.dumps, calls)]))
+    done = replay_files(trace, "--pools", 0.5, 1, "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert set(result) == {"date", "command", "machine", "versions", "cold", "traces", "results"}
+    assert result["cold"] == ["nothing is read from the disk"]
+    assert result["traces"][0]["num_calls"] == 5
+    rows = {(row["policy"], row["slots"]): row for row in result["results"]}
+    assert {policy for policy, _ in rows} == {*policies.POLICIES, policies.OPTIMUM}
+    assert rows["LRU", 2]["num_hits"] == 4  # the other slot never has what comes next
+    assert rows["LRU", 4]["num_hits"] == rows["optimum", 4]["num_hits"] == 6
+    assert rows["LRU", 4]["hit_rate"] == 0.6
+    assert rows["LRU", 4]["of_optimum"] == 1
+    assert all(row["microseconds"] > 0 for row in rows.values())
+    assert re.search(r"LRU +0\.400 \(1\.000\) +0\.600 \(1\.000\)", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["{}"], 'line 1: an object with "format": 1 was expected'),
+        (['{"format": 1, "model": "m", "layers": []}'], 'line 1: "model" must be a string'),
+        (['{"format": 1, "model": "m", "layers": [{}]}'], 'line 1: every layer needs a positive "num_experts"'),
+        ([HEADER], "has no calls"),
+        ([HEADER, "[0, 1, 0, [[1, 1]]]", "[0, 1,"], "line 3: "),
+        ([HEADER, "[0, 1, 0]"], "line 2: [pass, tokens, layer, [[expert, count], ...]] was expected"),
+        ([HEADER, "[0, true, 0, [[1, 1]]]"], "line 2: [pass, tokens"),
+        ([HEADER, "[0, 1, 1, [[1, 1]]]"], "line 2: layer 1 of 1"),
+        ([HEADER, "[0, 1, 0, [[1, 0]]]"], "line 2: [[expert, count], ...] was expected"),
+        ([HEADER, "[0, 1, 0, [[1, 1], [1, 1]]]"], "line 2: an expert is listed twice"),
+        ([HEADER, "[0, 1, 0, [[4, 1]]]"], "line 2: expert 4 of a layer with 4"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_traces_name_the_line(tmp_path: Path, lines: list[str], words: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(eviction.TraceError) as caught:
+        eviction.read_trace(path)
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["FILE"], "line 1: "),
+        (["nowhere.jsonl"], "nowhere.jsonl"),
+        (["FILE", "--pools", "0"], "--pools must be above 0"),
+        (["FILE", "FILE"], "the same name"),
+    ],
+)
+def test_eviction_refusals(
+    tmp_path: Path,
+    arguments: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("nothing")
+    files = [argument.replace("FILE", str(tmp_path / "bad.jsonl")) for argument in arguments]
+    monkeypatch.setattr(sys, "argv", ["eviction.py", *files])
+    with pytest.raises(SystemExit) as refused:
+        eviction.main()
+    assert refused.value.code
+    assert words in f"{refused.value.code}{capsys.readouterr().err}"
+
+
+def test_a_mixture_has_the_tokens_of_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    directory = save(tmp_path / "mixture", QWEN3_MOE)
+
+    def run_here(script: str, arguments: Sequence[object], label: str) -> Any:
+        _, model, _, tokens, _, engine, size = arguments
+        name = "mlx-flash" if engine == "streamlx" else engine  # streamlx is not installed
+        return mixtures.run(name, model, 0.5 if size else 0, tokens)
+
+    monkeypatch.setattr(harness, "run_worker", run_here)
+    options = ["--model", directory, "--budgets", 0.5, 0.6, "--pools", 1, "--tokens", 4, "--rounds", 1]
+    mixtures.main([str(option) for option in [*options, "--json", tmp_path / "out.json"]])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8 and all(line.endswith("tokens as mlx-lm's in 1 of 1") for line in lines[4:])
+    assert len(json.loads((tmp_path / "out.json").read_text())["results"]) == 4

@@ -1,0 +1,105 @@
+"""A few cases of each target of ``scripts/fuzz.py``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fuzzing
+from children import HELPERS, ROOT
+from mlx_flash.errors import CheckpointError, HeaderError, ReadError
+from mlx_flash.kv.saved import load_saved
+from mlx_flash.prefixes.pages import Blob, PageFile, PageKey, encode_page
+from mlx_flash.storage.safetensors import read_shard
+
+SCRIPT = ROOT / "scripts" / "fuzz.py"
+
+
+@pytest.mark.parametrize("name", fuzzing.TARGETS)
+def test_damaged_input_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    fuzzing.run(name, tmp_path, 0, range(60))
+
+
+@pytest.mark.parametrize("name", fuzzing.TARGETS)
+def test_input_made_from_given_bytes_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    with fuzzing.TARGETS[name](tmp_path) as case:
+        for data in (b"", b"\0" * 100, b"\xff" * 100, bytes(range(256)), bytes(range(255, -1, -1))):
+            case(fuzzing.ByteDice(data))
+
+
+def test_bytes_choose_the_numbers() -> None:
+    dice = fuzzing.ByteDice(b"\0\x80\0\x40\xff\xff")
+    assert (dice.random(), dice.getrandbits(4), dice.getrandbits(8)) == (0.5, 4, 255)
+    assert fuzzing.ByteDice(b"").random() == fuzzing.ByteDice(b"").random()
+
+
+def test_the_script_reports_what_fails(tmp_path: Path) -> None:
+    program = (
+        "import fuzzing, sys, runpy\n"
+        "import contextlib\n"
+        "case = lambda dice: dice.random() < 0.5 or sys.exit(1 / 0)\n"
+        "fuzzing.TARGETS['header'] = lambda folder: contextlib.nullcontext(case)\n"
+        f"sys.argv[1:] = ['header', '--cases', '20']\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{SCRIPT.parents[1]}{os.pathsep}{HELPERS}"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 1 and "1 batches failed" in done.stdout
+    assert "ZeroDivisionError" in done.stderr and "of header with seed 0" in done.stderr
+
+
+@pytest.mark.parametrize("text", ['{"k.99999999999": "x"}', '{"0.0": "x", "1.123456": "y"}'])
+def test_saved_caches_with_endless_lists_are_refused(tmp_path: Path, text: str) -> None:
+    """MLX would make a list of so many entries."""
+    path = tmp_path / "cache.safetensors"
+    header = f'{{"__metadata__": {text}}}'.encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="number that is too large"):
+        load_saved(path)
+
+
+def test_saved_caches_with_other_shapes_than_bytes_are_refused(tmp_path: Path) -> None:
+    """MLX would allocate memory for the shape."""
+    path = tmp_path / "cache.safetensors"
+    header = b'{"0.0": {"dtype": "F32", "shape": [1000000000000], "data_offsets": [0, 4]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    for read in (load_saved, read_shard):
+        with pytest.raises(HeaderError, match="takes 4000000000000 bytes"):
+            read(path)
+
+
+def test_saved_caches_of_another_form_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cache.safetensors"
+    path.write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=r"is not a saved prompt cache .*Hint"):
+        load_saved(path)
+
+
+@pytest.mark.parametrize("nbytes", [4097, 10**6, 2**63, 10**30])
+def test_pages_whose_blobs_end_after_the_file_are_damaged(tmp_path: Path, nbytes: int) -> None:
+    """The system takes no offset of more than 63 bits: a blob behind a huge one raised OverflowError."""
+    name = "ab" * 32
+    page = encode_page(PageKey(name, "", "", 0, 16, "m", "title"), {"k": Blob(bytes(100), "uint8", (100,))})
+    line, _, _ = page.head[fuzzing._HEAD.size :].partition(b"\n")
+    table = f'[["k", "uint8", [1], {nbytes}, 0], ["v", "uint8", [4], 4, 0]]'.encode()
+    (tmp_path / f"{name}.page").write_bytes(fuzzing._with_description(line, table, bytes(4096)))
+    with PageFile(tmp_path, name) as opened, pytest.raises(ReadError, match=f"blob 'k' ends at {4096 + nbytes}, after"):
+        opened.read_into("v", memoryview(bytearray(4)))
+
+
+@pytest.mark.parametrize("part", ["line", "table"])
+def test_pages_with_nested_descriptions_are_damaged(tmp_path: Path, part: str) -> None:
+    name = "ab" * 32
+    page = encode_page(PageKey(name, "", "", 0, 16, "m", "title"), {})
+    line, _, table = page.head[fuzzing._HEAD.size :].partition(b"\n")
+    parts = {"line": line, "table": table, part: b"[" * 100_000}
+    (tmp_path / f"{name}.page").write_bytes(fuzzing._with_description(parts["line"], parts["table"], b""))
+    with pytest.raises(ReadError, match="recursion"), PageFile(tmp_path, name) as opened:
+        assert opened.blobs

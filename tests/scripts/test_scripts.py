@@ -1,0 +1,625 @@
+"""Tests of the helper scripts: the random-weight model writer and the smaller machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import children
+from children import ROOT
+from models import MAKE_RANDOM_MODEL as MAKE
+from models import random_model_script
+from zoo import configuration
+
+Array = np.ndarray[Any, Any]
+
+SCRIPTS = ROOT / "scripts"
+MACHINE = SCRIPTS / "small_machine"
+TINY = ["--layers=2", "--hidden-size=64", "--intermediate-size=128", "--heads=4", "--kv-heads=2", "--vocab-size=300"]
+EXPERTS = ["--experts=4", "--experts-per-token=2", "--dtype=float32"]
+
+
+def run_make(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the script in this process, which has imported mlx-lm already."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        status = random_model_script().main([str(out), *arguments])
+    return subprocess.CompletedProcess([str(out), *arguments], status, stdout.getvalue(), stderr.getvalue())
+
+
+def make(out: Path, *arguments: str) -> Path:
+    result = run_make(out, *TINY, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("\n") == 1
+    assert str(out) in result.stdout
+    return out
+
+
+def refused(out: Path, *arguments: str) -> str:
+    result = run_make(out, *arguments)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def read_headers(folder: Path) -> dict[str, dict[str, Any]]:
+    headers = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            assert size % 8 == 0
+            headers[path.name] = json.loads(file.read(size))
+    return headers
+
+
+def read_tensors(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    tensors = {}
+    for name, header in read_headers(folder).items():
+        raw = (folder / name).read_bytes()
+        data = raw[8 + int.from_bytes(raw[:8], "little") :]
+        for tensor, entry in header.items():
+            if tensor != "__metadata__":
+                start, end = entry["data_offsets"]
+                tensors[tensor] = (entry["dtype"], entry["shape"], data[start:end])
+    return tensors
+
+
+def stored_order(header: dict[str, Any]) -> list[str]:
+    names = [name for name in header if name != "__metadata__"]
+    return sorted(names, key=lambda name: header[name]["data_offsets"])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make a tiny model that tests only read, once for each set of arguments."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def model(*arguments: str) -> Path:
+        return make(folder / (" ".join(arguments) or "tiny"), *arguments)
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def tiny(made: Callable[..., Path]) -> Path:
+    return made()
+
+
+def generate(folder: Path, count: int = 5) -> list[int]:
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(folder, strict=True)
+    tokens, cache, num_cached = [7, 8, 100], make_prompt_cache(model), 0
+    for _ in range(count):
+        logits = model(mx.array([tokens[num_cached:]]), cache=cache)[0, -1].astype(mx.float32)
+        num_cached = len(tokens)
+        assert bool(mx.isfinite(logits).all())
+        assert float(mx.std(logits)) > 0.1
+        tokens.append(int(mx.argmax(logits)))
+    return tokens[3:]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--dtype=float32"],
+        ["--dtype=float16", "--tie-word-embeddings"],
+        ["--dtype=bfloat16", "--layers=24"],
+        ["--mode=affine"],
+        ["--quantize-bits=4", "--tie-word-embeddings"],
+        ["--mode=mxfp4"],
+        ["--mode=mxfp8"],
+    ],
+    ids=" ".join,
+)
+def test_model_loads_strictly_and_generates(made: Callable[..., Path], arguments: list[str]) -> None:
+    tokens = generate(made(*arguments))
+    assert len(tokens) == 5
+    assert all(0 <= token < 300 for token in tokens)
+
+
+def test_config_says_what_was_made(made: Callable[..., Path]) -> None:
+    config = json.loads((made("--mode=nvfp4") / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["torch_dtype"] == "bfloat16"
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
+    assert config["quantization"] == {"group_size": 16, "bits": 4, "mode": "nvfp4"}
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
+def test_quantized_weights_have_the_deviation_of_the_others(made: Callable[..., Path], mode: str) -> None:
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(made(f"--mode={mode}"))
+    layer = model.layers[0].mlp.down_proj
+    weight = mx.dequantize(layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode)
+    values = weight.astype(mx.float32) * 128**0.5
+    assert abs(float(mx.mean(values))) < 0.1
+    assert 0.6 < float(mx.std(values)) < 1.6
+
+
+def test_weights_are_rounded_normals_and_norms_are_one(tiny: Path, made: Callable[..., Path]) -> None:
+    exact = read_tensors(made("--dtype=float32"))
+    dtype, shape, raw = exact["model.layers.1.mlp.down_proj.weight"]
+    values = np.frombuffer(raw, np.float32)
+    assert (dtype, shape) == ("F32", [64, 128])
+    assert abs(values.std() * 128**0.5 - 1) < 0.05
+    _, _, rounded = read_tensors(tiny)["model.layers.1.mlp.down_proj.weight"]
+    wide = (np.frombuffer(rounded, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    assert np.all(np.abs(wide - values) <= np.abs(values) * 2.0**-8)
+    assert np.all(np.frombuffer(exact["model.norm.weight"][2], np.float32) == 1)
+
+
+def test_rounding_to_bfloat16_is_to_nearest_even(tiny: Path, made: Callable[..., Path]) -> None:
+    import mlx.core as mx
+
+    exact = read_tensors(made("--dtype=float32"))
+    for name, (_, _, raw) in read_tensors(tiny).items():
+        values = mx.array(np.frombuffer(exact[name][2], np.float32))
+        assert np.array(values.astype(mx.bfloat16).view(mx.uint16)).tobytes() == raw
+
+
+def test_same_seed_same_bytes_other_seed_other_bytes(tiny: Path, tmp_path: Path) -> None:
+    again = tmp_path / "m"  # by a process of its own, where hashes of strings are others
+    subprocess.run([sys.executable, str(MAKE), str(again), *TINY], check=True, stdout=subprocess.DEVNULL)
+    assert (again / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+    before = read_tensors(again)["lm_head.weight"]
+    assert read_tensors(make(again, "--seed=1", "--force"))["lm_head.weight"] != before
+
+
+def test_layout_and_sharding_change_the_files_but_no_value(tiny: Path, made: Callable[..., Path]) -> None:
+    other = made("--layout=sequential", "--shard-size-gb=0.00005")
+    headers = read_headers(other)
+    assert len(headers) > 2
+    assert all(re.fullmatch(rf"model-\d{{5}}-of-{len(headers):05d}\.safetensors", name) for name in headers)
+    assert read_tensors(other) == read_tensors(tiny)
+    index = json.loads((other / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {k: f for f, h in headers.items() for k in h if k != "__metadata__"}
+    assert index["metadata"]["total_size"] == sum(len(raw) for _, _, raw in read_tensors(other).values())
+    assert generate(other) == generate(tiny)
+
+
+def test_layouts_order_the_data(tiny: Path, made: Callable[..., Path]) -> None:
+    (header,) = read_headers(tiny).values()
+    sequential = read_headers(made("--layout=sequential", "--shard-size-gb=0.00005")).values()
+    order = [name for part in sequential for name in stored_order(part)]
+    assert all(list(part) == ["__metadata__", *stored_order(part)] for part in sequential)
+    assert order[0] == "model.embed_tokens.weight"
+    assert order[-1] == "lm_head.weight"
+    assert stored_order(header) != order
+    assert header["__metadata__"] == {"format": "mlx"}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "mixtral"])
+def test_huggingface_naming_loads_to_the_same_model(made: Callable[..., Path], architecture: str) -> None:
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import load_model
+
+    arguments = [f"--architecture={architecture}", *EXPERTS]
+    theirs = made("--naming=huggingface", "--shard-size-gb=0.0001", *arguments)
+    ours = made(*arguments)
+    (marker,) = {
+        "llama": ["self_attn.rotary_emb.inv_freq"],
+        "qwen3_moe": ["mlp.experts.3.gate_proj.weight"],
+        "mixtral": ["block_sparse_moe.experts.3.w2.weight"],
+    }[architecture]
+    assert f"model.layers.1.{marker}" in read_tensors(theirs)
+    models = [dict(tree_flatten(load_model(folder, strict=True)[0].parameters())) for folder in (theirs, ours)]
+    assert models[0].keys() == models[1].keys()
+    assert all(mx.array_equal(value, models[1][name]) for name, value in models[0].items())
+
+
+SKEWED = ["--architecture=qwen3_moe", "--routing-skew=1"]
+ROUTED = ["--layers=6", "--hidden-size=256", "--intermediate-size=32", "--experts=32", "--experts-per-token=4"]
+
+
+class Routing:
+    """The experts that a model's layers chose for a sequence of tokens that it generated."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import mlx.core as mx
+        from mlx_lm.models.cache import make_prompt_cache
+        from mlx_lm.models.switch_layers import SwitchGLU
+        from mlx_lm.utils import load_model
+
+        model, _ = load_model(folder, strict=True)
+        calls: list[tuple[mx.array, mx.array]] = []
+        plain = SwitchGLU.__call__
+
+        def noted(module: SwitchGLU, x: mx.array, indices: mx.array) -> mx.array:
+            calls.append((x[0], indices[0]))
+            return plain(module, x, indices)
+
+        mx.random.seed(0)
+        cache, tokens = make_prompt_cache(model), [7]
+        for _ in range(150):
+            tokens.append(int(mx.random.categorical(model(mx.array([tokens[-1:]]), cache)[0, -1] / 0.8)))
+        monkeypatch.setattr(SwitchGLU, "__call__", noted)
+        mx.eval(model(mx.array([tokens])))
+        self.chosen = [np.array(indices) for _, indices in calls]
+        gates = [layer.mlp.gate for layer in model.layers[1:]]
+        self.foretold = [
+            np.array(mx.argsort(gate(x), axis=-1)[:, -4:]) for (x, _), gate in zip(calls, gates, strict=False)
+        ]
+
+    def top_share(self) -> float:
+        """Return the share of uses that go to the most used quarter of each layer's experts."""
+        counts = [np.sort(np.bincount(chosen.ravel(), minlength=32))[::-1] for chosen in self.chosen]
+        return float(np.mean([count[:8].sum() / count.sum() for count in counts]))
+
+    def shared_by_neighbours(self, distance: int) -> float:
+        """Return the share of a token's experts that a later token has too."""
+        return float(np.mean([overlap(chosen[:-distance], chosen[distance:]) for chosen in self.chosen]))
+
+    def foretold_share(self) -> float:
+        """Return the share of experts that the router would have chosen from the input of the layer before."""
+        pairs = zip(self.foretold, self.chosen[1:], strict=True)
+        return float(np.mean([overlap(foretold, chosen) for foretold, chosen in pairs]))
+
+
+def overlap(left: Array, right: Array) -> float:
+    return float(np.mean([len(set(a) & set(b)) / len(a) for a, b in zip(left, right, strict=True)]))
+
+
+def test_skewed_routing_resembles_a_trained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = [*ROUTED, "--dtype=float32", "--heads=4", "--kv-heads=2", "--vocab-size=2000", "--architecture=qwen3_moe"]
+    for name, skew in (("even", "0"), ("skewed", "1")):
+        result = run_make(tmp_path / name, *shape, f"--routing-skew={skew}")
+        assert result.returncode == 0, result.stderr
+    with monkeypatch.context() as patch:
+        even = Routing(tmp_path / "even", patch)
+    with monkeypatch.context() as patch:
+        skewed = Routing(tmp_path / "skewed", patch)
+    assert skewed.top_share() > max(0.6, even.top_share() + 0.1)
+    # Popular experts are shared by any two tokens, those of a topic by tokens that are close.
+    assert skewed.shared_by_neighbours(1) > skewed.shared_by_neighbours(60) + 0.02
+    assert 0.6 < skewed.foretold_share() < 0.9
+    assert len(set(generate(tmp_path / "skewed", 64))) > 16
+
+
+def test_skewed_values_depend_on_seed_and_name_only(made: Callable[..., Path], tmp_path: Path) -> None:
+    first = read_tensors(made(*SKEWED))
+    assert read_tensors(made("--layout=sequential", "--shard-size-gb=0.00005", *SKEWED)) == first
+    other = read_tensors(made("--seed=1", *SKEWED))
+    assert not [name for name in first if "norm" not in name and first[name] == other[name]]
+
+
+def test_a_pattern_made_in_pieces_equals_the_whole() -> None:
+    script = random_model_script()
+    pattern = script.Rows(1.0, 2, 7, lambda rows: (rows[:, None] * 100 + np.arange(7)).astype(np.float32))
+    whole = pattern(np.ones(70, np.float32), 0)
+    assert whole.reshape(10, 7)[3].tolist() == [300, 301, 303, 304, 305, 306, 307]
+    for first, last in [(0, 1), (5, 9), (13, 14), (14, 21), (20, 70)]:
+        assert pattern(np.ones(last - first, np.float32), first).tolist() == whole[first:last].tolist()
+
+
+def test_skewed_quantized_models_keep_routers_unquantized(made: Callable[..., Path]) -> None:
+    folder = made("--mode=affine", "--group-size=32", *SKEWED)
+    tensors = read_tensors(folder)
+    whole = ("mlp.gate.", "embed_tokens", "lm_head")
+    assert not [name for name in tensors if name.endswith("scales") and any(part in name for part in whole)]
+    assert "model.layers.0.mlp.switch_mlp.up_proj.scales" in tensors
+    assert len(generate(folder)) == 5
+
+
+@pytest.mark.parametrize("config", ["deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_routers_are_found_without_knowing_the_architecture(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(configuration(config)))
+    result = run_make(tmp_path / "m", f"--config={tmp_path / 'config.json'}", "--routing-skew=1", "--dtype=float32")
+    assert result.returncode == 0, result.stderr
+    assert len(generate(tmp_path / "m")) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--architecture=llama"], "needs a mixture of experts"),
+        (["--architecture=mixtral", "--tie-word-embeddings"], "one head of its own"),
+        (["--routing-skew=-1"], "not a number of at least zero"),
+    ],
+    ids=str,
+)
+def test_skew_is_refused_for_models_without_experts(tmp_path: Path, arguments: list[str], message: str) -> None:
+    assert message in refused(tmp_path / "m", *TINY, "--routing-skew=1", *arguments)
+    assert not (tmp_path / "m").exists()
+
+
+def test_an_ambiguous_router_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(configuration("longcat_flash")))
+    message = refused(tmp_path / "m", f"--config={tmp_path / 'config.json'}", "--routing-skew=1")
+    assert "cannot tell what chooses among the 6 experts of model.layers." in message
+
+
+def test_any_architecture_from_a_config(tmp_path: Path) -> None:
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+        "num_key_value_heads": 1,
+        "vocab_size": 280,
+        "sliding_window_pattern": 2,
+    }
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "gemma3", "vocab_size": 280, "text_config": text}))
+    result = run_make(tmp_path / "m", f"--config={config}", "--layers=4", "--dtype=float32")
+    assert result.returncode == 0, result.stderr
+    assert len(generate(tmp_path / "m")) == 5
+    assert any("layers.3." in name for name in read_tensors(tmp_path / "m"))
+
+
+def test_quantization_per_module_is_kept(tmp_path: Path, made: Callable[..., Path]) -> None:
+    first = made("--mode=affine")
+    config = json.loads((first / "config.json").read_text())
+    path = "model.layers.0.mlp.up_proj"
+    config["quantization"] |= {path: {"group_size": 32, "bits": 8}, "lm_head": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run_make(tmp_path / "second", f"--config={tmp_path / 'config.json'}")
+    assert result.returncode == 0, result.stderr
+    tensors = read_tensors(tmp_path / "second")
+    assert tensors[f"{path}.weight"][1] == [128, 16]
+    assert "lm_head.scales" not in tensors
+    assert len(generate(tmp_path / "second")) == 5
+
+
+def test_tokenizer_round_trip_and_chat_template(tiny: Path) -> None:
+    from mlx_lm.utils import load_tokenizer
+
+    tokenizer = load_tokenizer(tiny)
+    text = "Hello, wörld!  two spaces\n\ttab 日本 🙂"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert max(tokens) < 300
+    assert tokenizer.decode(tokens) == text
+    assert len(tokenizer.get_vocab()) == 300
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert chat == "<|bos|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.encode(chat, add_special_tokens=False)[:2] == [1, 3]
+    assert tokenizer.eos_token_ids == {2}
+
+
+def test_tokenizer_has_a_token_for_each_row_of_a_large_embedding(tmp_path: Path) -> None:
+    from mlx_lm.utils import load_tokenizer
+
+    tokenizer = load_tokenizer(make(tmp_path / "m", "--vocab-size=20000"))
+    assert len(tokenizer.get_vocab()) == 20000
+    tokens = tokenizer.encode(" the rest", add_special_tokens=False)
+    assert len(tokens) < len(" the rest")
+    assert tokenizer.decode(tokens) == " the rest"
+    assert all(tokenizer.convert_ids_to_tokens(index) for index in range(0, 20000, 997))
+
+
+@pytest.mark.parametrize("arguments", [["--dtype=float32"], ["--quantize-bits=4"]], ids=" ".join)
+def test_size_in_gb_is_met(tmp_path: Path, arguments: list[str]) -> None:
+    make_arguments = [argument for argument in TINY if not argument.startswith("--layers")]
+    result = run_make(tmp_path / "m", "--size-gb=0.003", *make_arguments, *arguments)
+    assert result.returncode == 0, result.stderr
+    size = sum(len(raw) for _, _, raw in read_tensors(tmp_path / "m").values())
+    assert abs(size - 3e6) < 3e5
+
+
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
+    code = (
+        "import resource, runpy, sys; sys.argv = sys.argv[1:]\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+
+    def peak(width: int) -> float:
+        shape = ["--layers=1", "--hidden-size=1024", f"--intermediate-size={width}", "--heads=8", "--vocab-size=300"]
+        done = children.run("-c", code, MAKE, tmp_path / str(width), *shape, "--dtype=float32")
+        assert done.returncode == 0, done.stderr.decode()
+        output = done.stdout.decode()
+        return float(output.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
+
+    # The large one has three tensors of 134 MB.
+    assert peak(32768) - peak(256) < 48e6
+
+
+def test_refuses_to_overwrite_without_force(tmp_path: Path) -> None:
+    out = make(tmp_path / "m", "--shard-size-gb=0.00005")
+    before = read_tensors(out)
+    assert "--force" in refused(out, *TINY, "--seed=1")
+    assert read_tensors(out) == before
+    (out / "notes.txt").write_text("mine")
+    make(out, "--seed=1", "--force")
+    assert len(read_headers(out)) == 1
+    assert not (out / "model.safetensors.index.json").exists()
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_killed_run_leaves_no_model(tmp_path: Path) -> None:
+    out = tmp_path / "m"
+    process = subprocess.Popen([sys.executable, str(MAKE), str(out), "--size-gb=4"])
+    deadline = time.monotonic() + 20
+    while not any(path.stat().st_size > 1e6 for path in out.glob(".*.partial")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert any(out.glob(".*.partial"))
+    assert not (out / "config.json").exists()
+    make(out, "--force")
+    assert {path.name for path in out.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--heads=5"], "not divisible by --heads"),
+        (["--dtype=float8"], "unknown dtype"),
+        (["--quantize-bits=7"], "--quantize-bits in"),
+        (["--vocab-size=100"], "at least 261"),
+        (["--layers=x"], "invalid int"),
+        (["--size-gb=0"], "not above zero"),
+        (["--config=absent.json"], "cannot read absent.json"),
+        (["--naming=huggingface", "--quantize-bits=4"], "does not go with quantization"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    assert message in refused(tmp_path / "m", *arguments)
+    assert not (tmp_path / "m").exists()
+
+
+def test_huggingface_naming_is_not_guessed(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_ctx": 64, "n_embd": 64, "n_head": 2, "n_layer": 1, "n_positions": 64}
+    config |= {"layer_norm_epsilon": 1e-5, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refused(tmp_path / "m", f"--config={tmp_path / 'config.json'}", "--naming=huggingface")
+    assert "not known for 'gpt2'" in message
+
+
+# The smaller machine
+
+
+def run_machine(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    result = subprocess.run([str(MACHINE), *arguments], capture_output=True, text=True, input=text)
+    if result.returncode == 77:
+        pytest.skip(result.stderr.strip())
+    return result
+
+
+def report_of(stderr: str) -> dict[str, str]:
+    line = stderr.strip().splitlines()[-1]
+    assert line.startswith("small_machine: ")
+    return dict(field.split("=") for field in line.split()[1:])
+
+
+@pytest.mark.parametrize("arguments", [[], ["1G"], ["1X", "true"], ["0", "true"], ["--cold", "1G", "true"]], ids=str)
+def test_machine_usage_errors(arguments: list[str]) -> None:
+    result = run_machine(*arguments)
+    assert result.returncode == 2
+    assert "usage" in result.stderr
+
+
+def test_machine_help() -> None:
+    result = run_machine("--help")
+    assert result.returncode == 0
+    assert "--warm" in result.stdout
+
+
+def test_machine_runs_a_command_and_reports() -> None:
+    code = "import sys; x = bytearray(50 << 20); print(sys.argv[1:], sys.stdin.read()); sys.exit(5)"
+    code = "import time; " + code.replace("sys.exit", "time.sleep(0.3); sys.exit")
+    result = run_machine("--warm", "200M", sys.executable, "-c", code, "a  b", "$x\"'*", text="in")
+    assert result.returncode == 5
+    assert result.stdout.strip() == repr(["a  b", "$x\"'*"]) + " in"
+    report = report_of(result.stderr)
+    assert (report["limit_MB"], report["status"], report["kills"]) == ("209.7", "5", "0")
+    assert 50 < float(report["anonymous_peak_MB"]) <= float(report["peak_MB"]) < 210
+    assert float(report["seconds"]) >= 0.3
+
+
+def test_machine_kills_what_exceeds_the_limit() -> None:
+    result = run_machine("--warm", "100M", sys.executable, "-c", "bytearray(300 << 20)")
+    assert result.returncode != 0
+    report = report_of(result.stderr)
+    assert int(report["kills"]) >= 1
+    assert float(report["peak_MB"]) < 110
+
+
+def test_machine_counts_the_page_cache_and_the_reads(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(1 << 20) * 80)
+    result = run_machine("40M", "cat", str(path))
+    report = report_of(result.stderr)
+    assert result.returncode == 0
+    assert float(report["anonymous_peak_MB"]) < 20
+    if "stays warm" not in result.stderr and float(report["read_MB"]) > 0:  # none where the files are in memory
+        assert float(report["read_MB"]) > 80
+        assert 30 < float(report["peak_MB"]) < 43
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
+def test_machine_forwards_signals(number: signal.Signals) -> None:
+    run_machine("--warm", "100M", "true")
+    code = "import time\nprint('ready', flush=True)\ntry: time.sleep(20)\nexcept KeyboardInterrupt: raise SystemExit(9)"
+    process = subprocess.Popen(
+        [str(MACHINE), "--warm", "100M", sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == (9 if number == signal.SIGINT else 128 + number)
+    assert report_of(stderr)["status"] == str(process.returncode)
+
+
+def test_machine_ends_processes_that_the_command_left(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    result = run_machine("--warm", "100M", "bash", "-c", f"sleep 60 >/dev/null 2>&1 & echo $! >{mark}")
+    assert result.returncode == 0
+    state = Path(f"/proc/{mark.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_killed_writers_leave_nothing_wrong() -> None:
+    command = [sys.executable, SCRIPTS / "kill_writers.py", "--times", "2", "DerivedCopy", "Prefixes", "KVFiles"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("killed 2 times") == 3
+
+
+@pytest.mark.parametrize("kind", ["disk-kv", "cycles"])
+def test_long_runs_are_summed_up(kind: str) -> None:
+    command = [sys.executable, SCRIPTS / "long_run.py", kind, "--tokens", "40", "--cycles", "4", "--here"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    count = 4 if kind == "cycles" else 40
+    number = r"[-+]?[\d.]+"
+    pattern = (
+        rf"{kind}: {count} steps, resident {number} -> {number} MB \({number} kB a step\), descriptors (\d+) -> (\d+), "
+    )
+    found = re.match(pattern, done.stdout)
+    assert found and int(found[2]) <= int(found[1]), done.stdout + done.stderr
+
+
+def test_a_server_survives_hostile_clients() -> None:
+    command = [sys.executable, SCRIPTS / "hostile_clients.py", "--requests", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pattern = r"40 requests .*'right: ask': \d+.*'right: stream': \d+.*descriptors (\d+) -> \1, .*exit status 0"
+    assert re.search(pattern, done.stdout), done.stdout
+
+
+def test_hostile_clients_record_the_server_until_their_time_is_over(tmp_path: Path) -> None:
+    limits = ["--seconds", "3", "--pause", "0.6", "--interval", "1", "--json", tmp_path / "numbers.json"]
+    command = [sys.executable, SCRIPTS / "hostile_clients.py", *limits]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    samples = numbers["samples"]
+    assert len(samples) > 2
+    assert samples[-1]["requests"] == sum(numbers["counts"].values()) > samples[-1]["right"] > 0
+    assert samples[-1]["failed"] == 0

@@ -1,0 +1,78 @@
+"""Answers to one prompt that are asked for together compute it once."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from conversations import LONG, model, turn
+from mlx_flash.server.batches import BatchOptions
+from mlx_flash.server.events import Begun, End, Event, Piece
+from mlx_flash.server.request import GenerationRequest, Sampling
+from served import Served, serving
+
+__all__ = ["model"]
+
+N = 4
+
+
+def requests(text: str, **fields: Any) -> list[GenerationRequest]:
+    made = GenerationRequest(model="default_model", messages=turn(text, system="Hi"), max_tokens=6, **fields)
+    return [replace(made, sampling=Sampling(seed=seed, temperature=1.0)) for seed in range(N)]
+
+
+async def every(answer: Any) -> list[Event]:
+    return [event async for event in answer]
+
+
+def together(served: Served, asked: list[GenerationRequest]) -> list[list[Event]]:
+    async def collect() -> list[list[Event]]:
+        return await asyncio.gather(*map(every, served.room.submit(*asked)))
+
+    return asyncio.run_coroutine_threadsafe(collect(), served._loop).result(120)
+
+
+def text_of(events: list[Event]) -> str:
+    assert isinstance(events[-1], End)
+    return "".join(event.text for event in events if isinstance(event, Piece))
+
+
+def num_computed(answers: list[list[Event]]) -> int:
+    begun = [event for events in answers for event in events if isinstance(event, Begun)]
+    return sum(event.num_prompt - event.num_cached for event in begun)
+
+
+@pytest.mark.parametrize("kv", [{}, {"kv_cache": "disk", "kv_ram_gb": 0.02, "context_length": 8192}])
+def test_a_prompt_of_several_answers_is_computed_once(model: str, kv: dict[str, Any]) -> None:
+    with serving(model, **kv) as served:
+        alone = []
+        for request in requests(LONG):
+            served.prompt_cache.trim_to(n_sequences=0)
+            alone += together(served, [request])
+        served.prompt_cache.trim_to(n_sequences=0)
+        answers = together(served, requests(LONG))
+        assert [text_of(events) for events in answers] == [text_of(events) for events in alone]
+        assert len({text_of(events) for events in answers}) > 1
+        num_prompt = next(event.num_prompt for event in answers[0] if isinstance(event, Begun))
+        assert num_computed(alone) == N * num_prompt and num_computed(answers) == num_prompt + N - 1
+
+
+def test_requests_outlive_the_one_that_computes_their_prompt(model: str) -> None:
+    with serving(model, options=BatchOptions(prefill_step_size=8)) as served:
+        expected = [text_of(events) for events in together(served, requests(LONG))]
+        served.prompt_cache.trim_to(n_sequences=0)
+
+        async def leave_early() -> list[list[Event]]:
+            leader, *others = served.room.submit(*requests(LONG))
+            async for event in leader:
+                if isinstance(event, Begun):
+                    leader.leave()
+            return [await every(answer) for answer in others]
+
+        answers = asyncio.run_coroutine_threadsafe(leave_early(), served._loop).result(120)
+        assert [text_of(events) for events in answers] == expected[1:]
+        assert num_computed(answers) > N - 1
+        assert not any(loaded.jobs for loaded in served.room.models)

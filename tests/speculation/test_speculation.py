@@ -1,0 +1,317 @@
+"""Guessed tokens change how many passes a text takes, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import mlx_flash
+from mlx_flash import DiskKVCache, FlashLLM, ReadError, load_model
+from mlx_flash.compat.generation import stock_generate_step
+from mlx_flash.generation import speculative_generate_step
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, computed_once, guessed, same_bits, save, stock
+from oracle import Oracle, on_a_machine, with_room
+from oracle import free_rows as free_rows  # a fixture
+from streamed import LARGE_GB, config, streamed_whole
+from zoo import configuration
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gemma3": GEMMA3,
+    "mamba2": MAMBA2,
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": configuration("qwen3_next"),
+}
+PROMPT = [5, 17, 290, 3, 42, 64, 99, 5, 17, 290, 3, 42]
+NUM_TOKENS = 20
+
+Directories = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = save(tmp_path_factory.mktemp(name), MODELS[name], mx.float32)
+        return made[name]
+
+    return get
+
+
+Found = list[tuple[int, mx.array]]
+
+
+@computed_once
+def by_mlx_lm(directory: Path, max_tokens: int = NUM_TOKENS, **options: Any) -> Found:
+    model = stock(directory)
+    mx.random.seed(3)
+    return list(stock_generate_step(mx.array(PROMPT), model, max_tokens=max_tokens, **options))
+
+
+def streamed(model: FlashLLM, max_tokens: int = NUM_TOKENS, **options: Any) -> Found:
+    mx.random.seed(3)
+    return list(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=max_tokens, **options))
+
+
+def check_equal(got: Found, expected: Found) -> None:
+    assert [token for token, _ in got] == [token for token, _ in expected]
+    assert same_bits([logprobs for _, logprobs in got], [logprobs for _, logprobs in expected])
+
+
+def by_oracle(monkeypatch: pytest.MonkeyPatch, expected: Found) -> None:
+    """Make the generation loop ask an oracle."""
+    monkeypatch.setattr("mlx_flash.generation.steps.Lookup", lambda prompt: Oracle([token for token, _ in expected]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_and_logprobs_are_those_of_plain_decoding(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    expected = by_mlx_lm(directories(name))
+    by_oracle(monkeypatch, expected)
+    with streamed_whole(directories(name)) as model:
+        check_equal(streamed(with_room(model)), expected)
+        counters = model.counters
+        assert counters.num_guessed > counters.num_right >= NUM_TOKENS // 2
+        assert counters.num_passes == NUM_TOKENS - counters.num_right
+        assert counters.num_tokens_out == NUM_TOKENS - 1  # the prompt's call gives the first
+        assert counters.num_tokens_in == len(PROMPT) + NUM_TOKENS - 1
+        assert counters.num_failed == 0
+
+
+@pytest.mark.parametrize("cut", [1, 2, "tiles"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+def test_finer_cuts(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str, cut: int | str
+) -> None:
+    expected = by_mlx_lm(directories(name), 12)
+    by_oracle(monkeypatch, expected)
+    with streamed_whole(directories(name), cut=cut) as model:
+        check_equal(streamed(with_room(model), 12), expected)
+        refusal = model.refusal(make_prompt_cache(model))  # layers of Qwen3-Next update their states in several units
+        assert bool(model.counters.num_right) == (refusal is None) != (name == "qwen3_next" and cut != 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba2"])
+def test_sampled_tokens_are_those_of_plain_decoding(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    options = {
+        "sampler": make_sampler(temp=0.9, top_p=0.9),
+        "logits_processors": make_logits_processors(repetition_penalty=1.3, repetition_context_size=20),
+    }
+    expected = by_mlx_lm(directories(name), **options)
+    by_oracle(monkeypatch, expected)
+    with streamed_whole(directories(name)) as model:
+        check_equal(streamed(with_room(model), **options), expected)
+        assert model.counters.num_right
+
+
+def test_a_repeating_text_takes_less_than_half_the_passes(directories: Directories, free_rows: None) -> None:
+    expected = by_mlx_lm(directories("mamba2"))  # which says the same two tokens over and over
+    with streamed_whole(directories("mamba2")) as model:
+        check_equal(streamed(with_room(model)), expected)
+        assert model.counters.num_passes < NUM_TOKENS / 2
+
+
+def test_a_model_in_memory_guesses_nothing(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_machine(monkeypatch, 0.1, 0.16)
+    with streamed_whole(directories("mamba2")) as model:
+        streamed(with_room(model))
+        assert model.counters.num_guessed == 0
+
+
+def arrays_of(cache: list[Any]) -> list[mx.array]:
+    """Return what a cache holds, without the room behind the tokens."""
+    found: list[Any] = []
+    for entry in cache:
+        whole = entry.keys_and_values() if hasattr(entry, "keys_and_values") else entry.cache
+        found += [array for item in whole for array in (item if isinstance(item, list | tuple) else [item])]
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [4, 5])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_callers_cache_ends_as_plain_decoding_leaves_it(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str, num_tokens: int
+) -> None:
+    """The text may end at its last token, or wherever the caller stops to listen."""
+    plain = stock(directories(name))
+    theirs = make_prompt_cache(plain)
+    expected = list(stock_generate_step(mx.array(PROMPT), plain, max_tokens=num_tokens, prompt_cache=theirs))
+    by_oracle(monkeypatch, by_mlx_lm(directories(name)))
+    with streamed_whole(directories(name)) as model:
+        for max_tokens in (num_tokens, -1):
+            ours = make_prompt_cache(with_room(model))
+            steps: Any = mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=max_tokens, prompt_cache=ours)
+            got = []
+            for number in range(1, num_tokens + 1):
+                got.append(next(steps))
+                lengths = {entry.offset for entry in ours if hasattr(entry, "offset")}
+                assert lengths <= {
+                    len(PROMPT) + number
+                }  # as mlx-lm's, whether the token is computed or guesses are ahead
+            num_passes = model.counters.num_passes
+            steps.close()
+            assert model.counters.num_passes == num_passes
+            check_equal(got, expected)
+            assert same_bits(arrays_of(ours), arrays_of(theirs))
+            offsets = [[getattr(entry, "offset", None) for entry in cache] for cache in (ours, theirs)]
+            assert offsets[0] == offsets[1]
+
+
+@pytest.mark.parametrize("kv_cache", ["stock", "preallocated", "disk"])
+def test_every_kind_of_kv_cache(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, kv_cache: Any
+) -> None:
+    expected = by_mlx_lm(directories("llama"))
+    by_oracle(monkeypatch, expected)
+    settings = config(kv_cache=kv_cache, kv_ram_gb=0.004 if kv_cache == "disk" else None, kv_step=64)
+    with load_model(directories("llama"), settings)[0] as model:
+        check_equal(streamed(with_room(model)), expected)
+        is_on_disk = any(getattr(entry, "is_on_disk", False) for entry in make_prompt_cache(model))
+        assert is_on_disk or model.counters.num_right > 0
+
+
+def test_a_cache_on_disk_and_a_switch_refuse_with_the_reason(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = by_mlx_lm(directories("llama"))
+    by_oracle(monkeypatch, expected)
+    caplog.set_level("INFO", "mlx_flash")
+    with streamed_whole(directories("llama")) as model:
+        caches = [DiskKVCache(directory=directories("llama") / "kv") for _ in model.layers]
+        check_equal(streamed(with_room(model), prompt_cache=caches), expected)
+        assert model.counters.num_guessed == 0
+    with streamed_whole(directories("llama"), speculation=False) as model:
+        check_equal(streamed(with_room(model)), expected)
+        assert model.counters.num_guessed == 0
+    told = [record.message for record in caplog.records if "no tokens are guessed" in record.message]
+    assert [line.partition(": ")[2] for line in told] == ["keys and values are on disk", "speculation is switched off"]
+
+
+def test_a_quantized_cache(directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that was quantized before goes on in rows; ``kv_bits`` itself is left to mlx-lm's loop."""
+
+    def prepared(model: Any) -> list[Any]:
+        cache = make_prompt_cache(model)
+        model(mx.array([[7, 8, 9, 10]]), cache=cache)
+        return [entry.to_quantized(group_size=32, bits=8) for entry in cache]
+
+    plain = stock(directories("llama"))
+    expected = by_mlx_lm_from(plain, prepared(plain))
+    by_oracle(monkeypatch, expected)
+    with streamed_whole(directories("llama")) as model:
+        check_equal(streamed(with_room(model), prompt_cache=prepared(model)), expected)
+        assert model.counters.num_right > 0
+
+
+def by_mlx_lm_from(model: Any, cache: list[Any]) -> Found:
+    return list(stock_generate_step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS, prompt_cache=cache))
+
+
+def test_a_failed_read_puts_every_cache_back(
+    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that cannot be trimmed: a window and recurrent states."""
+    for name in ("gemma3", "mamba2", "qwen3_next"):
+        with streamed_whole(directories(name)) as model:
+            cache = make_prompt_cache(with_room(model))
+            computed(model, mx.array([PROMPT]), cache)
+            before = [mx.array(array) for array in arrays_of(cache)]
+            acquire, count = model.engine.stream.acquire, iter(range(100))  # type: ignore[union-attr]
+
+            def failing(index: int, acquire: Any = acquire, count: Any = count) -> None:
+                if next(count) == 3:
+                    raise ReadError("a disk that was unplugged")
+                acquire(index)
+
+            monkeypatch.setattr(model.engine.stream, "acquire", failing)  # type: ignore[union-attr]
+            with pytest.raises(ReadError, match="unplugged"):
+                guessed(model, [1, 2, 3], cache)
+            assert same_bits(arrays_of(cache), before)
+
+
+def test_rows_that_do_not_fit_are_not_computed(directories: Directories) -> None:
+    with streamed_whole(directories("llama")) as model:
+        cache = make_prompt_cache(with_room(model))
+        computed(model, mx.array([PROMPT]), cache)
+        rows = guessed(model, [1, 2, 3], cache)
+        assert len(rows.outputs) == 3
+        rows.keep(1)
+        model.plan = replace(model.plan, activations=replace(model.plan.activations, logits_per_token=10**9))
+        model.plan = replace(model.plan, budget_bytes=model.plan.budget_bytes + 6 * 10**9)  # one row needs 5
+        rows = guessed(model, [2, 3, 4], cache)
+        assert len(rows.outputs) == 1
+        assert {entry.offset for entry in cache} == {len(PROMPT) + 2}
+
+
+@pytest.fixture(scope="module")
+def draft_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model that is right now and then: the first layers of the Llama."""
+    return save(tmp_path_factory.mktemp("draft"), {**LLAMA, "num_hidden_layers": 4}, mx.float32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_draft_model_changes_nothing_but_the_passes(directories: Directories, free_rows: None, name: str) -> None:
+    """A model that drafts for itself is always right, whatever cache it has."""
+    expected = by_mlx_lm(directories(name))
+    with streamed_whole(directories(name)) as model:
+        steps = speculative_generate_step(
+            mx.array(PROMPT), with_room(model), stock(directories(name)), num_draft_tokens=3, max_tokens=NUM_TOKENS
+        )
+        found = list(steps)
+        check_equal([(token, logprobs) for token, logprobs, _ in found], expected)
+        counters = model.counters
+        assert counters.num_guessed == counters.num_right == NUM_TOKENS - counters.num_passes
+        assert counters.num_passes == 1 + -(-(NUM_TOKENS - 1) // 4)
+        assert sum(is_drafted for *_, is_drafted in found) == counters.num_right
+
+
+@pytest.mark.parametrize("sampler", [None, make_sampler(temp=0.7)], ids=["greedy", "sampled"])
+def test_a_draft_model_that_is_often_wrong(
+    directories: Directories, draft_directory: Path, free_rows: None, sampler: Any
+) -> None:
+    expected = by_mlx_lm(directories("llama"), sampler=sampler)
+    draft = stock(draft_directory)
+    with streamed_whole(directories("llama")) as model:
+        own = make_prompt_cache(with_room(model))
+        caches = own + make_prompt_cache(draft)
+        mx.random.seed(3)
+        steps = speculative_generate_step(
+            mx.array(PROMPT),
+            model,
+            draft,
+            num_draft_tokens=3,
+            max_tokens=NUM_TOKENS,
+            prompt_cache=caches,
+            sampler=sampler,
+        )
+        check_equal([(token, logprobs) for token, logprobs, _ in steps], expected)
+        assert model.counters.num_guessed > model.counters.num_right
+        assert {entry.offset for entry in caches} == {len(PROMPT) + NUM_TOKENS}
+        drafted = make_prompt_cache(draft)
+        draft(mx.array([[*PROMPT, *(token for token, _ in expected)]]), cache=drafted)
+        for ours, theirs in zip(arrays_of(caches[len(own) :]), arrays_of(drafted), strict=True):
+            assert mx.allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{"speculation": False}, {"ram_budget_gb": LARGE_GB}], ids=["off", "in memory"])
+def test_a_model_that_cannot_guess_decodes_plainly(directories: Directories, settings: Any) -> None:
+    draft = stock(directories("llama"))
+    expected = by_mlx_lm(directories("llama"))
+    with load_model(directories("llama"), config(**settings))[0] as model:
+        steps = speculative_generate_step(mx.array(PROMPT), model, draft, num_draft_tokens=2, max_tokens=NUM_TOKENS)
+        found = list(steps)
+        check_equal([(token, logprobs) for token, logprobs, _ in found], expected)
+        assert not any(is_drafted for *_, is_drafted in found)
+        assert model.counters.num_guessed == 0

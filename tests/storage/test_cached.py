@@ -1,0 +1,140 @@
+"""Free memory outside the budget keeps a part of the files in the page cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expert_pools import with_pool
+from mlx_flash.experts.pool import READS_PAST_CACHE
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage.cached import BLOCK_BYTES, REFRESH_SECONDS, CachedShare
+from mlx_flash.storage.ranges import RangeReader
+from models import QWEN3_MOE, run, same_bits, stock
+from models import save as save_tiny
+from streamed import streamed_whole
+
+FILE = Path("model.safetensors")
+NUM_BLOCKS = 1000
+
+
+class Room:
+    """A machine whose free memory and clock are set by a test."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0.0
+        self.now = 0.0
+
+    def share(self, nbytes: float) -> CachedShare:
+        return CachedShare(int(nbytes), lambda: int(self.nbytes), lambda: self.now)
+
+    def change(self, cached: CachedShare, nbytes: float) -> float:
+        self.nbytes = nbytes
+        self.now += REFRESH_SECONDS
+        cached.refresh()
+        return cached.share
+
+
+def held(cached: CachedShare) -> set[int]:
+    return {i for i in range(NUM_BLOCKS) if cached.holds(FILE, i * BLOCK_BYTES)}
+
+
+@given(st.floats(0, 2), st.floats(0, 2))
+def test_blocks_fit_the_room_and_a_smaller_share_is_part_of_a_larger_one(first: float, second: float) -> None:
+    room = Room()
+    cached = room.share(1e9)
+    found = {}
+    for share in sorted((first, second), reverse=True):
+        found[share] = held(cached) if room.change(cached, share * 1e9) else set()
+        assert cached.share <= min(share, 1) and len(found[share]) <= cached.share * NUM_BLOCKS + 3
+    assert found[min(found)] <= found[max(found)]
+
+
+@given(st.integers(1, 15))
+def test_blocks_are_spread_over_the_file(sixteenths: int) -> None:
+    room = Room()
+    cached = room.share(1e9)
+    room.change(cached, sixteenths / 16 * 1e9)
+    blocks = held(cached)
+    for start in range(0, NUM_BLOCKS, 100):
+        number = sum(start <= block < start + 100 for block in blocks)
+        assert abs(number - 100 * sixteenths / 16) < 6
+
+
+def test_share_falls_at_once_and_rises_in_steps() -> None:
+    room = Room()
+    cached = room.share(1600)
+    assert room.change(cached, 800) == 0.5
+    assert room.change(cached, 890) == 0.5
+    assert room.change(cached, 901) == 0.5625
+    assert room.change(cached, 899) == 899 / 1600
+    assert room.change(cached, 1e9) == 1
+    assert room.change(cached, -5) == 0 and not held(cached)
+    room.nbytes = 1600
+    cached.refresh()
+    assert not cached.share, "the machine is looked at again only after a while"
+
+
+def test_pinned_weights_leave_free_memory_to_streamed_ones() -> None:
+    room = Room()
+    cached = room.share(1600)
+    cached.leave_out(800)
+    assert room.change(cached, 400) == 0.5
+    assert cached.file_bytes == 400
+    cached.leave_out(800)
+    assert room.change(cached, 400) == 1
+    assert cached.file_bytes <= 1, "nothing is read"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("io", ["auto", "direct"])
+def test_model_reads_the_share_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, io: str
+) -> None:
+    directory = save_tiny(tmp_path, QWEN3_MOE, mx.bfloat16, bits=4)
+    monkeypatch.setattr("mlx_flash.storage.cached.BLOCK_BYTES", DIRECT_ALIGNMENT)
+    nbytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    monkeypatch.setattr("mlx_flash.engine.session._spare_memory", lambda budget: int(share * nbytes))
+    kept: list[bool] = []
+    real = RangeReader.read
+
+    def spy(self: RangeReader, *args: Any) -> None:
+        kept.append(args[-1])
+        real(self, *args)
+
+    with streamed_whole(directory, io=io) as model:
+        monkeypatch.setattr(RangeReader, "read", spy)
+        assert same_bits(run(model, [[1, 2], [3], [4]]), run(stock(directory), [[1, 2], [3], [4]]))
+        assert model.engine is not None
+        stats, reads = model.engine.reader.stats, kept
+        assert abs(model.engine.reader.cached.file_bytes / nbytes - (share if io == "auto" else 0)) < 0.01
+    expected = share if io == "auto" else 0
+    assert abs(stats.cached_bytes / stats.nbytes - expected) < 0.25
+    assert all(reads) == (expected == 1)  # rows of embeddings are kept in any case
+
+
+@pytest.mark.parametrize("exact_rows", [True, False])
+def test_experts_go_past_the_page_cache_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact_rows: bool
+) -> None:
+    directory = save_tiny(tmp_path, QWEN3_MOE, mx.float32)
+    monkeypatch.setattr("mlx_flash.engine.session._spare_memory", lambda budget: 10**9)
+    reads: dict[tuple[Path, int], list[bool]] = {}
+    real = RangeReader.read
+
+    def spy(self: RangeReader, *args: Any) -> None:
+        _, segment, start, _, _, through_cache = args
+        reads.setdefault((segment.path, start), []).append(through_cache)
+        real(self, *args)
+
+    with with_pool(directory, 12, exact_rows=exact_rows, io="auto") as model:
+        monkeypatch.setattr(RangeReader, "read", spy)
+        run(model, [[i] for i in range(40)])
+    past = READS_PAST_CACHE if exact_rows else 0
+    assert max(map(len, reads.values())) > past
+    assert all(not any(uses[:past]) and all(uses[past:]) for uses in reads.values())

@@ -1,0 +1,136 @@
+"""An index of shards is not read, as mlx-lm does not read it; it only names the files of missing parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm import utils as mlx_lm_utils
+from safetensors.numpy import save_file
+
+from mlx_flash import FlashConfig, cli, load_model
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.errors import CheckpointError, IndexFileError
+from mlx_flash.storage import probe, selftest
+from mlx_flash.storage.index import absent_shards
+from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, make_random_model, run, same_bits, save, stock
+
+INDEX = "model.safetensors.index.json"
+STALE = json.dumps({"weight_map": dict.fromkeys("ab", "model-00001-of-00002.safetensors")})
+
+
+def with_vision_tower(folder: Path) -> None:
+    save_file({"vision.weight": np.ones(4)}, folder / "vision_tower.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"vision.weight": "vision_tower.safetensors"}}))
+
+
+FORMS: dict[str, Callable[[Path], object]] = {
+    "stale": lambda folder: (folder / INDEX).write_text(STALE),
+    "no weight_map": lambda folder: (folder / INDEX).write_text('{"metadata": {}}'),
+    "empty weight_map": lambda folder: (folder / INDEX).write_text('{"weight_map": {}}'),
+    "empty": lambda folder: (folder / INDEX).touch(),
+    "no JSON": lambda folder: (folder / INDEX).write_bytes(b"\xff["),
+    "a FIFO": lambda folder: os.mkfifo(folder / INDEX),
+    "a folder": lambda folder: (folder / INDEX).mkdir(),
+    "vision tower": with_vision_tower,
+    "vision tower that is absent": lambda folder: (
+        with_vision_tower(folder),
+        (folder / "vision_tower.safetensors").unlink(),
+    ),
+    "outside": lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": "../../etc/passwd"}}'),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("form", FORMS)
+def test_a_complete_checkpoint_is_loaded_whatever_its_index_says(form: str, tmp_path: Path) -> None:
+    directory = save(tmp_path, LLAMA | {"num_hidden_layers": 2}, num_shards=2)
+    FORMS[form](directory)
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    config = FlashConfig(ram_budget_gb=2.0, telemetry=False)
+    assert prepare(directory, config, writes=False).plan.model_bytes > 0
+    with load_model(directory, config)[0] as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+
+
+def test_commands_take_no_notice_of_a_stale_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(selftest, "ROUNDS", 1)
+    monkeypatch.setattr(probe, "SAMPLE_BYTES", 1 << 20)
+    shape = "--layers 2 --hidden-size 64 --intermediate-size 96 --heads 4 --kv-heads 2 --vocab-size 1000"
+    directory = make_random_model(tmp_path / "model", *shape.split())
+    (directory / INDEX).write_text(STALE)
+    budget = ["--ram-budget-gb", "2"]
+    for command in (
+        ["plan", "--model", directory, *budget],
+        ["plan", "--model", directory, "--ranks", "2", *budget],
+        ["pack", directory, tmp_path / "packed"],
+        ["verify", "--model", directory, *budget],
+        ["verify", "--model", tmp_path / "packed", *budget],
+    ):
+        assert cli.main(list(map(str, command))) == 0, (command, capfd.readouterr())
+    cli.main(["doctor", "--model", str(directory)])  # its status says what it thinks of the disk
+    assert "Peak memory" in capfd.readouterr().out
+    expected = run(stock(directory), PREFILL_AND_DECODE)
+    assert same_bits(run(stock(tmp_path / "packed"), PREFILL_AND_DECODE), expected)
+
+
+@pytest.mark.parametrize("shape", [LLAMA, QWEN3_MOE], ids=["dense", "mixture"])
+def test_the_index_names_the_shards_of_missing_parameters(shape: dict[str, object], tmp_path: Path) -> None:
+    directory = save(tmp_path, dict(shape), num_shards=3)
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    (directory / INDEX).write_text(json.dumps({"weight_map": dict(zip("abc", names, strict=True))}))
+    (directory / names[1]).unlink()
+    with pytest.raises(IndexFileError, match=rf"no tensor for .*names {names[1]} \(1 files\).*incomplete"):
+        prepare(directory, FlashConfig(ram_budget_gb=2.0))
+    (directory / INDEX).unlink()
+    with pytest.raises(CheckpointError, match=r"no tensor for \d+ of the model's parameters, such as '.*Hint"):
+        prepare(directory, FlashConfig(ram_budget_gb=2.0))
+
+
+def test_a_tensor_that_sanitize_lacks_is_missing(tmp_path: Path) -> None:
+    directory = save(tmp_path, QWEN3_MOE)
+    stacked = cast(dict[str, mx.array], mx.load(str(directory / "model.safetensors")))
+    single = {
+        name.replace("switch_mlp", f"experts.{i}"): expert
+        for name, array in stacked.items()
+        for i, expert in enumerate(array if "switch_mlp" in name else [array])
+    }
+    del single["model.layers.1.mlp.experts.3.up_proj.weight"]
+    mx.save_safetensors(str(directory / "model.safetensors"), single, {"format": "pt"})
+    (directory / INDEX).write_text(STALE)
+    with pytest.raises(IndexFileError, match=r"such as 'model.layers.1.mlp.experts.3.up_proj.weight': the index names"):
+        prepare(directory, FlashConfig(ram_budget_gb=2.0))
+
+
+def test_other_errors_of_mlx_lm_stay_its_own(tmp_path: Path) -> None:
+    directory = save(tmp_path, LLAMA | {"num_hidden_layers": 2})
+    (directory / INDEX).write_text(STALE)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": 7}))
+    with pytest.raises(ValueError) as expected:
+        mlx_lm_utils.load_model(directory)
+    with pytest.raises(ValueError) as found:
+        prepare(directory, FlashConfig(ram_budget_gb=2.0))
+    assert str(found.value) == str(expected.value)
+
+
+@given(names=st.dictionaries(st.text(), st.text() | st.integers() | st.lists(st.text())), absent=st.just("absent"))
+def test_only_names_are_taken_from_an_index(
+    tmp_path_factory: pytest.TempPathFactory, names: dict[str, object], absent: str
+) -> None:
+    folder = tmp_path_factory.mktemp("indexed")
+    (folder / "here").touch()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {**names, "a": absent, "b": "here"}}))
+    found = absent_shards(folder)
+    assert absent in found or names.get("a")
+    assert all(name.isprintable() and name != "here" for name in found)

@@ -1,0 +1,327 @@
+"""The short look at a disk, and what is remembered of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+import children
+from mlx_flash.errors import CheckpointNotFoundError, ReadError
+from mlx_flash.folders import cache_directory
+from mlx_flash.storage import probe
+from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher
+from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, disk_profile, probe_disk
+from models import save
+from reading import descriptors, num_cached_pages, reader_threads, write_file
+from zoo import configuration
+
+SAMPLE = 1 << 20
+CANDIDATES = ((64 << 10, 2), (128 << 10, 4), (300_000, 2))
+FAKE = DiskProfile(bytes_per_second=123.5, read_size=4096, queue_depth=3, direct=True)
+
+
+@pytest.fixture(autouse=True)
+def small_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(probe, "SAMPLE_BYTES", SAMPLE)
+    monkeypatch.setattr(probe, "CANDIDATES", CANDIDATES)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write_file(tmp_path / "small", 2 * SAMPLE - 1)
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Path:
+    return write_file(tmp_path / "big", 2 * SAMPLE + 4097)
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The ``direct`` of every look that is taken from now on; each finds FAKE."""
+    calls: list[bool] = []
+
+    def look(path: Path, direct: bool) -> DiskProfile:
+        calls.append(direct)
+        return FAKE
+
+    monkeypatch.setattr(probe, "probe_disk", look)
+    return calls
+
+
+def disks() -> Path:
+    return cache_directory() / "disks.json"
+
+
+def entry(**changes: object) -> dict[str, object]:
+    return {
+        "bytes_per_second": 5e8,
+        "read_size": 1 << 20,
+        "queue_depth": 4,
+        "direct": True,
+        "time": time.time() - 100,
+        **changes,
+    }
+
+
+def remember(path: Path, text: Callable[[str], str]) -> None:
+    """Writes ``disks.json`` as a function makes it of the file's key."""
+    disk_profile(path, True)
+    (key,) = json.loads(disks().read_text())
+    disks().write_text(text(key))
+
+
+# --- looking ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_probe_of_a_big_file(big: Path, direct: bool) -> None:
+    before = descriptors()
+    found = probe_disk(big, direct)
+    assert found.bytes_per_second > 1e6
+    assert (found.read_size, found.queue_depth) in CANDIDATES
+    reader = BackgroundPrefetcher([big], direct=direct)
+    assert found.direct == (direct and reader.is_direct)
+    reader.close()
+    assert descriptors() == before
+    assert not reader_threads()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5000, 2 * SAMPLE - 1])
+def test_small_file_is_read_with_the_defaults(tmp_path: Path, nbytes: int) -> None:
+    found = probe_disk(write_file(tmp_path / "small", nbytes), True)
+    assert found.bytes_per_second > 0
+    assert (found.read_size, found.queue_depth) == (DEFAULT_READ_SIZE, DEFAULT_QUEUE_DEPTH)
+
+
+def test_the_fastest_wins_unless_an_earlier_one_is_nearly_as_fast(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = dict.fromkeys(CANDIDATES, 0.5) | {CANDIDATES[0]: 1.0, CANDIDATES[1]: 1.04, CANDIDATES[2]: 1.2}
+    starts = []
+
+    def measure(path: Path, direct: bool, read_size: int, queue_depth: int, start: int, nbytes: int) -> DiskProfile:
+        starts.append(start)
+        assert nbytes == SAMPLE
+        return DiskProfile(speeds[read_size, queue_depth], read_size, queue_depth, direct)
+
+    monkeypatch.setattr(probe, "_measure", measure)
+    assert probe_disk(big, True).bytes_per_second == 1.2
+    speeds[CANDIDATES[2]] = 1.05
+    assert probe_disk(big, True).bytes_per_second == 1.0
+    assert len(set(starts)) == probe.ROUNDS * len(CANDIDATES)
+    assert all(start % 4096 == 0 and start + SAMPLE <= big.stat().st_size for start in starts)
+
+
+def test_page_cache_is_not_measured(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform != "linux":
+        pytest.skip("only Linux drops pages when asked")
+    with big.open("rb") as file:
+        os.fsync(file.fileno())
+    assert num_cached_pages(big) > 500
+    left = []
+    real = BackgroundPrefetcher.submit
+
+    def submit(reader: BackgroundPrefetcher, *args: object) -> object:
+        left.append(num_cached_pages(big))
+        return real(reader, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BackgroundPrefetcher, "submit", submit)
+    probe._measure(big, False, 4 << 20, 1, 0, 2 * SAMPLE)
+    assert left[0] < 50
+
+
+def test_disk_error_reaches_the_caller(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.preadv
+    before = descriptors()
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if len(buffers[0]) <= 4096:
+            return real(fd, buffers, offset)
+        raise OSError(errno.ENXIO, "the disk is gone")
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(ReadError, match="the disk is gone"):
+        disk_profile(big, True)
+    assert descriptors() == before
+    assert not reader_threads()
+    assert not disks().exists()
+
+
+def test_interrupt_reaches_the_caller(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptors()
+    real = BackgroundPrefetcher._check_unchanged
+
+    def interrupt(*args: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BackgroundPrefetcher, "_check_unchanged", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        probe_disk(big, True)
+    monkeypatch.setattr(BackgroundPrefetcher, "_check_unchanged", real)
+    assert descriptors() == before
+    assert not reader_threads()
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        disk_profile(tmp_path / "absent", True)
+    with pytest.raises((FileNotFoundError, CheckpointNotFoundError)):
+        probe_disk(tmp_path / "absent", True)
+
+
+# --- remembering -----------------------------------------------------------------------
+
+
+def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_directory() == tmp_path / "cache" / "mlx-flash"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory().is_relative_to(Path.home())
+    assert cache_directory().name == "mlx-flash"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert cache_directory().is_relative_to(Path.home())
+
+
+def test_profile_of_a_big_file_is_stored(big: Path) -> None:
+    first = disk_profile(big, True)
+    assert [path.name for path in cache_directory().iterdir()] == ["disks.json"]
+    assert disk_profile(big, True) == first
+
+
+def test_stored_profile_is_used(big: Path, probed: list[bool], tmp_path: Path) -> None:
+    assert disk_profile(big, True) == FAKE
+    assert disk_profile(big, True) == FAKE
+    assert disk_profile(write_file(tmp_path / "tiny", 10), True) == FAKE  # of the same disk
+    assert probed == [True]
+
+
+def test_direct_and_buffered_profiles_are_stored_apart(big: Path, probed: list[bool]) -> None:
+    for direct in (True, False, True, False):
+        disk_profile(big, direct)
+    assert probed == [True, False]
+    assert len(json.loads(disks().read_text())) == 2
+
+
+def test_profile_of_a_small_file_is_not_stored(small: Path, probed: list[bool]) -> None:
+    disk_profile(small, True)
+    disk_profile(small, True)
+    assert probed == [True, True]
+    assert not cache_directory().exists()
+
+
+LOAD_AT_LEAST = """
+import sys
+from mlx_flash import FlashConfig, load_model
+from mlx_flash.memory.footprint import peak_footprint
+model = load_model(sys.argv[1], FlashConfig(ram_budget_gb="min"))[0]
+print(peak_footprint(), model.plan.budget_bytes)
+"""
+
+
+def test_probe_of_a_small_file_stays_within_the_least_budget(tmp_path: Path) -> None:
+    model = save(tmp_path / "mamba", configuration("mamba") | {"vocab_size": 64_000})
+    done = children.run("-c", LOAD_AT_LEAST, model, forks=False)
+    assert done.returncode == 0, done.stderr.decode()
+    peak, budget = map(int, done.stdout.split())
+    assert peak <= budget
+
+
+def test_other_entries_are_kept(big: Path, probed: list[bool]) -> None:
+    remember(big, lambda key: json.dumps({"elsewhere:1:direct": entry(), key: entry(time=1.0)}))
+    disk_profile(big, True)
+    assert len(probed) == 2
+    assert "elsewhere:1:direct" in json.loads(disks().read_text())
+
+
+def test_old_profile_is_measured_again(big: Path, probed: list[bool]) -> None:
+    remember(big, lambda key: json.dumps({key: entry(time=time.time() - MAX_AGE_SECONDS + 60)}))
+    assert disk_profile(big, True).bytes_per_second == 5e8
+    remember_again = json.loads(disks().read_text())
+    for when in (time.time() - MAX_AGE_SECONDS - 1, time.time() + 3600):  # too old; a clock that was wrong
+        disks().write_text(json.dumps({key: entry(time=when) for key in remember_again}))
+        probed.clear()
+        assert disk_profile(big, True) == FAKE
+        assert probed == [True]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff\xfe\x00binary", b"null", b"[]", b"3", b'"text"', b"{}", b'{"other": 1}', b"[" * 5000, b"\x00"],
+)
+def test_corrupt_file_is_ignored_and_replaced(big: Path, probed: list[bool], content: bytes) -> None:
+    disks().parent.mkdir(parents=True)
+    disks().write_bytes(content)
+    assert disk_profile(big, True) == FAKE
+    assert disk_profile(big, True) == FAKE
+    assert probed == [True]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        1,
+        "text",
+        [],
+        {},
+        {"time": time.time()},
+        entry(read_size=0),
+        entry(read_size=-4096),
+        entry(read_size="large"),
+        entry(read_size=1.5),
+        entry(queue_depth=0),
+        entry(queue_depth=None),
+        entry(bytes_per_second=0.0),
+        entry(bytes_per_second=-1.0),
+        entry(bytes_per_second=float("inf")),
+        entry(bytes_per_second=float("nan")),
+        entry(direct="yes"),
+        entry(time="yesterday"),
+        entry(time=float("nan")),
+    ],
+)
+def test_foreign_entry_is_ignored_and_replaced(big: Path, probed: list[bool], value: object) -> None:
+    remember(big, lambda key: json.dumps({key: value}))
+    probed.clear()
+    assert disk_profile(big, True) == FAKE
+    assert disk_profile(big, True) == FAKE
+    assert probed == [True]
+
+
+def test_entry_of_a_later_version_with_more_fields(big: Path, probed: list[bool]) -> None:
+    remember(big, lambda key: json.dumps({key: entry(latency=3)}))
+    assert disk_profile(big, True).bytes_per_second == 5e8
+
+
+def test_cache_that_cannot_be_written(big: Path, probed: list[bool], tmp_path: Path) -> None:
+    """A model loads all the same where the home folder is read-only."""
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert disk_profile(big, True) == FAKE
+    assert disk_profile(big, True) == FAKE
+    assert probed == [True, True]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_failed_writing_leaves_the_old_file_and_nothing_else(
+    big: Path, probed: list[bool], monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    disk_profile(big, True)
+    old = disks().read_bytes()
+
+    def fail(source: Path, target: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(Path, "replace", fail)
+    if isinstance(error, OSError):
+        assert disk_profile(big, False) == FAKE
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            disk_profile(big, False)
+    assert disks().read_bytes() == old
+    assert [path.name for path in cache_directory().iterdir()] == ["disks.json"]

@@ -1,0 +1,181 @@
+"""Loans change what is read and how much memory is used, never a bit of the output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.llama import TransformerBlock
+
+from mlx_flash import FlashConfig, FlashLLM, load_model
+from mlx_flash.residency.plan import MB
+from models import LLAMA, WIDE_LLAMA, run, same_bits, save, stock
+from streamed import streamed_whole, wait_for_reads
+from streams import make_stream
+
+EVERYTHING = 1 << 40
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), WIDE_LLAMA, mx.float32, header_shift=1)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), LLAMA, mx.float32, header_shift=1)
+
+
+def loans_of(model: FlashLLM) -> Any:
+    assert model.engine is not None
+    return model.engine.loans
+
+
+def read_bytes(model: FlashLLM, calls: list[list[int]]) -> int:
+    assert model.engine is not None
+    wait_for_reads(model)
+    before = model.engine.reader.stats.nbytes
+    run(model, calls)
+    wait_for_reads(model)
+    return model.engine.reader.stats.nbytes - before
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, "tiles"])
+def test_random_loans_change_no_bit(small: Path, cut: int | str) -> None:
+    calls = [[1, 2, 3], [4], [5], [6, 7]]
+    expected = run(stock(small), calls)
+    random = Random(7)
+    with streamed_whole(small, cut=cut) as model:
+        loans, lent = loans_of(model), set()
+        for _ in range(8):
+            loans.lend(random.randrange(2 * model.plan.streaming.read_bytes))
+            assert same_bits(run(model, calls), expected)
+            lent.add(loans.nbytes)
+            loans.recall(random.randrange(loans.nbytes + 1))
+            assert same_bits(run(model, calls), expected)
+            lent.add(loans.nbytes)
+        assert len(lent) > 3
+    assert same_bits(run(model.close(), calls), expected)
+
+
+def test_lent_weights_are_not_read(directory: Path) -> None:
+    row = WIDE_LLAMA["hidden_size"] * 4
+    with streamed_whole(directory) as model:
+        loans, whole = loans_of(model), model.plan.streaming.read_bytes
+        assert read_bytes(model, [[1]]) == whole + row
+        loans.lend(whole // 2)
+        run(model, [[1]])
+        assert whole // 3 < loans.saved_bytes < loans.nbytes <= whole // 2
+        run(model, [[1]])  # reads that were in flight when the loans were made
+        assert read_bytes(model, [[1]]) == whole + row - loans.saved_bytes
+        loans.recall(loans.nbytes)
+        assert loans.nbytes == loans.saved_bytes == 0
+        run(model, [[1]])
+        assert read_bytes(model, [[1]]) == whole + row
+
+
+def test_a_loan_takes_no_more_memory_than_it_says(directory: Path) -> None:
+    with streamed_whole(directory) as model:
+        loans = loans_of(model)
+        run(model, [[1]])
+        before = mx.get_active_memory()
+        loans.lend(8 * MB)
+        run(model, [[1]])
+        assert 6 * MB < loans.nbytes <= 8 * MB
+        assert 0 < mx.get_active_memory() - before <= loans.nbytes
+        loans.recall(1)
+        assert 0 < loans.nbytes < 8 * MB
+        loans.recall(loans.nbytes)
+        assert mx.get_active_memory() <= before
+
+
+def test_reserved_memory_is_lent_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short context leaves the memory of a long one to weights; a long prompt takes it back."""
+    monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100 * MB)
+    monkeypatch.setattr("mlx_flash.engine.headroom.footprint", lambda: 100 * MB)
+    shape = {"hidden_size": 128, "num_hidden_layers": 3, "num_key_value_heads": 8, "head_dim": 128}
+    saved = save(tmp_path, WIDE_LLAMA | shape, mx.float32)
+    settings: dict[str, Any] = {"context_length": 512, "kv_cache": "stock", "prefill_step_size": 64}
+    with load_model(saved, FlashConfig(ram_budget_gb="min", **settings))[0] as model:
+        budget = (model.plan.minimum_bytes + MB) / 1e9
+    calls = [[[5]], *([[i]] for i in range(6))]
+    prompt = [[i % 300 for i in range(448)]]
+    expected = run_with_cache(stock(saved), calls)
+    with load_model(saved, FlashConfig(ram_budget_gb=budget, **settings))[0] as model:
+        cache, loans, plan = make_prompt_cache(model), loans_of(model), model.plan
+        room = plan.budget_bytes - plan.base_bytes + plan.active_bytes
+        got, lent = [], []
+        for rows in [*calls, prompt, [[9]]]:
+            got.append(model(mx.array(rows), cache=cache))
+            mx.eval(got[-1])
+            lent.append(loans.nbytes)
+            assert mx.get_active_memory() <= room
+        assert lent[1] > plan.kv_bytes // 2 > 0
+        assert lent[-2] < lent[-3]
+    assert same_bits(got[:-2], expected)
+
+
+def run_with_cache(model: Any, calls: list[list[list[int]]]) -> list[mx.array]:
+    cache = make_prompt_cache(model)
+    outputs = [model(mx.array(rows), cache=cache) for rows in calls]
+    mx.eval(outputs)
+    return outputs
+
+
+def test_a_module_that_keeps_something_lends_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call leaves in a module may refer to arrays in the slot, and would see other weights there."""
+    own = TransformerBlock.__call__
+
+    def keeping(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.first_weight = self.mlp.down_proj.weight
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(TransformerBlock, "__call__", keeping)
+    with streamed_whole(directory, tile_rows=10**9) as model:
+        loans_of(model).lend(EVERYTHING)
+        run(model, [[1], [2]])
+        head = sum(unit.nbytes for unit in model.layout.heads)
+        assert loans_of(model).saved_bytes == head
+
+
+def test_bytes_are_added_to_a_slot_that_is_read_or_in_flight() -> None:
+    stream, reader, arenas = make_stream(4, 2)
+    written: list[int] = []
+
+    def write(memory: memoryview) -> None:
+        written.append(memory[0])
+
+    stream.complete(0, write)  # in flight: it waits
+    assert written == [0] and stream.is_in_slot(0)
+    stream.complete(3, write)  # not in its slot: it will be read whole
+    assert written == [0]
+    reader.failing.add(1)
+    stream.complete(1, write)  # the read failed: it is read again
+    assert written == [0] and not stream.is_in_slot(1)
+    reader.failing.clear()
+    for unit in range(4):
+        stream.acquire(unit)
+        assert arenas[stream.units[unit].slot].memory[0] == unit
+        stream.release(unit)
+    stream.close()
+
+
+def test_models_that_share_a_budget_lend_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100 * MB)
+    monkeypatch.setattr("mlx_flash.engine.headroom.footprint", lambda: 100 * MB)
+    settings = FlashConfig(ram_budget_gb=0.3, context_length=8192)
+    with load_model(directory, settings)[0] as first:
+        run(first, [[1], [2]])
+        assert loans_of(first).nbytes > 0
+        with load_model(directory, replace(settings, ram_budget_gb="min", context_length=64))[0] as second:
+            for model in (first, second):
+                run(model, [[1], [2]])
+                assert loans_of(model).nbytes == 0
+        run(first, [[1], [2]])
+        assert loans_of(first).nbytes > 0

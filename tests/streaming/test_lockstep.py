@@ -1,0 +1,250 @@
+"""Calls that share a pass over the weights give the bits of calls one after another."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import mlx.core as mx
+import pytest
+from greenlet import getcurrent, greenlet
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.llama import LlamaModel
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import mlx_flash
+from lockstep_calls import PROMPT, STEP, by_mlx_lm
+from mlx_flash import FlashLLM, apply_flash_patch, load_model, remove_flash_patch
+from mlx_flash.compat.generation import current_generate_steps, stock_generate_step, stock_speculative_generate_step
+from mlx_flash.errors import ReadError
+from mlx_flash.generation import speculative_generate_step
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
+from streamed import config, streamed_whole
+
+MODELS: dict[str, dict[str, Any]] = {"llama": LLAMA, "gemma3": GEMMA3, "mamba2": MAMBA2, "qwen3_moe": QWEN3_MOE}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = save(tmp_path_factory.mktemp(name), MODELS[name], mx.float32)
+        return made[name]
+
+    return get
+
+
+def check_equal(got: list[tuple[int, mx.array]], expected: list[tuple[int, mx.array]]) -> None:
+    assert [token for token, _ in got] == [token for token, _ in expected]
+    assert same_bits([logprobs for _, logprobs in got], [logprobs for _, logprobs in expected])
+
+
+def test_an_error_that_is_kept_keeps_no_greenlet(directories: Callable[[str], Path]) -> None:
+    """The greenlet of a thread must not outlive it: Python's garbage collector would crash."""
+    kept: list[Exception] = []
+    hubs: list[weakref.ref[greenlet]] = []
+
+    def fail() -> None:
+        hubs.append(weakref.ref(getcurrent()))
+        with streamed_whole(directories("llama")) as model:
+            stream = model.engine.stream  # type: ignore[union-attr]
+            with patch.object(stream, "acquire", side_effect=ReadError("a disk that was unplugged")):
+                try:
+                    next(mlx_flash.generate_step(mx.array(PROMPT), model, prefill_step_size=STEP))
+                except ReadError as error:
+                    kept.append(error)
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    deadline = time.monotonic() + 5
+    while hubs[0]() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)  # the main thread removes it soon
+    assert kept and hubs[0]() is None
+
+
+@pytest.mark.parametrize("length", [1, 2, STEP, STEP + 1, len(PROMPT)])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_logprobs_are_mlx_lms(directories: Callable[[str], Path], name: str, length: int) -> None:
+    expected = by_mlx_lm(directories(name), PROMPT[:length], prefill_step_size=STEP)
+    with streamed_whole(directories(name)) as model:
+        got = list(mlx_flash.generate_step(mx.array(PROMPT[:length]), model, max_tokens=6, prefill_step_size=STEP))
+    check_equal(got, expected)
+
+
+@pytest.mark.parametrize("cut", [1, 2, "tiles"])
+@pytest.mark.parametrize("name", MODELS)
+def test_finer_cuts(directories: Callable[[str], Path], name: str, cut: int | str) -> None:
+    expected = by_mlx_lm(directories(name), PROMPT, prefill_step_size=STEP)
+    with streamed_whole(directories(name), cut=cut) as model:
+        check_equal(
+            list(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=6, prefill_step_size=STEP)), expected
+        )
+
+
+@pytest.mark.parametrize("kv_cache", ["stock", "preallocated", "disk", None])
+def test_every_kind_of_kv_cache(directories: Callable[[str], Path], kv_cache: Any) -> None:
+    expected = by_mlx_lm(directories("llama"), PROMPT, prefill_step_size=STEP)
+    settings = config(kv_cache=kv_cache, kv_ram_gb=0.004 if kv_cache == "disk" else None, kv_step=64)
+    with load_model(directories("llama"), settings)[0] as model:
+        model.plan = _with_step(model, STEP)
+        check_equal(
+            list(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=6, prefill_step_size=STEP)), expected
+        )
+
+
+def _with_step(model: FlashLLM, step: int) -> Any:
+    return replace(model.plan, prefill_step_size=step, budget_bytes=2 * model.plan.budget_bytes)
+
+
+@pytest.mark.parametrize("length", [1, 23, len(PROMPT)])
+def test_first_token_takes_one_pass_and_every_other_one_more(directories: Callable[[str], Path], length: int) -> None:
+    with streamed_whole(directories("llama"), speculation=False) as model:
+        model.plan = replace(model.plan, prefill_step_size=STEP, budget_bytes=10**10)
+        passes = []
+        prompt = mx.array([(7 * i) % 300 for i in range(length)])
+        for _ in mlx_flash.generate_step(prompt, model, max_tokens=4):
+            passes.append(model.counters.num_passes)
+        assert passes == [1, 2, 3, 4]
+        assert model.counters.num_passes == 4
+
+
+def test_a_long_call_of_mlx_lm_takes_one_pass(directories: Callable[[str], Path]) -> None:
+    with streamed_whole(directories("llama")) as model:
+        model.plan = _with_step(model, STEP)
+        tokens = mx.array([PROMPT])
+        expected = stock(directories("llama"))
+        theirs, ours = make_prompt_cache(expected), make_prompt_cache(model)
+        parts = [expected(tokens[:, i : i + STEP], cache=theirs) for i in range(0, len(PROMPT), STEP)]
+        assert same_bits([model(tokens, cache=ours)], [mx.concatenate(parts, axis=1)])
+        assert model.counters.num_passes == 1
+
+
+def test_the_callers_cache_holds_every_token_that_was_handed_out(directories: Callable[[str], Path]) -> None:
+    with streamed_whole(directories("llama")) as model:
+        cache = make_prompt_cache(model)
+        for _ in mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=3, prompt_cache=cache):
+            pass
+        assert {entry.offset for entry in cache} == {len(PROMPT) + 3}
+        steps = mlx_flash.generate_step(mx.array([1, 2]), model, max_tokens=9, prompt_cache=cache)
+        next(steps)
+        steps.close()  # type: ignore[attr-defined]
+        assert {entry.offset for entry in cache} == {len(PROMPT) + 3 + 3}
+
+
+def test_a_failed_token_is_not_computed_again(
+    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with streamed_whole(directories("llama")) as model:
+        steps = mlx_flash.generate_step(mx.array([1, 2]), model, prompt_cache=make_prompt_cache(model))
+        next(steps)
+        calls: list[int] = []
+
+        def failing(index: int) -> None:
+            calls.append(index)
+            raise ReadError("a disk that was unplugged")
+
+        monkeypatch.setattr(model.engine.stream, "acquire", failing)  # type: ignore[union-attr]
+        with pytest.raises(ReadError, match="unplugged"):
+            next(steps)
+        assert len(calls) == 1
+
+
+def test_samplers_and_processors_see_what_mlx_lm_shows_them(directories: Callable[[str], Path]) -> None:
+    options = {
+        "sampler": make_sampler(temp=0.9, top_p=0.9),
+        "logits_processors": make_logits_processors(repetition_penalty=1.3, repetition_context_size=20),
+        "prefill_step_size": STEP,
+    }
+    expected = by_mlx_lm(directories("llama"), PROMPT, 12, **options)
+    with streamed_whole(directories("llama")) as model:
+        mx.random.seed(3)
+        check_equal(list(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=12, **options)), expected)
+
+
+def test_a_failed_read_puts_the_cache_back(directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = by_mlx_lm(directories("llama"), PROMPT, 2)
+    with streamed_whole(directories("llama")) as model:
+        cache = make_prompt_cache(model)
+        stream = model.engine.stream  # type: ignore[union-attr]
+        acquire, count = stream.acquire, iter(range(100))
+
+        def failing(index: int) -> None:
+            if next(count) == 3:
+                raise ReadError("a disk that was unplugged")
+            acquire(index)
+
+        monkeypatch.setattr(stream, "acquire", failing)
+        with pytest.raises(ReadError, match="unplugged"):
+            list(mlx_flash.generate_step(mx.array(PROMPT), model, prompt_cache=cache, max_tokens=2))
+        assert {entry.offset for entry in cache} == {0}
+        got = list(mlx_flash.generate_step(mx.array(PROMPT), model, prompt_cache=cache, max_tokens=2))
+    check_equal(got, expected)
+
+
+def test_progress_may_end_a_prompt(directories: Callable[[str], Path]) -> None:
+    seen: list[int] = []
+
+    def stop(done: int, total: int) -> None:
+        assert total == len(PROMPT)
+        seen.append(done)
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with streamed_whole(directories("llama")) as model:
+        cache = make_prompt_cache(model)
+        with pytest.raises(KeyboardInterrupt):
+            list(mlx_flash.generate_step(mx.array(PROMPT), model, prompt_cache=cache, prompt_progress_callback=stop))
+        assert seen == sorted(seen) and 0 < seen[-1] < len(PROMPT)
+        assert {entry.offset for entry in cache} == {0}
+
+
+def test_a_model_that_uses_an_entry_again_is_computed_in_order(
+    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that share keys and values would see those of later parts."""
+
+    def forward(self: Any, inputs: mx.array, cache: Any = None, input_embeddings: Any = None) -> mx.array:
+        h = self.embed_tokens(inputs)
+        mask = create_attention_mask(h, cache[0])
+        for layer, entry in zip(self.layers, cache, strict=True):
+            h = layer(h, mask, cache=entry) + cache[0].keys[:, :, : cache[0].offset].mean()
+        return cast(mx.array, self.norm(h))
+
+    monkeypatch.setattr(LlamaModel, "__call__", forward)
+    options = {"max_tokens": 6, "prefill_step_size": STEP}
+    expected = list(stock_generate_step(mx.array(PROMPT), stock(directories("llama")), **options))
+    with streamed_whole(directories("llama")) as model:
+        for _ in range(2):
+            got = list(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=6, prefill_step_size=STEP))
+            check_equal(got, expected)
+        assert model._life.passes.group._needs_order
+
+
+def test_the_patch_replaces_mlx_lms_loop_and_puts_it_back() -> None:
+    with apply_flash_patch(config()):
+        assert current_generate_steps() == (mlx_flash.generate_step, speculative_generate_step)
+    stock_steps = (stock_generate_step, stock_speculative_generate_step)
+    assert current_generate_steps() == stock_steps
+    remove_flash_patch()
+    assert current_generate_steps() == stock_steps
+
+
+def test_other_models_and_options_are_left_to_mlx_lm(directories: Callable[[str], Path]) -> None:
+    expected = by_mlx_lm(directories("llama"), PROMPT, kv_bits=8, kv_group_size=32)
+    with streamed_whole(directories("llama")) as model:
+        options: dict[str, Any] = {"max_tokens": 6, "kv_bits": 8, "kv_group_size": 32}
+        check_equal(list(mlx_flash.generate_step(mx.array(PROMPT), model, **options)), expected)
+        with pytest.raises(TypeError, match="max_token"):
+            mlx_flash.generate_step(mx.array(PROMPT), model, max_token=6)
+    got = list(mlx_flash.generate_step(mx.array(PROMPT), stock(directories("llama")), max_tokens=6))
+    check_equal(got, by_mlx_lm(directories("llama"), PROMPT))

@@ -1,0 +1,115 @@
+"""The ring never shows a unit another unit's weights, whatever is called in whatever order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_flash.errors import ReadError
+from mlx_flash.memory.arena import Arena
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.streaming.stream import POISON, take_turns
+from streams import make_stream
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    num_units=st.integers(1, 9),
+    num_slots=st.integers(1, 4),
+    calls=st.lists(st.integers(0, 8), max_size=60),
+)
+def test_any_order_of_calls_sees_the_right_weights(num_units: int, num_slots: int, calls: list[int]) -> None:
+    stream, _, arenas = make_stream(num_units, num_slots)
+    for call in calls:
+        unit = call % num_units
+        arena = arenas[stream.units[unit].slot]
+        stream.acquire(unit)
+        assert arena.memory[0] == unit
+        others = [slot for slot in stream._slots if slot.held and slot.arena is not arena]
+        assert not others
+        stream.release(unit)
+        assert arena.memory[0] == POISON
+    stream.close()
+
+
+@settings(deadline=None, max_examples=60)
+@given(num_units=st.integers(1, 9), num_slots=st.integers(1, 4), num_passes=st.integers(2, 5))
+def test_a_cycle_is_predicted_and_every_byte_read_once(num_units: int, num_slots: int, num_passes: int) -> None:
+    stream, reader, _ = make_stream(num_units, num_slots)
+    for _ in range(num_passes):
+        for unit in range(num_units):
+            stream.acquire(unit)
+            stream.release(unit)
+    assert stream.stats.num_unpredicted == 0
+    assert reader.num_started == num_passes * num_units + min(num_slots, num_units)
+
+
+@given(num_units=st.integers(0, 60), num_slots=st.integers(1, 6))
+def test_neighbours_are_in_different_slots(num_units: int, num_slots: int) -> None:
+    turns = take_turns(num_units, num_slots)
+    assert len(turns) == num_units
+    assert set(turns) == set(range(min(num_units, num_slots)))
+    if num_units >= (num_slots - 1) ** 2 + num_slots:
+        for distance in range(1, num_slots - 1):
+            assert all(turns[i] != turns[(i + distance) % num_units] for i in range(num_units))
+
+
+def test_another_order_is_learned_in_one_pass() -> None:
+    order = [3, 0, 2, 1, 4]
+    stream, _, _ = make_stream(5, 2)
+    for _ in range(2):
+        for unit in order:
+            stream.acquire(unit)
+            stream.release(unit)
+    before = stream.stats.num_unpredicted
+    for unit in order * 3:
+        stream.acquire(unit)
+        stream.release(unit)
+    assert stream.stats.num_unpredicted == before
+
+
+def test_reads_ahead_in_calling_order() -> None:
+    _, reader, _ = make_stream(7, 3)
+    assert reader.started == [0, 1, 2]
+
+
+def test_a_failed_read_surfaces_at_acquire_and_can_be_tried_again() -> None:
+    stream, reader, arenas = make_stream(4, 2)
+    stream.acquire(0)
+    stream.release(0)
+    reader.failing.add(1)
+    for _ in range(2):
+        with pytest.raises(ReadError, match="unit 1"):
+            stream.acquire(1)
+    reader.failing.clear()
+    stream.acquire(1)
+    assert arenas[1].memory[0] == 1
+
+
+def test_a_read_that_cannot_be_started_is_not_taken_for_done() -> None:
+    stream, reader, arenas = make_stream(4, 1)
+    stream.acquire(0)
+    submit, reader.submit = reader.submit, raise_interrupt  # type: ignore[assignment, method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        stream.release(0)
+    reader.submit = submit  # type: ignore[method-assign]
+    stream.acquire(1)
+    assert arenas[0].memory[0] == 1
+
+
+def raise_interrupt(*args: Any, **options: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_arenas_share_their_memory_with_typed_views() -> None:
+    arena = Arena(3 * DIRECT_ALIGNMENT)
+    view = arena.view(DIRECT_ALIGNMENT + 8, (4, 5), mx.float32)
+    arena.memory[DIRECT_ALIGNMENT + 8 : DIRECT_ALIGNMENT + 12] = b"\x00\x00\x80\x3f"
+    assert view[0, 0].item() == 1.0
+    arena.fill(POISON)
+    assert bool(mx.isnan(view).all())
+    assert arena.view(0, (0, 7), mx.bfloat16).shape == (0, 7)

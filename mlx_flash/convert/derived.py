@@ -118,15 +118,16 @@ class _Copying:
         self._folder = derived_directory() / self._fingerprint
         layers = groupby((parameter.spec for parameter in derived), lambda spec: _layer_of(spec.name))
         metadata = {"format": "mlx", "fingerprint": self._fingerprint}
-        shards = plan_shards([[*group] for _, group in layers], SHARD_BYTES, metadata, "model-{number:05}.safetensors")
-        self._rewrite = Rewrite(self._folder, shards, checkpoint, state, 0o700, COPY_HINT)
+        groups = [[*group] for _, group in layers]
+        self._shards = plan_shards(groups, SHARD_BYTES, metadata, "model-{number:05}.safetensors")
+        self._rewrite = Rewrite(self._folder, self._shards, checkpoint, state, 0o700, COPY_HINT)
 
     def use(self) -> int | None:
         """Hold the copy if it is complete and unchanged. Return the descriptor, or None."""
         held = hold(self._folder)
         if held is None:
             return None
-        files, shards = read_manifest(self._folder).get("files"), self._rewrite.shards
+        files, shards = read_manifest(self._folder).get("files"), self._shards
         if files == self._stamps(self._folder) and all(shard.is_written(self._folder) for shard in shards):
             note_use(self._folder)
             return held
@@ -168,13 +169,13 @@ class _Copying:
         if not self._room().is_enough():
             self._tell_no_room()
             return
-        for shard in self._rewrite.shards:
+        for shard in self._shards:
             for record in shard.records(self._folder):
                 self._note(self._parameters[record.name].array, record)
 
     def adopt(self) -> None:
         """Bind the lazily loaded arrays of the copy."""
-        for shard in self._rewrite.shards:
+        for shard in self._shards:
             arrays = cast(dict[str, mx.array], mx.load(str(self._folder / shard.name)))
             for record in shard.records(self._folder):
                 self._parameters[record.name].bind(arrays[record.name])
@@ -191,7 +192,7 @@ class _Copying:
     def _stamps(self, folder: Path) -> dict[str, list[int]]:
         """Return size and time of each file, by which a change is found out; empty when one is missing."""
         try:
-            found = {shard.name: (folder / shard.name).stat() for shard in self._rewrite.shards}
+            found = {shard.name: (folder / shard.name).stat() for shard in self._shards}
         except FileNotFoundError:
             return {}
         return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}

@@ -19,14 +19,16 @@ from typing import NoReturn
 
 import numpy as np
 
+from mlx_flash.convert.compress import plan_files, worth_compressing
 from mlx_flash.convert.order import ReadPattern, UnitTensors, read_pattern, streaming_order
-from mlx_flash.convert.rewrite import STATE_NAME, Progress, Rewrite, counting, plan_shards, write_text
-from mlx_flash.convert.writer import ShardPlan, TensorSpec, copy_buffer, read_pieces, write_errors
+from mlx_flash.convert.rewrite import STATE_NAME, PlannedFile, Progress, Rewrite, counting, plan_shards, write_text
+from mlx_flash.convert.writer import TensorSpec, copy_buffer, read_pieces, write_errors
 from mlx_flash.errors import CheckpointNotFoundError, ConfigError, WriteError
 from mlx_flash.layout.fingerprint import state_of
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.units import make_layout
 from mlx_flash.storage.safetensors import INDEX_NAME, Checkpoint, read_checkpoint, read_shard
+from mlx_flash.storage.shards import STOCK_PATTERN
 
 SHARD_BYTES = 5 * 10**9
 """Shards are as large as mlx-lm's."""
@@ -47,6 +49,7 @@ class PackReport:
     seconds: float  # of this run
     before: ReadPattern  # how the source is read
     after: ReadPattern  # how the target is read
+    ratio: float  # bytes of the files for each byte of the tensors
 
 
 def pack(
@@ -56,6 +59,7 @@ def pack(
     shard_bytes: int = SHARD_BYTES,
     verify: bool = False,
     progress: Progress | None = None,
+    compress: Callable[[float], bool] | None = None,
 ) -> PackReport:
     """Write a checkpoint again, in streaming order.
 
@@ -65,6 +69,8 @@ def pack(
         shard_bytes: size of a shard at most, unless one unit is larger; shards are cut between units only.
         verify: read everything back at the end and compare it with the source.
         progress: called with (bytes done, bytes to do) of tensors; with ``verify`` every byte counts twice.
+        compress: called with the share of the bytes that a compressed copy is expected to take. True makes one, which
+            stock mlx-lm does not load. None compresses nothing.
 
     Raises:
         CheckpointError: the source is not a usable checkpoint.
@@ -79,14 +85,23 @@ def pack(
     _check_target(source, target)
     checkpoint = read_checkpoint(source)
     state = state_of(checkpoint)
-    units = streaming_order(make_layout(load_lazily(source, checkpoint)), checkpoint)
-    rewrite = Rewrite(target, _plan_shards(units, checkpoint, shard_bytes), checkpoint, state)
+    layout = make_layout(load_lazily(source, checkpoint))
+    units = streaming_order(layout, checkpoint)
+    ratio, files = 1.0, _plan_shards(units, checkpoint, shard_bytes)
+    if compress is not None:
+        ratios = worth_compressing(layout, checkpoint)
+        saved = sum((1 - share) * checkpoint.tensors[name].nbytes for name, share in ratios.items())
+        if ratios and compress(1 - saved / checkpoint.nbytes):
+            ratio = 1 - saved / checkpoint.nbytes
+            files = [*plan_files(_groups(units, checkpoint), ratios, layout, shard_bytes)]
+    rewrite = Rewrite(target, files, checkpoint, state)
     with rewrite.locked(lambda: _refuse(rewrite.partial)):
         _check_unused(rewrite.partial)
         rewrite.clear()
         resumed = rewrite.nbytes - rewrite.missing_bytes
-        _fill(rewrite, checkpoint, verify, progress)
+        _fill(rewrite, checkpoint, verify, progress, ratio)
         rewrite.finish()
+    packed = read_checkpoint(target)
     return PackReport(
         target=target,
         num_tensors=len(checkpoint.tensors),
@@ -95,7 +110,8 @@ def pack(
         resumed_bytes=resumed,
         seconds=time.perf_counter() - began,
         before=read_pattern(units, checkpoint),
-        after=read_pattern(units, read_checkpoint(target)),
+        after=read_pattern(units, packed),
+        ratio=packed.ratio,
     )
 
 
@@ -128,29 +144,33 @@ def _check_room(folder: Path, nbytes: int) -> None:
         )
 
 
-def _plan_shards(units: Sequence[UnitTensors], checkpoint: Checkpoint, shard_bytes: int) -> list[ShardPlan]:
+def _groups(units: Sequence[UnitTensors], checkpoint: Checkpoint) -> list[list[TensorSpec]]:
     records = [[checkpoint.tensors[name] for name in unit.names] for unit in units]
-    groups = [[TensorSpec(record.name, record.dtype, record.shape) for record in group] for group in records]
+    return [[TensorSpec(record.name, record.dtype, record.shape) for record in group] for group in records]
+
+
+def _plan_shards(units: Sequence[UnitTensors], checkpoint: Checkpoint, shard_bytes: int) -> list[PlannedFile]:
+    groups = _groups(units, checkpoint)
     metadata = {key: value for shard in checkpoint.shards for key, value in shard.metadata.items()}
     shards = plan_shards(groups, shard_bytes, metadata or None, "model-{number:05}-of-{count:05}.safetensors")
-    return shards if len(shards) > 1 else [replace(shard, name="model.safetensors") for shard in shards]
+    return [*shards] if len(shards) > 1 else [replace(shard, name="model.safetensors") for shard in shards]
 
 
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
-def _fill(rewrite: Rewrite, checkpoint: Checkpoint, verify: bool, progress: Progress | None) -> None:
+def _fill(rewrite: Rewrite, checkpoint: Checkpoint, verify: bool, progress: Progress | None, ratio: float) -> None:
     """Write everything of the folder that an earlier run has not written."""
     folder, buffer = rewrite.partial, copy_buffer()
     others = list(_other_files(checkpoint, checkpoint.directory))
-    _check_room(folder, rewrite.missing_bytes + sum(path.stat().st_size for path in others))
+    _check_room(folder, round(rewrite.missing_bytes * ratio) + sum(path.stat().st_size for path in others))
     count = counting(checkpoint.nbytes * (2 if verify else 1), progress)
     rewrite.write(lambda tensor: read_pieces(checkpoint.tensors[tensor.name], buffer), count)
     for shard in rewrite.shards if verify else ():
         _compare(folder / shard.name, checkpoint, count)
     for path in others:
         _copy_file(path, folder / path.relative_to(checkpoint.directory))
-    if len(rewrite.shards) > 1:
+    if len(rewrite.shards) > 1 and all(Path(shard.name).match(STOCK_PATTERN) for shard in rewrite.shards):
         write_text(folder / INDEX_NAME, _index(rewrite))
 
 

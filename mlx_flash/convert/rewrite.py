@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 from mlx_flash.convert.writer import Pieces, ShardPlan, TensorSpec, aligned_order, write_errors
 from mlx_flash.errors import FileChangedError
@@ -23,6 +24,30 @@ STATE_NAME = ".mlx-flash-pack.json"
 """In the partial folder: the files that its shards come from."""
 
 Progress = Callable[[int, int], object]
+
+
+class PlannedFile(Protocol):
+    """A file of a copy that is to be written, such as a :class:`ShardPlan`."""
+
+    @property
+    def name(self) -> str:
+        """Name of the file."""
+
+    @property
+    def tensors(self) -> Sequence[TensorSpec]:
+        """Its tensors in order."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+
+    def is_written(self, folder: Path) -> bool:
+        """Return True if the file is complete in a folder."""
+
+    def write(
+        self, folder: Path, pieces: Pieces, progress: Callable[[int], object], check: Callable[[], object]
+    ) -> None:
+        """Write the file, as :meth:`ShardPlan.write` does."""
 
 
 def plan_shards(
@@ -73,7 +98,7 @@ class Rewrite:
     def __init__(
         self,
         target: Path,
-        shards: Sequence[ShardPlan],
+        shards: Sequence[PlannedFile],
         checkpoint: Checkpoint,
         state: State,
         mode: int = 0o777,
@@ -126,7 +151,7 @@ class Rewrite:
         write_text(note, state)
 
     @property
-    def missing(self) -> list[ShardPlan]:
+    def missing(self) -> list[PlannedFile]:
         """Shards that are not complete yet."""
         return [shard for shard in self.shards if not shard.is_written(self.partial)]
 

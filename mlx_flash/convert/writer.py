@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,8 @@ from typing import NamedTuple
 from mlx_flash.errors import ReadError, TruncatedFileError, WriteError
 from mlx_flash.files import PARTIAL_SUFFIX, AtomicFile
 from mlx_flash.memory.pagecache import drop_cached, open_buffered
+from mlx_flash.storage.blocks import COMPRESSED_SUFFIX
+from mlx_flash.storage.decodedfile import DecodedFile
 from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, TensorRecord
 
 DATA_ALIGNMENT = 16 * 1024
@@ -78,8 +80,8 @@ class ShardPlan:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
-    def head(self) -> bytes:
-        """Everything before the tensors."""
+    def header(self) -> dict[str, object]:
+        """The entries of the header."""
         header: dict[str, object] = {} if self.metadata is None else {"__metadata__": self.metadata}
         start = 0
         for tensor in self.tensors:
@@ -87,7 +89,12 @@ class ShardPlan:
                 raise ValueError(f"tensor {tensor.name!r}: the name is taken")
             offsets = [start, start := start + tensor.nbytes]
             header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
-        text = json.dumps(header, separators=(",", ":")).encode()
+        return header
+
+    @property
+    def head(self) -> bytes:
+        """Everything before the tensors."""
+        text = json.dumps(self.header, separators=(",", ":")).encode()
         text += b" " * (-(_LENGTH_BYTES + len(text)) % self.alignment)
         return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
@@ -172,6 +179,9 @@ def read_pieces(record: TensorRecord, buffer: memoryview) -> Iterator[memoryview
         ReadError: the bytes cannot be read; TruncatedFileError when the file ends before them.
     """
     extent = record.extent
+    if extent.path.suffix == COMPRESSED_SUFFIX:
+        yield from _decoded_pieces(record, buffer)
+        return
     try:
         with open(open_buffered(extent.path), "rb") as file:
             file.seek(extent.offset)
@@ -191,6 +201,15 @@ def read_pieces(record: TensorRecord, buffer: memoryview) -> Iterator[memoryview
             f"cannot read {record.name!r} ({extent.nbytes} bytes at offset {extent.offset}) in {extent.path}: "
             f"{error.strerror}. Hint: check the disk."
         ) from error
+
+
+def _decoded_pieces(record: TensorRecord, buffer: memoryview) -> Iterator[memoryview]:
+    extent = record.extent
+    with closing(DecodedFile(extent.path)) as file:
+        for start in range(extent.offset, extent.end, len(buffer)):
+            piece = buffer[: min(len(buffer), extent.end - start)]
+            file.read(record.name, start, piece)
+            yield piece
 
 
 @contextmanager

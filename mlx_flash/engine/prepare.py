@@ -25,6 +25,7 @@ from mlx_flash.layout.fingerprint import fingerprint_of, state_of
 from mlx_flash.layout.identity import ModelIdentity
 from mlx_flash.layout.load import LoadedModel, iter_parameters, load_lazily
 from mlx_flash.layout.parts import ModelLayout
+from mlx_flash.layout.standins import check_direct
 from mlx_flash.layout.units import layers_of, make_layout
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.footprint import map_large_blocks
@@ -172,15 +173,18 @@ def prepare(
 
     def load() -> LoadedModel:
         loaded = load_lazily(path, checkpoint, model_config, **loading)
-        return divide(loaded, checkpoint, peers) if peers is not None and share else loaded
+        loaded = divide(loaded, checkpoint, peers) if peers is not None and share else loaded
+        check_direct(path, checkpoint, (record for records in loaded.sources.values() for record in records))
+        return loaded
 
     loaded = load()
     _check_kernels(loaded.model, path)
     if folder is None or folder.is_complete:
         adopt_derived(loaded, load, checkpoint, path, config.derived_cache_gb, progress, write=writes, share=share)
     layout = make_layout(loaded)
+    check_direct(path, checkpoint, (record for unit in layout.units for p in unit.large for record in p.records))
     shards = [shard for shard in checkpoint.shards if folder is None or folder.has(shard.path)]
-    machine = look_at_machine(probe or max(shards, key=lambda shard: shard.nbytes).path, layout, config)
+    machine = look_at_machine(probe or max(shards, key=lambda shard: shard.nbytes).path, layout, config, checkpoint)
     machine = replace(machine, reached_bytes=reached_bytes(Path(model_path)))
     fingerprint = None if config.kv_prefixes == "off" else fingerprint_of(loaded, state_of(checkpoint))
     chain: Spread | None = None

@@ -145,6 +145,7 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
         read_size=plan.read_size,
         queue_depth=plan.queue_depth,
         arrival=prepared.machine.arrival,
+        tables=prepared.checkpoint.tables,
         room=partial(_spare_memory, plan.budget_bytes) if config.io == "auto" else lambda: 0,
     )
 

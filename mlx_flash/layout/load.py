@@ -23,6 +23,7 @@ from mlx_flash.compat.streams import LoadingStreams
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, IndexFileError
 from mlx_flash.files import check_regular
 from mlx_flash.layout.sources import Sources
+from mlx_flash.layout.standins import stock_folder
 from mlx_flash.storage.index import absent_shards
 from mlx_flash.storage.safetensors import INDEX_NAME, MAX_METADATA_BYTES, Checkpoint, TensorRecord
 
@@ -153,9 +154,9 @@ def load_lazily(
         return _recording_class(model_class, sources), args_class
 
     streams = LoadingStreams()
-    with streams.in_force(), _missing_explained(directory):
+    with streams.in_force(), _missing_explained(directory), stock_folder(directory, checkpoint) as folder:
         model, config = load_model(
-            directory, lazy=True, model_config=model_config, get_model_classes=recording_classes, **loading
+            folder, lazy=True, model_config=model_config, get_model_classes=recording_classes, **loading
         )
     streams.belong_to(model)
     model.__class__ = original[0]

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from mlx_flash.config import FlashConfig
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.residency.kv import KVShare, in_memory, on_disk, prefix_bytes, promised_bytes
-from mlx_flash.residency.ledger import Ledger
+from mlx_flash.residency.ledger import Ledger, reader_bytes
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, TensorSize, UnitSize
 from mlx_flash.residency.spread import Streamed, add_up, choose
@@ -215,7 +215,7 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
         prefix_bytes=prefixes,
         activation_bytes=activations,
         spare_bytes=max(0, task.promised_bytes - kv.nbytes - activations),
-        bounce_bytes=machine.disk.read_size * machine.disk.queue_depth * num_readers if bounce else 0,
+        bounce_bytes=num_readers * reader_bytes(machine.disk, bounces=bounce, decodes=machine.compression is not None),
         read_size=machine.disk.read_size,
         queue_depth=machine.disk.queue_depth,
         disk_bytes_per_second=machine.disk.bytes_per_second,
@@ -225,6 +225,7 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
         kv_bytes_per_token=sizes.cache.token_bytes,
         activations=sizes.activations,
         cache=sizes.cache,
+        compression=machine.compression,
     )
 
 

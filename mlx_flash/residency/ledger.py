@@ -15,6 +15,8 @@ from mlx_flash.kv.options import NUM_SLOTS, SLOT_PADDING, KVOptions, slot_memory
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.sizes import ActivationSizes
+from mlx_flash.storage.decoding import decoding_bytes
+from mlx_flash.storage.probe import DiskProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +189,15 @@ class Ledger:
         if new.num_new == new.batch_size and sizes.scores_per_pair < sizes.unfused_per_pair:
             sizes = replace(sizes, scores_per_pair=0)  # the kernels for a single token store no scores
         return replace(self, activations=sizes).active(new)
+
+
+def reader_bytes(disk: DiskProfile, *, bounces: bool, decodes: bool) -> int:
+    """Return the memory of the threads that read.
+
+    Args:
+        disk: how it is read.
+        bounces: reads go to buffers of the threads first.
+        decodes: some tensors are compressed.
+    """
+    each = disk.read_size * bounces + decoding_bytes(disk.read_size) * decodes
+    return each * disk.queue_depth

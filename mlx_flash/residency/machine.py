@@ -26,8 +26,10 @@ from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.attention import bytes_per_pair
 from mlx_flash.residency.plan import Machine
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
+from mlx_flash.storage.codec import BLOCK_BYTES, Compression, decode_speed
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.probe import DiskProfile, disk_profile
+from mlx_flash.storage.safetensors import Checkpoint
 from mlx_flash.storage.selftest import reads_directly, way_of_reading
 
 _PROBE_BYTES = {mx.cpu: 4 << 20, mx.gpu: 32 << 20}
@@ -58,15 +60,23 @@ MIN_PROBED_BYTES = 128 << 20
 _FALLBACK_BYTES_PER_SECOND = 10e9
 
 
-def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Machine:
+def look_at_machine(
+    shard: Path, layout: ModelLayout, config: FlashConfig, checkpoint: Checkpoint | None = None
+) -> Machine:
     """Measure the machine.
 
     Args:
         shard: a file of the checkpoint, to probe its disk.
         layout: the model, whose kind of matrix product is timed.
         config: its ``io``, ``read_size_mb`` and ``queue_depth`` replace what the probe finds best.
+        checkpoint: the files, if they may be compressed. The disk's speed is that of reading and decoding then.
     """
     disk = disk_profile(shard, reads_directly(config.io))
+    compression = None
+    if checkpoint is not None and checkpoint.tables:
+        compression = Compression(checkpoint.ratio, decode_speed(), disk.bytes_per_second)
+        speed_of_both = compression.weight_bytes_per_second(computes_on_cores())
+        disk = replace(disk, bytes_per_second=speed_of_both)
     key = speed_key(shard, layout, disk)
     speed = _speed(key, shard, layout, disk)
     bytes_per_pair(layout.attention)  # tried before the footprint is taken: on a GPU, kernels that have run take memory
@@ -78,7 +88,7 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         runtime_bytes=RUNTIME_BYTES[_back_end()],
         disk=DiskProfile(
             speed.disk_bytes_per_second,
-            int(config.read_size_mb * 1e6) if config.read_size_mb else disk.read_size,
+            _read_size(config, disk, compression),
             config.queue_depth or disk.queue_depth,
             disk.direct,
         ),
@@ -95,7 +105,18 @@ def look_at_machine(shard: Path, layout: ModelLayout, config: FlashConfig) -> Ma
         speed_key=key,
         resident_bytes_per_second=speed.resident_bytes_per_second,
         operation_seconds=speed.operation_seconds,
+        compression=compression,
     )
+
+
+def _read_size(config: FlashConfig, disk: DiskProfile, compression: Compression | None) -> int:
+    read_size = int(config.read_size_mb * 1e6) if config.read_size_mb else disk.read_size
+    return read_size if compression is None else max(read_size, BLOCK_BYTES)
+
+
+def computes_on_cores() -> bool:
+    """Return whether MLX computes on the cores that read and decode."""
+    return bool(mx.default_device() == mx.cpu)
 
 
 def _base_bytes() -> int:

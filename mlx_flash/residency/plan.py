@@ -11,6 +11,7 @@ from mlx_flash.residency.ledger import Ledger
 from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes
 from mlx_flash.residency.speed import Speed
 from mlx_flash.residency.streamed import Streaming
+from mlx_flash.storage.codec import Compression
 from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.storage.ranges import Arrival
 
@@ -50,6 +51,7 @@ class Machine:
         speed_key: the name under which the speeds of this model on this disk are kept.
         resident_bytes_per_second, operation_seconds: as in :class:`Speed`.
         reached_bytes: the peak of the process while it loaded the tokenizer; 0 for none that counts.
+        compression: of the checkpoint; None where nothing is compressed.
     """
 
     total_memory: int
@@ -72,6 +74,7 @@ class Machine:
     resident_bytes_per_second: float = 0.0
     operation_seconds: float = 0.0
     reached_bytes: int = 0
+    compression: Compression | None = None
 
     @property
     def kept_bytes_per_second(self) -> float:
@@ -159,6 +162,7 @@ class ResidencyPlan:
         kv_seconds: what reading the KV cache of that context adds to a pass.
         prompt_seconds_per_token: predicted time to compute one token of a prompt, without reading.
         is_measured: True when predictions use the speeds that an earlier run reached, False for those of a short probe.
+        compression: of the checkpoint; None where nothing is compressed.
     """
 
     budget_bytes: int
@@ -188,6 +192,7 @@ class ResidencyPlan:
     kv_seconds: float = 0.0
     prompt_seconds_per_token: float = 0.0
     is_measured: bool = False
+    compression: Compression | None = None
 
     @property
     def kv_bytes(self) -> int:

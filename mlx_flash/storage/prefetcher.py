@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, is_cached, round_up
+from mlx_flash.storage.blocks import BlockTable
 from mlx_flash.storage.cached import CachedShare
+from mlx_flash.storage.codec import BLOCK_BYTES
 from mlx_flash.storage.gate import Gate
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.ranges import Arrival, RangeReader, ReadStats, Way
@@ -142,6 +145,7 @@ class BackgroundPrefetcher:
         queue_depth: reads in flight at once in each pool.
         arrival: how bytes get to the caller's memory. What is not aligned is never read in place.
         room: returns the memory in bytes that the page cache may use for the files; None for none.
+        tables: the places of the blocks in files of compressed tensors. Without its table, a file is read as it is.
 
     Attributes:
         cached: the part of the files that is read through the page cache.
@@ -160,8 +164,10 @@ class BackgroundPrefetcher:
         queue_depth: int = DEFAULT_QUEUE_DEPTH,
         arrival: Arrival = "in place",
         room: Callable[[], int] = lambda: 0,
+        tables: Mapping[Path, BlockTable] | None = None,
     ) -> None:
-        self.read_size = round_up(read_size, DIRECT_ALIGNMENT)
+        tables = tables or {}
+        self.read_size = round_up(max(read_size, BLOCK_BYTES) if tables else read_size, DIRECT_ALIGNMENT)
         self.queue_depth = queue_depth
         self._ranges = RangeReader(self.read_size, arrival)
         self._stats = ReadStats()
@@ -172,7 +178,7 @@ class BackgroundPrefetcher:
         self._files: dict[Path, SourceFile] = {}
         self._closed = False
         try:
-            self._files.update((path, SourceFile(path, direct)) for path in paths)
+            self._files.update((path, SourceFile(path, direct, tables.get(path))) for path in paths)
         except BaseException:
             self._release()
             raise
@@ -260,8 +266,8 @@ class BackgroundPrefetcher:
             if caching == "found" and self._ranges.in_place and segment.buffer_offset is not None:
                 step = max(read_size, LOAD_READ_SIZE)
             end = segment.offset + segment.nbytes
-            for start in range(segment.offset, end, step):
-                stop = min(start + step, end)
+            starts = [*self._files[segment.path].cuts(segment.offset, end, step), end]
+            for start, stop in pairwise(starts):
                 if task and (caching == "kept" or nbytes >= share or nbytes + stop - start > read_size):
                     yield task
                     task, nbytes = [], 0
@@ -301,7 +307,7 @@ class BackgroundPrefetcher:
 
     def _goes_through_cache(self, caching: Caching, file: SourceFile, start: int, stop: int) -> bool:
         if caching == "found" and file.direct_fd is not None:
-            return is_cached(file.buffered_fd, start, min(stop, file.identity.nbytes) - start)
+            return is_cached(file.buffered_fd, *file.stored(start, stop))
         return caching != "none" and self.cached.holds(file.path, start)
 
     def _begin(self) -> None:

@@ -20,7 +20,9 @@ import numpy as np
 from mlx_flash.errors import ReadError, TruncatedFileError
 from mlx_flash.memory.driver import DriverCopies, DriverError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, round_up
-from mlx_flash.storage.placement import Segment
+from mlx_flash.storage.blocks import BlockTable
+from mlx_flash.storage.decoding import BlockReader
+from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.source import SourceFile
 
 RETRIES = 3
@@ -116,7 +118,9 @@ class RangeReader:
             ReadError: bytes could not be read.
         """
         fd = None if keep_cached or not self.way.direct else file.direct_fd
-        if self._driver is not None:
+        if file.table is not None:
+            self._read_blocks(file, file.table, fd, segment, start, stop, buffer, keep_cached)
+        elif self._driver is not None:
             self._read_for_driver(file, fd, segment, start, stop, buffer, keep_cached)
         elif fd is None:
             self._read_buffered(file.buffered_fd, segment, start, stop, buffer, keep_cached)
@@ -177,6 +181,42 @@ class RangeReader:
                 self._local.copies.append((segment, offset + at, bounce, target))
         if not keep_cached:
             drop_cached(file.buffered_fd, start, min(stop, segment.wanted_end) - start)
+
+    def _read_blocks(
+        self,
+        file: SourceFile,
+        table: BlockTable,
+        fd: int | None,
+        segment: Segment,
+        start: int,
+        stop: int,
+        buffer: memoryview,
+        keep_cached: bool,
+    ) -> None:
+        """Read compressed blocks, and decode them to the caller's memory, or to where the driver copies from."""
+        reader: BlockReader | None = getattr(self._local, "blocks", None)
+        if reader is None:
+            reader = self._local.blocks = BlockReader(self._read_size)
+
+        def fetch(name: str, offset: int, nbytes: int, coded: memoryview) -> None:
+            piece = Piece(name, offset, nbytes, 0)
+            stored = Segment(segment.path, offset, round_up(nbytes, DIRECT_ALIGNMENT), None, (piece,))
+            if fd is not None:
+                self._read_direct(fd, stored, offset, coded[: stored.nbytes])
+                return
+            self._fill(file.buffered_fd, stored, offset, coded[:nbytes], nbytes, 1)
+            if not keep_cached:
+                drop_cached(file.buffered_fd, offset, nbytes)
+
+        def land(part: memoryview) -> memoryview:
+            if self._driver is None:
+                return part
+            bounce = self._room(len(part))
+            self._local.copies.append((segment, start, bounce, part))
+            return bounce
+
+        for offset, part in _parts(segment, start, stop, buffer):
+            reader.read(file.path, table, segment.piece_at(offset).name, offset, part, fetch, land)
 
     def _room(self, nbytes: int) -> memoryview:
         """Return a free part of this thread's bounce buffer, on whole pages."""

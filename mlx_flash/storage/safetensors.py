@@ -7,7 +7,6 @@ Every offset that leaves this module is absolute and was checked against the fil
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 from collections.abc import Mapping
@@ -15,10 +14,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from reprlib import repr as brief
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
-from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, HeaderError
+from mlx_flash.errors import CheckpointError, HeaderError
 from mlx_flash.files import open_regular
+from mlx_flash.storage.blocks import COMPRESSED_SUFFIX, LOGICAL_START, BlockTable, read_head, runs_of
+from mlx_flash.storage.shards import find_shards, refuse_unreadable
 
 # fmt: off
 DTYPE_SIZES: Mapping[str, int] = {
@@ -112,7 +113,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file.
+    """One safetensors file, or one of compressed tensors.
 
     Attributes:
         path: the file.
@@ -120,6 +121,7 @@ class Shard:
         data_offset: first byte of the data section, ``8 +`` the header's length.
         tensors: the file's tensors by ascending offset.
         metadata: the header's ``__metadata__``, empty when there is none.
+        blocks: the places of compressed blocks; None for a safetensors file.
     """
 
     path: Path
@@ -127,6 +129,7 @@ class Shard:
     data_offset: int
     tensors: tuple[TensorRecord, ...]
     metadata: Mapping[str, str]
+    blocks: BlockTable | None = None
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,19 @@ class Checkpoint:
         """Size of all of `tensors` in bytes."""
         return sum(record.nbytes for record in self.tensors.values())
 
+    @property
+    def tables(self) -> dict[Path, BlockTable]:
+        """The places of compressed blocks, by file."""
+        return {shard.path: shard.blocks for shard in self.shards if shard.blocks is not None}
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the files for each byte of the tensors: 1 where none is compressed."""
+        saved = sum(
+            sum(r.nbytes for r in shard.tensors) - shard.blocks.stored_bytes for shard in self.shards if shard.blocks
+        )
+        return 1 - saved / max(self.nbytes, 1)
+
 
 def read_shard(path: Path) -> Shard:
     """Read and validate the header of one safetensors file; its data is not touched.
@@ -161,20 +177,45 @@ def read_shard(path: Path) -> Shard:
         CheckpointError: the file cannot be read.
     """
     try:
+        if path.suffix == COMPRESSED_SUFFIX:
+            return _read_compressed(path)
         with open(open_regular(path), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             raw = _read_header(file, path)
     except OSError as fault:
-        _refuse_unreadable(path, "file", fault)
+        refuse_unreadable(path, "file", fault)
     header = _parse_object(raw, f"{path}: the header", HeaderError)
+    data_offset = _LENGTH_BYTES + len(raw)
+    records, metadata = _records(path, header, data_offset, size)
+    return Shard(path, size, data_offset, records, metadata)
+
+
+def _records(
+    path: Path, header: dict[str, Any], data_offset: int, size: int
+) -> tuple[tuple[TensorRecord, ...], Mapping[str, str]]:
+    """Return the checked tensors and the metadata of a header."""
     # MLX writes null where it has no metadata to write.
     found = header.pop("__metadata__", None)
     metadata = _check_str_map({} if found is None else found, f"{path}: __metadata__", HeaderError)
-    data_offset = _LENGTH_BYTES + len(raw)
     records = [_parse_entry(path, name, entry, data_offset) for name, entry in header.items()]
     records.sort(key=lambda record: (record.extent.offset, record.extent.nbytes))
     _check_layout(path, records, size)
-    return Shard(path, size, data_offset, tuple(records), metadata)
+    return tuple(records), metadata
+
+
+def _read_compressed(path: Path) -> Shard:
+    """Read the head of a file of compressed tensors."""
+    head, sizes, data_start, nbytes = read_head(path)
+    records, metadata = _records(path, head["header"], LOGICAL_START, _MAX_SIZE)
+    runs = [
+        run
+        for record in records
+        for run in runs_of(record.extent.offset, record.nbytes, record.itemsize, *head["blocks"][record.name])
+    ]
+    table = BlockTable(runs, sizes, data_start)
+    if len(table) != len(sizes):
+        raise HeaderError(f"{path}: its tensors have {len(table)} blocks, its table has {len(sizes)}. {_AGAIN}")
+    return Shard(path, nbytes, data_start, records, metadata, table)
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
@@ -185,20 +226,11 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         HeaderError: a shard is truncated, or its header breaks the format.
         CheckpointError: the folder or a file in it cannot be read.
     """
-    names = _list_names(directory)
-    shards = tuple(read_shard(path) for path in _find_shards(directory, names))
+    shards = tuple(read_shard(path) for path in find_shards(directory))
     tensors: dict[str, TensorRecord] = {}
     for shard in shards:
         tensors.update({record.name: record for record in shard.tensors})
     return Checkpoint(directory, shards, tensors)
-
-
-def _refuse_unreadable(path: Path, kind: str, fault: OSError) -> NoReturn:
-    if isinstance(fault, FileNotFoundError | NotADirectoryError):
-        raise CheckpointNotFoundError(f"{path}: no such {kind}. Hint: check the path, or download it again.") from fault
-    reason = fault.strerror or fault
-    hint = "check its permissions" if isinstance(fault, PermissionError) else "download it again"
-    raise CheckpointError(f"{path}: cannot read this {kind}: {reason}. Hint: {hint}.") from fault
 
 
 def _read_header(file: BinaryIO, path: Path) -> bytes:
@@ -296,28 +328,3 @@ def _check_layout(path: Path, records: list[TensorRecord], size: int) -> None:
                 f"{path}: tensor {right.name!r} starts at byte {right.extent.offset}, inside tensor {left.name!r}, "
                 f"which ends at byte {left.extent.end}"
             )
-
-
-def _list_names(directory: Path) -> list[str]:
-    try:
-        return sorted(entry.name for entry in directory.iterdir())
-    except OSError as fault:
-        _refuse_unreadable(directory, "folder", fault)
-
-
-def _find_shards(directory: Path, names: list[str]) -> list[Path]:
-    # The call of mlx_lm.utils.load_model, unsorted and unescaped: where two shards hold a
-    # tensor of one name, the later shard wins, so the order must be the same.
-    paths = [Path(found) for found in glob.glob(str(directory / "model*.safetensors"))]  # noqa: PTH207
-    is_pattern = glob.escape(str(directory)) != str(directory)
-    if is_pattern and {path.parent for path in paths} != {directory}:
-        raise CheckpointNotFoundError(
-            f"{directory}: mlx-lm takes '*', '?' and '[' in this path for a pattern, which matches other folders "
-            "or none. Hint: rename the folder."
-        )
-    if not paths:
-        raise CheckpointNotFoundError(
-            f"no model*.safetensors in {directory}, which holds {brief(names)}. "
-            "Hint: give the folder of the downloaded safetensors weights."
-        )
-    return paths

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, FileChangedError, TruncatedFileError
 from mlx_flash.memory.pagecache import open_buffered, open_direct
+from mlx_flash.storage.blocks import BlockTable
 
 _WORDS = {
     "device": "device",
@@ -53,9 +55,11 @@ class SourceFile:
     Args:
         path: the file.
         direct: whether to open it for direct reads too.
+        table: the places of its blocks, if its tensors are compressed.
 
     Attributes:
         path: the file.
+        table: as given.
         buffered_fd: descriptor for reads through the page cache.
         direct_fd: descriptor for reads past the page cache; None where that is not wanted or not possible.
         identity: the file as it was opened.
@@ -64,8 +68,8 @@ class SourceFile:
         CheckpointError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, direct: bool) -> None:
-        self.path = path
+    def __init__(self, path: Path, direct: bool, table: BlockTable | None = None) -> None:
+        self.path, self.table = path, table
         self._name = str(path)  # computing it costs more than the stat
         self._is_open = True
         try:
@@ -116,6 +120,16 @@ class SourceFile:
             f"cannot go on reading '{tensor}' from {self.path}: the file was changed or replaced by another one while "
             f"the model was running (other {self.identity.differences(found)}). Hint: load the model again."
         )
+
+    def stored(self, start: int, stop: int) -> tuple[int, int]:
+        """Return offset and length of the bytes of the file that the range ``[start, stop)`` of its tensors needs."""
+        if self.table is not None:
+            return self.table.span(start, stop)
+        return start, min(stop, self.identity.nbytes) - start
+
+    def cuts(self, start: int, stop: int, step: int) -> Iterable[int]:
+        """Return the starts of ranges of at most ``step`` bytes. Blocks stay whole."""
+        return range(start, stop, step) if self.table is None else self.table.cuts(start, stop, step)
 
     def close(self) -> None:
         """Close the descriptors. Another call does nothing."""

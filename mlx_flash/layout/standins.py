@@ -1,0 +1,84 @@
+"""A folder that mlx-lm can load lazily in place of a compressed copy.
+
+Its shards have the headers of the compressed files, and holes for weights. mlx-lm only makes arrays of their shapes.
+The weights are read by :mod:`mlx_flash.storage`, and the files are cut to nothing as soon as the model is there, so
+that reading from one raises an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from mlx_flash.errors import CheckpointError
+from mlx_flash.folders import cache_directory
+from mlx_flash.sessions import PrivateFolder
+from mlx_flash.storage.blocks import LOGICAL_START
+from mlx_flash.storage.safetensors import Checkpoint, Shard, TensorRecord
+
+
+@contextmanager
+def stock_folder(directory: Path, checkpoint: Checkpoint) -> Iterator[Path]:
+    """Yield a folder that mlx-lm can load lazily: the model's own if nothing in it is compressed."""
+    if not checkpoint.tables:
+        yield directory
+        return
+    with closing(PrivateFolder(cache_directory() / "headers", "headers of compressed weights")) as private:
+        paths = {shard.path.name: shard for shard in checkpoint.shards}
+        for path in directory.iterdir():
+            if path.name not in paths:
+                (private.path / path.name).symlink_to(path.resolve())
+        stand_ins = []
+        for name, shard in paths.items():
+            path = private.path / f"model-{name.removesuffix(shard.path.suffix)}.safetensors"
+            if shard.blocks is None:
+                path.symlink_to(shard.path.resolve())
+            else:
+                _write(path, shard)
+                stand_ins.append(path)
+        yield private.path
+        for path in stand_ins:
+            os.truncate(path, 0)
+
+
+def _write(path: Path, shard: Shard) -> None:
+    entries: dict[str, object] = {"__metadata__": dict(shard.metadata)} if shard.metadata else {}
+    for record in shard.tensors:
+        start = record.extent.offset - LOGICAL_START
+        offsets = [start, start + record.nbytes]
+        entries[record.name] = {"dtype": record.dtype, "shape": list(record.shape), "data_offsets": offsets}
+    text = json.dumps(entries).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + max((record.extent.end for record in shard.tensors), default=0))
+
+
+def whole_tensors(checkpoint: Checkpoint, records: Iterable[TensorRecord]) -> set[str]:
+    """Return the names of tensors of which some records have every byte. Equal records count once."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    for record in records:
+        found.setdefault(record.name, set()).add((record.extent.offset, record.nbytes))
+    tensors = checkpoint.tensors
+    return {name for name, parts in found.items() if sum(nbytes for _, nbytes in parts) == tensors[name].nbytes}
+
+
+def check_direct(directory: Path, checkpoint: Checkpoint, records: Iterable[TensorRecord]) -> None:
+    """Check that every compressed tensor is read as it is, since mlx-lm cannot read it.
+
+    Args:
+        directory: the model.
+        checkpoint: its tensors.
+        records: where the bytes of parameters lie that are read by this program.
+
+    Raises:
+        CheckpointError: mlx-lm would compute with one.
+    """
+    compressed = {record.name: record.nbytes for shard in checkpoint.shards if shard.blocks for record in shard.tensors}
+    if missing := sorted(compressed.keys() - whole_tensors(checkpoint, records)):
+        raise CheckpointError(
+            f"mlx-lm computes parameters from {missing[0]!r} of {directory} while it loads, and the tensor is "
+            "compressed. Hint: pack the model without --compress, which makes an uncompressed copy of it."
+        )

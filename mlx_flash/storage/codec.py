@@ -1,0 +1,168 @@
+"""The codec of compressed weights: the bytes of items are sorted by significance, then entropy-coded by Zstandard.
+
+The high bytes of floating-point weights hold sign and exponent, which have few likely values. The low bytes are noise,
+which Zstandard stores as it is. Repeated strings do not occur, so the encoder looks for next to none: that makes the
+decoder faster. Each block is one frame of Zstandard, with a checksum of its contents.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from mlx_flash.errors import ConfigError
+
+CODED_DTYPES = frozenset({"BF16", "F16", "F32"})
+"""Dtypes of tensors that may be compressed."""
+
+BLOCK_BYTES = 512 << 10
+"""Bytes of a block, or a little less where rows of a tensor begin blocks of their own."""
+
+WORTH_IT = 1.05
+"""A compressed copy pays where a pass is this much faster."""
+
+_PROBE_BLOCKS = 4
+_PROBE_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """A compressed checkpoint in numbers.
+
+    Attributes:
+        ratio: bytes that are read for each byte of weights.
+        decode_bytes_per_second: bytes of weights that one core decodes.
+        disk_bytes_per_second: bytes that the disk delivers.
+    """
+
+    ratio: float
+    decode_bytes_per_second: float
+    disk_bytes_per_second: float
+
+    def weight_bytes_per_second(self, computes_on_cores: bool) -> float:
+        """Return the bytes of weights a second that reading and decoding side by side deliver.
+
+        Args:
+            computes_on_cores: whether MLX takes one of the cores that decode.
+        """
+        free = max(1, num_cores() - computes_on_cores)
+        return min(self.disk_bytes_per_second / self.ratio, self.decode_bytes_per_second * free)
+
+    def gain(self, compute: float, computes_on_cores: bool) -> float:
+        """Return how many times faster a pass is than with an uncompressed copy.
+
+        Args:
+            compute: bytes of weights a second that MLX computes with.
+            computes_on_cores: whether it computes on the cores that decode.
+        """
+        busy = 1 / self.decode_bytes_per_second + (1 / compute if computes_on_cores else 0)
+        plain = max(1 / self.disk_bytes_per_second, 1 / compute)
+        return plain / max(1 / self.weight_bytes_per_second(computes_on_cores), 1 / compute, busy / num_cores())
+
+
+class CodecError(Exception):
+    """A block is not what the encoder made."""
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@lru_cache(maxsize=1)
+def _zstandard() -> Any:
+    """Return the library.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import zstandard
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "compressed weights need the package zstandard. Hint: pip install 'mlx-flash[compress]'."
+        ) from error
+    return zstandard
+
+
+def check_installed() -> None:
+    """Raise a ConfigError if the library is not installed."""
+    _zstandard()
+
+
+class Encoder:
+    """Encodes blocks. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        library = _zstandard()
+        parameters = library.ZstdCompressionParameters(
+            strategy=library.STRATEGY_FAST, min_match=7, window_log=17, hash_log=6, write_checksum=True
+        )
+        self._compressor = library.ZstdCompressor(compression_params=parameters)
+        self._flush = library.COMPRESSOBJ_FLUSH_BLOCK
+
+    def encode(self, block: bytes | memoryview, itemsize: int) -> bytes:
+        """Return a block in coded form. Each significance ends a block of Zstandard, which has its own code."""
+        planes = np.ascontiguousarray(np.frombuffer(block, np.uint8).reshape(-1, itemsize).T)
+        frame = self._compressor.compressobj(size=planes.size)
+        parts = [part for plane in planes for part in (frame.compress(plane.data), frame.flush(self._flush))]
+        return b"".join([*parts, frame.flush()])
+
+
+class Decoder:
+    """Decodes blocks. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._library = _zstandard()
+        self._decompressor = self._library.ZstdDecompressor()
+        self._planes = np.empty(BLOCK_BYTES, np.uint8)
+
+    def decode(self, stored: memoryview, target: memoryview, itemsize: int) -> None:
+        """Write the contents of a block to memory of their size. Releases the GIL most of the time.
+
+        Raises:
+            CodecError: the block is damaged, or its contents have another size.
+        """
+        if len(target) > len(self._planes):
+            self._planes = np.empty(len(target), np.uint8)
+        planes = self._planes[: len(target)]
+        try:
+            size = self._library.get_frame_parameters(stored).content_size
+            if size != len(target):
+                raise CodecError(f"it has {size} bytes, expected {len(target)}")
+            with self._decompressor.stream_reader(stored) as reader:  # one step, as the whole frame is there
+                got = reader.readinto(planes.data)
+        except self._library.ZstdError as error:
+            raise CodecError(str(error)) from error
+        if got != len(target):
+            raise CodecError(f"{got} of {len(target)} bytes came")
+        _join(planes.reshape(itemsize, -1), np.frombuffer(target, f"<u{itemsize}"))
+
+
+def _join(planes: np.ndarray[Any, Any], items: np.ndarray[Any, Any]) -> None:
+    """Put items together from their bytes, the least significant first in ``planes``."""
+    np.copyto(items, planes[-1])
+    for plane in planes[-2::-1]:
+        np.left_shift(items, 8, out=items)
+        np.bitwise_or(items, plane, out=items)
+
+
+def decode_speed() -> float:
+    """Return the bytes of bfloat16 weights a second that one core decodes. Takes some milliseconds."""
+    normal = np.random.default_rng(0).standard_normal(_PROBE_BLOCKS * BLOCK_BYTES // 2, np.float32)
+    blocks = (normal.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(_PROBE_BLOCKS, -1)
+    encoder, decoder = Encoder(), Decoder()
+    stored = [memoryview(encoder.encode(block.data, 2)) for block in blocks]
+    target = memoryview(bytearray(BLOCK_BYTES))
+    seconds = []
+    for _ in range(_PROBE_ROUNDS):
+        began = time.perf_counter()
+        for block in stored:
+            decoder.decode(block, target, 2)
+        seconds.append(time.perf_counter() - began)
+    return blocks.size / min(seconds)

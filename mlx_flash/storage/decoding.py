@@ -1,0 +1,113 @@
+"""Reads of compressed blocks, decoded straight into the caller's memory."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mlx_flash.errors import ReadError
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
+from mlx_flash.storage.blocks import BlockTable
+from mlx_flash.storage.codec import BLOCK_BYTES, CodecError, Decoder
+
+Fetch = Callable[[str, int, int, memoryview], None]
+"""Reads a range of a file, for the tensor of a name, to memory that starts at a whole page and has whole pages."""
+
+_MARGIN = 64 << 10
+"""A coded block is longer than its contents by less than this."""
+
+
+def decoding_bytes(read_size: int) -> int:
+    """Return the memory that a thread needs to read and decode ranges of a size."""
+    return _room(read_size) + 2 * BLOCK_BYTES
+
+
+def _room(read_size: int) -> int:
+    return round_up(max(read_size, BLOCK_BYTES) + _MARGIN, DIRECT_ALIGNMENT)
+
+
+class BlockReader:
+    """Reads and decodes blocks. Each thread has its own.
+
+    Args:
+        read_size: bytes that are fetched at once, one block at least.
+    """
+
+    def __init__(self, read_size: int) -> None:
+        self._decoder = Decoder()
+        self._coded = memoryview(mmap.mmap(-1, _room(read_size)))
+        self._block = memoryview(bytearray(BLOCK_BYTES))
+        self._last: tuple[BlockTable, int] | None = None
+
+    def read(
+        self,
+        path: Path,
+        table: BlockTable,
+        name: str,
+        start: int,
+        target: memoryview,
+        fetch: Fetch,
+        land: Callable[[memoryview], memoryview] = lambda part: part,
+    ) -> None:
+        """Fill memory with the logical bytes of a tensor from ``start`` on.
+
+        Args:
+            path: the file, for errors.
+            table: its blocks.
+            name: of the tensor.
+            start: logical offset.
+            target: the memory.
+            fetch: reads coded bytes.
+            land: returns the memory to decode a part of the target into.
+
+        Raises:
+            ReadError: a block is damaged.
+        """
+        stop = start + len(target)
+        blocks = table.around(start, stop)
+        if len(blocks) == 1 and self._last == (table, blocks.start):
+            self._copy(table, blocks.start, start, land(target))
+            return
+        for part in self._chunks(table, blocks):
+            first = table.offsets[part.start] // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+            end = table.offsets[part.stop]
+            fetch(name, first, end - first, self._coded)
+            for number in part:
+                coded = self._coded[table.offsets[number] - first : table.offsets[number + 1] - first]
+                low, high = max(start, table.starts[number]), min(stop, table.ends[number])
+                landing = land(target[low - start : high - start])
+                try:
+                    self._decode(table, number, coded, low, landing)
+                except CodecError as error:
+                    raise ReadError(
+                        f"cannot read '{name}' in {path}: the block of {len(coded)} bytes at offset "
+                        f"{table.offsets[number]} is damaged: {error}. Hint: check the disk, and pack the model again."
+                    ) from error
+
+    def _decode(self, table: BlockTable, number: int, coded: memoryview, low: int, landing: memoryview) -> None:
+        nbytes = table.ends[number] - table.starts[number]
+        if len(landing) == nbytes:
+            self._decoder.decode(coded, landing, table.itemsize(number))
+            return
+        self._last = None
+        self._decoder.decode(coded, self._block[:nbytes], table.itemsize(number))
+        self._last = table, number
+        self._copy(table, number, low, landing)
+
+    def _copy(self, table: BlockTable, number: int, low: int, landing: memoryview) -> None:
+        at = low - table.starts[number]
+        np.copyto(np.frombuffer(landing, np.uint8), np.frombuffer(self._block[at : at + len(landing)], np.uint8))
+
+    def _chunks(self, table: BlockTable, blocks: range) -> Iterator[range]:
+        """Yield runs of blocks that are fetched at once."""
+        first = blocks.start
+        for number in blocks:
+            begin = table.offsets[first] // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+            if number > first and table.offsets[number + 1] - begin > len(self._coded) - DIRECT_ALIGNMENT:
+                yield range(first, number)
+                first = number
+        if first < blocks.stop:
+            yield range(first, blocks.stop)

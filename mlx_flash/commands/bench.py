@@ -23,6 +23,7 @@ from mlx_flash.loading import load_model
 from mlx_flash.memory.pagecache import drop_file
 from mlx_flash.monitor.words import duration, size, speed
 from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.storage.shards import weight_files
 
 
 def bench(args: argparse.Namespace, out: TextIO) -> int:
@@ -46,7 +47,7 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
     Returns:
         The measurements, the plan, and in words how cold the run was.
     """
-    for file in path.glob("*.safetensors"):
+    for file in weight_files(path):
         drop_file(file)
     tokenizer = tokenizer_if_any(path, args)
     began = time.perf_counter()

@@ -15,6 +15,8 @@ from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import ReadError
 from mlx_flash.layout.parts import ModelLayout, Parameter
 from mlx_flash.memory.pagecache import drop_cached, open_buffered
+from mlx_flash.storage.blocks import COMPRESSED_SUFFIX
+from mlx_flash.storage.decodedfile import DecodedFile
 from mlx_flash.storage.placement import Segment
 
 _CHUNK_BYTES = 4 << 20
@@ -34,6 +36,7 @@ class ByteCheck:
         self.nbytes = 0
         self.wrong: dict[str, str] = {}
         self._fds: dict[Path, int] = {}
+        self._decoded: dict[Path, DecodedFile] = {}
 
     @contextmanager
     def watching(self, engine: Engine) -> Iterator[None]:
@@ -66,7 +69,10 @@ class ByteCheck:
         """Close the files."""
         for fd in self._fds.values():
             os.close(fd)
+        for file in self._decoded.values():
+            file.close()
         self._fds.clear()
+        self._decoded.clear()
 
     def _segments(self, segments: Sequence[Segment], memory: memoryview) -> None:
         for segment in segments:
@@ -84,20 +90,30 @@ class ByteCheck:
             start += record.nbytes
 
     def _compare(self, name: str, path: Path, offset: int, memory: memoryview) -> None:
-        fd = self._fds.get(path)
-        if fd is None:
-            fd = self._fds[path] = open_buffered(path)
         for start in range(0, len(memory), _CHUNK_BYTES):
             part = np.frombuffer(memory[start : start + _CHUNK_BYTES], np.uint8)
-            try:
-                expected = np.frombuffer(os.pread(fd, len(part), offset + start), np.uint8)
-            except OSError as error:
-                raise ReadError(
-                    f"cannot read '{name}' again at offset {offset + start} of {path}: {error.strerror}. "
-                    "Hint: check the disk."
-                ) from error
+            expected = np.frombuffer(self._read(name, path, offset + start, len(part)), np.uint8)
             if not np.array_equal(part, expected):
                 at = int(np.flatnonzero(part != expected)[0]) if len(part) == len(expected) else len(expected)
                 self.wrong.setdefault(name, f"byte {start + at} of '{name}' in {path.name}")
-        drop_cached(fd, offset, len(memory))
         self.nbytes += len(memory)
+
+    def _read(self, name: str, path: Path, offset: int, nbytes: int) -> bytes | bytearray:
+        """Read some bytes of a tensor again."""
+        if path.suffix == COMPRESSED_SUFFIX:
+            if path not in self._decoded:
+                self._decoded[path] = DecodedFile(path)
+            found = bytearray(nbytes)
+            self._decoded[path].read(name, offset, memoryview(found))
+            return found
+        fd = self._fds.get(path)
+        if fd is None:
+            fd = self._fds[path] = open_buffered(path)
+        try:
+            return os.pread(fd, nbytes, offset)
+        except OSError as error:
+            raise ReadError(
+                f"cannot read '{name}' again at offset {offset} of {path}: {error.strerror}. Hint: check the disk."
+            ) from error
+        finally:
+            drop_cached(fd, offset, nbytes)

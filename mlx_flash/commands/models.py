@@ -20,8 +20,8 @@ from mlx_flash.errors import BudgetError, ConfigError, FlashError
 from mlx_flash.modelfile.named import named_models
 from mlx_flash.modelfile.parse import read_modelfile
 from mlx_flash.monitor.words import rate, size
+from mlx_flash.storage.shards import weight_files
 
-_SHARDS = "model*.safetensors"
 _PLACES = ("config.json", "*/config.json", "*/*/config.json")
 """Patterns of models in a folder: itself, its folders, and theirs."""
 
@@ -156,7 +156,7 @@ def _in_folders(folders: Sequence[Path]) -> Iterator[Model]:
 
 
 def _weight_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob(_SHARDS))
+    return sum(file.stat().st_size for file in weight_files(folder))
 
 
 def _table(models: Sequence[Model], outcomes: Sequence[Outcome]) -> Table:

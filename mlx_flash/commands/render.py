@@ -14,6 +14,7 @@ from mlx_flash.config import GB
 from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.monitor.words import DISK_LIMITS, SLOW, counted, duration, rate, size, speed
 from mlx_flash.residency.plan import MB, Pool, ResidencyPlan, in_mb
+from mlx_flash.storage.codec import Compression, num_cores
 
 LONG_SECONDS = 60.0
 """A predicted time to the first token above this gets a warning."""
@@ -122,6 +123,8 @@ def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str,
             f"{counted(plan.queue_depth, 'read')} of {size(plan.read_size)} in flight"
         ),
     )
+    if plan.compression is not None:
+        yield "Compressed:", f"to {plan.compression.ratio:.0%} of the bytes: {compression_in_words(plan.compression)}"
     yield "Prediction:", _planned_speed(plan)
     if plan.weights_seconds > 0:
         yield "Batches:", _batches(plan)
@@ -138,6 +141,17 @@ def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str,
         yield "KV cache:", _kv_on_disk(plan)
     yield "Prefill:", f"{plan.prefill_step_size} tokens a call, {plan.context_length} tokens of context"
     yield "MLX cache limit:", size(plan.cache_limit)
+
+
+def compression_in_words(found: Compression) -> str:
+    """Return the gain of compression and the speeds that decide it."""
+    cores = counted(num_cores(), "core")
+    speeds = (
+        f"disk {found.disk_bytes_per_second / GB:.2f} GB/s, a core decodes {found.decode_bytes_per_second / GB:.2f} "
+        f"GB/s, MLX computes {found.compute_bytes_per_second / GB:.2f} GB/s, {cores}"
+    )
+    verdict = "pays" if found.pays else "does not pay"
+    return f"it {verdict} here, with {found.gain:.2f} times the speed of an uncompressed copy ({speeds})"
 
 
 def _planned_speed(plan: ResidencyPlan) -> str:

@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -27,15 +27,18 @@ from mlx_flash.commands.receipt import (
 from mlx_flash.commands.render import labelled_lines
 from mlx_flash.commands.report import Json, surroundings
 from mlx_flash.config import FlashConfig
+from mlx_flash.convert.pack import pack
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import CheckpointError, FileChangedError, WriteError
 from mlx_flash.files import write_atomically
+from mlx_flash.folders import cache_directory
 from mlx_flash.layout.load import load_config
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import available_memory
 from mlx_flash.monitor.words import counted, duration, size
 from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.storage.selftest import way_of_reading
 from mlx_flash.storage.source import identity_of
@@ -58,8 +61,8 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
     resident = args.reference == "resident"
     if args.reference is None:
         resident = plan.model_bytes <= RESIDENT_SHARE * available_memory()
-    with progress_bar(args, "mlx-lm", MofNCompleteColumn()) as progress:
-        expected = reference_trace(path, layout, calls, resident=resident, report=progress).calls
+    with _stock_copy(path) as stock, progress_bar(args, "mlx-lm", MofNCompleteColumn()) as progress:
+        expected = reference_trace(stock, layout, calls, resident=resident, report=progress).calls
     if changed := [file.name for file, before in zip(files, identities, strict=True) if identity_of(file) != before]:
         raise FileChangedError(f"{changed[0]} was written to while it was verified. Hint: verify again.")
     receipt: Json = {
@@ -79,6 +82,16 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
     against = [] if earlier is None else differences(earlier, receipt, args.against)
     _write(args, receipt, against, out)
     return 0 if receipt["is_exact"] and not against else EXIT_DIFFERS
+
+
+@contextmanager
+def _stock_copy(path: Path) -> Iterator[Path]:
+    """Yield a folder that stock mlx-lm can load: the model's own, or an uncompressed copy for the moment."""
+    if not read_checkpoint(path).tables:
+        yield path
+        return
+    with closing(PrivateFolder(cache_directory() / "verify", "an uncompressed copy")) as private:
+        yield pack(path, private.path / path.name).target
 
 
 def _stream(

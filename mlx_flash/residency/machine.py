@@ -74,9 +74,8 @@ def look_at_machine(
     disk = disk_profile(shard, reads_directly(config.io))
     compression = None
     if checkpoint is not None and checkpoint.tables:
-        compression = Compression(checkpoint.ratio, decode_speed(), disk.bytes_per_second)
-        speed_of_both = compression.weight_bytes_per_second(computes_on_cores())
-        disk = replace(disk, bytes_per_second=speed_of_both)
+        compression = Compression(checkpoint.ratio, decode_speed(), disk.bytes_per_second, 1.0, computes_on_cores())
+        disk = replace(disk, bytes_per_second=compression.weight_bytes_per_second)
     key = speed_key(shard, layout, disk)
     speed = _speed(key, shard, layout, disk)
     bytes_per_pair(layout.attention)  # tried before the footprint is taken: on a GPU, kernels that have run take memory
@@ -105,7 +104,7 @@ def look_at_machine(
         speed_key=key,
         resident_bytes_per_second=speed.resident_bytes_per_second,
         operation_seconds=speed.operation_seconds,
-        compression=compression,
+        compression=compression and replace(compression, compute_bytes_per_second=speed.compute_bytes_per_second),
     )
 
 

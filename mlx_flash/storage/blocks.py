@@ -8,7 +8,7 @@ reads are logical ones everywhere. Only the table knows where the coded blocks l
 | 8 | ``MLXFLASH`` |
 | 8, 8, 8 | bytes of the header, number of blocks, CRC-32 of header and table; all numbers are little-endian |
 | header | JSON: ``format``, the safetensors ``header``, and ``blocks``: bytes of a tensor's blocks and runs |
-| 4 x blocks | the table: bytes of each coded block |
+| 4 x number of blocks | the table: bytes of each coded block |
 | | zeros up to a whole page of 4096 bytes, then the blocks, one after another |
 
 The blocks of a tensor begin anew with each run of its bytes, such as an expert of a stack. All blocks of a run have the

@@ -38,31 +38,34 @@ class Compression:
         ratio: bytes that are read for each byte of weights.
         decode_bytes_per_second: bytes of weights that one core decodes.
         disk_bytes_per_second: bytes that the disk delivers.
+        compute_bytes_per_second: bytes of weights that MLX computes with.
+        shares_cores: whether MLX computes on the cores that decode.
     """
 
     ratio: float
     decode_bytes_per_second: float
     disk_bytes_per_second: float
+    compute_bytes_per_second: float
+    shares_cores: bool
 
-    def weight_bytes_per_second(self, computes_on_cores: bool) -> float:
-        """Return the bytes of weights a second that reading and decoding side by side deliver.
-
-        Args:
-            computes_on_cores: whether MLX takes one of the cores that decode.
-        """
-        free = max(1, num_cores() - computes_on_cores)
+    @property
+    def weight_bytes_per_second(self) -> float:
+        """Bytes of weights that reading and decoding side by side deliver. MLX may take one core."""
+        free = max(1, num_cores() - self.shares_cores)
         return min(self.disk_bytes_per_second / self.ratio, self.decode_bytes_per_second * free)
 
-    def gain(self, compute: float, computes_on_cores: bool) -> float:
-        """Return how many times faster a pass is than with an uncompressed copy.
+    @property
+    def gain(self) -> float:
+        """The time of a pass with an uncompressed copy over that with this one."""
+        computing = 1 / self.compute_bytes_per_second
+        busy = (1 / self.decode_bytes_per_second + computing * self.shares_cores) / num_cores()
+        plain = max(1 / self.disk_bytes_per_second, computing)
+        return plain / max(1 / self.weight_bytes_per_second, computing, busy)
 
-        Args:
-            compute: bytes of weights a second that MLX computes with.
-            computes_on_cores: whether it computes on the cores that decode.
-        """
-        busy = 1 / self.decode_bytes_per_second + (1 / compute if computes_on_cores else 0)
-        plain = max(1 / self.disk_bytes_per_second, 1 / compute)
-        return plain / max(1 / self.weight_bytes_per_second(computes_on_cores), 1 / compute, busy / num_cores())
+    @property
+    def pays(self) -> bool:
+        """True if the gain is worth a copy that only this program reads."""
+        return self.gain >= WORTH_IT
 
 
 class CodecError(Exception):

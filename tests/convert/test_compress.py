@@ -1,0 +1,208 @@
+"""A compressed copy computes mlx-lm's bits, is read in parts, and is there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm import utils as mlx_lm_utils
+
+import mlx_flash.convert.compress as compress_module
+from faulty import open_in_the_end, open_things, unfinished
+from mlx_flash import FlashConfig, load_model
+from mlx_flash.cli import main
+from mlx_flash.convert.pack import PackReport, pack
+from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, HeaderError
+from mlx_flash.storage.codec import BLOCK_BYTES, Compression
+from mlx_flash.storage.decoding import decoding_bytes
+from mlx_flash.storage.safetensors import read_checkpoint
+from models import GEMMA3, LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, make_random_model, run, same_bits, save, stock
+
+LARGER = LLAMA | {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
+TIED = {**LARGER, "tie_word_embeddings": True}
+MODELS: dict[str, tuple[dict[str, Any], mx.Dtype, int | None]] = {
+    "dense-bf16": (LARGER, mx.bfloat16, None),
+    "tied-fp16": (TIED, mx.float16, None),
+    "windows-bf16": (GEMMA3, mx.bfloat16, None),
+    "mixture-fp32": (QWEN3_MOE | {"moe_intermediate_size": 192}, mx.float32, None),
+    "4bit": ({**LARGER, "intermediate_size": 4096}, mx.bfloat16, 4),
+}
+SMALLEST = FlashConfig(ram_budget_gb="min", context_length=256, poison_released_slots=True)
+
+
+def compressed(source: Path, target: Path, **options: Any) -> PackReport:
+    return pack(source, target, compress=lambda ratio: True, **options)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model and its compressed copy."""
+    folder = tmp_path_factory.mktemp("dense")
+    source = save(folder / "source", LARGER, mx.bfloat16, num_shards=2)
+    compressed(source, folder / "packed", shard_bytes=2_000_000)
+    return source, folder / "packed"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_bits_and_fewer_bytes(tmp_path: Path, name: str) -> None:
+    config, dtype, bits = MODELS[name]
+    source = save(tmp_path / "source", config, dtype, bits=bits)
+    report = compressed(source, tmp_path / "packed", verify=True)
+    assert report.ratio < (0.97 if bits else 0.9)
+    expected = run(stock(source), PREFILL_AND_DECODE)
+    before = open_things()
+    with load_model(tmp_path / "packed", SMALLEST)[0] as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+        assert model.engine is not None
+        assert model.engine.reader.stats.nbytes > 0
+        assert model.plan.compression is not None
+        assert model.plan.compression.ratio == report.ratio
+        plan = model.plan
+        assert plan.bounce_bytes >= plan.queue_depth * decoding_bytes(plan.read_size)
+    del model
+    num_open, threads = open_in_the_end(before)
+    assert num_open <= before[0]
+    assert threads == before[1]
+    with load_model(tmp_path / "packed", FlashConfig(ram_budget_gb=3))[0] as model:  # everything in memory
+        assert same_bits(run(model, PREFILL_AND_DECODE), expected)
+    pack(tmp_path / "packed", tmp_path / "plain", verify=True)
+    assert same_bits(run(stock(tmp_path / "plain"), PREFILL_AND_DECODE), expected)
+
+
+def test_experts_that_mlx_lm_stacks(tmp_path: Path) -> None:
+    options = ["--layers=2", "--hidden-size=64", "--intermediate-size=128", "--heads=4", "--kv-heads=2"]
+    options += ["--vocab-size=300", "--architecture=qwen3_moe", "--experts=6", "--experts-per-token=2"]
+    source = make_random_model(tmp_path / "source", *options, "--dtype=float32", "--naming=huggingface")
+    compressed(source, tmp_path / "packed")
+    names = {r.name for shard in read_checkpoint(tmp_path / "packed").shards if shard.blocks for r in shard.tensors}
+    assert any(".experts.5." in name for name in names)
+    with load_model(tmp_path / "packed", SMALLEST)[0] as model:
+        assert same_bits(run(model, [[5, 17, 9], [12]]), run(stock(source), [[5, 17, 9], [12]]))
+
+
+def test_only_what_every_pass_reads_is_compressed(dense: tuple[Path, Path]) -> None:
+    checkpoint = read_checkpoint(dense[1])
+    names = {record.name for shard in checkpoint.shards if shard.blocks for record in shard.tensors}
+    assert "lm_head.weight" in names
+    assert "model.embed_tokens.weight" not in names
+    assert not any("norm" in name for name in names)
+
+
+def test_stock_mlx_lm_refuses_a_compressed_copy(dense: tuple[Path, Path]) -> None:
+    with pytest.raises(FileNotFoundError):
+        mlx_lm_utils.load_model(dense[1])
+
+
+@pytest.mark.parametrize("part", ["compressed-00002-of-", "uncompressed-00001-of-"])
+def test_a_copy_without_one_of_its_files_is_refused(dense: tuple[Path, Path], tmp_path: Path, part: str) -> None:
+    for path in dense[1].iterdir():
+        if not path.name.startswith(part):
+            (tmp_path / path.name).symlink_to(path)
+    with pytest.raises(CheckpointNotFoundError, match="copy"):
+        read_checkpoint(tmp_path)
+
+
+def test_files_of_two_kinds_are_refused(dense: tuple[Path, Path], tmp_path: Path) -> None:
+    for path in [*dense[0].iterdir(), *dense[1].iterdir()]:
+        (tmp_path / path.name).unlink(missing_ok=True)
+        (tmp_path / path.name).symlink_to(path)
+    with pytest.raises(CheckpointError, match="has both"):
+        read_checkpoint(tmp_path)
+
+
+def test_tensors_that_mlx_lm_computes_with_are_refused(
+    dense: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another release of mlx-lm may compute what this one took as it is."""
+
+    def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        name = "model.layers.1.mlp.up_proj.weight"
+        return {**weights, name: weights[name] * 2}
+
+    monkeypatch.setattr("mlx_lm.models.llama.Model.sanitize", sanitize)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight.* is compressed"):
+        load_model(dense[1], SMALLEST)
+
+
+def test_an_interrupted_run_goes_on(dense: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, expected = dense
+    encode, num_calls = compress_module.Encoder.encode, 0
+
+    def failing(self: Any, block: bytes, itemsize: int) -> bytes:
+        nonlocal num_calls
+        num_calls += threading.current_thread() is not threading.main_thread()  # the others are samples
+        if num_calls > 20:
+            raise KeyboardInterrupt
+        return encode(self, block, itemsize)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(compress_module.Encoder, "encode", failing)
+        compressed(source, tmp_path / "packed", shard_bytes=2_000_000)
+    assert not (tmp_path / "packed").exists()
+    report = compressed(source, tmp_path / "packed", shard_bytes=2_000_000)
+    assert report.resumed_bytes > 0
+    assert not unfinished(tmp_path)
+    for path in expected.iterdir():
+        assert (tmp_path / "packed" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_file_that_is_truncated_is_refused_before_anything_is_read(dense: tuple[Path, Path], tmp_path: Path) -> None:
+    for path in dense[1].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    os.truncate(tmp_path / "compressed-00001-of-00005.flash", 100_000)
+    with pytest.raises(HeaderError, match="truncated"):
+        load_model(tmp_path, SMALLEST)
+
+
+# --- the command -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("disk", [0.3e9, 50e9])
+def test_the_command_compresses_where_it_pays(
+    dense: tuple[Path, Path], tmp_path: Path, disk: float, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("mlx_flash.commands.pack.decode_speed", lambda: 2e9)
+    monkeypatch.setattr("mlx_flash.commands.pack.compute_bytes_per_second", lambda layout: 3e9)
+    monkeypatch.setattr("mlx_flash.commands.pack.disk_profile", _disk(disk))
+    assert main(["pack", str(dense[0]), str(tmp_path / "packed"), "--compress"]) == 0
+    out = capsys.readouterr().out
+    pays = disk < 1e9
+    assert bool(read_checkpoint(tmp_path / "packed").tables) == pays
+    assert ("it pays here" if pays else "not compressed: it does not pay here") in " ".join(out.split())
+    if not pays:
+        assert main(["pack", str(dense[0]), str(tmp_path / "other"), "--compress-always", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["ratio"] < 0.8
+        assert found["compression"]["pays"] is False
+
+
+def _disk(speed: float) -> Callable[..., Any]:
+    from mlx_flash.storage.probe import DiskProfile
+
+    return lambda path, direct: DiskProfile(speed, 4 << 20, 4, direct)
+
+
+def test_plan_and_verify_know_a_compressed_copy(dense: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
+    budget = ["--context-length=256", "--ram-budget-gb=min"]
+    assert main(["plan", "--model", str(dense[1]), *budget]) == 0
+    assert "Compressed:" in capsys.readouterr().out
+    receipt = tmp_path / "receipt.json"
+    assert main(["verify", "--model", str(dense[1]), *budget, "--max-tokens=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["is_exact"] is True
+    assert found["bytes_compared"] > 0
+    assert not receipt.exists()
+
+
+def test_the_planned_speed_is_that_of_disk_and_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_flash.storage.codec.num_cores", lambda: 4)
+    assert Compression(0.5, 1e9, 1e9, 3e9, True).weight_bytes_per_second == 2e9
+    assert Compression(0.5, 1e9, 9e9, 3e9, True).weight_bytes_per_second == 3e9
+    assert Compression(0.5, 1e9, 9e9, 3e9, False).weight_bytes_per_second == 4e9
+    assert decoding_bytes(4096) > 2 * BLOCK_BYTES

@@ -1,0 +1,234 @@
+"""Blocks decode to the bytes that were encoded, one by one, and anything else is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from array import array
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakedriver import FakeDriver
+from mlx_flash.convert.compress import CompressedPlan
+from mlx_flash.convert.writer import ShardPlan, TensorSpec, cut
+from mlx_flash.errors import ConfigError, HeaderError, ReadError, TruncatedFileError
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.storage import codec
+from mlx_flash.storage.blocks import BlockTable, join_head, make_head, read_head, runs_of
+from mlx_flash.storage.codec import CodecError, Compression, Decoder, Encoder
+from mlx_flash.storage.placement import place
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+from mlx_flash.storage.ranges import Way
+from mlx_flash.storage.safetensors import Shard, TensorRecord, read_shard
+
+# --- the codec -------------------------------------------------------------------------
+
+
+@given(st.sampled_from([2, 4]), st.binary(min_size=1, max_size=500), st.integers(1, 300))
+def test_any_bytes_come_back(itemsize: int, seed: bytes, repeats: int) -> None:
+    data = (seed * repeats)[: len(seed) * repeats // itemsize * itemsize]
+    if not data:
+        return
+    coded = Encoder().encode(data, itemsize)
+    target = bytearray(len(data))
+    Decoder().decode(memoryview(coded), memoryview(target), itemsize)
+    assert target == data
+
+
+def normal(num_items: int, seed: int = 0) -> bytes:
+    """Return normal numbers in bfloat16."""
+    values = np.random.default_rng(seed).standard_normal(num_items, np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+@pytest.mark.parametrize("num_items", [32 << 10, 256 << 10])
+def test_normal_bfloat16_takes_about_two_thirds(num_items: int) -> None:
+    data = normal(num_items)
+    assert 0.6 < len(Encoder().encode(data, 2)) / len(data) < 0.69
+
+
+def test_contents_of_another_size_are_refused() -> None:
+    coded = memoryview(Encoder().encode(normal(1000), 2))
+    for nbytes in (1998, 2002):
+        with pytest.raises(CodecError, match="2000 bytes"):
+            Decoder().decode(coded, memoryview(bytearray(nbytes)), 2)
+
+
+def test_the_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec._zstandard.cache_clear()
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'mlx-flash\[compress\]'"):
+        codec.check_installed()
+    codec._zstandard.cache_clear()
+
+
+def test_compression_pays_on_slow_disks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "num_cores", lambda: 2)
+    slow, fast = (Compression(2 / 3, 2e9, disk, 3e9, True) for disk in (0.3e9, 6e9))
+    assert slow.gain == pytest.approx(1.5)
+    assert slow.pays
+    assert fast.gain < 1  # the processor is the limit, and decodes beside it
+    assert not fast.pays
+    monkeypatch.setattr(codec, "num_cores", lambda: 1)
+    assert Compression(2 / 3, 2e9, 1e9, 3e9, True).gain == pytest.approx(1 / (1 / 2 + 1 / 3))
+
+
+# --- the table -------------------------------------------------------------------------
+
+_TENSORS = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 60), st.integers(1, 200)), min_size=1, max_size=6)
+
+
+def make_table(tensors: list[tuple[int, int, int]]) -> tuple[BlockTable, int]:
+    """Return the table of tensors of (bytes, block, run), from offset 100 on, and their end."""
+    start, runs = 100, []
+    for nbytes, block, run in tensors:
+        runs += runs_of(start, nbytes, 1, block, run)
+        start += nbytes
+    num_blocks = sum(len(list(run.blocks())) for run in runs)
+    return BlockTable(runs, range(1, num_blocks + 1), 4096), start
+
+
+@given(_TENSORS, st.data())
+def test_blocks_around_a_range_are_those_that_it_needs(
+    tensors: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    table, end = make_table(tensors)
+    start = data.draw(st.integers(100, end - 1))
+    stop = data.draw(st.integers(start + 1, end))
+    needed = [i for i in range(len(table)) if table.starts[i] < stop and table.ends[i] > start]
+    assert list(table.around(start, stop)) == needed
+    assert table.span(start, stop) == (table.offsets[needed[0]], sum(i + 1 for i in needed))
+
+
+@given(_TENSORS, st.integers(1, 150), st.data())
+def test_cuts_cover_a_range_and_leave_blocks_whole(
+    tensors: list[tuple[int, int, int]], step: int, data: st.DataObject
+) -> None:
+    table, end = make_table(tensors)
+    start = data.draw(st.integers(100, end - 1))
+    stop = data.draw(st.integers(start + 1, end))
+    cuts = list(table.cuts(start, stop, step))
+    assert cuts[0] == start
+    assert cuts == sorted(set(cuts))
+    assert cuts[-1] < stop
+    assert all(at in {*table.starts, *table.ends} for at in cuts[1:])
+    longest = max(step, *(b - a for a, b in zip(table.starts, table.ends, strict=True)))
+    assert all(right - left <= longest for left, right in zip(cuts, [*cuts[1:], stop], strict=True))
+
+
+# --- files -----------------------------------------------------------------------------
+
+SPECS = [
+    TensorSpec("matrix", "BF16", (1500, 256)),
+    TensorSpec("experts", "F32", (5, 96, 32)),
+    TensorSpec("odd", "F16", (2049,)),
+]
+
+
+@pytest.fixture(scope="module")
+def contents() -> dict[str, bytes]:
+    return {spec.name: normal(spec.nbytes // 2, i) for i, spec in enumerate(SPECS)}
+
+
+@pytest.fixture
+def shard(tmp_path: Path, contents: dict[str, bytes]) -> Shard:
+    """Three tensors in a compressed file."""
+    plan = CompressedPlan(ShardPlan("compressed-00001-of-00001.flash", SPECS, {"format": "mlx"}))
+    plan.write(tmp_path, lambda spec: cut(memoryview(contents[spec.name])))
+    assert plan.is_written(tmp_path)
+    return read_shard(tmp_path / plan.name)
+
+
+def read(shard: Shard, records: list[TensorRecord], *, way: Way | None = None, **options: object) -> list[bytes]:
+    """Read some records with the reader's threads."""
+    assert shard.blocks is not None
+    placement = place(records, 16)
+    buffer = memoryview(mmap.mmap(-1, placement.nbytes))
+    reader = BackgroundPrefetcher([shard.path], tables={shard.path: shard.blocks}, **options)  # type: ignore[arg-type]
+    try:
+        reader.way = way or reader.way
+        reader.submit(placement.segments, buffer).wait()
+        assert reader.stats.nbytes == sum(record.nbytes for record in records)
+    finally:
+        reader.close()
+    return [bytes(buffer[at : at + r.nbytes]) for at, r in zip(placement.offsets, records, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered", "bounced", "driver", "cached"])
+@pytest.mark.parametrize("read_size", [DIRECT_ALIGNMENT, 600_000, 4 << 20])
+def test_tensors_rows_and_experts_are_read_alone(
+    shard: Shard, contents: dict[str, bytes], mode: str, read_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver())
+    tensors = {record.name: record for record in shard.tensors}
+    options: dict[str, object] = {"read_size": read_size, "direct": mode != "buffered"}
+    options |= {"arrival": {"bounced": "bounced", "driver": "copied by the driver"}.get(mode, "in place")}
+    options |= {"room": lambda: 1 << 40} if mode == "cached" else {}
+    matrix, experts = tensors["matrix"], tensors["experts"]
+    parts = [(matrix, 3, 4), (matrix, 500, 777), (matrix, 1100, 1500), (experts, 2, 3), (experts, 4, 5)]
+    for records, expected in (
+        (list(tensors.values()), [contents[name] for name in tensors]),
+        *(
+            ([t.rows(a, b)], [contents[t.name][t.nbytes // t.shape[0] * a :][: t.rows(a, b).nbytes]])
+            for t, a, b in parts
+        ),
+    ):
+        assert read(shard, records, **options) == expected
+
+
+def test_each_expert_begins_a_block(shard: Shard) -> None:
+    table = shard.blocks
+    assert table is not None
+    experts = next(record for record in shard.tensors if record.name == "experts")
+    for i in range(5):
+        extent = experts.rows(i, i + 1).extent
+        assert table.starts[table.around(extent.offset, extent.end).start] == extent.offset
+
+
+def test_a_damaged_block_is_named(shard: Shard, contents: dict[str, bytes]) -> None:
+    table = shard.blocks
+    assert table is not None
+    whole = shard.path.read_bytes()
+    matrix, experts = (next(r for r in shard.tensors if r.name == name) for name in ("matrix", "experts"))
+    number = table.around(matrix.extent.offset, matrix.extent.end).start
+    for at in (table.offsets[number], table.offsets[number] + 20, table.offsets[number + 1] - 1):
+        shard.path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
+        with pytest.raises(
+            ReadError, match=rf"'matrix' in .*{shard.path.name}: the block .* at offset {table.offsets[number]} is"
+        ):
+            read(shard, [matrix])
+        assert read(shard, [experts]) == [contents["experts"]]
+
+
+def test_a_file_that_became_shorter(shard: Shard) -> None:
+    with shard.path.open("r+b") as file:
+        file.truncate(shard.nbytes - 5000)
+    with pytest.raises(TruncatedFileError, match="truncated"):
+        read(shard, list(shard.tensors))
+
+
+def test_damaged_heads_are_refused(shard: Shard) -> None:
+    whole = shard.path.read_bytes()
+    _, sizes, data_start, _ = read_head(shard.path)
+    end = data_start - 4096 + 1
+    for at in (0, 9, 17, 25, 40, 60):
+        assert at < end or at < data_start
+        shard.path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(HeaderError):
+            read_shard(shard.path)
+    for nbytes in (0, 10, 50, data_start, len(whole) - 1):
+        shard.path.write_bytes(whole[:nbytes])
+        with pytest.raises(HeaderError):
+            read_shard(shard.path)
+    shard.path.write_bytes(whole + b"x")
+    with pytest.raises(HeaderError, match="was changed"):
+        read_shard(shard.path)
+    text, start = make_head({"header": {}, "blocks": {}}, len(sizes))
+    shard.path.write_bytes(join_head(text, array("I", sizes), start) + bytes(sum(sizes)))
+    with pytest.raises(HeaderError, match="0 blocks"):
+        read_shard(shard.path)

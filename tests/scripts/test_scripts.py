@@ -613,13 +613,13 @@ def test_a_server_survives_hostile_clients() -> None:
     assert re.search(pattern, done.stdout), done.stdout
 
 
-def test_hostile_clients_record_the_server_until_their_time_is_over(tmp_path: Path) -> None:
-    limits = ["--seconds", "3", "--pause", "0.6", "--interval", "1", "--json", tmp_path / "numbers.json"]
-    command = [sys.executable, SCRIPTS / "hostile_clients.py", *limits]
+def test_a_server_answers_mixed_clients_as_it_answers_each_alone(tmp_path: Path) -> None:
+    limits = ["--seconds", "3", "--pause", "0.1", "--interval", "1", "--json", tmp_path / "numbers.json"]
+    command = [sys.executable, SCRIPTS / "soak.py", *limits]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     samples = numbers["samples"]
     assert len(samples) > 2
     assert samples[-1]["requests"] == sum(numbers["counts"].values()) > samples[-1]["right"] > 0
-    assert samples[-1]["failed"] == 0
+    assert samples[-1]["failed"] == 0 < numbers["peak_bytes"]

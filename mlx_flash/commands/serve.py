@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from mlx_flash.commands.common import make_config, note
+from mlx_flash.commands.common import dial, make_config, note
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import CompatibilityError, ConfigError
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
@@ -65,9 +65,16 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
         max_tokens=args.max_tokens,
         template_options=args.chat_template_args,
     )
+    models = [*map(_named, args.model), *_in_folder(args.models_dir)]
+    modelfiles = {base: read_modelfile(base) for _, base in models if _is_modelfile(base)}
+    if len(models) == 1 and modelfiles:
+        (only,) = modelfiles.values()
+        config = replace(config, ram_budget_gb=_config_of(only, args).ram_budget_gb)
     sources = [
-        _source(name, base, config, defaults, settings)
-        for name, base in (*map(_named, args.model), *_in_folder(args.models_dir))
+        Source(name=name, base=base, config=config, tokenizer_settings=settings, defaults=defaults)
+        if base not in modelfiles
+        else source_of(modelfiles[base], name, _checked_config(modelfiles[base], args, config), defaults, settings)
+        for name, base in models
     ]
     if sources:
         sources[0] = replace(sources[0], adapter=args.adapter_path or sources[0].adapter, draft=args.draft_model)
@@ -106,18 +113,31 @@ def _endpoint(args: argparse.Namespace, origins: Sequence[str] = ()) -> Endpoint
     return Endpoint(host=args.host, port=args.port, origins=origins, key_file=args.api_key_file, is_open=args.no_auth)
 
 
-def _source(name: str, base: str, config: FlashConfig, defaults: Defaults, settings: dict[str, Any]) -> Source:
-    """Return a model of the command line: a folder, a repository, or a Modelfile."""
-    if not Path(base).is_file() or Path(base).suffix == ".gguf":
-        return Source(name=name, base=base, config=config, tokenizer_settings=settings, defaults=defaults)
-    modelfile = read_modelfile(base)
+def _is_modelfile(base: str) -> bool:
+    return Path(base).is_file() and Path(base).suffix != ".gguf"
+
+
+def _config_of(modelfile: Modelfile, args: argparse.Namespace) -> FlashConfig:
+    return FlashConfig.resolve(modelfile=modelfile.flash, **dial(args))
+
+
+def _checked_config(modelfile: Modelfile, args: argparse.Namespace, shared: FlashConfig) -> FlashConfig:
+    """Return the settings of a Modelfile's model. Flags and the environment win over it.
+
+    Raises:
+        ConfigError: it gives a budget of its own, or is left to mlx-lm.
+    """
     for found in modelfile.notes:
         note(f"{modelfile.path}:{found.line}: {found.text}")
-    if "ram_budget_gb" in modelfile.flash:
-        note(f"{modelfile.path}: FLASH_RAM_GB has no effect here: all models share the budget of the server")
-    own = FlashConfig.resolve(modelfile=modelfile.flash)
-    config = replace(config, **{field: getattr(own, field) for field in modelfile.flash if field != "ram_budget_gb"})
-    return source_of(modelfile, name, config, defaults, settings)
+    config = _config_of(modelfile, args)
+    if config.ram_budget_gb != shared.ram_budget_gb:
+        raise ConfigError(
+            f"{modelfile.path}: FLASH_RAM_GB {config.ram_budget_gb} is for one model, and all models of a server share "
+            "one budget. Hint: give it with --ram-budget-gb, which wins over Modelfiles."
+        )
+    if not config.enabled:
+        raise ConfigError(f"{modelfile.path}: FLASH false leaves the model to mlx-lm. Hint: run mlx_lm.server.")
+    return config
 
 
 def serve_catalog(catalog: Catalog, endpoint: Endpoint, options: BatchOptions, keep_alive: float | None = None) -> int:

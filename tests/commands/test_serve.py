@@ -1,0 +1,62 @@
+"""The settings of models that ``mlx-flash serve`` serves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_flash.commands import serve
+from mlx_flash.commands.arguments import parse_arguments
+from mlx_flash.config import FlashConfig
+from mlx_flash.errors import ConfigError
+
+
+@pytest.fixture
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that serves Modelfiles with some lines, and returns the settings of each model."""
+    found: list[FlashConfig] = []
+    monkeypatch.setattr(
+        serve, "serve_catalog", lambda catalog, *_: found.extend(catalog.find(n).config for n in catalog._named) or 0
+    )
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+
+    def configs_of(*modelfiles: str, flags: str = "") -> list[FlashConfig]:
+        found.clear()
+        words = ["serve", *flags.split()]
+        for number, lines in enumerate(modelfiles):
+            path = tmp_path / f"m{number}.modelfile"
+            path.write_text(f"FROM ./base\n{lines}\n")
+            words += ["--model", f"m{number}={path}"]
+        serve.serve(parse_arguments(words), sys.stdout)
+        return list(found)
+
+    return configs_of
+
+
+def test_a_single_modelfile_gives_the_budget_of_the_server(configs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert configs("FLASH_RAM_GB 3")[0].ram_budget_gb == 3
+    assert configs("FLASH_RAM_GB 3", flags="--ram-budget-gb 2")[0].ram_budget_gb == 2
+    monkeypatch.setenv("MLX_FLASH_RAM_BUDGET_GB", "1.5")
+    assert configs("FLASH_RAM_GB 3")[0].ram_budget_gb == 1.5
+
+
+def test_one_of_several_models_has_no_budget_of_its_own(configs: Any) -> None:
+    with pytest.raises(ConfigError, match=r"m0\.modelfile: FLASH_RAM_GB 3\.0 .*share one budget.*--ram-budget-gb"):
+        configs("FLASH_RAM_GB 3", "")
+    both = configs("FLASH_RAM_GB 3", "", flags="--ram-budget-gb 2")
+    assert [config.ram_budget_gb for config in both] == [2, 2]
+
+
+def test_other_settings_are_each_models_own_and_flags_win(configs: Any) -> None:
+    lines = ("FLASH_CONTEXT_LENGTH 512\nFLASH_KV disk", "FLASH_CONTEXT_LENGTH 1024")
+    assert [(config.context_length, config.kv_cache) for config in configs(*lines)] == [(512, "disk"), (1024, None)]
+    assert [config.context_length for config in configs(*lines, flags="--context-length 256")] == [256, 256]
+
+
+def test_a_modelfile_that_switches_streaming_off_is_refused(configs: Any) -> None:
+    with pytest.raises(ConfigError, match=r"m1\.modelfile: FLASH false leaves the model to mlx-lm"):
+        configs("", "FLASH false")

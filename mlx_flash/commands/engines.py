@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 import psutil
 from rich import box
@@ -26,10 +26,14 @@ from mlx_flash.telemetry import Json, Published, find
 OWN_PROGRAM = "mlx-flash"
 
 _LOOK_SECONDS = 0.1
-_NARROW = 78
+_NARROW = 60
 """Columns below which ``ps`` shows one field a line."""
 
+_WIDE = 78
+"""Columns below which its table leaves out fields."""
+
 _FIELDS = ("process", "program", "model", "state", "memory", "budget", "tokens", "tok/s", "for")
+_LEFT_OUT = ("tokens", "for")
 _LEFT = ("program", "model", "state")
 
 
@@ -159,11 +163,15 @@ def _cells(entry: Json) -> list[str]:
 def _print_table(entries: Sequence[Json], out: TextIO) -> None:
     caption = f"engines of user {_user()}"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0), caption=caption, caption_justify="left")
-    for field in _FIELDS:
+    shown = [field for field in _FIELDS if field not in _LEFT_OUT or Console(file=out).width >= _WIDE]
+    for field in shown:
         is_folded = field in ("program", "model", "tok/s")
-        table.add_column(field, justify="left" if field in _LEFT else "right", overflow="fold", no_wrap=not is_folded)
+        justify: Literal["left", "right"] = "left" if field in _LEFT else "right"
+        least = len(OWN_PROGRAM) if field == "program" else None
+        table.add_column(field, justify=justify, overflow="fold", no_wrap=not is_folded, min_width=least)
     for entry in entries:
-        table.add_row(*_cells(entry))
+        cells = dict(zip(_FIELDS, _cells(entry), strict=True))
+        table.add_row(*(cells[field] for field in shown))
     print_rich(table, out)
 
 

@@ -155,7 +155,7 @@ def test_programs_have_names() -> None:
         process.kill()
 
 
-@pytest.mark.parametrize("columns", [100, 80, 59, 40])
+@pytest.mark.parametrize("columns", [100, 80, 77, 60, 59, 40])
 def test_ps_fits_the_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +178,7 @@ def test_ps_fits_the_terminal(
         assert f"process  {os.getpid()}\n" in text and "memory   123.5 GB\n" in text
     else:
         assert str(os.getpid()) in text and text.count("123.5 GB") == 4
+        assert text.count("1234567") == (2 if columns >= 78 else 0)
 
 
 def complete(tmp_path: Path, line: str, **env: str) -> list[str]:

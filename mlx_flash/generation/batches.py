@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -51,13 +52,28 @@ class Member:
     matcher: Any
 
     @classmethod
-    def of(cls, waiting: Waiting, model: FlashLLM, step: int) -> Member:
-        """Return a sequence that begins."""
+    def of(cls, waiting: Waiting, model: FlashLLM, step: int, report: Callable[[int, int, int], None]) -> Member:
+        """Return a sequence that begins.
+
+        Args:
+            waiting: the sequence as it was inserted.
+            model: the model.
+            step: mlx-lm's ``prefill_step_size``.
+            report: as ``on_prompt`` of `RowGenerator`.
+        """
         uid, segments, max_tokens, cache, tokens, sampler, processors, stop = waiting
         prompt = [*tokens, *(token for segment in segments for token in segment)]
         choose, guesses = Chooser(sampler, processors, prompt), Guesses(Lookup(prompt))
         sequence = GeneratedSequence(
-            model, cache, segments, choose, step=step, max_tokens=max_tokens, guesses=guesses, tokens=tokens
+            model,
+            cache,
+            segments,
+            choose,
+            step=step,
+            max_tokens=max_tokens,
+            guesses=guesses,
+            tokens=tokens,
+            report=partial(report, uid),
         )
         return cls(uid, sequence, sequence.num_left, waiting.most_tokens, stop.matcher())
 
@@ -100,6 +116,8 @@ class RowGenerator(BatchGenerator):
         on_error: called with the number of a sequence that could not be computed, and the reason. None raises it.
         takes_turns: compute at most a step of each prompt in a pass that others wait for.
         takes_turns_alone: do so in every pass, since another sequence may come at any time.
+        on_prompt: called during a pass with the number of a sequence that is alone in it, and the tokens of its prompt
+            that are done and to do. What it raises ends the pass, and :meth:`next` raises it.
         options: as mlx-lm's generator takes them.
     """
 
@@ -111,6 +129,7 @@ class RowGenerator(BatchGenerator):
         on_error: Callable[[int, Exception], None] | None = None,
         takes_turns: bool = False,
         takes_turns_alone: bool = False,
+        on_prompt: Callable[[int, int, int], None] = lambda uid, done, total: None,
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
@@ -119,6 +138,7 @@ class RowGenerator(BatchGenerator):
         self._completes_caches = completes_caches
         self._ended: list[Member] = []
         self._on_error = on_error
+        self._on_prompt = on_prompt
         self._takes_turns, self._takes_turns_alone = takes_turns, takes_turns_alone
 
     def advance(self) -> tuple[list[Any], list[Any]]:
@@ -151,7 +171,7 @@ class RowGenerator(BatchGenerator):
         for _ in range(min(room, self.num_waiting)):
             if not self._has_room():
                 return
-            self._members.append(Member.of(self.take(), self._flash, self.prefill_step_size))
+            self._members.append(Member.of(self.take(), self._flash, self.prefill_step_size, self._on_prompt))
 
     @property
     def _most_prompt(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,7 +41,12 @@ class BatchOptions:
 
 
 def make_rows(
-    model: FlashLLM, draft: Any, options: BatchOptions, *, is_shared: bool
+    model: FlashLLM,
+    draft: Any,
+    options: BatchOptions,
+    on_prompt: Callable[[int, int, int], None],
+    *,
+    is_shared: bool,
 ) -> ServedRows | StockRows | LoneRows:
     """Return what computes the requests of a model.
 
@@ -49,6 +54,7 @@ def make_rows(
         model: the model.
         draft: a model that guesses tokens; None for none.
         options: limits.
+        on_prompt: as of `RowGenerator`.
         is_shared: other ranks compute the same requests.
     """
     step = min(options.prefill_step_size, model.plan.prefill_step_size)
@@ -80,4 +86,6 @@ def make_rows(
     if model.batching == "stock":
         return StockRows(model, **limits)
     has_cheap_passes = not is_shared and not model.plan.read_bytes  # nothing is read for another pass
-    return ServedRows(model, is_shared=is_shared, takes_turns=True, takes_turns_alone=has_cheap_passes, **limits)
+    turns = {"takes_turns": True, "takes_turns_alone": has_cheap_passes}
+    hooks = {} if is_shared else {"on_prompt": on_prompt}  # all ranks compute a pass to its end
+    return ServedRows(model, is_shared=is_shared, **hooks, **turns, **limits)

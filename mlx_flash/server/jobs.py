@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from mlx_flash.server.events import Progress
 from mlx_flash.server.job import Job
+from mlx_flash.server.rows import LeftError
 
 
 class Jobs(dict[int, Job]):
@@ -25,6 +27,24 @@ class Jobs(dict[int, Job]):
     def computed(self, uid: int) -> Job | None:
         """Return the request with this number in the batch; None if it is gone."""
         return self._computed.get(uid)
+
+    def note_prompt(self, uid: int, done: int, total: int) -> None:
+        """Note how far a prompt is in the pass under way.
+
+        Args:
+            uid: number of the request in the batch.
+            done, total: tokens of what the pass computes.
+
+        Raises:
+            LeftError: the client has left, so that the pass is in vain.
+        """
+        job = self._computed.get(uid)
+        if job is None or job.prompt is None:
+            return
+        if job.answer is not None and job.answer.is_over:
+            raise LeftError(uid)
+        if total == len(job.prompt.tokens) - job.num_cached:
+            job.send(Progress("prompt", job.num_cached + done, job.num_cached + total))
 
     def leader_of(self, job: Job) -> Job | None:
         """Return a request that computes the same prompt now; None if there is none."""

@@ -70,7 +70,7 @@ class LoadedModel:
         self._ranks = ranks
         self._grammars = Grammars(tokenizer, self.vocab_size)
         self._stops = make_stop_sequences(tokenizer)
-        self._rows = make_rows(self.model, self.draft, self._options, is_shared=self._ranks is not None)
+        self._rows = make_rows(model, draft, options, self.jobs.note_prompt, is_shared=ranks is not None)
         # The last token of a copy is computed once more, so it must be possible to take it out.
         self._shares_prompts = isinstance(self._rows, ServedRows) and can_trim_prompt_cache(make_prompt_cache(model))
 
@@ -169,7 +169,8 @@ class LoadedModel:
         """End all requests with an error, after a pass that failed for all."""
         jobs = self.jobs.take_all()
         self._rows.close()
-        self._rows = make_rows(self.model, self.draft, self._options, is_shared=self._ranks is not None)
+        is_shared = self._ranks is not None
+        self._rows = make_rows(self.model, self.draft, self._options, self.jobs.note_prompt, is_shared=is_shared)
         for job in jobs:
             job.fail(error)
 

@@ -18,6 +18,18 @@ Kept = tuple[list[Any], list[int]]
 """A prompt cache that is not computed with any more, and its tokens."""
 
 
+class LeftError(Exception):
+    """The client of a request has left while its prompt was computed.
+
+    Attributes:
+        uid: number of the request.
+    """
+
+    def __init__(self, uid: int) -> None:
+        super().__init__(f"the client of request {uid} has left")
+        self.uid = uid
+
+
 class ServedRows(RowGenerator):
     """Exact batches: each request is computed as if it were alone.
 
@@ -39,7 +51,11 @@ class ServedRows(RowGenerator):
         Raises:
             FlashError: a request failed on this rank, and not on others.
         """
-        found = super().advance()
+        try:
+            found = super().advance()
+        except LeftError as error:  # rows of others are as they were before their next pass
+            self.remove([error.uid])
+            return [], []
         if self._fatal is not None:
             raise self._fatal
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from conversations import LONG, model, turn
 from mlx_flash.server.batches import BatchOptions
-from mlx_flash.server.events import Begun, End, Event, Piece
+from mlx_flash.server.events import Begun, End, Event, Piece, Progress
+from mlx_flash.server.jobs import Jobs
 from mlx_flash.server.request import GenerationRequest, Sampling
 from served import Served, serving
 
@@ -76,3 +78,43 @@ def test_requests_outlive_the_one_that_computes_their_prompt(model: str) -> None
         assert [text_of(events) for events in answers] == expected[1:]
         assert num_computed(answers) > N - 1
         assert not any(loaded.jobs for loaded in served.room.models)
+
+
+def test_a_streamed_pass_ends_when_its_only_client_leaves(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    visited: list[tuple[int, int]] = []
+    leaver: list[Any] = []
+    note_prompt = Jobs.note_prompt
+
+    def leaving(jobs: Jobs, uid: int, done: int, total: int) -> None:
+        job = jobs.computed(uid)
+        if leaver and job is not None and job.answer is leaver[0]:
+            visited.append((done, total))
+            job.answer.leave()
+        note_prompt(jobs, uid, done, total)
+
+    monkeypatch.setattr(Jobs, "note_prompt", leaving)
+    options = BatchOptions(prefill_step_size=64)
+    with serving(model, options=options, ram_budget_gb="min", lend_reserves=False, prefill_step_size=64) as served:
+        request, other, *_ = requests(LONG)
+        (expected,) = together(served, [request])
+        served.prompt_cache.trim_to(n_sequences=0)
+        assert served.model.engine is not None and len(served.model.engine.stream.units) > 2
+
+        async def submit() -> None:
+            leaver.extend(served.room.submit(other))
+
+        asyncio.run_coroutine_threadsafe(submit(), served._loop).result(120)
+        while not visited:
+            time.sleep(0.01)
+        (answer,) = together(served, [request])
+        assert text_of(answer) == text_of(expected) and num_computed([answer]) == num_computed([expected])
+    ((done, total),) = visited  # at the first unit
+    assert 0 <= done < total
+
+
+def test_clients_see_how_far_a_streamed_pass_is(model: str) -> None:
+    options = BatchOptions(prefill_step_size=64)
+    with serving(model, options=options, ram_budget_gb="min", lend_reserves=False, prefill_step_size=64) as served:
+        (events,) = together(served, requests(LONG)[:1])
+        done = [event.done for event in events if isinstance(event, Progress)]
+        assert len(done) > 2 and done == sorted(done) and done[-1] > done[0]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,17 +15,19 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.callers import requested_kv_size
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.call import parse_call
+from mlx_flash.engine.call import ForwardCall, parse_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.facade import ModelFacade, OfLifecycle
 from mlx_flash.engine.forecast import Forecast
 from mlx_flash.engine.lifecycle import Lifecycle
+from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.pending import Pending, owed_token, settle
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.warn import Warnings
 from mlx_flash.engine.wrapped import prepare_loaded
+from mlx_flash.errors import BudgetError
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.layout.load import model_name
@@ -119,17 +121,13 @@ class FlashLLM(ModelFacade):
         call = parse_call(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
         settle(call.cache)
         with self._life.turn() as passes:
-            step = call.step_within(self.plan.prefill_step_size)
-            if step is not None:
-                self._warnings.step(step * call.batch_size)
-            row = Row(call, [call] if step is None else list(call.parts(step)))
-            while not row.is_done:
-                passes.advance(self.plan, [row], lends=self._life.lends)
-            if row.error is not None:
-                raise row.error
-            if len(row.outputs) == 1:
-                return row.outputs[0]
-            return mx.concatenate(row.outputs, axis=1) if call.wants_logits else DroppedResult()
+            try:
+                return self._call(passes, call)
+            except BudgetError:
+                if not call.is_bare:
+                    raise
+            cache = make_prompt_cache(cast(nn.Module, self))
+            return self._call(passes, call.with_cache(cache))  # in parts
 
     def row(
         self,
@@ -206,6 +204,17 @@ class FlashLLM(ModelFacade):
         """Return the reason why no tokens are guessed with a prompt cache; None if they can be."""
         self.start()
         return self._life.passes.refusal(cache) if self._life.config.speculation else "speculation is switched off"
+
+    def _call(self, passes: Passes, call: ForwardCall) -> Any:
+        step = call.step_within(self.plan.prefill_step_size)
+        if step is not None:
+            self._warnings.step(step * call.batch_size)
+        row = Row(call, [call] if step is None else list(call.parts(step)), joins=call.wants_logits)
+        while not row.is_done:
+            passes.advance(self.plan, [row], lends=self._life.lends)
+        if row.error is not None:
+            raise row.error
+        return row.outputs[0] if row.outputs else DroppedResult()
 
     def make_cache(self) -> list[Any]:
         """A prompt cache, for mlx-lm's ``make_prompt_cache``: the model's own, its plain entries as the settings say.

@@ -22,6 +22,7 @@ class ForwardCall:
         tokens: the first argument, if it is an array ``(sequences, length)``.
         cache: mlx-lm's prompt cache, one entry a layer, if there is one.
         is_plain: tokens and a prompt cache, and nothing else.
+        is_bare: tokens, and nothing else.
         wants_logits: False where the caller drops the result.
         checkpoints: of the prompt cache before each part of the call, if the parts are guesses; None if none is.
     """
@@ -32,6 +33,7 @@ class ForwardCall:
     tokens: mx.array | None
     cache: Sequence[Any] | None
     is_plain: bool
+    is_bare: bool
     wants_logits: bool = True
     checkpoints: Checkpoints | None = None
 
@@ -44,6 +46,11 @@ class ForwardCall:
     def is_decode(self) -> bool:
         """True if each sequence gets one new token."""
         return self.num_tokens == self.batch_size
+
+    def with_cache(self, cache: Sequence[Any]) -> ForwardCall:
+        """Return a bare call with a prompt cache."""
+        keywords = {"cache": cache}
+        return replace(self, arguments=self.arguments[:1], keywords=keywords, cache=cache, is_plain=True, is_bare=False)
 
     def part(self, start: int, stop: int | None = None) -> ForwardCall:
         """Return the same call with some of each sequence's new tokens; it needs ``tokens``."""
@@ -86,5 +93,6 @@ def parse_call(arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, wants
         tokens=tokens if is_two_dimensional else None,
         cache=cache,
         is_plain=is_two_dimensional and cache is not None and not has_others,
+        is_bare=is_two_dimensional and all(value is None for value in (*arguments[1:], *keywords.values())),
         wants_logits=wants_logits,
     )

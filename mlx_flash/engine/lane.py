@@ -23,10 +23,12 @@ class Lane:
     Attributes:
         call: the call; of one in parts, all that is left of it.
         step: new tokens of each sequence that go through the model at a time; None for all.
+        num_kept: tokens whose logits are kept while others compute, as in ``NewTokens``.
     """
 
     call: ForwardCall
     step: int | None = None
+    num_kept: int = 0
 
     @cached_property
     def own(self) -> list[PooledCache]:
@@ -62,6 +64,7 @@ class Lane:
             all_logits=call.wants_logits,
             in_parts=bool(self.step),
             is_fused=True not in quantized,
+            num_kept=self.num_kept,
         )
 
 

@@ -103,7 +103,7 @@ class Passes:
                 with self._all_have_room():
                     for row in chosen:
                         if not row.num_done and len(row.left) > 1 and row.left[0].checkpoints is None:
-                            check_least(plan, Lane(row.whole), loans)
+                            check_least(plan, Lane(row.whole, num_kept=row.num_joined), loans)
                 can_cut = rows[0].length > 1
                 with self._all_have_room():
                     may_shrink = all(row.length > PREFILL_STEPS[-1] for row in chosen)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.lane import Lane
@@ -24,12 +26,13 @@ class Row:
         parts: the calls that it consists of.
         pending: what the first part makes up for; None where the prompt cache holds what it says.
         num_extra: tokens before those that the caller has given: an owed one.
+        joins: whether the logits of all parts become one array. Then the one of each part is dropped.
 
     Attributes:
         report: called with (tokens done, tokens to do). What it raises ends a pass in which the row is alone, where the
             cache can be put back.
         left: the parts that are not computed yet.
-        outputs: of the parts whose logits are wanted, or of the only part.
+        outputs: of the parts whose logits are wanted, or of the only part; or one array with those of all parts.
         error: the reason why it cannot be computed.
         is_cut: whether there are more parts than at first.
     """
@@ -38,6 +41,7 @@ class Row:
     parts: Sequence[ForwardCall]
     pending: Pending | None = None
     num_extra: int = 0
+    joins: bool = False
     report: Progress = lambda done, total: None
     left: deque[ForwardCall] = field(init=False)
     outputs: list[Any] = field(default_factory=list)
@@ -54,11 +58,18 @@ class Row:
 
     def lane(self, num_parts: int = 1) -> Lane:
         """Return the next parts, as the budget sees them."""
-        first = self.left[0]
+        first, num_kept = self.left[0], self.num_joined
         if num_parts == 1:
-            return Lane(first)
+            return Lane(first, num_kept=num_kept)
         num_tokens = sum(part.num_tokens for part in islice(self.left, num_parts))
-        return Lane(replace(first, num_tokens=num_tokens), first.num_tokens // first.batch_size)
+        num_kept += num_tokens if self.joins else 0
+        return Lane(replace(first, num_tokens=num_tokens), first.num_tokens // first.batch_size, num_kept)
+
+    @property
+    def num_joined(self) -> int:
+        """Tokens whose logits will be in one array that is not made yet."""
+        is_whole = len(self.parts) == 1 and not self.is_cut
+        return 0 if is_whole or self.outputs or not self.joins else self.whole.num_tokens
 
     @property
     def length(self) -> int:
@@ -118,6 +129,18 @@ class Row:
                 self.pending.is_owed = False
             first = self.left.popleft()
             assert first is call
-            if call.wants_logits or (len(self.parts) == 1 and not self.is_cut):
+            if self.joins and (len(self.parts) > 1 or self.is_cut):
+                self._join(call, output)
+            elif call.wants_logits or (len(self.parts) == 1 and not self.is_cut):
                 self.outputs.append(output)
         self.tell(0)
+
+    def _join(self, call: ForwardCall, logits: mx.array) -> None:
+        """Write the logits of a part into the array with those of all parts."""
+        length = self.whole.num_tokens // self.whole.batch_size
+        if not self.outputs:
+            self.outputs.append(mx.zeros((len(logits), length, *logits.shape[2:]), logits.dtype))
+        end = length - self.num_left // self.whole.batch_size
+        self.outputs[0][:, end - call.num_tokens // call.batch_size : end] = logits
+        if self.left:  # the array must not refer to the logits of a part any more
+            mx.eval(self.outputs)

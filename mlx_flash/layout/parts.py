@@ -144,6 +144,7 @@ class ModelLayout:
         has_own_attention: whether layers compute attention scores themselves.
         nodes_per_token: operations that a call records for each token, in loops of recurrent layers.
         num_operations: operations of a call for one token; 0 where the time to start them does not matter.
+        logits_bytes: the logits of a token, as the model returns them; 0 if it returns something else.
     """
 
     layers: list[Unit]
@@ -159,6 +160,7 @@ class ModelLayout:
     has_own_attention: bool = False
     nodes_per_token: int = 0
     num_operations: int = 0
+    logits_bytes: int = 0
 
     @property
     def units(self) -> list[Unit]:

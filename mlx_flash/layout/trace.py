@@ -67,6 +67,7 @@ class CallTrace:
         nodes_per_token: operations that a call records for each token before any is computed: those of a loop over
             tokens, in recurrent layers.
         num_operations: operations of a call for one token; 0 where the time to start them does not matter.
+        logits_bytes: the logits of a token, as the model returns them; 0 if it returns something else.
     """
 
     called: dict[int, nn.Module]
@@ -77,6 +78,7 @@ class CallTrace:
     has_own_attention: bool = False
     nodes_per_token: int = 0
     num_operations: int = 0
+    logits_bytes: int = 0
 
     def covers(self, module: nn.Module, places: Iterable[Place]) -> bool:
         """Return True if a module is called, and arrays are used during its calls only."""
@@ -217,6 +219,7 @@ def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
         logits = model(mx.zeros((1, 1), mx.int32), cache=cache)
         compiled = once - set(called)
         meter.note_first()
+        watch.trace.logits_bytes = logits.nbytes if isinstance(logits, mx.array) else 0
         if has_own_memory():  # counting takes milliseconds, and other devices do not need it
             watch.trace.num_operations = num_nodes(logits)
         with observed_attention() as attention:

@@ -57,6 +57,7 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         has_own_attention=tree.trace.has_own_attention,
         nodes_per_token=tree.trace.nodes_per_token,
         num_operations=tree.trace.num_operations,
+        logits_bytes=tree.trace.logits_bytes,
     )
 
 

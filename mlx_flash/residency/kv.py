@@ -20,6 +20,9 @@ KV_SHARE = 0.25
 PROMISED_CONTEXT = 20_480
 """Every budget has room for a context of so many tokens, with keys and values on disk, if its length is unset."""
 
+PROMISED_LOGITS = 80
+"""Every such budget has room for the logits of so many tokens of one call, computed one after another."""
+
 PROMPT_TOKEN_BYTES = 16
 """Bytes of a token of a prompt itself: four copies of 32 bits, of the caller and on the way into the model."""
 
@@ -177,12 +180,18 @@ def _whole(ledger: Ledger, tokens: int) -> int:
 def promised_bytes(sizes: ModelSizes, config: FlashConfig) -> int:
     """Return the memory in which a context of :data:`PROMISED_CONTEXT` is computed, token by token if need be.
 
-    It is 0 where a setting limits the context or the KV cache, and where caches that grow cannot be on disk.
+    The same memory holds the logits of a call with :data:`PROMISED_LOGITS` tokens. It is 0
+    where a setting limits the context or the KV cache, and where caches that grow cannot be on disk.
     """
     is_limited = config.context_length is not None or config.kv_ram_gb is not None or config.writes_nothing
     if is_limited or config.kv_cache in ("stock", "preallocated") or sizes.cache.grows_in_memory:
         return 0
-    context = PROMISED_CONTEXT
+    logits = PROMISED_LOGITS * sizes.activations.returned_per_token
+    return max(_one_by_one(sizes, config, PROMISED_CONTEXT), _one_by_one(sizes, config, PROMISED_LOGITS) + logits)
+
+
+def _one_by_one(sizes: ModelSizes, config: FlashConfig, context: int) -> int:
+    """Return the memory in which a context is computed token by token."""
     rows = least_bytes(sizes, config, context, 1, num_slots=1) if sizes.cache.rows else 0
     return rows + context * PROMPT_TOKEN_BYTES + Ledger(sizes.cache, sizes.activations).one_by_one(context, context)
 

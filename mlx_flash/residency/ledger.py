@@ -31,6 +31,8 @@ class NewTokens:
         all_logits: whether the logits of every new token are wanted.
         in_parts: whether they go through the model in parts, so that the logits of all parts wait.
         is_fused: whether keys and values are not quantized.
+        num_kept: tokens whose logits are kept while others compute, in arrays that are not made yet. 0 keeps those
+            of all parts, in 32 bits.
     """
 
     num_new: int
@@ -40,6 +42,7 @@ class NewTokens:
     all_logits: bool = True
     in_parts: bool = False
     is_fused: bool = True
+    num_kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,10 @@ class Ledger:
 
     def active(self, new: NewTokens) -> int:
         """Return the memory of intermediate results while new tokens compute."""
-        logits = new.num_new * self.activations.logits_per_token if new.in_parts and new.all_logits else 0
+        if new.num_kept:
+            logits = new.num_kept * self.activations.returned_per_token
+        else:
+            logits = new.num_new * self.activations.logits_per_token if new.in_parts and new.all_logits else 0
         return logits + self.activations.nbytes(
             new.num_at_once, new.context, all_logits=new.all_logits, fused=new.is_fused
         )

@@ -103,12 +103,13 @@ class ActivationSizes:
         scores_per_pair: attention scores for each pair of a new token and a token in context; 0 where the back end
             never stores them.
         unfused_per_pair: the same where keys are quantized, which no fused kernel takes.
-        logits_per_token: one row of the output head.
+        logits_per_token: one row of the output head, in 32 bits.
         embedding_per_token: one row of the embedding tables.
         graph_per_token: what MLX records before it computes, in loops over tokens. Counted for all layers, though
             streamed ones are computed one by one.
         copies_per_pair: for each pair of new tokens, where states are written one after another into an array that is
             copied each time.
+        returned_per_token: the logits of a token, as a call returns them.
     """
 
     per_token: int
@@ -118,6 +119,7 @@ class ActivationSizes:
     embedding_per_token: int
     graph_per_token: int = 0
     copies_per_pair: int = 0
+    returned_per_token: int = 0
 
     def nbytes(self, num_tokens: int, context_length: int, *, all_logits: bool, fused: bool = True) -> int:
         """Return the bytes for one call.
@@ -330,15 +332,17 @@ def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes
         # 2 also has two numbers for each pair of tokens of a chunk of 256 and each head, which take at most two states
         # for each token.
         states += 4 * layout.cache.largest_state
+    logits_per_token = max(heads, default=0) * max(itemsize, 4)
     return ActivationSizes(
         per_token=2 * itemsize * max(widths, default=0) + states,
         scores_per_pair=unfused if layout.has_own_attention else tried,
         unfused_per_pair=unfused,
-        logits_per_token=max(heads, default=0) * max(itemsize, 4),
+        logits_per_token=logits_per_token,
         embedding_per_token=2 * rows,
         graph_per_token=_NODE_BYTES * layout.nodes_per_token,
         # MLX on CUDA keeps the array before each token until all are computed, so it cannot write in place.
         copies_per_pair=layout.cache.largest_scan if has_own_memory() else 0,
+        returned_per_token=layout.logits_bytes or logits_per_token,
     )
 
 

@@ -82,6 +82,12 @@ class Unit:
             return None
         return int(self.module["weight"].shape[0])
 
+    @property
+    def itemsize(self) -> int:
+        """Item size of the floating-point dtype that the module computes in; packed weights are integers."""
+        dtypes = [parameter.array.dtype for parameter in (*self.large, *self.small)]
+        return max((int(dtype.size) for dtype in dtypes if mx.issubdtype(dtype, mx.floating)), default=2)
+
 
 def is_linear(module: nn.Module) -> bool:
     """Return True if a module computes what mlx's linear layers do; other classes may compute something else."""

@@ -309,14 +309,8 @@ def _idle_bytes(parameter: Parameter, stack: ExpertStack) -> int:
     return parameter.nbytes * (stack.num_experts - min(stack.top_k, stack.num_experts)) // stack.num_experts
 
 
-def working_itemsize(parameters: list[Parameter]) -> int:
-    """Return the item size of the floating-point dtype that a unit computes in; packed weights are integers."""
-    sizes = [int(p.array.itemsize) for p in parameters if mx.issubdtype(p.array.dtype, mx.floating)]
-    return max(sizes, default=2)
-
-
 def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes:
-    itemsize = max((working_itemsize([*unit.large, *unit.small]) for unit in layout.layers), default=2)
+    itemsize = max((unit.itemsize for unit in layout.layers), default=2)
     top_k = {id(p): stack.top_k for stack in layout.experts for p in stack.unit.large}
     default = config.get("num_experts_per_tok") or _DEFAULT_EXPERTS
     widths = [sum(_outputs(p, top_k.get(id(p), default)) for p in unit.large) for unit in layout.layers]

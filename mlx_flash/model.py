@@ -190,6 +190,11 @@ class FlashLLM(ModelFacade):
         with self._life.turn() as passes:
             passes.advance(self.plan, rows, lends=self._life.lends)
 
+    @property
+    def is_resident(self) -> bool:
+        """True if everything is in memory. Then a pass may be begun before the one before it is computed."""
+        return self.engine is not None and self._life.passes.is_resident
+
     def has_room(self, lengths: Sequence[int]) -> bool:
         """Return whether the budget holds sequences that share passes, on every rank, until all have ended.
 

@@ -254,6 +254,11 @@ class Engine:
         if self.experts is not None:
             self.experts.recover()
 
+    @property
+    def is_resident(self) -> bool:
+        """True if all weights are in memory all the time."""
+        return not self._streamed
+
     def is_streamed(self, container: object, key: object) -> bool:
         """Return True if the array that a module holds under a key is not in memory all the time."""
         return (id(container), key) in self._streamed

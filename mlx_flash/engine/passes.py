@@ -90,6 +90,12 @@ class Passes:
             for pending in owed:
                 pending.put()  # if its token was not computed
 
+    @property
+    def is_resident(self) -> bool:
+        """True if everything is in memory: a pass waits for nothing, and its outputs need not be known."""
+        session = self._session
+        return session.chain is None and session.prefixes is None and session.engine.is_resident
+
     def _choose(self, plan: ResidencyPlan, rows: Sequence[Row], loans: Lending | None) -> dict[Row, list[ForwardCall]]:
         """Return as many of the rows as memory allows, each with the parts that share the next pass."""
         num_rows = len(rows) if self.group.can_share else 1
@@ -186,7 +192,8 @@ class Passes:
                 outcomes = self._counted([*lanes.values()], run)
             for (row, calls), outcome in zip(lanes.items(), outcomes, strict=True):
                 if outcome is None:  # one call, or the first of some that need an order
-                    calls, self._under_way[row] = calls[:1], row.undo(calls[:1])
+                    if len(calls) > 1:
+                        calls, self._under_way[row] = calls[:1], row.undo(calls[:1])
                     outcome = self._alone(row)
                 if isinstance(outcome, Exception):
                     self._under_way[row]()

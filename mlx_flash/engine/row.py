@@ -35,6 +35,7 @@ class Row:
         outputs: of the parts whose logits are wanted, or of the only part; or one array with those of all parts.
         error: the reason why it cannot be computed.
         is_cut: whether there are more parts than at first.
+        put_back: makes the prompt cache as it was before the last pass.
     """
 
     whole: ForwardCall
@@ -47,6 +48,7 @@ class Row:
     outputs: list[Any] = field(default_factory=list)
     error: Exception | None = None
     is_cut: bool = False
+    put_back: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.left = deque(self.parts)
@@ -95,7 +97,8 @@ class Row:
 
     def undo(self, calls: Sequence[ForwardCall]) -> Callable[[], None]:
         """Return what makes the row, and its prompt cache, as they are before some of its calls."""
-        left, num_outputs, error, put_back = deque(self.left), len(self.outputs), self.error, undo_of(calls)
+        left, num_outputs, error = deque(self.left), len(self.outputs), self.error
+        self.put_back = put_back = undo_of(calls)
         was_owed = self.pending is not None and self.pending.is_owed
 
         def undo() -> None:

@@ -43,6 +43,7 @@ class Member:
         num_prompt: tokens of the prompt.
         most_tokens: the most tokens that its cache will have.
         matcher: finds the end of the answer.
+        has_chosen: whether a token was chosen, and not handed out.
     """
 
     uid: int
@@ -50,6 +51,7 @@ class Member:
     num_prompt: int
     most_tokens: int
     matcher: Any
+    has_chosen: bool = False
 
     @classmethod
     def of(cls, waiting: Waiting, model: FlashLLM, step: int, report: Callable[[int, int, int], None]) -> Member:
@@ -85,12 +87,23 @@ class Member:
             self.uid, (done, self.num_prompt), row.is_done and sequence.ends_segment, done == self.num_prompt
         )
 
-    def answer(self) -> Any:
-        """Return the next token of a sequence that is ready."""
-        sequence, random = self.sequence, _random_state()
-        number, logprobs, _ = sequence.next_token()
+    @property
+    def goes_on(self) -> bool:
+        """True if a token was chosen that is not the last one."""
+        return self.has_chosen and self.sequence.num_tokens < self.sequence.max_tokens
+
+    def choose(self) -> None:
+        """Choose the next token of a sequence that is ready."""
+        random = _random_state()
+        self.sequence.choose()
+        self.has_chosen = True
         if _random_state() is not random:  # whose order of numbers would depend on guesses
-            sequence.guesses = None
+            self.sequence.guesses = None
+
+    def answer(self) -> Any:
+        """Return the token that was chosen."""
+        sequence, self.has_chosen = self.sequence, False
+        number, logprobs, _ = sequence.take()
         reason = "length" if sequence.num_tokens >= sequence.max_tokens else None
         reason = "stop" if self.matcher.advance(number) else reason
         kept = (sequence.cache, sequence.tokens) if reason else (None, None)
@@ -150,11 +163,15 @@ class RowGenerator(BatchGenerator):
         """
         self._join()
         began, num_left = time.perf_counter(), self._num_left
-        compute([member.sequence for member in self._members], most=self._most_prompt)
+        compute([each.sequence for each in self._members if not each.sequence.is_ready], most=self._most_prompt)
         prompts: list[Any] = []
         answers: list[Any] = []
-        for member in list(self._members):
-            self._take(member, prompts, answers)
+        for member in [*self._members]:
+            self._choose(member, prompts)
+        if self._flash.is_resident:
+            compute([member.sequence for member in self._members if member.goes_on])
+        for member in [*self._members]:
+            self._take(member, answers)
         if not self._members and not self.num_waiting:
             self._complete_caches()
         num_prompt, seconds = num_left - self._num_left, time.perf_counter() - began
@@ -186,8 +203,8 @@ class RowGenerator(BatchGenerator):
         lengths = [member.most_tokens for member in (*self._members, *self._ended)]
         return self._flash.has_room([*lengths, self.first_waiting.most_tokens])
 
-    def _take(self, member: Member, prompts: list[Any], answers: list[Any]) -> None:
-        """Take what a sequence has computed."""
+    def _choose(self, member: Member, prompts: list[Any]) -> None:
+        """Choose the next token of a sequence, if what it follows from is computed."""
         sequence = member.sequence
         row = sequence.begin()
         if row.error is not None:
@@ -196,13 +213,21 @@ class RowGenerator(BatchGenerator):
             return
         if not sequence.num_tokens:
             prompts.append(member.progress())
-        sequence.end_part()
-        while sequence.is_ready:
+        if not sequence.end_part() and sequence.is_ready:
+            member.choose()
+
+    def _take(self, member: Member, answers: list[Any]) -> None:
+        """Take the token that a sequence has chosen, and those that it has guessed right."""
+        while member.has_chosen:
             answers.append(member.answer())
             if answers[-1].finish_reason is not None:
                 self._members.remove(member)
-                sequence.end()
-                self._ended += [member] if self._completes_caches else []
+                member.sequence.end()
+                row = member.sequence.row  # of the last token, if it was begun
+                if self._completes_caches and (row is None or row.error is not None):
+                    self._ended.append(member)
+            elif member.sequence.num_rows > 1 and member.sequence.is_ready:  # the next one was guessed right
+                member.choose()
 
     def _fail(self, uid: int, error: Exception) -> None:
         if self._on_error is None:

@@ -1,8 +1,9 @@
 """A sequence that is generated: the parts of its prompt, its next tokens, guesses of them, and its end.
 
 Every loop drives sequences in the same way. :func:`compute` computes a row of each: a part of the prompt, or the last
-token and guesses of those after it. :meth:`GeneratedSequence.next_token` chooses from the logits of a row as long as it
-:attr:`~GeneratedSequence.is_ready`.
+token and guesses of those after it. As long as a sequence :attr:`~GeneratedSequence.is_ready`,
+:meth:`~GeneratedSequence.choose` chooses a token, and :meth:`~GeneratedSequence.take` hands it out. Where everything is
+in memory, the row of a token that was chosen is begun before the token is taken, as mlx-lm does.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ class Chooser:
         self._processors = processors or ()
         self._tokens = mx.array(tokens) if self._processors else None
 
-    def __call__(self, last: mx.array | None, output: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the next token, ``(1,)``, and the log probabilities, ``(1, vocabulary)``, evaluated.
+    def __call__(self, last: mx.array | None, output: mx.array, *, waits: bool) -> tuple[mx.array, mx.array]:
+        """Return the next token, ``(1,)``, and the log probabilities, ``(1, vocabulary)``.
 
         Args:
             last: the token before it; None for the prompt's, which processors know.
             output: the logits, of which the last row counts.
+            waits: evaluate them. If not, that begins.
         """
         logits = output[:, -1, :]
         if self._tokens is not None:
@@ -58,7 +60,7 @@ class Chooser:
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         token = self._sampler(logprobs)
         with compiling():
-            mx.eval(token, logprobs)
+            (mx.eval if waits else mx.async_eval)(token, logprobs)
         return token, logprobs
 
 
@@ -91,6 +93,7 @@ class GeneratedSequence:
         tokens: those in the cache.
         row: what is computed now, or was computed and not chosen from; None where the next row is not known.
         num_tokens: tokens that were chosen.
+        num_rows: rows of one token that are computed now; 0 for a part of the prompt.
         ends_segment: the row that is computed ends with a segment.
     """
 
@@ -116,13 +119,15 @@ class GeneratedSequence:
         )
         self.tokens = list(tokens)
         self.row: Row | None = None
-        self.num_tokens = 0
+        self.num_tokens = self.num_rows = 0
         self.ends_segment = True
         self._choose, self._step, self._report = choose, step, report
         self._new: list[int] = []  # the tokens of the row
         self._num_guesses = 0  # tokens at its end that may be taken back
         self._at = -1  # number of the logits to choose from
         self._token: mx.array | None = None
+        self._logprobs = mx.array([])
+        self._num_taken = 0
         self._owed: Pending | None = None
         self._reason: str | None = None
 
@@ -135,36 +140,27 @@ class GeneratedSequence:
         """
         if self.row is not None:
             return self.row
+        self._num_guesses, self._at, self.num_rows = 0, -1, int(self._token is not None)
         if self._token is None:
-            taken = self._take_segments(most)
-            self._new, self._num_guesses, self._at = [token for segment in taken for token in segment], 0, -1
+            taken = _take_segments(self.segments, self.cache, most)
+            self.ends_segment, taken = bool(taken), taken or [_cut_segment(self.segments, most or 0)]
+            self._new = [token for segment in taken for token in segment]
             ends, wants_logits = list(accumulate(map(len, taken[:-1]))), not self.segments
             self.row = self.model.row(
                 mx.array([self._new]), self.cache, self._step, wants_logits=wants_logits, ends=ends
             )
             self.row.report = self._report
+        elif self.model.is_resident:
+            self._new = []
+            self.row = self.model.row(self._token[None], self.cache, self._step, owed=self._owed)
         else:
             guessed = self._guess(num_others)
-            self._new, self._num_guesses = [self.last, *guessed], len(guessed)
+            self._new, self._num_guesses, self.num_rows = [self.last, *guessed], len(guessed), 1 + len(guessed)
             self._at = 0 if guessed else -1
             self.row = self.model.row(
                 mx.array([self._new]), self.cache, self._step, num_guesses=len(guessed), owed=self._owed
             )
         return self.row
-
-    def _take_segments(self, most: int | None) -> list[list[int]]:
-        """Return the segments of the prompt to compute now. A part of one ends where the whole would be cut, too."""
-        # A cache that can be trimmed has the ends of its segments in it; of another one they are states of their own.
-        apart = len(self.segments) > 2 and trimmer(self.cache) is None
-        taken: list[list[int]] = []
-        num_left = math.inf if most is None else most
-        while self.segments and len(self.segments[0]) <= num_left and not (apart and taken):
-            taken.append(self.segments.pop(0))
-            num_left -= len(taken[-1])
-        self.ends_segment = bool(taken)
-        if not taken and most is not None:
-            taken, self.segments[0] = [self.segments[0][:most]], self.segments[0][most:]
-        return taken
 
     def _guess(self, num_others: int) -> Sequence[int]:
         """Return guesses of the tokens after the last one."""
@@ -177,11 +173,6 @@ class GeneratedSequence:
         if self._reason != before:
             _log.info("no tokens are guessed: %s", self._reason)
         return []
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of one token that are computed now; 0 for a part of the prompt."""
-        return 0 if self._token is None else 1 + self._num_guesses
 
     @property
     def is_ready(self) -> bool:
@@ -206,22 +197,36 @@ class GeneratedSequence:
         self.row = None
         return True
 
-    def next_token(self) -> Token:
-        """Choose the token that follows. Guesses that it proves wrong are taken back."""
+    def choose(self) -> None:
+        """Choose the token that follows. It is known after :meth:`take`."""
         assert self.row is not None
-        token, logprobs = self._choose(self._token, self.row.outputs[self._at])
-        number = cast(int, token.item())
+        output = self.row.outputs[self._at]
+        self._token, self._logprobs = self._choose(self._token, output, waits=not self.model.is_resident)
+        self.num_tokens += 1
         self.tokens += self._new if self._at < 0 else self._new[self._at : self._at + 1]
-        self._token, self.num_tokens = token, self.num_tokens + 1
+        if self._at < 0:
+            self.row = None
+
+    def take(self) -> Token:
+        """Return the token that was chosen. Guesses that it proves wrong are taken back."""
+        number, is_right = self.last, False
         if self.guesses is not None:
             self.guesses.add(number)
-        is_right = self._num_guesses > 0 and self._guessed[self._at : self._at + 1] == [number]
-        if is_right:
-            self._at += 1
-        else:
-            self.take_back()
-            self.row = None
-        return Token(number, logprobs.squeeze(0), is_right)
+        if self._at >= 0:
+            is_right = self._num_guesses > 0 and self._guessed[self._at : self._at + 1] == [number]
+            self._at += is_right
+            if not is_right:
+                self.take_back()
+                self.row, self._at = None, -1
+        elif self.row is not None and self.row.is_done and self.row.error is None:  # it was begun before
+            self.tokens.append(number)
+        self._num_taken = self.num_tokens
+        return Token(number, self._logprobs.squeeze(0), is_right)
+
+    def withdraw(self) -> None:
+        """Take a token from the cache that was chosen, and not taken; or make the cache refuse every use."""
+        if self.num_tokens > self._num_taken and self._at < 0 and self.row is not None and self.row.is_done:
+            self.row.put_back()
 
     @property
     def _guessed(self) -> list[int]:
@@ -246,10 +251,10 @@ class GeneratedSequence:
 
     def end(self) -> None:
         """End before the last token is computed, although it may have been guessed. Nothing is guessed any more."""
-        if self.row is not None:
+        if self._at >= 0:
             self._at -= 1
             self.take_back()
-            self.row = None
+            self.row, self._at = None, -1
         self.guesses = None
 
     def owe(self) -> Pending:
@@ -285,6 +290,24 @@ class GeneratedSequence:
             self.row, self._new, self._at, self._num_guesses = pending.found, [pending.token or 0], -1, 0
 
 
+def _take_segments(segments: list[list[int]], cache: list[Any], most: int | None) -> list[list[int]]:
+    """Return the segments of a prompt that are computed now, and let go of them; none where the first is too long."""
+    # A cache that can be trimmed has the ends of its segments in it; of another one they are states of their own.
+    apart = len(segments) > 2 and trimmer(cache) is None
+    taken: list[list[int]] = []
+    num_left = math.inf if most is None else most
+    while segments and len(segments[0]) <= num_left and not (apart and taken):
+        taken.append(segments.pop(0))
+        num_left -= len(taken[-1])
+    return taken
+
+
+def _cut_segment(segments: list[list[int]], most: int) -> list[int]:
+    """Return the first tokens of the first segment. It ends where the whole would be cut, too."""
+    taken, segments[0] = segments[0][:most], segments[0][most:]
+    return taken
+
+
 def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) -> None:
     """Compute a part of each sequence, in as few passes as memory allows. Errors of one sequence are in its row.
 
@@ -311,7 +334,12 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
         sequence.guesses = sequence.row = None
     if without:
         model.advance([sequence.begin() for sequence in without])
-    if stats and model.counters.num_passes == num_passes + 1 and all(sequence.num_rows for sequence in sequences):
+    if (
+        stats
+        and not model.is_resident
+        and model.counters.num_passes == num_passes + 1
+        and all(sequence.num_rows for sequence in sequences)
+    ):
         with compiling():
             mx.eval([row.outputs for row in rows])
         num_rows, seconds = sum(len(row.outputs) for row in rows), time.perf_counter() - began

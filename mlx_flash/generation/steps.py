@@ -136,8 +136,13 @@ def _generate(
         while sequence.num_tokens != max_tokens:
             _compute(sequence, stream)
             with mx.stream(stream):
-                token = sequence.next_token()
-            if prompt_cache is not None:  # the caller sees every token in it that was handed out
+                sequence.choose()
+                is_computed = model.is_resident and (prompt_cache is not None or sequence.num_tokens != max_tokens)
+                if is_computed:
+                    compute([sequence])
+                token = sequence.take()
+            pending = None
+            if prompt_cache is not None and not is_computed:  # the caller sees every token that was handed out in it
                 pending = sequence.owe()
                 pending.put()
             yield token
@@ -145,17 +150,18 @@ def _generate(
                 sequence.go_on(pending)
             if sequence.num_tokens % _CLEAR_EVERY == 0:
                 mx.clear_cache()
-        if pending is not None:
+        if prompt_cache is not None and sequence.num_tokens:
             _compute(sequence, stream)
             with mx.stream(stream):
                 source.end()
     except BaseException:  # no pass begins now: the last token stays owed
-        if pending is not None:
+        if prompt_cache is not None:
+            sequence.withdraw()
             Pending(source.cache, source.leave(), source.end).put()
-            if pending.is_owed:
-                pending.put()
-            else:
-                pending.lift()  # the guesses go now
+        if pending is not None and pending.is_owed:
+            pending.put()
+        elif pending is not None:
+            pending.lift()  # the guesses go now
         raise
     finally:
         sequence.take_back()

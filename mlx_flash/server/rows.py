@@ -76,9 +76,13 @@ class ServedRows(RowGenerator):
         if self._is_shared and not isinstance(error, BudgetError):
             self._fatal = error
 
-    def _take(self, member: Member, prompts: list[Any], answers: list[Any]) -> None:
+    def _choose(self, member: Member, prompts: list[Any]) -> None:
         with ends_alone(partial(self._end, member)):
-            super()._take(member, prompts, answers)
+            super()._choose(member, prompts)
+
+    def _take(self, member: Member, answers: list[Any]) -> None:
+        with ends_alone(partial(self._end, member)):
+            super()._take(member, answers)
 
     def _end(self, member: Member, error: RefusedError) -> None:
         """End a request whose sampler or logits processor failed."""

@@ -55,15 +55,17 @@ class SeededSampler:
     def __init__(self, sampler: Sampler, seed: int) -> None:
         self._sampler = sampler
         self._seed = seed
+        self._key: mx.array | None = None  # the state after the last token, which is computed with it
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Return the next token."""
+        if self._key is not None:
+            high, low = cast(list[int], self._key.tolist())
+            self._seed = high << 32 | low
         mx.random.seed(self._seed)
         token = self._sampler(logprobs)
-        key = cast(list[mx.array], mx.random.state)[0]
-        mx.eval(token, key)
-        high, low = cast(list[int], key.tolist())
-        self._seed = high << 32 | low
+        self._key = cast(list[mx.array], mx.random.state)[0]
+        mx.async_eval(token, self._key)
         return token
 
 

@@ -31,7 +31,7 @@ test-quick: $(INSTALLED)  ## run a fast part of the tests, some of every folder,
 
 # Assertions of the tests still run, since pytest rewrites them; those of the package do not.
 test-optimized: $(INSTALLED)  ## run some tests of generation without the package's assertions, as `python -O` does
-	$(BIN)/python -O -m pytest -W 'ignore:assertions not in test modules' tests/streaming/test_loans.py tests/engine/test_generation.py -k 'trimmed or random or speculative'
+	$(BIN)/python -O -m pytest -W 'ignore:assertions not in test modules' tests/streaming/test_loans.py tests/generation/test_generation.py -k 'trimmed or random or speculative'
 
 # The oldest release that pyproject.toml allows; `make test-compat MLX_LM=0.32.1` runs another one.
 MLX_LM ?= 0.32.0

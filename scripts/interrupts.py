@@ -37,9 +37,9 @@ import interrupted_prefixes
 from expert_pools import with_pool
 from interrupt_points import Program, durations, interrupted_at_random
 from interrupting import CHANGES, Strike, Victim, outcomes
-from mlx_flash import FlashError, FlashLLM
+from mlx_flash import FlashError, FlashLLM, load_model
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save, stock
-from streamed import streamed_whole
+from streamed import LARGE_GB, config, streamed_whole
 
 KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], FlashLLM]]] = {
     "dense": (LLAMA | {"num_hidden_layers": 2}, lambda folder: streamed_whole(folder, tile_rows=10**9)),
@@ -48,6 +48,14 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], FlashLLM]]] = {
     "recurrent": (MAMBA2 | {"num_hidden_layers": 2}, streamed_whole),
     "mixture": (QWEN3_MOE | {"num_hidden_layers": 2}, lambda folder: with_pool(folder, 6)),
     "streamed mixture": (QWEN3_MOE | {"num_hidden_layers": 2}, lambda folder: with_pool(folder, 6, "streamed")),
+    "in memory": (
+        LLAMA | {"num_hidden_layers": 2},
+        lambda folder: load_model(folder, config(ram_budget_gb=LARGE_GB))[0],
+    ),
+    "window in memory": (
+        GEMMA3 | {"num_hidden_layers": 3},
+        lambda folder: load_model(folder, config(ram_budget_gb=LARGE_GB))[0],
+    ),
     "full shape": (QWEN3_MOE | {"num_hidden_layers": 2}, lambda folder: with_pool(folder, 12, exact_rows=False)),
 }
 

@@ -29,7 +29,7 @@ from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.streaming.loans import Loans
 from mlx_flash.streaming.stream import WeightStream, _Slot
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, guessed, run, same_bits, save, stock
-from streamed import config, streamed_whole
+from streamed import LARGE_GB, config, streamed_whole
 
 CALLS = [[1, 2, 3]]
 EVERYTHING = 1 << 40
@@ -134,11 +134,18 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+def opened(name: str, folder: Path) -> FlashLLM:
+    if name.startswith("in memory"):
+        return load_model(folder, config(ram_budget_gb=LARGE_GB))[0]
+    return with_pool(folder, 6) if name == "mixture" else streamed_whole(folder, tile_rows=10**9)
+
+
+@pytest.mark.parametrize("name", [*KINDS, "in memory", "in memory, sliding window"])
 def test_interrupts_of_passes(tmp_path: Path, name: str) -> None:
     """Some of the instructions of each kind of pass; `scripts/interrupts.py` takes them all."""
-    folder = save(tmp_path / "model", KINDS[name], mx.float32)
-    with with_pool(folder, 6) if name == "mixture" else streamed_whole(folder, tile_rows=10**9) as model:
+    kind = name.removeprefix("in memory").removeprefix(", ") or "dense"
+    folder = save(tmp_path / "model", KINDS[kind], mx.float32)
+    with opened(name, folder) as model:
         model.start()
         model.plan = replace(model.plan, budget_bytes=10**11, prefill_step_size=2048)
         victim = Victim(model, stock(folder))
@@ -149,13 +156,13 @@ def test_interrupts_of_passes(tmp_path: Path, name: str) -> None:
                 strike = Strike(None, at)
                 found = outcomes(victim, change, strike.run)
                 assert set(found) <= {"right", "refused"}, (change, at, strike.where)
-                assert "refused" not in found or name in ("sliding window", "recurrent")
+                assert "refused" not in found or kind in ("sliding window", "recurrent")
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_interrupts_while_guesses_are_taken_back(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path / "model", KINDS[name], mx.float32)
-    with with_pool(folder, 6) if name == "mixture" else streamed_whole(folder, tile_rows=10**9) as model:
+    with opened(name, folder) as model:
         model.start()
         model.plan = replace(model.plan, budget_bytes=10**11)
         victim, found, at = Victim(model, stock(folder)), [], 0

@@ -1,0 +1,188 @@
+"""Models in memory: the next pass is begun before the last token is known, and everything else is as mlx-lm has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import StopSequences
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import mlx_flash
+from batches import check_equal
+from mlx_flash import FlashLLM, load_model
+from mlx_flash.compat.generation import stock_generate_step
+from mlx_flash.errors import BudgetError
+from mlx_flash.generation import RowGenerator
+from models import GEMMA3, LLAMA, MAMBA2, same_bits, save, stock
+from streamed import LARGE_GB, config
+
+MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "mamba2": MAMBA2}
+PROMPT = [5, 17, 290, 3, 42, 64, 99, 128, 7, 21]
+STEP = 4
+NUM_TOKENS = 6
+
+Found = list[tuple[int, mx.array]]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), MODELS[request.param], mx.float32)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("llama"), LLAMA, mx.float32)
+
+
+def in_memory(directory: Path, **settings: Any) -> FlashLLM:
+    model = load_model(directory, config(ram_budget_gb=LARGE_GB, **settings))[0]
+    model.start()
+    assert model.is_resident
+    return model
+
+
+def generated(step: Callable[..., Any], model: Any, **options: Any) -> Found:
+    mx.random.seed(3)
+    options = {"max_tokens": NUM_TOKENS, "prefill_step_size": STEP, **options}
+    return list(step(mx.array(PROMPT), model, **options))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"sampler": make_sampler(temp=0.9, top_p=0.9)},
+    "processors": {"logits_processors": make_logits_processors(repetition_penalty=1.5)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_tokens_and_passes(directory: Path, name: str) -> None:
+    expected = generated(stock_generate_step, stock(directory), **OPTIONS[name])
+    with in_memory(directory) as model:
+        check_equal(generated(mlx_flash.generate_step, model, **OPTIONS[name]), expected)
+        assert (
+            model.counters.num_passes == -(-(len(PROMPT) - 1) // STEP) + NUM_TOKENS
+        )  # none for a token after the last
+
+
+def test_caches_between_two_tokens_and_at_the_end(directory: Path) -> None:
+    """mlx-lm's hold each token that was handed out, and nothing else."""
+
+    def seen(step: Any, model: Any) -> tuple[list[Any], list[Any]]:
+        cache, found = make_prompt_cache(model), []
+        for token, _ in step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS, prompt_cache=cache):
+            found.append((token, [getattr(entry, "offset", None) for entry in cache]))
+        return found, cache
+
+    theirs = seen(stock_generate_step, plain := stock(directory))
+    with in_memory(directory) as model:
+        ours = seen(mlx_flash.generate_step, model)
+        assert ours[0] == theirs[0]
+        going_on = [each(mx.array([[7]]), cache=cache) for each, cache in ((model, ours[1]), (plain, theirs[1]))]
+        assert same_bits(going_on[:1], going_on[1:])
+
+
+def test_the_next_pass_is_begun_before_a_token_is_handed_out(llama: Path) -> None:
+    with in_memory(llama) as model:
+        steps = iter(mlx_flash.generate_step(mx.array(PROMPT), model))
+        for number in range(1, 4):
+            next(steps)
+            assert model.counters.num_passes == 2 + number  # the prompt takes two
+
+
+def test_a_pass_that_does_not_fit_loses_no_token(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generated(stock_generate_step, stock(llama))
+    with in_memory(llama) as model:
+        advance, got = model.advance, []
+
+        def refusing(rows: Any) -> None:
+            if len(got) == 2:
+                rows[0].error = BudgetError("no room", 0)
+            advance(rows)
+
+        monkeypatch.setattr(model, "advance", refusing)
+        with pytest.raises(BudgetError, match="no room"):
+            for token in mlx_flash.generate_step(mx.array(PROMPT), model, prefill_step_size=STEP):
+                got.append(token)
+        check_equal(got, expected[:3])
+
+
+def test_batches_join_stop_and_leave(directory: Path) -> None:
+    """Each sequence has its own bits, and its cache the tokens that are told with it."""
+    prompts = [PROMPT, PROMPT[:1], PROMPT[3:], PROMPT[::-1]]
+    plain = stock(directory)
+    expected = [
+        list(stock_generate_step(mx.array(prompt), plain, max_tokens=NUM_TOKENS, prefill_step_size=STEP))
+        for prompt in prompts
+    ]
+    stop = expected[2][3][0]
+    num_until_stop = [token for token, _ in expected[2]].index(stop) + 1
+    found: dict[int, Found] = {}
+    ends: dict[int, Any] = {}
+    with in_memory(directory) as model:
+        generator = RowGenerator(model, prefill_step_size=STEP)
+        for number, prompt in enumerate(prompts):
+            stops = StopSequences([[stop]]) if number == 2 else StopSequences()
+            generator.insert([prompt], max_tokens=[NUM_TOKENS], stop_sequences=[stops])
+            found[number] = []
+            for answer in generator.next()[1]:
+                found[answer.uid].append((answer.token, answer.logprobs))
+        cache, tokens = generator.extract_cache([0])[0]
+        assert {entry.offset for entry in cache if hasattr(entry, "offset")} <= {len(tokens)}
+        generator.remove([1])
+        while len(ends) < 3:
+            for answer in generator.next()[1]:
+                found[answer.uid].append((answer.token, answer.logprobs))
+                if answer.finish_reason is not None:
+                    ends[answer.uid] = (answer.prompt_cache, answer.all_tokens)
+        for number in (0, 2, 3):
+            check_equal(found[number], expected[number][: num_until_stop if number == 2 else NUM_TOKENS])
+            cache, tokens = ends[number]
+            assert {entry.offset for entry in cache if hasattr(entry, "offset")} <= {len(tokens)}
+            going_on = model(mx.array([[7]]), cache=cache)
+            theirs = make_prompt_cache(plain)
+            for start in range(0, len(prompts[number]) - 1, STEP):
+                plain(mx.array([prompts[number][:-1][start : start + STEP]]), cache=theirs)
+            for token in tokens[len(prompts[number]) - 1 :]:
+                plain(mx.array([[token]]), cache=theirs)
+            assert same_bits([going_on], [plain(mx.array([[7]]), cache=theirs)])
+
+
+def test_processors_see_no_token_after_the_last(llama: Path) -> None:
+    """A grammar that has ended refuses to be asked."""
+    seen: list[int] = []
+
+    def note(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.size)
+        return logits
+
+    with in_memory(llama) as model:
+        generator = RowGenerator(model, prefill_step_size=STEP)
+        generator.insert([PROMPT], max_tokens=[3], logits_processors=[[note]])
+        while generator.next()[1] or not seen:
+            pass
+        assert seen == [len(PROMPT) + number for number in range(3)]
+
+
+def test_completed_caches(llama: Path) -> None:
+    """`batch_generate` returns caches with all tokens, one of which was begun ahead where an answer stopped."""
+
+    class Tokenizer:
+        eos_token_ids: tuple[int, ...] = ()
+
+        def decode(self, tokens: list[int]) -> str:
+            return " ".join(map(str, tokens))
+
+    expected = [token for token, _ in generated(stock_generate_step, stock(llama))]
+    for ends in ((), (expected[2],)):
+        Tokenizer.eos_token_ids = ends
+        with in_memory(llama) as model:
+            response = mlx_flash.batch_generate(
+                model, Tokenizer(), [PROMPT] * 2, max_tokens=4, return_prompt_caches=True, prefill_step_size=STEP
+            )
+            length = expected.index(ends[0]) + 1 if ends else 4
+            assert {entry.offset for cache in response.caches for entry in cache} == {len(PROMPT) + length}

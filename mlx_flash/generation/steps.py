@@ -27,7 +27,8 @@ from mlx_flash.compat.generation import (
 )
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.pending import Pending
-from mlx_flash.generation.sequence import Chooser, GeneratedSequence, Token, compute
+from mlx_flash.generation.chooser import Chooser
+from mlx_flash.generation.sequence import GeneratedSequence, Token, compute
 from mlx_flash.kv.views import can_be_viewed
 from mlx_flash.model import FlashLLM
 from mlx_flash.speculation.draft import Draft

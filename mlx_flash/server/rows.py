@@ -8,7 +8,8 @@ from typing import Any
 
 from mlx_flash.compat.batches import StockBatchGenerator
 from mlx_flash.errors import BudgetError, RefusedError
-from mlx_flash.generation.batches import Member, RowGenerator
+from mlx_flash.generation.batches import RowGenerator
+from mlx_flash.generation.member import Member
 from mlx_flash.kv.cache import DiskKVCache
 from mlx_flash.kv.history import pass_on
 from mlx_flash.model import FlashLLM

@@ -1,0 +1,99 @@
+"""A sequence of a batch: its number, its end, and its progress and tokens as mlx-lm tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import mlx.core as mx
+
+from mlx_flash.compat.batches import Progress, Response, Waiting
+from mlx_flash.generation.chooser import Chooser
+from mlx_flash.generation.sequence import GeneratedSequence
+from mlx_flash.model import FlashLLM
+from mlx_flash.speculation.guesses import Guesses
+from mlx_flash.speculation.lookup import Lookup
+
+
+@dataclass(eq=False)
+class Member:
+    """A sequence of a batch.
+
+    Attributes:
+        uid: its number.
+        sequence: the sequence.
+        num_prompt: tokens of the prompt.
+        most_tokens: the most tokens that its cache will have.
+        matcher: finds the end of the answer.
+        has_chosen: whether a token was chosen, and not handed out.
+    """
+
+    uid: int
+    sequence: GeneratedSequence
+    num_prompt: int
+    most_tokens: int
+    matcher: Any
+    has_chosen: bool = False
+
+    @classmethod
+    def of(cls, waiting: Waiting, model: FlashLLM, step: int, report: Callable[[int, int, int], None]) -> Member:
+        """Return a sequence that begins.
+
+        Args:
+            waiting: the sequence as it was inserted.
+            model: the model.
+            step: mlx-lm's ``prefill_step_size``.
+            report: as ``on_prompt`` of `RowGenerator`.
+        """
+        uid, segments, max_tokens, cache, tokens, sampler, processors, stop = waiting
+        prompt = [*tokens, *(token for segment in segments for token in segment)]
+        choose, guesses = Chooser(sampler, processors, prompt), Guesses(Lookup(prompt))
+        sequence = GeneratedSequence(
+            model,
+            cache,
+            segments,
+            choose,
+            step=step,
+            max_tokens=max_tokens,
+            guesses=guesses,
+            tokens=tokens,
+            report=partial(report, uid),
+        )
+        return cls(uid, sequence, sequence.num_left, waiting.most_tokens, stop.matcher())
+
+    def progress(self) -> Any:
+        """Return how far the prompt is."""
+        sequence = self.sequence
+        done, row = self.num_prompt - sequence.num_left, sequence.begin()
+        return Progress(
+            self.uid, (done, self.num_prompt), row.is_done and sequence.ends_segment, done == self.num_prompt
+        )
+
+    @property
+    def goes_on(self) -> bool:
+        """True if a token was chosen that is not the last one."""
+        return self.has_chosen and self.sequence.num_tokens < self.sequence.max_tokens
+
+    def choose(self) -> None:
+        """Choose the next token of a sequence that is ready."""
+        random = _random_state()
+        self.sequence.choose()
+        self.has_chosen = True
+        if _random_state() is not random:  # whose order of numbers would depend on guesses
+            self.sequence.guesses = None
+
+    def answer(self) -> Any:
+        """Return the token that was chosen."""
+        sequence, self.has_chosen = self.sequence, False
+        number, logprobs, _ = sequence.take()
+        reason = "length" if sequence.num_tokens >= sequence.max_tokens else None
+        reason = "stop" if self.matcher.advance(number) else reason
+        kept = (sequence.cache, sequence.tokens) if reason else (None, None)
+        return Response(self.uid, number, logprobs, reason, *kept)
+
+
+def _random_state() -> Any:
+    """Return the key of MLX's random numbers. Drawing one replaces it."""
+    return cast(Any, mx.random).state[0]

@@ -11,8 +11,9 @@ from mlx_lm.models.cache import create_attention_mask
 from mlx_flash.compat.callers import evaluates_only, is_for_a_draft
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.history import pass_on
+from mlx_flash.kv.opened import Stored
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import InFile, Page, sizes
+from mlx_flash.kv.pages import Page, sizes
 from mlx_flash.kv.pool import KVPool, LayerRows
 
 C = TypeVar("C", bound="PooledCache")
@@ -94,7 +95,7 @@ class PooledCache(RowsHolder):
         forgotten = self.pool.options.forgotten_tokens(self.size(), N)
         return create_attention_mask(N, *args, offset=self.size() - forgotten, **kwargs)
 
-    def append_rows(self, new: Sequence[mx.array], stored: Page[InFile] | None = None) -> list[mx.array]:
+    def append_rows(self, new: Sequence[mx.array], stored: Page[Stored] | None = None) -> list[mx.array]:
         """Add tokens as the cache stores them, ``(batch, heads, new tokens, width)`` for each array. Return all tokens.
 
         Args:

@@ -1,20 +1,21 @@
 """Layers on disk: pages in files, and the last tokens in memory.
 
-Pages are in the layer's own file or in files of the prefix cache, which are read where they are.
+Pages are in the layer's own file, in drafts, or in files of the prefix cache, which are read where they are.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from mlx_flash.kv.layout import RowBytes
 from mlx_flash.kv.pages import FilePages, InFile, Page, cut, num_tokens, segments
-from mlx_flash.kv.written import LayerFile
+from mlx_flash.kv.written import Draft, LayerFile
 from mlx_flash.layout.arrays import Opaque
-from mlx_flash.storage.placement import Segment
 
 
 class _Held(NamedTuple):
@@ -36,6 +37,23 @@ class _Held(NamedTuple):
         """Return this with more pages; tokens are in them."""
         paged = self.paged_tokens + num_tokens(pages)
         return self._replace(pages=(*self.pages, *pages), paged_tokens=paged, length=paged)
+
+
+class Planned(NamedTuple):
+    """A page that the prefix cache wants.
+
+    Attributes:
+        end: the token after its last one.
+        layer: the number of the layer in the draft.
+        draft: returns the file to write it to; None where there is none.
+    """
+
+    end: int
+    layer: int
+    draft: Callable[[], Draft | None]
+
+
+NOTHING_PLANNED: Mapping[int, Planned] = MappingProxyType({})
 
 
 class DiskRows(Opaque):
@@ -75,6 +93,11 @@ class DiskRows(Opaque):
         is_cut = bool(pages) and pages[-1].where.file is self.file and pages[-1].length < self.layout.step
         return pages[:-1] if is_cut else pages
 
+    def flush(self) -> None:
+        """Wait until all pages can be read. Raises: WriteError: a write failed."""
+        for file in {page.where.file for page in self.pages}:
+            file.flush()
+
     def refer(self, page: Page[InFile]) -> None:
         """Add a page of the prefix cache. All tokens are in pages."""
         self._held = self._held.with_pages(page)
@@ -89,27 +112,45 @@ class DiskRows(Opaque):
         """The rows of tokens that are in no page."""
         return [part[:, : self.length - self.paged_tokens] for part in self._held.tail]
 
-    def append(self, rows: RowBytes) -> None:
+    def append(self, rows: RowBytes, planned: Mapping[int, Planned] = NOTHING_PLANNED) -> None:
         """Add tokens, ``(heads, tokens, bytes)`` for each array. Their bytes are copied.
 
         An interrupt may leave some of them added: those that fill pages.
 
+        Args:
+            rows: the tokens.
+            planned: pages to write to drafts, by first token. Others go to the layer's own file.
+
         Raises:
             WriteError: the disk is full, or fails.
         """
-        held, num_new, step = self._held, rows[0].shape[1], self.layout.step
-        waiting = held.length - held.paged_tokens
-        num_full = (waiting + num_new) // step
-        used = num_full * step - waiting if num_full else 0
-        if num_full:
-            block = [np.concatenate([tail, new[:, :used]], axis=1) for tail, new in zip(self.tail, rows, strict=True)]
-            pages = self.file.allocate(num_full)
-            self.file.write(pages, block)
-            self._held = held = held.with_pages(*pages)  # now, because the tail is about to be written over
-        start = 0 if num_full else waiting
+        begin, length, end = self.paged_tokens, self.length, self.length + rows[0].shape[1]
+        while (found := self._next_pages(begin, end, planned)) is not None:
+            stop, draft = found
+            waiting = [tail[:, begin - self.paged_tokens :] for tail in self.tail]
+            fresh = [new[:, max(0, begin - length) : stop - length] for new in rows]
+            block = [np.concatenate(pair, axis=1) for pair in zip(waiting, fresh, strict=True)]
+            if draft is None:
+                pages = self.file.allocate((stop - begin) // self.layout.step)
+                self.file.write(pages, block)
+            else:
+                pages = [draft.add(planned[begin].layer, self.layout.components, block)]
+            self._held = self._held.with_pages(*pages)  # now, because the tail is about to be written over
+            begin = stop
+        held, used = self._held, max(0, begin - length)
+        start = max(0, length - begin)
         for part, new in zip(held.tail, rows, strict=True):
-            part[:, start : start + num_new - used] = new[:, used:]
-        self._held = held._replace(length=held.length + num_new - used)
+            part[:, start : start + end - length - used] = new[:, used:]
+        self._held = held._replace(length=end)
+
+    def _next_pages(self, begin: int, end: int, planned: Mapping[int, Planned]) -> tuple[int, Draft | None] | None:
+        """Return the end of the next pages, and their draft; None if the tokens up to ``end`` fill no page."""
+        page, step = planned.get(begin), self.layout.step
+        if page is not None and self.length <= page.end <= end and (draft := page.draft()) is not None:
+            return page.end, draft
+        upcoming = min([other for other in planned if other > begin and not (other - begin) % step], default=end)
+        num_full = (min(upcoming, end) - begin) // step
+        return (begin + num_full * step, None) if num_full else None
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from ``length`` on.
@@ -137,17 +178,14 @@ class DiskRows(Opaque):
         tails = [tail[:, max(0, start - paged) : max(0, stop - paged)] for tail in self.tail]
         return [np.concatenate(pair, axis=1) for pair in zip(found, tails, strict=True)]
 
-    def segments(self, start: int, stop: int, capacity: int, base: int = 0) -> list[Segment]:
-        """Return the reads that put tokens of pages in a slot, see :func:`mlx_flash.kv.pages.segments`."""
-        return segments(self.pages, self.layout, start, stop, capacity, base)
-
     def _read_files(self, start: int, stop: int) -> RowBytes:
         """Read tokens of pages."""
-        self.file.flush()
+        self.flush()
         capacity = stop - start
         buffer = memoryview(mmap.mmap(-1, max(self.layout.slot_bytes(capacity), 1)))
         if stop > start:
-            self.file.reader.submit(self.segments(start, stop, capacity, start), buffer, urgent=True).wait()
+            reads = segments(self.pages, self.layout, start, stop, capacity, start)
+            self.file.reader.submit(reads, buffer, urgent=True).wait()
         everything = np.frombuffer(buffer, np.uint8)
         return [
             everything[at : at + c.heads * capacity * c.width_bytes].reshape(c.heads, capacity, c.width_bytes)
@@ -163,3 +201,14 @@ class DiskRows(Opaque):
         num_dropped = stop - start
         other._held = _Held(other._held.tail, held.length - num_dropped, pages, held.paged_tokens - num_dropped)
         return other
+
+
+def draft_of(disk: DiskRows, start: int, stop: int) -> Draft | None:
+    """Return the unnamed draft that has some tokens of a layer as a page; None if none has."""
+    begin = disk.paged_tokens
+    for page in reversed(disk.pages):
+        begin -= page.length
+        if begin <= start:
+            file, is_page = page.where.file, begin == start and begin + page.length == stop
+            return file if is_page and isinstance(file, Draft) and not file.is_named else None
+    return None

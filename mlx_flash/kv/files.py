@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -11,14 +11,15 @@ import mlx.core as mx
 from mlx_flash.errors import WriteError
 from mlx_flash.files import free_bytes
 from mlx_flash.folders import cache_directory
-from mlx_flash.kv.disk import DiskRows
+from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows, Planned
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
-from mlx_flash.kv.opened import PageReader, StoredFiles
+from mlx_flash.kv.opened import PageReader, Stored, StoredFiles
 from mlx_flash.kv.options import NUM_SLOTS, QUEUE_DEPTH, READ_SIZE, KVOptions, queued_bytes
-from mlx_flash.kv.pages import FilePages, InFile, Page, num_tokens
+from mlx_flash.kv.pages import Page, num_tokens
 from mlx_flash.kv.slots import row_bytes
-from mlx_flash.kv.written import LayerFile, WriteBehind
+from mlx_flash.kv.writing import WriteBehind
+from mlx_flash.kv.written import Draft, LayerFile
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.ranges import Arrival
 from mlx_flash.storage.selftest import way_of_reading
@@ -27,6 +28,11 @@ from mlx_flash.storage.selftest import way_of_reading
 def sessions_directory() -> Path:
     """Return the folder of the KV caches of running processes, unless the settings name another one."""
     return cache_directory() / "kv-sessions"
+
+
+def are_on_one_disk(left: Path, right: Path) -> bool:
+    """Return whether a file can be moved from one folder to another."""
+    return left.stat().st_dev == right.stat().st_dev
 
 
 class PageFiles:
@@ -62,7 +68,8 @@ class PageFiles:
         memory: MemoryRows,
         new: Sequence[mx.array],
         others: Iterable[tuple[DiskRows, int]],
-        stored: FilePages = (),
+        stored: Sequence[Page[Stored]] = (),
+        planned: Mapping[int, Planned] = NOTHING_PLANNED,
     ) -> DiskRows:
         """Write the rows of a layer to disk, page by page, without those that other files have already.
 
@@ -71,6 +78,8 @@ class PageFiles:
             new: arrays with the shapes of the first tokens, if there are no rows yet.
             others: rows on disk, each with the number of first tokens that are the same.
             stored: the first tokens in files of the prefix cache.
+            planned: pages to write to drafts, as for :meth:`DiskRows.append`. Larger ones than the layer's own would
+                take more memory.
 
         Raises:
             WriteError: the disk is full, or fails.
@@ -82,11 +91,14 @@ class PageFiles:
             all(self.refer(fresh, page) for page in stored)  # up to the first that is gone
             disk = disk if disk is not None and disk.length >= fresh.length else fresh
         disk.num_forgotten = memory.num_forgotten
-        for start in range(disk.length, memory.length, step):
-            part = [mx.contiguous(a) for a in memory.read(start, min(start + step, memory.length))]
+        small = {begin: page for begin, page in planned.items() if page.end - begin <= step}
+        while disk.length < memory.length:
+            start = disk.length
+            stop = min(small[start].end if start in small else start + step, memory.length)
+            part = [mx.contiguous(a) for a in memory.read(start, stop)]
             mx.eval(part)
-            disk.append(row_bytes(part))
-            disk.file.flush()  # memory is short: nothing waits
+            disk.append(row_bytes(part), small)
+            disk.flush()  # memory is short: nothing waits
         return disk
 
     def _begun(self, others: Iterable[tuple[DiskRows, int]]) -> DiskRows | None:
@@ -98,19 +110,44 @@ class PageFiles:
         begun.truncate(length)
         return begun
 
-    def refer(self, disk: DiskRows, page: Page[InFile]) -> bool:
+    def refer(self, disk: DiskRows, page: Page[Stored]) -> bool:
         """Add a page of the prefix cache to a layer on disk, without a copy.
 
         Returns:
             Whether that was possible. It is not behind tokens that are in no page, nor from a file that is gone.
         """
-        is_behind_pages = disk.length == disk.paged_tokens
-        if self._stored is None or not is_behind_pages or page.where.components != disk.layout.components:
+        if self._stored is None or disk.length > disk.paged_tokens:
             return False
-        if (found := self._stored.open(page)) is None:
-            return False
-        disk.refer(found)
-        return True
+        found = self._stored.open(page, disk.layout.components)
+        if found is not None:
+            disk.refer(found)
+        return found is not None
+
+    def new_draft(self, room: int, beside: Path) -> Draft | None:
+        """Return a file for pages of all layers, which can be moved to the folder ``beside``.
+
+        Args:
+            room: bytes to leave free at its beginning.
+            beside: the folder of the prefix cache's files.
+
+        Returns:
+            None if no layer is on disk yet, too many files are open, or the folder is on another disk.
+        """
+        stored, reader, writer, folder = self._stored, self._reader, self._writer, self._folder
+        if stored is None or reader is None or writer is None or folder is None or not stored.has_room:
+            return None
+        if not are_on_one_disk(folder.path, beside):
+            return None
+        path = folder.path / f"draft-{next(self._numbers)}.kv"
+        draft = Draft(path, room, reader, writer, self._options.direct)
+        stored.drafts.add(draft)
+        return draft
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of drafts that are no files of the prefix cache."""
+        drafts = () if self._stored is None else self._stored.drafts
+        return sum([draft.nbytes for draft in drafts if isinstance(draft, Draft) and not draft.is_named])
 
     def _new_rows(self, layout: RowLayout) -> DiskRows:
         if self._folder is None:

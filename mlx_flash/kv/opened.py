@@ -7,15 +7,16 @@ open descriptors keep its bytes.
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from mlx_flash.errors import CheckpointError
 from mlx_flash.forks import finalize
-from mlx_flash.kv.pages import InFile, Page
+from mlx_flash.kv.layout import Component
+from mlx_flash.kv.pages import File, InFile, Page
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.source import FileIdentity, SourceFile, identity_of
 
@@ -23,11 +24,23 @@ MOST_FILES = 64
 """Most files of the prefix cache that are open at once, with two descriptors each; macOS gives a process 256."""
 
 
-class _GrowingFile(SourceFile):
+class GrowingFile(SourceFile):
     """A file that this process still writes to: a new size or time does not make it another file."""
 
     def _is_same(self, found: FileIdentity) -> bool:
         return (found.device, found.inode) == (self.identity.device, self.identity.inode)
+
+
+class DraftSource(SourceFile):
+    """A draft, which gets another path when the prefix cache takes it. It is locked, so that none evicts it."""
+
+    def __init__(self, path: Path, direct: bool) -> None:
+        super().__init__(path, direct)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self.buffered_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def check_unchanged(self, tensor: str) -> None:
+        """Do nothing: others do not know its path, and reads notice that it was truncated."""
 
 
 class _KeptFile(SourceFile):
@@ -42,10 +55,6 @@ class _KeptFile(SourceFile):
 class PageReader(BackgroundPrefetcher):
     """A reader of files that are created, grow, and are removed while it is open."""
 
-    def add(self, path: Path, direct: bool) -> None:
-        """Open a file that this process writes to. Raises: CheckpointError."""
-        self.keep(_GrowingFile(path, direct))
-
     def keep(self, file: SourceFile) -> None:
         """Take an open file, which :meth:`remove` closes."""
         self._files[file.path] = file
@@ -56,11 +65,23 @@ class PageReader(BackgroundPrefetcher):
             file.close()
 
 
-class StoredFile(NamedTuple):
-    """A file of the prefix cache that may be closed, replaced or gone."""
+class StoredRows(NamedTuple):
+    """Rows in a file of the prefix cache that may be closed, replaced or gone.
+
+    Attributes:
+        path, inode: the file.
+        components, offsets, strides: as in :class:`InFile`.
+    """
 
     path: Path
     inode: int
+    components: tuple[Component, ...]
+    offsets: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+Stored = Callable[[], StoredRows | None]
+"""Returns rows of the prefix cache once they are written; None if they are not stored."""
 
 
 class OpenFile:
@@ -72,6 +93,9 @@ class OpenFile:
         finalize(self, reader.remove, source.path)
         reader.keep(source)
 
+    def flush(self) -> None:
+        """Do nothing: it is written."""
+
 
 class StoredFiles:
     """The files of the prefix cache that a pool's layers refer to.
@@ -79,28 +103,42 @@ class StoredFiles:
     Args:
         reader: the reader of the pool.
         direct: whether reads bypass the page cache.
+
+    Attributes:
+        drafts: files that may become files of the prefix cache.
     """
 
     def __init__(self, reader: PageReader, direct: bool) -> None:
         self._reader = reader
         self._direct = direct
         self._open: WeakValueDictionary[Path, OpenFile] = WeakValueDictionary()
+        self.drafts: WeakSet[File] = WeakSet()
 
-    def open(self, page: Page[InFile]) -> Page[InFile] | None:
-        """Return a page whose file is kept open; None if that is gone, replaced, being evicted, or one too many.
+    def open(self, page: Page[Stored], components: Sequence[Component]) -> Page[InFile] | None:
+        """Return a page whose file is kept open.
 
         Args:
-            page: a page in a :class:`StoredFile`.
+            page: the page in the prefix cache.
+            components: the arrays that it must have.
+
+        Returns:
+            None if it has others, or if its file is gone, replaced, being evicted, or one too many.
         """
-        stored = page.where.file
-        assert isinstance(stored, StoredFile)
-        file = self._open.get(stored.path)
-        if file is None and len(self._open) < MOST_FILES:
-            with suppress(OSError, CheckpointError):
-                file = self._open[stored.path] = self._opened(stored.path)
-        if file is None or file.inode != stored.inode:
+        rows = page.where()
+        if rows is None or rows.components != components:
             return None
-        return replace(page, where=replace(page.where, file=file))
+        file = self._open.get(rows.path)
+        if file is None and self.has_room:
+            with suppress(OSError, CheckpointError):
+                file = self._open[rows.path] = self._opened(rows.path)
+        if file is None or file.inode != rows.inode:
+            return None
+        return Page(InFile(file, rows.components, rows.offsets, rows.strides), page.length)
+
+    @property
+    def has_room(self) -> bool:
+        """False when as many files are open as may be."""
+        return len(self._open) + len(self.drafts) < MOST_FILES
 
     def _opened(self, path: Path) -> OpenFile:
         source = _KeptFile(path, self._direct)

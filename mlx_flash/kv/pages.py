@@ -22,11 +22,14 @@ W = TypeVar("W")
 
 
 class File(Protocol):
-    """A file with rows. A page that refers to an open file keeps it open."""
+    """An open file with rows. A page that refers to it keeps it open."""
 
     @property
     def path(self) -> Path:
-        """The file's path."""
+        """The path that it was opened at."""
+
+    def flush(self) -> None:
+        """Wait until the pages can be read. Raises: WriteError."""
 
 
 class InMemory:

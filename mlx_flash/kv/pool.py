@@ -17,8 +17,9 @@ from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.ledger import Coming, KVLedger, Way
 from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.opened import Stored
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import InFile, Page, num_tokens
+from mlx_flash.kv.pages import Page, num_tokens
 from mlx_flash.kv.residence import Residence
 from mlx_flash.kv.rows import Rows
 from mlx_flash.memory.footprint import release_freed_memory
@@ -36,7 +37,7 @@ class LayerRows(Rows):
         """The pool that the layer belongs to."""
         return self._pool()
 
-    def append(self, new: Sequence[mx.array], stored: Page[InFile] | None = None) -> list[mx.array]:
+    def append(self, new: Sequence[mx.array], stored: Page[Stored] | None = None) -> list[mx.array]:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all tokens.
 
         Args:
@@ -50,7 +51,7 @@ class LayerRows(Rows):
             self.pool.make_room(self, new)
             if (disk := self.disk) is not None:
                 is_referred = stored is not None and self.pool.files.refer(disk, stored)
-                return [] if is_referred else self.pool.ring.append(disk, new)
+                return [] if is_referred else self.pool.ring.append(disk, new, self.planned)
             follows = stored is not None and num_tokens(self.stored) == self.length
             self.memory.append(new)
             if stored is not None and follows:

@@ -103,7 +103,7 @@ class Residence:
         """Bring :attr:`usage` up to date, and return it."""
         files, stats = self.files, self.stats
         files_used = {disk.file for disk in self.on_disk.values()} if self.is_on_disk else ()
-        disk_bytes = sum([file.nbytes for file in files_used])
+        disk_bytes = sum([file.nbytes for file in files_used]) + files.draft_bytes
         sizes = self.memory_bytes, disk_bytes, self.reserved_bytes, files.read_bytes, files.written_bytes
         self.usage = KVUsage(*sizes, stats.num_spilled, stats.wait_seconds)
         return self.usage
@@ -149,7 +149,7 @@ class Residence:
 
     def _spill(self, rows: Rows, new: Sequence[mx.array]) -> None:
         others = [(disk, length) for other, length in rows.lineage.relatives() if (disk := other.disk)]
-        rows.replace(self.files.write(rows.memory, new, others, rows.stored))
+        rows.replace(self.files.write(rows.memory, new, others, rows.stored, rows.planned))
         rows.stored = ()
         self.stats.num_spilled += 1
 

@@ -6,12 +6,13 @@ Where memory is short there is one slot, and nothing is prefetched.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
-from mlx_flash.kv.disk import DiskRows
+from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows, Planned
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions
+from mlx_flash.kv.pages import segments
 from mlx_flash.kv.slots import Slot, row_bytes
 from mlx_flash.kv.stats import KVStats
 from mlx_flash.memory.lazy import commits_lazily
@@ -52,8 +53,15 @@ class SlotRing:
             slot.release()
         self.slots = self.slots[:num_slots] + [Slot() for _ in range(num_slots - len(self.slots))]
 
-    def append(self, disk: DiskRows, new: Sequence[mx.array]) -> list[mx.array]:
+    def append(
+        self, disk: DiskRows, new: Sequence[mx.array], planned: Mapping[int, Planned] = NOTHING_PLANNED
+    ) -> list[mx.array]:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Evaluate them, and so the other slot's use.
+
+        Args:
+            disk: the layer.
+            new: the tokens.
+            planned: see :meth:`DiskRows.append`.
 
         Returns:
             All tokens of the layer, in a slot.
@@ -69,7 +77,7 @@ class SlotRing:
         slot = self._filled_slot(disk, end)
         slot.write(disk.layout, fresh, disk.length)
         try:
-            disk.append(fresh)
+            disk.append(fresh, planned)
         except BaseException:
             slot.clear()
             raise
@@ -134,9 +142,9 @@ class SlotRing:
 
     def _read(self, slot: Slot, disk: DiskRows, start: int, *, urgent: bool = False) -> None:
         """Start reading from the page with the token ``start`` on."""
-        disk.file.flush()
-        segments = disk.segments(start, disk.paged_tokens, slot.capacity)
-        slot.read(lambda: disk.file.reader.submit(segments, slot.memory, urgent=urgent), disk, disk.paged_tokens)
+        disk.flush()
+        reads = segments(disk.pages, disk.layout, start, disk.paged_tokens, slot.capacity)
+        slot.read(lambda: disk.file.reader.submit(reads, slot.memory, urgent=urgent), disk, disk.paged_tokens)
 
     def _read_ahead(self, disk: DiskRows, busy: Slot, num_new: int) -> None:
         """Prefetch the layer that is expected next into the other slot."""

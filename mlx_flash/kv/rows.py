@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from mlx_flash.kv.disk import DiskRows
+from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows
 from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.ledger import Layer
 from mlx_flash.kv.lineage import Lineage
 from mlx_flash.kv.memory import Changes, MemoryRows
+from mlx_flash.kv.opened import Stored
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import FilePages, cut
+from mlx_flash.kv.pages import Page, cut
 from mlx_flash.memory.pagecache import round_up
 
 
@@ -27,6 +28,8 @@ class Rows:
         lineage: the layers with the same first tokens.
         stored: the first tokens in files of the prefix cache, while the rows are in memory. They go to disk without a
             copy, as far as these files are still there.
+        planned: the pages that the prefix cache wants of the call under way, by first token. It takes those that are
+            written to drafts as they are.
     """
 
     def __init__(self, options: KVOptions, group: int, index: int) -> None:
@@ -34,7 +37,8 @@ class Rows:
         self.group = group
         self.index = index
         self.lineage = Lineage(self)
-        self.stored: FilePages = ()
+        self.stored: tuple[Page[Stored], ...] = ()
+        self.planned = NOTHING_PLANNED
         self.options = options
         self._no_rows = MemoryRows(options)
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache as cached
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,16 @@ import numpy as np
 
 from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.folders import cache_directory
+from mlx_flash.kv.base import PooledCache
+from mlx_flash.kv.disk import Planned
 from mlx_flash.kv.history import History, Labels, make_labels
+from mlx_flash.kv.opened import StoredRows
 from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
-from mlx_flash.kv.pages import InFile, Page
+from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.prefixes.leaves import Leaf, RowLeaf, StateLeaf, forget, form_of, leaves_of, new_array, page_in
+from mlx_flash.kv.written import Draft
+from mlx_flash.prefixes.call import Call
+from mlx_flash.prefixes.leaves import Leaf, RowLeaf, forget, form_of, leaves_of, new_array, rows_in
 from mlx_flash.prefixes.pages import Blob, Place, full_pages
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
@@ -40,38 +47,6 @@ class PrefixCounters:
     restored_bytes: int = 0
     num_calls_restored: int = 0
     num_computed: int = 0
-
-
-@dataclass(slots=True)
-class Call:
-    """A forward call on a cache whose content is known: ``history`` is the content when the call began."""
-
-    leaves: list[Leaf]
-    history: History
-    tokens: mx.array
-    form: int
-    is_prompt: bool
-    num_restored: int = 0
-
-    @property
-    def end(self) -> int:
-        """Tokens in the cache after the call."""
-        return self.history.length + int(self.tokens.shape[1])
-
-    @property
-    def is_answered(self) -> bool:
-        """True when nothing is left to be computed."""
-        return self.num_restored == self.tokens.shape[1]
-
-    @property
-    def rows(self) -> list[RowLeaf]:
-        """Leaves with a row for each token."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, RowLeaf)]
-
-    @property
-    def states(self) -> list[StateLeaf]:
-        """Leaves with a state."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, StateLeaf)]
 
 
 class PrefixCache:
@@ -98,26 +73,43 @@ class PrefixCache:
         forget(cache)
         if leaves is None or history is None or (self._is_exact and not is_prompt):
             return None
-        call = Call(leaves, history, tokens, form_of(leaves, of_batches=self._is_exact), is_prompt)
+        form, ends = form_of(leaves, of_batches=self._is_exact), self._ends(history.length, int(tokens.shape[1]))
+        call = Call(leaves, history, tokens, form, is_prompt, ends)
         if is_prompt:
             call.num_restored = self._restore(call)
             self.counters.num_restored += call.num_restored
             self.counters.num_computed += tokens.shape[1] - call.num_restored
             self.counters.num_calls_restored += call.is_answered
+        self._plan(call)
         return call
 
     def end(self, call: Call) -> None:
         """Store the pages that a call completed, and note what the cache holds now."""
         if any(leaf.length not in (call.end, None) for leaf in call.leaves):
             return
-        ends, tokens = self._ends(call), call.tokens
-        if call.is_prompt or ends:
-            history = call.history.with_labels(self._labels(call), ends)
+        tokens = call.tokens
+        if call.is_prompt or call.ends:
+            history = call.history.with_labels(self._labels(call), call.ends)
         else:
             history = call.history.with_unread(lambda: np.array(tokens)[0], tokens.shape[1], call.form)
-        if self._store(call, history):
+        is_stored = self._store(call, history)
+        for each in call.rows:
+            each.forget_plan()
+        if is_stored:
             for leaf in call.leaves:
                 leaf.note(history)
+
+    def _plan(self, call: Call) -> None:
+        """Plan a draft for each page that the call completes."""
+        pooled = [(i, leaf.entry.rows) for i, leaf in enumerate(call.rows) if isinstance(leaf.entry, PooledCache)]
+        num_blobs = sum(leaf.num_arrays for leaf in call.rows)
+        restored, drafts = call.history.length + call.num_restored, {}
+        for begin, end in zip((_last(call.history.ends), *call.ends), call.ends, strict=False):
+            if pooled and end > restored:
+                files = pooled[0][1].pool.files
+                drafts[begin] = end, cached(partial(self.store.new_draft, files, num_blobs))
+        for i, rows in pooled:
+            rows.planned = {begin: Planned(end, i, draft) for begin, (end, draft) in drafts.items()}
 
     def telemetry(self) -> dict[str, int]:
         """Return what was restored and stored so far."""
@@ -147,15 +139,15 @@ class PrefixCache:
         bounds = (call.history.length, call.end) if self._is_exact else (0, 0)
         return make_labels(np.array(call.tokens)[0], *bounds, call.form)
 
-    def _ends(self, call: Call) -> list[int]:
+    def _ends(self, length: int, num_new: int) -> list[int]:
         """Return the ends of the pages that a call completes; in the mode ``exact`` the last one ends with the call."""
-        ends = [i for i in full_pages(call.end, self.store.page_tokens) if i > call.history.length]
-        return [*ends, call.end] if self._is_exact and call.end not in ends else ends
+        ends = [end for end in full_pages(length + num_new, self.store.page_tokens) if end > length]
+        return [*ends, length + num_new] if self._is_exact and length + num_new not in ends else ends
 
     def _restore(self, call: Call) -> int:
         """Fill the cache. Return with how many tokens: all or none of them in the mode ``exact``."""
         begin, limit = call.history.length, call.end
-        history = call.history.with_labels(self._labels(call), self._ends(call))
+        history = call.history.with_labels(self._labels(call), call.ends)
         while True:
             prefix = self.store.find(history.labels, ends=history.ends, snapshot=STATE if call.states else "")
             prefix = self.store.pin(prefix)
@@ -191,21 +183,21 @@ class PrefixCache:
                 found = self._read(page, len(call.rows))
                 if found is None:
                     return False
-                for leaf, (arrays, stored) in zip(call.rows, found, strict=True):
+                for leaf, (arrays, rows) in zip(call.rows, found, strict=True):
                     leaf.trim(start)
-                    leaf.append([*arrays.values()], stored)
+                    leaf.append([*arrays.values()], None if rows is None else Page(partial(_same, rows), end - start))
         for holder, (state, _) in zip(call.states, states, strict=True):
             holder.set_state(state)
         return True
 
-    def _read(self, page: str, num_leaves: int) -> list[tuple[dict[str, mx.array], Page[InFile] | None]] | None:
+    def _read(self, page: str, num_leaves: int) -> list[tuple[dict[str, mx.array], StoredRows | None]] | None:
         """Return for each leaf the arrays of a page or snapshot, by name, and their place; None if it is damaged."""
         arrays: list[dict[str, mx.array]] = [{} for _ in range(num_leaves)]
         views: dict[str, memoryview] = {}
-        places: list[Page[InFile] | None] = []
+        places: list[StoredRows | None] = []
 
         def allocate(place: Place) -> dict[str, memoryview]:
-            places.extend(page_in(place, leaf) for leaf in range(num_leaves))
+            places.extend(rows_in(place, leaf) for leaf in range(num_leaves))
             for name, blob in place.blobs.items():
                 leaf, _, key = name.partition(".")
                 arrays[int(leaf)][key], views[name] = new_array(blob.dtype, blob.shape)
@@ -220,22 +212,55 @@ class PrefixCache:
         """Store the pages that were computed. Return whether all of them are stored, so that others may follow."""
         restored = call.history.length + call.num_restored
         for number in range(len(call.history.ends), len(history.ends)):
-            end = history.ends[number]
-            start = history.ends[number - 1] if number else 0
-            if end > restored and not self._put(history, number, [leaf.read(start, end) for leaf in call.rows]):
+            if history.ends[number] > restored and not self._put_rows(call.rows, history, number):
                 return False
         ends_with_page = bool(history.ends) and history.ends[-1] == history.length
         if call.states and call.is_prompt and ends_with_page and restored < history.length:
-            states = [leaf.read_state() for leaf in call.states]
-            return self._put(history, len(history.ends) - 1, states, STATE) or not self._is_exact
+            states = {i: leaf.read_state() for i, leaf in enumerate(call.states)}
+            return bool(self._put(history, len(history.ends) - 1, states, snapshot=STATE)) or not self._is_exact
         return True
 
-    def _put(self, history: History, number: int, leaves: Sequence[Mapping[str, Blob]], snapshot: str = "") -> bool:
-        blobs = {f"{i}.{name}": blob for i, leaf in enumerate(leaves) for name, blob in leaf.items()}
+    def _put_rows(self, leaves: Sequence[RowLeaf], history: History, number: int) -> bool:
+        """Store a page of rows. Those that layers wrote to a draft stay there; the others are copied."""
+        start, end = _last(history.ends[:number]), history.ends[number]
+        drafts = [leaf.draft_of(start, end) for leaf in leaves]
+        draft = next((draft for draft in drafts if draft is not None), None)
+        rest = {i: leaf for i, leaf in enumerate(leaves) if draft is None or drafts[i] is not draft}
+        blobs = {i: leaf.read(start, end) for i, leaf in rest.items()}
+        if name := self._put(history, number, blobs, draft):
+            place = cached(partial(self.store.place, name))
+            for i, leaf in rest.items():
+                leaf.note_stored(start, Page(partial(_found, place, i), end - start))
+        return bool(name)
+
+    def _put(
+        self,
+        history: History,
+        number: int,
+        leaves: Mapping[int, Mapping[str, Blob]],
+        draft: Draft | None = None,
+        snapshot: str = "",
+    ) -> str:
+        blobs = {f"{i}.{name}": blob for i, leaf in leaves.items() for name, blob in leaf.items()}
         # in the mode longest, the cached page of a name may have been computed in other calls than its successors here
+        only_new, labels, ends = not self._is_exact, history.labels, history.ends
         return self.store.put(
-            history.labels, number, blobs, snapshot=snapshot, ends=history.ends, waits=True, only_new=not self._is_exact
+            labels, number, blobs, draft=draft, snapshot=snapshot, ends=ends, waits=True, only_new=only_new
         )
+
+
+def _last(ends: Sequence[int]) -> int:
+    return ends[-1] if ends else 0
+
+
+def _same(rows: StoredRows) -> StoredRows:
+    return rows
+
+
+def _found(place: Callable[[], Place | None], leaf: int) -> StoredRows | None:
+    """Return the rows of a leaf in a page that is known when it is needed."""
+    found = place()
+    return None if found is None else rows_in(found, leaf)
 
 
 def open_prefixes(

@@ -18,11 +18,11 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_flash.errors import WriteError
+from mlx_flash.errors import ReadError, WriteError
 from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, flush_folder, locked, make_private, open_locked
 from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.prefixes.listing import Page, PageListing
-from mlx_flash.prefixes.pages import EncodedPage, PageKey, path_of
+from mlx_flash.prefixes.pages import EncodedPage, PageFile, PageKey, Place, path_of
 
 LOCK_SECONDS = 10.0
 """Longest wait for the lock. Others hold it for milliseconds, so a longer wait is for a stopped process."""
@@ -82,6 +82,7 @@ class PageFolder:
         self._directory = directory
         self._limit = limit
         self._free_floor = free_floor
+        self._inodes: dict[str, int] = {}  # of the pages that this object has written
 
     def open(self) -> None:
         """Make the folder writable, and remove what killed processes and damage have left in it."""
@@ -96,7 +97,7 @@ class PageFolder:
         """Add and remove nothing any more; pages are still read."""
         self.is_writable = False
         text = "nothing more is stored in %s: %s. Cached pages are still read. Hint: make room, or check who may write."
-        _log.warning(text, self._directory, error)
+        _log.warning(text, self._directory, str(error))  # without its traceback, which has pages
 
     def hold(self, pages: Sequence[str]) -> Hold | None:
         """Keep pages that follow one another, up to the first that is not cached, from being evicted.
@@ -134,10 +135,10 @@ class PageFolder:
                 return "parent"
             if not self._make_room(page):
                 return "room"
-            if not claim(page.nbytes):
+            if not claim(page.new_bytes):
                 return "wear"
             partial = self.path / f"{page.key.page}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
-            fd = _reserve(partial, page.nbytes)
+            fd = _reserve(partial, page)
         try:
             page.write(fd)
             # macOS leaves it to the disk when to write what it was sent; after a loss of power checksums tell
@@ -148,12 +149,23 @@ class PageFolder:
                     return "parent"
                 if not self.listing.has(page.key.page):
                     os.utime(fd, ns=(time.time_ns(),) * 2)
+                    self._inodes[page.key.page] = os.fstat(fd).st_ino
                     self.listing.remove(page.key.page)  # a damaged one, whose removal was interrupted
                     partial.replace(path_of(self.path, page.key.page))
             flush_folder(self.path)
+            if page.draft is not None:
+                page.draft.is_named = True
             return ""
         finally:
             _give_up(partial, fd)
+
+    def place(self, page: str) -> Place | None:
+        """Return the place of a page that :meth:`add` has written; None if it is gone, or another one."""
+        try:
+            with PageFile(self.path, page) as file:
+                return file.place if file.place.inode == self._inodes.get(page) else None
+        except (OSError, ReadError):
+            return None
 
     def drop(self, page: str) -> int:
         """Remove an unreadable page and all that follow it, even those in use. Return how many followed it."""
@@ -199,7 +211,7 @@ class PageFolder:
 
     def _make_room(self, page: EncodedPage) -> bool:
         """Evict pages until another one fits. Return whether it does."""
-        excess = page.nbytes - self._spare_bytes()
+        excess = page.new_bytes - self._spare_bytes()
         if self._limit is None and excess <= 0:
             return True
         pages, _ = self.listing.repair()
@@ -209,7 +221,7 @@ class PageFolder:
         if excess > taken:
             return False  # evicting all would not be enough
         freed = self._evict(pages, excess, lambda key: key.page != page.key.parent)
-        return freed >= excess and page.nbytes <= self._spare_bytes()
+        return freed >= excess and page.new_bytes <= self._spare_bytes()
 
     def _evict(self, pages: dict[str, Page], excess: int, may_go: Callable[[PageKey], bool]) -> int:
         """Remove pages, least recently used first, until so many bytes are gone. Return how many are.
@@ -249,11 +261,13 @@ class PageFolder:
         return shutil.disk_usage(self.path).free - (self._free_floor or 0)
 
 
-def _reserve(partial: Path, nbytes: int) -> int:
+def _reserve(partial: Path, page: EncodedPage) -> int:
     """Make a file of a page's size, which other writers count as soon as they have the lock. Return it open."""
+    if page.draft is not None:
+        page.draft.path.rename(partial)
     fd = open_locked(partial, create=0o600, shared=True)  # as long as its writer lives
     try:
-        os.ftruncate(fd, nbytes)
+        os.ftruncate(fd, page.nbytes)
     except BaseException:
         _give_up(partial, fd)
         raise

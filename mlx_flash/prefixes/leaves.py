@@ -24,12 +24,15 @@ from mlx_flash.compat.caches import count_tokens, entries_of, is_right_padded, n
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.checkpoints import PutBack, checkpoint
+from mlx_flash.kv.disk import NOTHING_PLANNED, draft_of
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
 from mlx_flash.kv.layout import Component
-from mlx_flash.kv.opened import StoredFile
-from mlx_flash.kv.pages import InFile, Page
+from mlx_flash.kv.opened import Stored, StoredRows
+from mlx_flash.kv.pages import Page
+from mlx_flash.kv.pages import num_tokens as count_in
+from mlx_flash.kv.written import Draft
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.prefixes.pages import Blob, Place
+from mlx_flash.prefixes.pages import Blob, Place, dtype_name
 
 _OTHERS = "others"
 _ROWS = (KVCache, QuantizedKVCache, BatchKVCache, LoneKVCache, DiskKVCache, DiskQuantizedKVCache)
@@ -124,7 +127,7 @@ class RowLeaf(Leaf):
         """Return the rows of some tokens, ``(1, heads, tokens, width)`` for each array."""
         return {str(i): to_blob(array) for i, array in enumerate(self._read(start, stop))}
 
-    def append(self, arrays: Sequence[mx.array], stored: Page[InFile] | None = None) -> None:
+    def append(self, arrays: Sequence[mx.array], stored: Page[Stored] | None = None) -> None:
         """Add rows as :meth:`read` returned them, and evaluate them.
 
         Args:
@@ -147,6 +150,27 @@ class RowLeaf(Leaf):
         entry.keys, entry.values = (tuple(longer[:half]), tuple(longer[half:])) if is_quantized else longer
         count_tokens(entry, count)
         mx.eval(longer, entry.offset)
+
+    def forget_plan(self) -> None:
+        """Forget which pages the call was to complete."""
+        if isinstance(self.entry, PooledCache):
+            self.entry.rows.planned = NOTHING_PLANNED
+
+    def draft_of(self, start: int, stop: int) -> Draft | None:
+        """Return the unnamed draft that has some tokens as a page; None if none has."""
+        disk = self.entry.rows.disk if isinstance(self.entry, PooledCache) else None
+        return None if disk is None else draft_of(disk, start, stop)
+
+    def note_stored(self, start: int, page: Page[Stored]) -> None:
+        """Note that tokens in memory are in a page: when the layer goes to disk, they are not written again."""
+        rows = self.entry.rows if isinstance(self.entry, PooledCache) else None
+        if rows is not None and rows.disk is None and count_in(rows.stored) == start:
+            rows.stored += (page,)
+
+    @property
+    def num_arrays(self) -> int:
+        """Number of arrays."""
+        return 6 if isinstance(self.entry, QuantizedKVCache) else 2
 
     def trim(self, length: int) -> None:
         """Remove the newest tokens."""
@@ -203,10 +227,10 @@ def to_blob(array: mx.array) -> Blob:
     """Return an array's bytes; evaluates it."""
     flat = mx.contiguous(array).reshape(-1)
     mx.eval(flat)
-    return Blob(memory_of(flat), str(array.dtype).removeprefix("mlx.core."), tuple(array.shape))
+    return Blob(memory_of(flat), dtype_name(array.dtype), tuple(array.shape))
 
 
-def page_in(place: Place, leaf: int) -> Page[InFile] | None:
+def rows_in(place: Place, leaf: int) -> StoredRows | None:
     """Return the rows of a leaf in a page file; None if it has a state."""
     blobs = [blob for name, blob in place.blobs.items() if name.partition(".")[0] == str(leaf)]
     if not all(len(blob.shape) == 4 for blob in blobs):
@@ -214,8 +238,7 @@ def page_in(place: Place, leaf: int) -> Page[InFile] | None:
     components = tuple(Component((b.shape[0], b.shape[1]), b.shape[3], getattr(mx, b.dtype)) for b in blobs)
     length = blobs[0].shape[2] if blobs else 0
     strides = tuple(length * component.width_bytes for component in components)
-    file = StoredFile(place.path, place.inode)
-    return Page(InFile(file, components, tuple(blob.offset for blob in blobs), strides), length)
+    return StoredRows(place.path, place.inode, components, tuple(blob.offset for blob in blobs), strides)
 
 
 def new_array(dtype: str, shape: Sequence[int]) -> tuple[mx.array, memoryview]:

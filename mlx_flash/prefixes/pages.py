@@ -27,10 +27,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
 from mlx_flash.errors import ReadError
 from mlx_flash.files import write_at
+from mlx_flash.kv.written import Draft
 from mlx_flash.memory.pagecache import drop_cached, round_up
 
 MAGIC = b"MLXFKV\x00\x04"
@@ -43,6 +45,9 @@ _HEAD = struct.Struct("<8sQII")
 _LENGTHS = struct.Struct("<QI")
 _FIRST_READ = 8 << 10
 """Bytes that hold nearly every description; a longer one takes a second read."""
+
+_MOST_KEY_BYTES, _MOST_BLOB_BYTES = 1024, 128
+"""Bytes that suffice for a key without its title, and for a blob, in nearly every description."""
 
 Tokens = Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 """Tokens of a sequence, ``(length,)``; or ``(length, n)`` where more than the token decides what is cached."""
@@ -135,34 +140,92 @@ def path_of(folder: Path, page: str) -> Path:
 
 
 class EncodedPage(NamedTuple):
-    """The content of a page file: everything before the blobs, and the blobs. ``nbytes`` is the length of the file."""
+    """The content of a page file.
+
+    Attributes:
+        key: of the page.
+        nbytes: the length of the file.
+        head: everything before the blobs.
+        blobs: the blobs to write, with their offsets.
+        draft: the file, in which the other blobs are already; None for a new one.
+    """
 
     key: PageKey
     nbytes: int
     head: bytes
-    blobs: Sequence[memoryview]
+    blobs: Sequence[tuple[int, memoryview]]
+    draft: Draft | None = None
+
+    @property
+    def new_bytes(self) -> int:
+        """Bytes that the disk has not got yet."""
+        return self.nbytes - (self.draft.nbytes if self.draft is not None else 0)
 
     def write(self, fd: int) -> None:
-        """Write the page to a file that has its length already."""
-        write_at(fd, self.head, 0)
-        offset = round_up(len(self.head), ALIGNMENT)
-        for data in self.blobs:
-            flat = data.cast("B") if data.nbytes else memoryview(b"")
-            write_at(fd, flat, offset)
-            offset += round_up(len(flat), ALIGNMENT)
+        """Write what the file lacks."""
+        for offset, data in ((0, memoryview(self.head)), *self.blobs):
+            write_at(fd, data.cast("B") if data.nbytes else memoryview(b""), offset)
 
 
 def encode_page(key: PageKey, blobs: Mapping[str, Blob]) -> EncodedPage:
     """Return the file of a page. The blobs' bytes must not change until it is written."""
-    views = {name: memoryview(blob.data) for name, blob in blobs.items()}
-    table = [
-        [name, blob.dtype, blob.shape, views[name].nbytes, zlib.crc32(views[name])] for name, blob in blobs.items()
-    ]
-    text = f"{json.dumps(asdict(key))}\n{json.dumps(table)}".encode()
-    nbytes = round_up(_HEAD.size + len(text), ALIGNMENT)
-    nbytes += sum(round_up(view.nbytes, ALIGNMENT) for view in views.values())
-    head = _HEAD.pack(MAGIC, nbytes, len(text), zlib.crc32(_LENGTHS.pack(nbytes, len(text)) + text))
-    return EncodedPage(key, nbytes, head + text, [*views.values()])
+    table = _table(blobs)
+    return _encoded(key, table, blobs, round_up(_HEAD.size + len(_text(key, table)), ALIGNMENT))
+
+
+def encode_draft(key: PageKey, draft: Draft, blobs: Mapping[str, Blob]) -> EncodedPage | None:
+    """Return the file of a page that layers have begun to write.
+
+    Args:
+        key: of the page.
+        draft: the file.
+        blobs: those that it lacks, as in :func:`encode_page`.
+
+    Returns:
+        None if the draft was not written as a whole.
+    """
+    if (written := draft.finished()) is None:
+        return None
+    table = []
+    for (layer, index), blob in written.items():
+        shape = (*blob.component.shape, blob.length, blob.component.width)
+        table.append([f"{layer}.{index}", dtype_name(blob.component.dtype), shape, blob.nbytes, blob.checksum])
+    table += _table(blobs)
+    fits = _HEAD.size + len(_text(key, table)) <= draft.room
+    return _encoded(key, table, blobs, draft.room, draft) if fits else None
+
+
+def _table(blobs: Mapping[str, Blob]) -> list[Any]:
+    sizes = {name: memoryview(blob.data) for name, blob in blobs.items()}
+    return [[name, b.dtype, b.shape, sizes[name].nbytes, zlib.crc32(sizes[name])] for name, b in blobs.items()]
+
+
+def _text(key: PageKey, table: Sequence[Any]) -> bytes:
+    return f"{json.dumps(asdict(key))}\n{json.dumps(table)}".encode()
+
+
+def _encoded(
+    key: PageKey, table: Sequence[Any], blobs: Mapping[str, Blob], room: int, draft: Draft | None = None
+) -> EncodedPage:
+    """Return a page whose blobs begin after ``room`` bytes, those to write behind those of the draft."""
+    text = _text(key, table).ljust(room - _HEAD.size)
+    offset, placed = room + (0 if draft is None else draft.nbytes), []
+    for blob in blobs.values():
+        data = memoryview(blob.data)
+        placed.append((offset, data))
+        offset += round_up(data.nbytes, ALIGNMENT)
+    head = _HEAD.pack(MAGIC, offset, len(text), zlib.crc32(_LENGTHS.pack(offset, len(text)) + text))
+    return EncodedPage(key, offset, head + text, placed, draft)
+
+
+def room_for_head(title: str, num_blobs: int) -> int:
+    """Return the bytes to leave free at the beginning of a draft."""
+    return round_up(_MOST_KEY_BYTES + len(json.dumps(title)) + num_blobs * _MOST_BLOB_BYTES, ALIGNMENT)
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return the name of a type in page files."""
+    return str(dtype).removeprefix("mlx.core.")
 
 
 class PageFile:

@@ -15,8 +15,10 @@ from pathlib import Path
 from weakref import WeakSet
 
 from mlx_flash.errors import ClosedError, ReadError
+from mlx_flash.kv.files import PageFiles
 from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.kv.wear import WriteGovernor
+from mlx_flash.kv.written import Draft
 from mlx_flash.prefixes.folder import Hold, PageFolder
 from mlx_flash.prefixes.pages import (
     Blob,
@@ -26,6 +28,7 @@ from mlx_flash.prefixes.pages import (
     Tokens,
     full_pages,
     page_names,
+    room_for_head,
     root_name,
     snapshot_name,
 )
@@ -196,11 +199,12 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         page_index: int,
         blobs: Mapping[str, Blob],
         *,
+        draft: Draft | None = None,
         snapshot: str = "",
         ends: Sequence[int] | None = None,
         waits: bool = False,
         only_new: bool = False,
-    ) -> bool:
+    ) -> str:
         """Store a page, or a snapshot at its end, in the background.
 
         A page that exceeds the queue, the limits or the day's writes is not stored, nor are those that follow it.
@@ -209,6 +213,7 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
             tokens: of the sequence, at least up to the page's last one.
             page_index: how many pages come before it.
             blobs: what to store, by name; copied unless they are ``bytes``.
+            draft: a file with the other blobs, which becomes the file of the page.
             snapshot: the kind of snapshot; empty for the page itself.
             ends: with how many tokens each page ends; None for pages of ``page_tokens``.
             waits: whether to wait for room in the queue, unless it is too small for this page alone.
@@ -216,11 +221,23 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
                 stand for bytes that were computed in another way.
 
         Returns:
-            Whether it is cached, or queued.
+            Its name if it is cached, or queued; otherwise an empty text.
         """
         self._check_open()
         ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
-        return self._writer.put(self._key(tokens, ends, page_index, snapshot), blobs, waits=waits, only_new=only_new)
+        key = self._key(tokens, ends, page_index, snapshot)
+        is_taken = self._writer.put(key, blobs, draft, waits=waits, only_new=only_new)
+        return key.page if is_taken else ""
+
+    def new_draft(self, files: PageFiles, num_blobs: int) -> Draft | None:
+        """Return a file for the pages of layers on disk, which :meth:`put` may take; None where there is none."""
+        if not self._folder.is_writable:
+            return None
+        return files.new_draft(room_for_head(self._title, num_blobs), self._folder.path)
+
+    def place(self, page: str) -> Place | None:
+        """Return the place of a page that this store wrote, or is about to; None if that is gone."""
+        return self._folder.place(page) if self.flush() else None
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the queue is empty, at most so many seconds. Return whether it is."""

@@ -8,15 +8,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from mlx_flash.kv.wear import WriteGovernor
+from mlx_flash.kv.written import Draft
 from mlx_flash.prefixes.folder import PageFolder
-from mlx_flash.prefixes.pages import Blob, PageKey, encode_page
+from mlx_flash.prefixes.pages import Blob, PageKey, encode_draft, encode_page
 from mlx_flash.workers import Workers
 
-REASONS = ("stopped", "parent", "queue", "room", "wear")
+REASONS = ("stopped", "parent", "queue", "room", "wear", "draft")
 """Reasons for not storing a page: storing has stopped, the page before it is missing, too much waits to be written, the
-disk or the limit is full, the cap of daily writes is reached."""
+disk or the limit is full, the cap of daily writes is reached, layers did not write its file as a whole."""
 
 _WARNINGS = {
     "room": "the disk, or the cache's share of it, is full, and all of its pages are in use.",
@@ -27,6 +29,15 @@ _WARNINGS = {
 _POLL_SECONDS = 0.002
 
 _log = logging.getLogger("mlx_flash")
+
+
+class _Pending(NamedTuple):
+    """A page that waits: its key, the blobs to write, their bytes, and the draft with the others."""
+
+    key: PageKey
+    blobs: Mapping[str, Blob]
+    nbytes: int
+    draft: Draft | None
 
 
 class PageWriter:
@@ -40,14 +51,16 @@ class PageWriter:
         self._folder = folder
         self._governor = governor
         self._queue_bytes = queue_bytes
-        self._pending: dict[str, tuple[PageKey, Mapping[str, Blob], int]] = {}
+        self._pending: dict[str, _Pending] = {}
         self._lock = threading.RLock()  # and no condition: `with` on one is Python code, which may end with it locked
         self._one_writes = threading.Lock()  # an executor whose start of a thread was interrupted may have two
         self._executor = Workers(1, "mlx-flash-prefixes")
         self._is_closed = False
         self._counts: Counter[str] = Counter()
 
-    def put(self, key: PageKey, blobs: Mapping[str, Blob], *, waits: bool, only_new: bool) -> bool:
+    def put(
+        self, key: PageKey, blobs: Mapping[str, Blob], draft: Draft | None = None, *, waits: bool, only_new: bool
+    ) -> bool:
         """Queue a page, see :meth:`PrefixStore.put`."""
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
         while True:
@@ -61,7 +74,7 @@ class PageWriter:
                     self._count(reason)
                     if not reason:
                         copies = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
-                        self._pending[key.page] = key, copies, nbytes
+                        self._pending[key.page] = _Pending(key, copies, nbytes, draft)
                         self._start_writing()
                     return not reason
                 self._start_writing()
@@ -100,7 +113,7 @@ class PageWriter:
 
     @property
     def _queued_bytes(self) -> int:
-        return sum(nbytes for _, _, nbytes in self._pending.values())
+        return sum(pending.nbytes for pending in self._pending.values())
 
     def _fits(self, nbytes: int) -> bool:
         return self._queued_bytes + nbytes <= self._queue_bytes
@@ -126,13 +139,14 @@ class PageWriter:
         with self._lock:
             if not self._pending:
                 return
-            key, blobs, _ = next(iter(self._pending.values()))
+            key, blobs, _, draft = next(iter(self._pending.values()))
         reason = ""
         try:
-            if self._folder.is_writable:
-                reason = self._folder.add(encode_page(key, blobs), self._governor.claim) or "stored"
-            else:
+            if not self._folder.is_writable:
                 reason = "stopped"
+            else:
+                page = encode_page(key, blobs) if draft is None else encode_draft(key, draft, blobs)
+                reason = "draft" if page is None else self._folder.add(page, self._governor.claim) or "stored"
         except OSError as error:
             self._folder.stop(error)
             reason = "stopped"

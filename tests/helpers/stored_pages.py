@@ -43,7 +43,7 @@ def put(
 ) -> list[bool]:
     """Puts the pages of a sequence and waits until they are written."""
     numbers = range(len(tokens) // STEP) if pages is None else pages
-    taken = [store.put(tokens, i, blobs(tokens[: (i + 1) * STEP], nbytes)) for i in numbers]
+    taken = [bool(store.put(tokens, i, blobs(tokens[: (i + 1) * STEP], nbytes))) for i in numbers]
     assert store.flush(60)
     return taken
 

@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -24,14 +25,15 @@ from children import HELPERS
 from kv_on_disk import feed, on_disk
 from mlx_flash.errors import FileChangedError, ReadError, TruncatedFileError, WriteError
 from mlx_flash.files import locked, open_locked
-from mlx_flash.kv import written
+from mlx_flash.kv import writing
 from mlx_flash.kv.cache import make_caches
-from mlx_flash.kv.disk import DiskRows
+from mlx_flash.kv.disk import DiskRows, Planned
 from mlx_flash.kv.layout import CHUNK_TOKENS, Component, RowBytes, RowLayout
-from mlx_flash.kv.opened import PageReader, StoredFile, StoredFiles
+from mlx_flash.kv.opened import PageReader, Stored, StoredFiles, StoredRows
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
-from mlx_flash.kv.pages import InFile, Page, segments
-from mlx_flash.kv.written import LayerFile, WriteBehind
+from mlx_flash.kv.pages import Page, segments
+from mlx_flash.kv.writing import WriteBehind
+from mlx_flash.kv.written import Draft, LayerFile
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import commits_lazily
@@ -64,7 +66,7 @@ def read(rows: DiskRows, capacity: int | None = None) -> list[np.ndarray[Any, np
     arena = Arena(max(rows.layout.slot_bytes(capacity), 1))
     arena.fill(0xEE)
     rows.file.flush()
-    rows.file.reader.submit(rows.segments(0, rows.paged_tokens, capacity), arena.memory).wait()
+    rows.file.reader.submit(segments(rows.pages, rows.layout, 0, rows.paged_tokens, capacity), arena.memory).wait()
     everything = np.frombuffer(arena.memory, np.uint8)
     found = []
     for component, at, tail in zip(rows.layout.components, rows.layout.slot_offsets(capacity), rows.tail, strict=True):
@@ -83,7 +85,9 @@ def equal(left: Any, right: Any) -> bool:
 @settings(max_examples=25, deadline=None)
 @given(
     stored=st.lists(st.integers(1, 90), max_size=3),
-    steps=st.lists(st.tuples(st.sampled_from(["append", "truncate", "drop", "fork", "refer"]), st.integers(1, 300))),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["append", "truncate", "drop", "fork", "refer", "draft"]), st.integers(1, 300))
+    ),
 )
 def test_rows_equal_what_was_appended(
     layout: RowLayout, stored: list[int], steps: list[tuple[str, int]], tmp_path_factory: pytest.TempPathFactory
@@ -104,9 +108,21 @@ def test_rows_equal_what_was_appended(
         elif what == "truncate":
             rows.truncate(rows.length * number // 300)
             expected = [old[:, : rows.length] for old in expected]
+        elif what == "draft":
+            end, length = rows.paged_tokens + number, max(1, rows.paged_tokens + number - rows.length)
+            path_of_draft = path.with_name(f"{seed}.draft")
+            draft = Draft(path_of_draft, 4096, reader, writer, True)
+            new = random_rows(layout, length + number % 7, seed)
+            rows.append(new, {rows.paged_tokens: Planned(end, 0, lambda draft=draft: draft)})
+            expected = [np.concatenate([old, more], axis=1) for old, more in zip(expected, new, strict=True)]
+            if end >= rows.length - new[0].shape[1]:
+                checksums = [blob.checksum for blob in (draft.finished() or {}).values()]
+                start = end - number
+                assert checksums == [zlib.crc32(part[:, start:end].tobytes()) for part in expected]
+                path_of_draft.rename(path.with_name(f"{seed}.page"))
         elif what == "refer" and rows.length == rows.paged_tokens:
             new = random_rows(layout, number, seed)
-            page = files.open(write_stored(path.with_name(f"{seed}.page"), layout, new))
+            page = files.open(write_stored(path.with_name(f"{seed}.page"), layout, new), layout.components)
             assert page is not None
             rows.refer(page)
             page.where.file.path.unlink()  # the open file keeps its bytes
@@ -125,7 +141,7 @@ def test_rows_equal_what_was_appended(
     reader.close()
 
 
-def write_stored(path: Path, layout: RowLayout, rows: RowBytes) -> Page[InFile]:
+def write_stored(path: Path, layout: RowLayout, rows: RowBytes) -> Page[Stored]:
     """Write rows as a page of the prefix cache has them."""
     offsets, data = [], b"description"
     for part in rows:
@@ -135,14 +151,15 @@ def write_stored(path: Path, layout: RowLayout, rows: RowBytes) -> Page[InFile]:
     path.write_bytes(data)
     length = rows[0].shape[1]
     strides = tuple(length * component.width_bytes for component in layout.components)
-    file = StoredFile(path, path.stat().st_ino)
-    return Page(InFile(file, layout.components, tuple(offsets), strides), length)
+    found = StoredRows(path, path.stat().st_ino, layout.components, tuple(offsets), strides)
+    return Page(lambda: found, length)
 
 
-def replaced(page: Page[InFile]) -> Page[InFile]:
+def replaced(page: Page[Stored]) -> Page[Stored]:
     """Return a page in a file of the same name."""
-    path, inode = page.where.file  # type: ignore[misc]
-    return replace(page, where=replace(page.where, file=StoredFile(path, inode + 1)))
+    rows = page.where()
+    assert rows is not None
+    return replace(page, where=lambda: rows._replace(inode=rows.inode + 1))
 
 
 @pytest.mark.parametrize("fault", ["none", "short", "error"])
@@ -153,8 +170,8 @@ def test_one_read_puts_all_heads_of_a_stored_page_in_their_places(
     files = StoredFiles(rows.file.reader, True)
     for start in (0, 64):
         page = write_stored(tmp_path / f"{start}.page", WIDE, [part[:, start : start + 64] for part in expected])
-        rows.refer(files.open(page))  # type: ignore[arg-type]
-    assert all(segment.is_scattered for segment in rows.segments(0, 128, 256))
+        rows.refer(files.open(page, WIDE.components))  # type: ignore[arg-type]
+    assert all(segment.is_scattered for segment in segments(rows.pages, WIDE, 0, 128, 256))
     preadv, counts = os.preadv, list[int]()
 
     def counted(fd: int, buffers: Any, offset: int) -> int:
@@ -174,17 +191,17 @@ def test_files_that_are_gone_replaced_or_being_evicted_are_not_referred_to(tmp_p
     page = write_stored(path, WIDE, random_rows(WIDE, 10))
     files = StoredFiles(reader, True)
     with locked(path):
-        assert files.open(page) is None
-    assert files.open(replaced(page)) is None
-    kept = files.open(page)
-    assert kept is not None and files.open(page) == kept
+        assert files.open(page, WIDE.components) is None
+    assert files.open(replaced(page), WIDE.components) is None
+    kept = files.open(page, WIDE.components)
+    assert kept is not None and files.open(page, WIDE.components) == kept
     with pytest.raises(BlockingIOError):
         os.close(open_locked(path, wait=False))
-    assert files.open(replaced(page)) is None
+    assert files.open(replaced(page), WIDE.components) is None
     del kept
     os.close(open_locked(path, wait=False))
     path.unlink()
-    assert files.open(page) is None
+    assert files.open(page, WIDE.components) is None
     reader.close()
 
 
@@ -297,7 +314,7 @@ def test_a_truncated_or_replaced_file_raises(tmp_path: Path) -> None:
 
 
 def test_writing_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written, "WRITE_BEHIND_BYTES", 64 * WIDE.token_bytes)
+    monkeypatch.setattr(writing, "WRITE_BEHIND_BYTES", 64 * WIDE.token_bytes)
     rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 64 * 9)
     for start in range(0, 64 * 9, 64):
         rows.append([part[:, start : start + 64] for part in expected])

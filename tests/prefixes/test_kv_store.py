@@ -329,7 +329,7 @@ def test_bytes_that_wait_are_bounded(opened: Opener, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(EncodedPage, "write", lambda *args: (go_on.wait(5), write(*args)))
     store = opened(queue_bytes=3 * 2000)
     began = time.perf_counter()
-    taken = [store.put(TOKENS, i, blobs(TOKENS[: (i + 1) * STEP])) for i in range(6)]
+    taken = [bool(store.put(TOKENS, i, blobs(TOKENS[: (i + 1) * STEP]))) for i in range(6)]
     assert taken == [True] * 3 + [False] * 3 and time.perf_counter() - began < 4
     assert store.put(TOKENS, 1, blobs(TOKENS[: 2 * STEP])), "it waits already"
     told = stats(store)

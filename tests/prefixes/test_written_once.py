@@ -1,0 +1,171 @@
+"""Pages that layers on disk and the prefix cache share: written once, right, and whole whatever ends the process."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import children
+from interrupted_prefixes import HEADS, WIDTH, Talk
+from mlx_flash.kv import opened
+from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
+from mlx_flash.prefixes import folder as page_folder
+from mlx_flash.prefixes.cache import PrefixCache
+from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
+from mlx_flash.prefixes.store import PrefixStore
+
+PAGE = 32
+"""Tokens of a page, in which an array of a layer takes 4096 bytes."""
+
+TOKEN_BYTES = 2 * 2 * HEADS * WIDTH * 4
+HEAD_BYTES = 8192
+"""Description of a page, with the room behind it."""
+
+LONG = [(37 * i + 11) % 50 for i in range(8 * PAGE)]
+
+
+class Machine:
+    """A pool, a prefix cache in ``path``, and a count of all writes."""
+
+    def __init__(self, path: Path, mode: str = "exact", **options: Any) -> None:
+        self.path = path
+        governor = WriteGovernor(path / "wear", gb_per_day=None)
+        settings: dict[str, Any] = {"page_tokens": PAGE, "free_space_floor": 0, "limit_bytes": 1 << 20}
+        store = PrefixStore(path / "prefixes", model="m", settings="disk", governor=governor, **settings)
+        self.prefixes = PrefixCache(store, is_exact=mode == "exact")
+        options = {"always_on_disk": True, "step": PAGE, "directory": path / "kv", "direct": False, **options}
+        self.pool = KVPool(KVOptions(**options), governor.count)
+
+    def talk(self) -> Talk:
+        return Talk("disk", self.pool, self.prefixes, lambda operation: bool(operation()))
+
+    def written(self) -> int:
+        assert self.prefixes.store.flush(20)
+        self.pool.note()
+        return int(json.loads((self.path / "wear" / FILE_NAME).read_text())["total_bytes"])
+
+    def close(self) -> None:
+        self.prefixes.close()
+        self.pool.close()
+
+
+@pytest.mark.parametrize("mode", ["exact", "longest"])
+@pytest.mark.parametrize("kind", ["on disk", "evicted later"])
+def test_a_prompt_is_written_once(kind: str, mode: str, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, mode, always_on_disk=kind == "on disk")
+    talk = machine.talk().feed(LONG[:96]).feed(LONG[96:160])
+    if kind != "on disk":
+        for entry in talk.cache:
+            machine.pool._spill(entry.rows, ())
+    talk.feed(LONG[160:])
+    num_pages = len(LONG) // PAGE
+    assert len(LONG) * TOKEN_BYTES <= machine.written() <= len(LONG) * TOKEN_BYTES + num_pages * HEAD_BYTES
+    assert machine.pool.note().disk_bytes == 0, "all pages are the prefix cache's"
+    assert machine.prefixes.store.telemetry()["stored"] == list_prefixes(tmp_path / "prefixes")[0].pages == num_pages
+    assert clear_prefixes(tmp_path / "prefixes")[0].pages == num_pages, "they are in use"
+    other = machine.talk().feed(LONG[:96]).feed(LONG[96:160])
+    assert machine.prefixes.counters.num_restored == 160
+    talk.cache[0].trim(3)
+    del talk, other
+    machine.close()
+    again = Machine(tmp_path, mode)
+    again.talk().feed(LONG[:96]).feed(LONG[96:160]).feed(LONG[160:])
+    assert again.prefixes.counters.num_restored == len(LONG)
+    again.close()
+    gc.collect()
+    assert clear_prefixes(tmp_path / "prefixes") == [] and not list((tmp_path / "prefixes" / "pages").iterdir())
+
+
+@pytest.mark.parametrize("reason", ["too many files", "another disk", "a page larger than the rest of a call"])
+def test_pages_without_a_draft_are_copied(reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason == "too many files":
+        monkeypatch.setattr(opened, "MOST_FILES", 3)
+    elif reason == "another disk":
+        monkeypatch.setattr("mlx_flash.kv.files.are_on_one_disk", lambda *_: False)
+    machine = Machine(tmp_path, "longest", step=PAGE // (2 if reason.startswith("a page") else 1))
+    talk = machine.talk()
+    for start in range(0, len(LONG), 24):
+        talk.feed(LONG[start : start + 24])
+    assert machine.written() > len(LONG) * TOKEN_BYTES + 3 * PAGE * TOKEN_BYTES
+    assert machine.prefixes.store.telemetry()["stored"] == len(LONG) // PAGE
+    machine.talk().feed(LONG)
+    assert machine.prefixes.counters.num_restored == len(LONG)
+    machine.close()
+
+
+@pytest.mark.parametrize("fault", ["fsync", "rename"])
+def test_a_draft_that_gets_no_name_is_read_on(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(page_folder.os if fault == "fsync" else page_folder.Path, fault, fail)  # type: ignore[attr-defined]
+    machine = Machine(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        talk = machine.talk().feed(LONG[:96]).feed(LONG[96:])
+        machine.written()
+    assert "nothing more is stored" in caplog.text
+    assert machine.pool.note().disk_bytes == len(LONG) * TOKEN_BYTES
+    talk.check()
+    assert not list((tmp_path / "prefixes" / "pages").iterdir())
+    del talk
+    gc.collect()
+    machine.pool.ring.release()
+    assert machine.pool.note().disk_bytes == 0
+    machine.close()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[4])
+from test_written_once import LONG, Machine
+point, number = sys.argv[2], int(sys.argv[3])
+owner = os if point == "fsync" else Path
+whole, calls = getattr(owner, point), []
+def dies(*args):
+    calls.append(args)
+    if len(calls) == number:
+        os._exit(9)
+    return whole(*args)
+setattr(owner, point, dies)
+machine = Machine(Path(sys.argv[1]))
+machine.talk().feed(LONG[:96]).feed(LONG[96:])
+machine.written()
+"""
+
+
+@pytest.mark.parametrize("point", ["fsync", "rename", "replace"])
+def test_a_killed_process_leaves_whole_pages(point: str, tmp_path: Path) -> None:
+    """Killed before a draft is moved, while it lacks its description, and before it gets its name."""
+    done = children.run("-c", KILLED, tmp_path, point, 3, Path(__file__).parent)
+    assert done.returncode == 9, done.stderr.decode()
+    machine = Machine(tmp_path)
+    names = [path.suffix for path in (tmp_path / "prefixes" / "pages").iterdir()]
+    assert set(names) == {".page"} and 1 <= len(names) <= 3
+    machine.talk().feed(LONG[:96]).feed(LONG[96:])
+    machine.written()
+    assert machine.prefixes.store.telemetry()["damaged"] == 0
+    assert list_prefixes(tmp_path / "prefixes")[0].pages == len(LONG) // PAGE
+    assert len(list((tmp_path / "kv").iterdir())) == 1, "the folder of the killed process is gone"
+    machine.close()
+
+
+def test_descriptions_have_room_in_drafts(tmp_path: Path) -> None:
+    """However long the title of a model is, and however many layers it has."""
+    machine = Machine(tmp_path)
+    machine.prefixes.store._title = "ü" * 5000
+    machine.talk().feed(LONG[:96])
+    machine.written()
+    assert machine.prefixes.store.telemetry()["stored"] == 3
+    machine.close()

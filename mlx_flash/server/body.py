@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -58,6 +59,8 @@ def parse(body: bytes) -> dict[str, Any]:
         num_characters = _text_length(value)
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"the request is not JSON ({type(error).__name__}).", 400) from None
+    if _SURROGATE.search(body) and not _is_text(value):
+        raise RefusedError("the request has half of a surrogate pair, such as \\ud83e alone, which is no text.", 400)
     if not isinstance(value, dict):
         raise RefusedError("the request must be a JSON object.", 400)
     if num_characters > MAX_TEXT_CHARACTERS:
@@ -91,6 +94,14 @@ def message_of(error: RefusedError) -> str:
     return message if error.field is None or error.field in message else f"{error.field}: {message}"
 
 
+def _is_text(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
@@ -103,6 +114,8 @@ def _text_length(value: Any) -> int:
         return sum(len(name) + _text_length(part) for name, part in value.items()) + len(value)
     return sum(map(_text_length, value)) + len(value) if isinstance(value, list) else 0
 
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 _UNIONS = {"str", "list", "dict", "int", "float", "bool"}
 """Names that pydantic puts in the place of a field for the kinds of a union; they are no fields."""

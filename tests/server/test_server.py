@@ -344,7 +344,11 @@ def test_harmless_fields_are_ignored(server: Live) -> None:
 def test_lone_surrogates_and_odd_text(server: Live) -> None:
     for text in ("\ud800", "\x00", "\u202e" * 50, "🦊" * 100, "<|im_end|>"):
         status, _ = server.post(CHAT, {"messages": messages(text), "max_tokens": 2})
-        assert status in (200, 400)
+        assert status == (400 if text == "\ud800" else 200)
+    half = b'{"messages": [{"role": "user", "content": "x"}], "user": "a \\ud83e b"}'
+    status, reply = server.post(CHAT, None, half)
+    assert status == 400 and "half of a surrogate pair" in reply["error"]["message"]
+    assert server.post(TEXT, None, b'{"prompt": "\\ud83e\\udd8a", "max_tokens": 1}')[0] == 200
     assert server.get("/health") == (200, {"status": "ok"})
 
 

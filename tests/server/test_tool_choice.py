@@ -22,19 +22,10 @@ from mlx_flash.server.callgrammar import call_grammar
 from mlx_flash.server.grammar import grammar_tokenizer
 from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
+from tool_models import END, QWEN, TOOLS, with_template
 
 SHAPE = "--layers 2 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
 CALL = "{% set f = c.function %}"
-TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
-END = "{% endfor %}{% if m.tool_calls and not loop.last %}\n{% endif %}{% endfor %}"
-QWEN = (
-    TOOLS
-    + "{% for c in m.tool_calls or [] %}"
-    + CALL
-    + '{{ "" if loop.first else "\n" }}<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n'
-    + "</tool_call>"
-    + END
-)
 MISTRAL = (
     TOOLS
     + "{% for c in m.tool_calls or [] %}"
@@ -70,14 +61,6 @@ def tool(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": FUNCTIONS[name], **more}}
 
 
-def write(path: Path, template: str) -> Path:
-    file = path / "tokenizer_config.json"
-    settings = {"chat_template": template, "tool_parser_type": PARSERS[template]}
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
-    (path / "chat_template.jinja").unlink(missing_ok=True)
-    return path
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_model(tmp_path_factory.mktemp("models") / "calls", *SHAPE.split())
@@ -85,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Live]:
-    with live(str(write(model, QWEN))) as running:
+    with live(str(with_template(model))) as running:
         yield running
 
 
@@ -223,7 +206,7 @@ def test_grammars_follow_the_form_of_the_template(model: Path, tmp_path: Path, t
     (tmp_path / "m").mkdir()
     for file in model.glob("*.json"):
         (tmp_path / "m" / file.name).write_bytes(file.read_bytes())
-    tokenizer = load_tokenizer(write(tmp_path / "m", template))
+    tokenizer = load_tokenizer(with_template(tmp_path / "m", template, PARSERS[template]))
     tools = [tool("now"), tool("weather")]
     must = GenerationRequest(model="m", tools=tools, must_call=["now"])
     may = GenerationRequest(model="m", tools=tools, strict_tools=["now"])
@@ -238,5 +221,5 @@ def test_forms_that_are_not_json_are_refused(model: Path, tmp_path: Path) -> Non
     for file in model.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(RefusedError, match="no form of calls with JSON") as caught:
-        form_of(load_tokenizer(write(tmp_path, XML)), "tool_choice")
+        form_of(load_tokenizer(with_template(tmp_path, XML, PARSERS[XML])), "tool_choice")
     assert (caught.value.status, caught.value.field) == (400, "tool_choice")

@@ -1,0 +1,26 @@
+"""Models of random weights whose chat templates have tool calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+END = "{% endfor %}{% if m.tool_calls and not loop.last %}\n{% endif %}{% endfor %}"
+QWEN = (
+    TOOLS
+    + "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+    + '{{ "" if loop.first else "\n" }}<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n'
+    + "</tool_call>"
+    + END
+)
+"""The form of Qwen's calls."""
+
+
+def with_template(path: Path, template: str = QWEN, parser: str = "json_tools") -> Path:
+    """Give a model a chat template, and mlx-lm's parser of its tool calls."""
+    file = path / "tokenizer_config.json"
+    settings = {"chat_template": template, "tool_parser_type": parser}
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+    return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import sys
 from array import array
@@ -164,7 +163,8 @@ def read(shard: Shard, records: list[TensorRecord], *, way: Way | None = None, *
 def test_tensors_rows_and_experts_are_read_alone(
     shard: Shard, contents: dict[str, bytes], mode: str, read_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver())
+    driver = FakeDriver()
+    monkeypatch.setattr("mlx_flash.memory.driver.load_driver", lambda: driver)
     tensors = {record.name: record for record in shard.tensors}
     options: dict[str, object] = {"read_size": read_size, "direct": mode != "buffered"}
     options |= {"arrival": {"bounced": "bounced", "driver": "copied by the driver"}.get(mode, "in place")}
@@ -179,6 +179,7 @@ def test_tensors_rows_and_experts_are_read_alone(
         ),
     ):
         assert read(shard, records, **options) == expected
+    assert bool(driver.num_copies) == (mode == "driver")
 
 
 def test_each_expert_begins_a_block(shard: Shard) -> None:

@@ -15,8 +15,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -33,6 +33,9 @@ from mlx_flash.memory.pagecache import drop_file
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MACHINE = ROOT / "scripts" / "small_machine"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+
+V1, V2 = Path("/sys/fs/cgroup/blkio"), Path("/sys/fs/cgroup")
+"""Paths of the block-I/O controller in both versions of cgroups."""
 
 NOT_AVAILABLE = 77
 """Exit status of ``small_machine`` where no memory cgroup can be made."""
@@ -115,6 +118,32 @@ def run_command(
 
 def _machine_report(line: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"(\w+)=([\d.]+)\b", line)}
+
+
+# --- slow disks ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def slow_disk(model: Path, bytes_per_second: int) -> Iterator[Path]:
+    """Make a group whose processes read at most so many bytes a second. Yield the file that takes them in."""
+    is_v1 = (V1 / "blkio.throttle.read_bps_device").exists()
+    group = (V1 if is_v1 else V2) / f"mlx-flash-{os.getpid()}-{len(list(V1.glob('mlx-flash-*')))}"
+    number = model.stat().st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    group.mkdir()
+    try:
+        if is_v1:
+            (group / "blkio.throttle.read_bps_device").write_text(f"{device} {bytes_per_second}")
+        else:
+            (group / "io.max").write_text(f"{device} rbps={bytes_per_second}")
+        yield group / "cgroup.procs"
+    finally:
+        group.rmdir()
+
+
+def in_group(entry: Path, command: Sequence[object]) -> list[object]:
+    """Return a command that runs in the group that a file takes processes in for."""
+    return ["bash", "-c", f'echo $$ > {entry} && exec "$@"', "bash", *command]
 
 
 # --- cold caches -----------------------------------------------------------------------------------------------------

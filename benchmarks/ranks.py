@@ -19,11 +19,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, SMALL_MACHINE, describe, describe_model, write_json
+from harness import ROOT, SMALL_MACHINE, describe, describe_model, in_group, slow_disk, write_json
 
 from mlx_flash.layout.load import load_config
 
@@ -32,30 +31,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from check_ranks import REPRODUCIBLE, environments
 
 LIMIT_ROOM = 1.05
-V1, V2 = Path("/sys/fs/cgroup/blkio"), Path("/sys/fs/cgroup")
-"""Paths of the block-I/O controller in both versions of cgroups."""
-
 SPEEDS = ("generation_tokens_per_second", "time_to_first_token_seconds")
 
 PROMPT = "Several machines compute one model."
-
-
-@contextlib.contextmanager
-def slow_disk(model: Path, bytes_per_second: int) -> Iterator[Path]:
-    """Make a group whose processes read at most so many bytes a second. Yield the file that takes them in."""
-    is_v1 = (V1 / "blkio.throttle.read_bps_device").exists()
-    group = (V1 if is_v1 else V2) / f"mlx-flash-{os.getpid()}-{len(list(V1.glob('mlx-flash-*')))}"
-    number = model.stat().st_dev
-    device = f"{os.major(number)}:{os.minor(number)}"
-    group.mkdir()
-    try:
-        if is_v1:
-            (group / "blkio.throttle.read_bps_device").write_text(f"{device} {bytes_per_second}")
-        else:
-            (group / "io.max").write_text(f"{device} rbps={bytes_per_second}")
-        yield group / "cgroup.procs"
-    finally:
-        group.rmdir()
 
 
 def run_ranks(args: argparse.Namespace, num_ranks: int, folder: Path) -> list[dict[str, Any]]:
@@ -69,7 +47,7 @@ def run_ranks(args: argparse.Namespace, num_ranks: int, folder: Path) -> list[di
             words = [*limit, *command]
             if args.disk_mb_per_second is not None:
                 entry = stack.enter_context(slow_disk(args.model, int(args.disk_mb_per_second * 1e6)))
-                words = ["bash", "-c", f'echo $$ > {entry} && exec "$@"', "bash", *words]
+                words = in_group(entry, words)
             if num_ranks == 1:
                 environment = {**os.environ, **REPRODUCIBLE}
             processes.append(

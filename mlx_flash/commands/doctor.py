@@ -90,9 +90,13 @@ def _profile(path: Path | None, config: FlashConfig) -> DiskProfile:
     """Return the speed of a disk. Without a model to read, a file is written for the moment."""
     direct = reads_directly(config.io)
     if path is not None:
-        return disk_profile(max(read_checkpoint(path).shards, key=lambda shard: shard.nbytes).path, direct)
+        return disk_profile(
+            max(read_checkpoint(path).shards, key=lambda shard: shard.nbytes).path,
+            direct,
+            may_cache=config.io == "auto",
+        )
     with sample_in(cache_directory()) as file:
-        return disk_profile(file, direct)
+        return disk_profile(file, direct, may_cache=config.io == "auto")
 
 
 def advice(found: Findings) -> Iterator[str]:

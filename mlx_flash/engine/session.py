@@ -25,6 +25,7 @@ from mlx_flash.memory.pressure import FREE_SHARE
 from mlx_flash.prefixes.cache import PrefixCache, open_prefixes
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+from mlx_flash.storage.ranges import Way
 from mlx_flash.storage.selftest import reads_directly
 from mlx_flash.telemetry import Publisher
 
@@ -137,9 +138,9 @@ def _fingerprint(prepared: Prepared, name: str) -> str | None:
 
 
 def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
-    plan = prepared.plan
+    plan, disk = prepared.plan, prepared.machine.disk
     records = [record for unit in prepared.layout.units for p in unit.large for record in p.records]
-    return BackgroundPrefetcher(
+    reader = BackgroundPrefetcher(
         sorted({record.extent.path for record in records}),
         direct=reads_directly(config.io),
         read_size=plan.read_size,
@@ -148,6 +149,8 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
         tables=prepared.checkpoint.tables,
         room=partial(_spare_memory, plan.budget_bytes) if config.io == "auto" else lambda: 0,
     )
+    reader.way = replace(reader.way, direct=not disk.through_cache)
+    return reader
 
 
 def _tuner(reader: BackgroundPrefetcher, config: FlashConfig, plan: ResidencyPlan) -> ReadTuner | None:
@@ -155,9 +158,14 @@ def _tuner(reader: BackgroundPrefetcher, config: FlashConfig, plan: ResidencyPla
     is_set = config.io != "auto" or config.read_size_mb is not None
     if is_set or not reader.is_direct or not plan.read_bytes or plan.pool is not None:
         return None
-    present = reader.way
-    smaller = replace(present, read_size=max(present.read_size // 2, DIRECT_ALIGNMENT))
-    return ReadTuner([present, replace(present, direct=False), smaller], partial(setattr, reader, "way"))
+    return ReadTuner(partial(_ways, reader, reader.way), partial(setattr, reader, "way"))
+
+
+def _ways(reader: BackgroundPrefetcher, first: Way) -> list[Way]:
+    """Return the ways to read, the most promising first. Where memory caches nothing, less of it is no other way."""
+    less = [replace(first, cached=0.5, direct=True), replace(first, cached=0.0, direct=True)]
+    smaller = replace(first, read_size=max(first.read_size // 2, DIRECT_ALIGNMENT))
+    return [first, *(less if reader.cached.share else []), replace(first, direct=not first.direct), smaller]
 
 
 def _spare_memory(budget_bytes: int) -> int:

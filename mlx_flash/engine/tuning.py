@@ -15,6 +15,14 @@ _TRIAL_PASSES = 4
 _WORTH_IT = 0.95
 """A pass is won in at most this share of the usual time."""
 
+_FIRST_TRIALS = 2
+"""Other ways that are tried in the first passes, since a probe sees only a moment of the disk. There are few passes to
+compare with, so a way has to win two of them clearly."""
+
+_FIRST_PASSES = 2
+
+_CLEAR = 0.9
+
 _PASSES_BETWEEN = 32
 """Passes before the first trial, and between two. A lost trial takes one pass, which may be twice as slow."""
 
@@ -27,33 +35,38 @@ class ReadTuner:
     """Finds the way of reading with which decoding passes are fastest.
 
     It compares times of whole passes, so that a way that takes the processor from the computation does not win. A trial
-    takes every other pass and ends with the first that it does not win. When no other way was faster, the time until
-    the next trials doubles.
+    takes every other pass and ends with the first that it does not win. Two ways are tried in the third and the fourth
+    pass. When no other way was faster, the time until the next trials doubles.
 
     Args:
-        ways: the first is used until another one is faster.
+        ways: returns them. The first is used until another one is faster.
         choose: called before a pass with the way to read it.
 
     Attributes:
         way: the fastest so far.
     """
 
-    def __init__(self, ways: Sequence[Way], choose: Callable[[Way], None]) -> None:
-        self.way = ways[0]
+    def __init__(self, ways: Callable[[], Sequence[Way]], choose: Callable[[Way], None]) -> None:
+        self.way = ways()[0]
         self._choose = choose
-        self._ways = list(ways)
-        self._untried = self._others()
-        self._num_between = self._num_left = _PASSES_BETWEEN
+        self._ways = ways
+        self._untried: list[Way] = []
+        self._num_first = _FIRST_TRIALS
+        self._num_between, self._num_left = _PASSES_BETWEEN, 1
         self._usual: deque[float] = deque(maxlen=_TRIAL_PASSES)
         self._num_won = 0
+        self._is_trying = False
         self._kind = 0
-
-    def _others(self) -> list[Way]:
-        return [way for way in self._ways if way != self.way]
 
     @property
     def _is_trial(self) -> bool:
-        return not self._num_left and len(self._usual) == _TRIAL_PASSES
+        return not self._num_left and len(self._usual) >= (1 if self._num_first else _TRIAL_PASSES)
+
+    def _next(self) -> Way:
+        """Return the way to try."""
+        if not self._untried:
+            self._untried = [way for way in self._ways() if way != self.way]
+        return self._untried[0]
 
     def begin(self, *, may_try: bool) -> None:
         """Choose the way for a pass.
@@ -61,7 +74,8 @@ class ReadTuner:
         Args:
             may_try: :meth:`end` will get the time of the pass. If False, the pass is read in the usual way.
         """
-        self._choose(self._untried[0] if self._is_trial and may_try else self.way)
+        self._is_trying = self._is_trial and may_try
+        self._choose(self._next() if self._is_trying else self.way)
 
     def end(self, seconds: float, kind: int) -> None:
         """Note a decoding pass.
@@ -73,28 +87,34 @@ class ReadTuner:
         if kind != self._kind:
             self._kind, self._num_won = kind, 0
             self._usual.clear()
-        elif not self._is_trial:
+        elif not self._is_trying:
             self._usual.append(seconds)
             self._num_left = max(0, self._num_left - 1)
-        elif seconds > _WORTH_IT * median(self._usual):
+        elif seconds > self._limit():
             self._lose()
-        elif self._num_won + 1 < _TRIAL_PASSES:
+        elif self._num_won + 1 < (_FIRST_PASSES if self._num_first else _TRIAL_PASSES):
             self._num_won += 1
             self._num_left = 1
         else:
             self._win(seconds)
 
+    def _limit(self) -> float:
+        """Return the time in which a pass is won."""
+        return _CLEAR * min(self._usual) if self._num_first else _WORTH_IT * median(self._usual)
+
     def _lose(self) -> None:
         self._untried.pop(0)
-        if not self._untried:
-            self._untried = self._others()
+        self._num_won = 0
+        if self._num_first:
+            self._num_first -= 1
+        elif not self._untried:
             self._num_between = min(2 * self._num_between, _MOST_PASSES)
-        self._num_won, self._num_left = 0, self._num_between
+        self._num_left = 0 if self._num_first else self._num_between
 
     def _win(self, seconds: float) -> None:
-        other = self._untried[0]
+        other = self._untried.pop(0)
         _log.info("passes take %.3f s, not %.3f, with %s", seconds, median(self._usual), other)
-        self.way, self._num_won = other, 0
+        self.way, self._num_won, self._num_first = other, 0, 0
         self._num_between = self._num_left = _PASSES_BETWEEN
         self._usual.clear()
-        self._untried = self._others()
+        self._untried.clear()

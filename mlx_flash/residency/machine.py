@@ -71,7 +71,7 @@ def look_at_machine(
         config: its ``io``, ``read_size_mb`` and ``queue_depth`` replace what the probe finds best.
         checkpoint: the files, if they may be compressed. The disk's speed is that of reading and decoding then.
     """
-    disk = disk_profile(shard, reads_directly(config.io))
+    disk = disk_profile(shard, reads_directly(config.io), may_cache=config.io == "auto")
     compression = None
     if checkpoint is not None and checkpoint.tables:
         compression = Compression(checkpoint.ratio, decode_speed(), disk.bytes_per_second, 1.0, computes_on_cores())
@@ -90,6 +90,7 @@ def look_at_machine(
             _read_size(config, disk, compression),
             config.queue_depth or disk.queue_depth,
             disk.direct,
+            disk.through_cache,
         ),
         compute_bytes_per_second=speed.compute_bytes_per_second,
         barrier_seconds=speed.barrier_seconds,

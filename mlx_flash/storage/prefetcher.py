@@ -308,7 +308,7 @@ class BackgroundPrefetcher:
     def _goes_through_cache(self, caching: Caching, file: SourceFile, start: int, stop: int) -> bool:
         if caching == "found" and file.direct_fd is not None:
             return is_cached(file.buffered_fd, *file.stored(start, stop))
-        return caching != "none" and self.cached.holds(file.path, start)
+        return caching != "none" and self.cached.holds(file.path, start, self.way.cached)
 
     def _begin(self) -> None:
         with self._lock:

@@ -8,9 +8,10 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mlx_flash.memory.hugepages import use_huge_pages
@@ -23,6 +24,12 @@ from mlx_flash.storage.samples import temporary_file
 CANDIDATES = ((2 << 20, 4), (1 << 20, 8), (2 << 20, 8), (4 << 20, 4), (8 << 20, 2))
 """(read size in bytes, queue depth). Small reads and a depth of 1 are far from any SSD's bandwidth; 16 MiB in flight
 are enough for the fastest."""
+
+CACHE_CANDIDATES = ((4 << 20, 4), (1 << 20, 8))
+"""The same for reads through the page cache, whose pages are dropped at once."""
+
+WORTH_COPYING = 1.15
+"""Such reads take half a core for each GB/s. They replace direct ones that are this much slower."""
 
 SAMPLE_BYTES = 64 << 20
 """Bytes that are read for each candidate, at another place of the file each time."""
@@ -49,28 +56,32 @@ class DiskProfile:
         bytes_per_second: bandwidth of cold reads.
         read_size: bytes of one read.
         queue_depth: reads in flight at once.
-        direct: whether reads bypass the page cache.
+        direct: whether reads can bypass the page cache.
+        through_cache: whether they are faster through it, although they can bypass it.
     """
 
     bytes_per_second: float
     read_size: int
     queue_depth: int
     direct: bool
+    through_cache: bool = False
 
 
-def disk_profile(path: Path, direct: bool) -> DiskProfile:
+def disk_profile(path: Path, direct: bool, may_cache: bool = False) -> DiskProfile:
     """Return the profile of the disk that holds a file: the stored one if it is recent, or a new one.
 
     Args:
         path: a file to read from; nothing is written to its disk. Profiles of small files are not stored.
         direct: whether to read past the page cache where the file system can.
+        may_cache: whether to read through it where that is faster.
     """
     status = path.stat()
-    key = f"{platform.node()}:{status.st_dev}:{'direct' if direct else 'buffered'}"
+    may_cache = may_cache and direct
+    key = f"{platform.node()}:{status.st_dev}:{'any' if may_cache else 'direct' if direct else 'buffered'}"
     remembered = _remembered(key)
     if remembered is not None:
         return remembered
-    profile = probe_disk(path, direct)
+    profile = probe_disk(path, direct, may_cache)
     if status.st_size >= 2 * SAMPLE_BYTES:
         PROFILES.save(key, asdict(profile))
     return profile
@@ -87,27 +98,40 @@ def sample_in(folder: Path) -> Iterator[Path]:
         yield file
 
 
-def probe_disk(path: Path, direct: bool) -> DiskProfile:
-    """Measure a disk, in about half a second at 1 GB/s. A small file is read once, and gets the default settings."""
+def probe_disk(path: Path, direct: bool, may_cache: bool = False) -> DiskProfile:
+    """Measure a disk, in about a second at 1 GB/s. A small file is read once, and gets the default settings."""
     nbytes = path.stat().st_size
     if nbytes < 2 * SAMPLE_BYTES:
         found = _measure(path, direct, SMALL_READ_SIZE, DEFAULT_QUEUE_DEPTH, 0, nbytes)
         return replace(found, read_size=DEFAULT_READ_SIZE)
-    trials = [candidate for _ in range(ROUNDS) for candidate in CANDIDATES]
+    best = _best(path, CANDIDATES, partial(_measure, path, direct))
+    if not may_cache or not best.direct:
+        return best
+    cached = _best(path, CACHE_CANDIDATES, partial(_measure, path, direct, through_cache=True))
+    return cached if cached.bytes_per_second > best.bytes_per_second * WORTH_COPYING else best
+
+
+def _best(path: Path, candidates: Sequence[tuple[int, int]], measure: Callable[..., DiskProfile]) -> DiskProfile:
+    """Return the fastest of some read sizes and queue depths. Each is measured at other places of the file."""
+    trials = [candidate for _ in range(ROUNDS) for candidate in candidates]
+    nbytes = path.stat().st_size
     best: DiskProfile | None = None
     for i, (read_size, queue_depth) in enumerate(trials):
         start = (nbytes - SAMPLE_BYTES) * i // len(trials) // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-        found = _measure(path, direct, read_size, queue_depth, start, SAMPLE_BYTES)
+        found = measure(read_size, queue_depth, start, SAMPLE_BYTES)
         if best is None or found.bytes_per_second > best.bytes_per_second * WORTH_IT:
             best = found
     assert best is not None
     return best
 
 
-def _measure(path: Path, direct: bool, read_size: int, queue_depth: int, start: int, nbytes: int) -> DiskProfile:
+def _measure(
+    path: Path, direct: bool, read_size: int, queue_depth: int, start: int, nbytes: int, *, through_cache: bool = False
+) -> DiskProfile:
     reader = BackgroundPrefetcher([path], direct=direct, read_size=read_size, queue_depth=queue_depth)
+    reader.way = replace(reader.way, direct=not through_cache)
     try:
-        if not reader.is_direct:
+        if through_cache or not reader.is_direct:
             drop_file(path, start, nbytes)  # a file that was just downloaded would be read at the speed of memory
         buffer = _buffer(reader.read_size * queue_depth)
         began = time.perf_counter()
@@ -121,7 +145,8 @@ def _measure(path: Path, direct: bool, read_size: int, queue_depth: int, start: 
         while in_flight:
             in_flight.popleft().wait()
         seconds = time.perf_counter() - began
-        return DiskProfile(max(nbytes, 1) / max(seconds, 1e-9), read_size, queue_depth, reader.is_direct)
+        rate = max(nbytes, 1) / max(seconds, 1e-9)
+        return DiskProfile(rate, read_size, queue_depth, reader.is_direct, through_cache)
     finally:
         reader.close()
 
@@ -145,8 +170,9 @@ def _remembered(key: str) -> DiskProfile | None:
             "read_size": int(read_size),
             "queue_depth": int(queue_depth),
             "direct": bool(is_direct),
+            "through_cache": bool(through_cache),
         }:
             is_fresh = 0 <= time.time() - written <= MAX_AGE_SECONDS
             if is_fresh and 0 < speed < math.inf and read_size > 0 and queue_depth > 0:
-                return DiskProfile(speed, read_size, queue_depth, is_direct)
+                return DiskProfile(speed, read_size, queue_depth, is_direct, through_cache)
     return None  # too old, or written by another version

@@ -42,10 +42,12 @@ class Way:
     Attributes:
         read_size: bytes of one read.
         direct: past the page cache, if the file system can.
+        cached: the part of the files at most that is read through the page cache to stay there.
     """
 
     read_size: int
     direct: bool = True
+    cached: float = 1.0
 
 
 _Copy = tuple[Segment, int, memoryview, memoryview]

@@ -49,7 +49,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The ``direct`` of every look that is taken from now on; each finds FAKE."""
     calls: list[bool] = []
 
-    def look(path: Path, direct: bool) -> DiskProfile:
+    def look(path: Path, direct: bool, may_cache: bool) -> DiskProfile:
         calls.append(direct)
         return FAKE
 
@@ -67,6 +67,7 @@ def entry(**changes: object) -> dict[str, object]:
         "read_size": 1 << 20,
         "queue_depth": 4,
         "direct": True,
+        "through_cache": False,
         "time": time.time() - 100,
         **changes,
     }
@@ -117,6 +118,29 @@ def test_the_fastest_wins_unless_an_earlier_one_is_nearly_as_fast(big: Path, mon
     assert probe_disk(big, True).bytes_per_second == 1.0
     assert len(set(starts)) == probe.ROUNDS * len(CANDIDATES)
     assert all(start % 4096 == 0 and start + SAMPLE <= big.stat().st_size for start in starts)
+
+
+@pytest.mark.parametrize(("cached", "chosen"), [(1.1, False), (1.2, True)])
+def test_reads_through_the_page_cache_are_chosen_where_they_are_clearly_faster(
+    big: Path, monkeypatch: pytest.MonkeyPatch, cached: float, chosen: bool
+) -> None:
+    def measure(*args: int, through_cache: bool = False) -> DiskProfile:
+        return DiskProfile(cached if through_cache else 1.0, args[2], args[3], True, through_cache)
+
+    monkeypatch.setattr(probe, "_measure", measure)
+    found = probe_disk(big, True, may_cache=True)
+    assert found.through_cache == chosen
+    assert found.direct
+    assert not probe_disk(big, True).through_cache
+
+
+def test_a_look_through_the_page_cache_leaves_nothing_there(big: Path) -> None:
+    with big.open("rb") as file:
+        os.fsync(file.fileno())  # pages that are not written yet stay
+    found = probe._measure(big, True, 4 << 20, 1, 0, 2 * SAMPLE, through_cache=True)
+    assert found.through_cache
+    if sys.platform == "linux":
+        assert num_cached_pages(big) < 50
 
 
 def test_page_cache_is_not_measured(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:

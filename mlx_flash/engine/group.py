@@ -64,6 +64,7 @@ class _Lane:
             undo = self.put_back or self.trim or partial(break_cache, self.cache)
             undo()
             if isinstance(found, SharedEntryError):
+                found.__traceback__ = None  # its frames refer to the error, and to the calls with their logits
                 return None if self.put_back is not None else _out_of_order(found)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 from collections.abc import Iterator
@@ -92,3 +93,21 @@ def test_interrupted_part_is_written_again(wide: Any, monkeypatch: pytest.Monkey
     assert [entry.offset for entry in cache] == [16, 16]  # the parts that were computed stay
     got = wide(tokens[:, 16:], cache=cache)
     assert mx.array_equal(got, in_parts(stock(wide._life.prepared.checkpoint.directory), tokens, 16)[:, 16:])
+
+
+def test_prompt_that_turns_out_to_need_an_order_leaves_no_logits_behind(tmp_path: Path) -> None:
+    """The error that said so referred to itself. Until Python's collector came, the logits of the call stayed."""
+    directory = save(tmp_path, configuration("deepseek_v3"))
+    config = FlashConfig(ram_budget_gb="min", context_length=300, prefill_step_size=16, telemetry=False)
+    gc.collect()
+    gc.disable()
+    try:
+        with load_model(directory, config)[0] as model:
+            cache = make_prompt_cache(model)
+            mx.eval(model(mx.array([[7 * i % 300 for i in range(60)]]), cache=cache))
+            assert model._life.passes.group._needs_order
+            left = mx.get_active_memory()
+            gc.collect()
+            assert left - mx.get_active_memory() < 1000  # bytes
+    finally:
+        gc.enable()

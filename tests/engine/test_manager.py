@@ -21,6 +21,7 @@ from mlx_flash.memory.footprint import footprint
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import ResidencyPlan
 from models import LLAMA, save
+from zoo import configuration
 
 MB = 1_000_000
 
@@ -167,12 +168,14 @@ def test_a_budget_must_hold_all_models(plan: ResidencyPlan) -> None:
     assert large.budgets == small.budgets == [(520 * MB, False)]
 
 
-def test_two_models_at_their_smallest_budgets_both_go_on(directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [LLAMA, configuration("deepseek_v3")], ids=["llama", "deepseek_v3"])
+def test_two_models_at_their_smallest_budgets_both_go_on(tmp_path: Path, shape: dict[str, Any]) -> None:
     """The first one's budget did not count what the second one took, so its next long prompt was refused."""
     config = FlashConfig(ram_budget_gb="min", context_length=300, prefill_step_size=64)
-    other = save(tmp_path, LLAMA, mx.bfloat16)
+    directory, other = save(tmp_path / "first", shape), save(tmp_path / "second", shape)
     with mlx_flash.load_model(directory, config)[0] as first, mlx_flash.load_model(other, config)[0] as second:
         for model in (first, second, first):
             tokens = mx.array([[7 * i % 300 for i in range(290)]])
             mx.eval(model(tokens, cache=make_prompt_cache(model)))
+        assert first.engine is not None and second.engine is not None
         assert first.plan.budget_bytes == second.plan.budget_bytes == ModelManager.of_process().budget_bytes

@@ -162,6 +162,8 @@ class FlashLLM(ModelFacade):
         given, before = tokens, 0
         if owed is None and (owed := owed_token(cache)) is not None:
             given, before = mx.concatenate([mx.array([[owed.token]], tokens.dtype), tokens], axis=1), 1
+        if given.shape[1] == 1 and wants_logits:
+            return Row(call := parse_call((given,), {"cache": cache}), [call], owed)
         whole = parse_call((given,), {"cache": cache}, wants_logits=False)
         limit = self.plan.prefill_step_size
         num_together = tokens.shape[1] - wants_logits

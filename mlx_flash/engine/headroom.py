@@ -19,7 +19,7 @@ from mlx_flash.layout.arrays import arrays_in, nbytes_in
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import active_memory
-from mlx_flash.residency.ledger import Need
+from mlx_flash.residency.ledger import Need, NewTokens
 from mlx_flash.residency.opening import unlent_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 
@@ -166,14 +166,15 @@ def _has_room(plan: ResidencyPlan, lanes: Sequence[Lane], own: OwnCaches) -> boo
         return False
     if any(getattr(entry, "left_padding", None) is not None for entry in lane.others):
         return False
-    growth = _most_growth(plan, lane) if lane.others else 0
+    growth = most_growth(plan, lane, lane.tokens)
     computed = plan.ledger.computed([lane.tokens])
     return plan.ledger.process + active_memory() + computed + growth <= plan.budget_bytes
 
 
-def _most_growth(plan: ResidencyPlan, lane: Lane) -> int:
+def most_growth(plan: ResidencyPlan, lane: Lane, new: NewTokens) -> int:
     """Return the most bytes that a token adds to mlx-lm's own caches: all are copied to make room, and then cut."""
-    new = lane.tokens
+    if not lane.others:
+        return 0
     states = new.batch_size * plan.cache.constant_bytes + new.num_new * plan.cache.call_bytes
     return states + 2 * new.batch_size * (new.context + CACHE_STEP) * _bytes_of_others(plan, lane)
 

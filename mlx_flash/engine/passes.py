@@ -15,6 +15,7 @@ from mlx_flash.compat.caches import recurrent_states
 from mlx_flash.compat.compiler import explained
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
+from mlx_flash.engine.grants import Grants
 from mlx_flash.engine.group import CallGroup, Outcome
 from mlx_flash.engine.headroom import check_headroom, check_least, layers_at_once
 from mlx_flash.engine.lane import Lane
@@ -52,6 +53,7 @@ class Passes:
         self._counters = counters
         self._told_steps: set[int] = set()
         self._under_way: dict[Row, Callable[[], None]] = {}
+        self._grants = Grants()
         chain = session.chain
         self._all_have_room = nullcontext if chain is None else chain.all_have_room
         self._least: Callable[[int], int] = int if chain is None else chain.least
@@ -80,11 +82,16 @@ class Passes:
             for pending in owed:
                 pending.lift()
             while waiting:
-                lanes = self._choose(plan, waiting, loans)
-                if lanes:
-                    pinned, calls = self._session.engine.pinned, [call for lane in lanes.values() for call in lane]
+                row, pinned = waiting[0], self._session.engine.pinned
+                if (put_back := self._grants.undo_of(plan, row.left[0])) is not None:
+                    lanes, pinned.num_at_once = {row: [row.left[0]]}, None
+                elif lanes := self._choose(plan, waiting, loans):
+                    calls = [call for lane in lanes.values() for call in lane]
                     pinned.num_at_once = layers_at_once(plan, list(map(Lane, calls)), pinned.num_layers)
-                    self._run(lanes)
+                    if self.is_resident and pinned.num_at_once is None:
+                        self._grants.note(plan, calls[0])
+                if lanes:
+                    self._run(lanes, put_back)
                 waiting = waiting[max(1, len(lanes)) :]
         finally:
             for pending in owed:
@@ -182,9 +189,14 @@ class Passes:
             return "how many are guessed depends on measured times, which differ between ranks"
         return "prompts are cached" if self._session.prefixes is not None else self.group.refusal(cache)
 
-    def _run(self, lanes: dict[Row, list[ForwardCall]]) -> None:
-        """Compute parts of some rows in a pass. It ends with one assignment, before which an exception undoes it."""
-        self._under_way = {row: row.undo(calls) for row, calls in lanes.items()}
+    def _run(self, lanes: dict[Row, list[ForwardCall]], put_back: Callable[[], None] | None = None) -> None:
+        """Compute parts of some rows in a pass. It ends with one assignment, before which an exception undoes it.
+
+        Args:
+            lanes: the next parts of each row.
+            put_back: makes the prompt cache of the only row as it was, if that is known.
+        """
+        self._under_way = {row: row.undo(calls, put_back) for row, calls in lanes.items()}
         try:
             outcomes: Sequence[Outcome] = [None]
             if sum(map(len, lanes.values())) > 1:

@@ -107,8 +107,10 @@ class Pending(Opaque):
 
 def pending_in(cache: Sequence[Any] | None) -> Pending | None:
     """Return what is pending for a prompt cache; None if nothing is."""
-    found = (vars(entry)[_NAME] for entry in entries_of(cache or ()) if hasattr(type(entry), _OWN))
-    return next(found, None)
+    entries = entries_of(cache or ())
+    if not any(hasattr(kind, _OWN) for kind in set(map(type, entries))):
+        return None
+    return next(cast(Pending, vars(entry)[_NAME]) for entry in entries if hasattr(type(entry), _OWN))
 
 
 def owed_token(cache: Sequence[Any]) -> Pending | None:

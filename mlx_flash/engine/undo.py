@@ -14,6 +14,7 @@ from typing import Any, cast
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.errors import CacheError
+from mlx_flash.kv.checkpoints import trim_to
 from mlx_flash.kv.views import can_be_viewed, snapshot, trimmer
 
 _USES = ("update_and_fetch", "make_mask", "trim", "to_quantized", "merge", "extract", "extend", "filter", "prepare")
@@ -44,6 +45,13 @@ def _trim(cache: Sequence[Any], offsets: Sequence[int], trim: Callable[[], None]
     trim()
     if [entry.offset for entry in cache] != offsets:
         break_cache(cache)  # a second interrupt ended the prefix cache's own putting back, where rows were missing
+
+
+def trim_all(cache: Sequence[Any], length: int) -> None:
+    """Take the tokens after a length from all entries of a prompt cache. Harmless when repeated."""
+    if broken(cache) is None:
+        for entry in cache:
+            trim_to(entry, length)
 
 
 def break_cache(cache: Sequence[Any]) -> None:

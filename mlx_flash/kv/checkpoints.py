@@ -50,7 +50,7 @@ def checkpoint(entry: Any) -> PutBack:
     """
     if isinstance(entry, PooledCache | KVCache | QuantizedKVCache):
         offset = entry.offset
-        return lambda: _trim(entry, offset)
+        return lambda: trim_to(entry, offset)
     attributes = {name: _kept(value) for name, value in vars(entry).items()}
     rewrite = _overwritten(entry) if isinstance(entry, RotatingKVCache) else None
 
@@ -70,7 +70,8 @@ def kept_bytes(entry: Any) -> int:
     return sum(array.nbytes for array in arrays_in(entry.cache)) if isinstance(entry, ArraysCache) else 0
 
 
-def _trim(entry: Any, offset: int) -> None:
+def trim_to(entry: Any, offset: int) -> None:
+    """Take the tokens from an offset on from an entry, if it has any."""
     if isinstance(entry, PooledCache) and entry.rows.length > entry.size():  # rows come before they are counted
         entry.rows.truncate(entry.size())
     if entry.offset > offset:

@@ -16,8 +16,10 @@ import mlx_flash
 from batches import check_equal
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.compat.generation import stock_generate_step
+from mlx_flash.engine import passes
 from mlx_flash.errors import BudgetError
 from mlx_flash.generation import RowGenerator
+from mlx_flash.memory.lazy import active_memory
 from models import GEMMA3, LLAMA, MAMBA2, same_bits, save, stock
 from streamed import LARGE_GB, config
 
@@ -186,3 +188,29 @@ def test_completed_caches(llama: Path) -> None:
             )
             length = expected.index(ends[0]) + 1 if ends else 4
             assert {entry.offset for cache in response.caches for entry in cache} == {len(PROMPT) + length}
+
+
+@pytest.mark.parametrize("kv_cache", ["stock", None])
+def test_tokens_are_not_added_up_one_by_one(llama: Path, monkeypatch: pytest.MonkeyPatch, kv_cache: Any) -> None:
+    """The budget is checked for each token nevertheless: arrays that the program makes in between end it."""
+    expected = generated(stock_generate_step, stock(llama), max_tokens=30)
+    count = 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return check(*args, **options)
+
+    check = passes.check_headroom
+    monkeypatch.setattr(passes, "check_headroom", counted)
+    with in_memory(llama, kv_cache=kv_cache) as model:
+        steps = iter(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=-1, prefill_step_size=STEP))
+        check_equal([next(steps) for _ in range(30)], expected)
+        assert count <= 8
+        before, other = count, active_memory() + model.plan.budget_bytes
+        for module in ("grants", "headroom"):
+            monkeypatch.setattr(f"mlx_flash.engine.{module}.active_memory", lambda: other)
+        next(steps)  # it was computed before
+        with pytest.raises(BudgetError):
+            next(steps)
+        assert count == before + 1

@@ -1,0 +1,86 @@
+"""Grants: prompt caches whose next tokens surely fit the budget, so that nothing is added up over layers for them.
+
+With everything in memory a token takes what the one before it took, until the buffers of its cache are full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from mlx_flash.compat.caches import CACHE_STEP
+from mlx_flash.engine.call import ForwardCall
+from mlx_flash.engine.headroom import most_growth
+from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.undo import trim_all
+from mlx_flash.kv.memory import Changes, MemoryRows
+from mlx_flash.kv.views import trimmer
+from mlx_flash.memory.lazy import active_memory
+from mlx_flash.residency.plan import ResidencyPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The next tokens of a prompt cache, each in a call of its own.
+
+    Attributes:
+        plan: the plan that it was made for.
+        cache: number of the list of entries.
+        kind: class of the entries' first one. Another one means that the cache is pending, or broken.
+        stop: length of the cache from which on it does not hold.
+        change: the last change of a layer's memory when it was made.
+        nbytes: the most that the process has with a token, beside the arrays before it.
+    """
+
+    plan: ResidencyPlan
+    cache: int
+    kind: type
+    stop: int
+    change: int
+    nbytes: int
+
+
+class Grants:
+    """The grants of a model's prompt caches, by the first entry of each."""
+
+    def __init__(self) -> None:
+        self._grants: WeakKeyDictionary[Any, Grant] = WeakKeyDictionary()
+
+    def undo_of(self, plan: ResidencyPlan, call: ForwardCall) -> Callable[[], None] | None:
+        """Return what takes a token back whose call surely fits the budget; None for all other calls."""
+        if call.num_tokens != 1 or not call.cache or not call.is_plain or call.checkpoints is not None:
+            return None
+        entry: Any = call.cache[0]
+        grant = self._grants.get(entry)
+        if (
+            grant is None
+            or grant.plan is not plan
+            or grant.cache != id(call.cache)
+            or type(call.cache[0]) is not grant.kind
+        ):
+            return None
+        length: int = entry.offset
+        if length >= grant.stop or Changes.last != grant.change or active_memory() + grant.nbytes > plan.budget_bytes:
+            return None
+        return partial(trim_all, call.cache, length)
+
+    def note(self, plan: ResidencyPlan, call: ForwardCall) -> None:
+        """Note that a token has room, and with it those after it, as far as buffers reach.
+
+        Two tokens are counted: the pass of one may begin before that of the other is computed.
+        """
+        if call.num_tokens != 1 or not call.cache or not call.is_plain or trimmer(call.cache) is None:
+            return
+        lane, lengths = Lane(call), {int(each.offset) for each in call.cache}
+        stores = [entry.rows.store for entry in lane.own]
+        in_memory = [store for store in stores if isinstance(store, MemoryRows) and not store.takes_more(1)]
+        if len(lengths) > 1 or len(in_memory) < len(stores):
+            return
+        stop = min([min(lengths) + CACHE_STEP, *(store.buffers.capacity for store in in_memory)])
+        new = replace(lane.tokens, context=stop)
+        nbytes = plan.ledger.process + 2 * plan.ledger.computed([new]) + most_growth(plan, lane, new)
+        kind = type(call.cache[0])
+        self._grants[call.cache[0]] = Grant(plan, id(call.cache), kind, stop, Changes.last, nbytes)

@@ -19,8 +19,17 @@ from mlx_flash.files import AtomicFile, write_at
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.standins import whole_tensors
 from mlx_flash.memory.pagecache import drop_cached
-from mlx_flash.storage.blocks import LOGICAL_START, Run, join_head, make_head, read_head, runs_of
-from mlx_flash.storage.codec import BLOCK_BYTES, CODED_DTYPES, Encoder, num_cores
+from mlx_flash.storage.blocks import (
+    BLOCK_BYTES,
+    LOGICAL_START,
+    Run,
+    join_head,
+    make_head,
+    num_blocks,
+    read_head,
+    runs_of,
+)
+from mlx_flash.storage.codec import CODED_DTYPES, Encoder, num_cores
 from mlx_flash.storage.safetensors import DTYPE_SIZES, Checkpoint, TensorRecord
 from mlx_flash.storage.shards import COMPRESSED_NAME, PLAIN_NAME
 
@@ -91,7 +100,7 @@ class CompressedPlan:
 
     @cached_property
     def _num_blocks(self) -> int:
-        return sum(-(-(run.end - run.start) // run.block_bytes) for t in self.tensors for run in self._runs(t, 0))
+        return sum(num_blocks(tensor.nbytes, *self._sizes[tensor.name]) for tensor in self.tensors)
 
     def is_written(self, folder: Path) -> bool:
         """Return True if the file is complete in a folder. It gets its name only then, so the head is enough."""

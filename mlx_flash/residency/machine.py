@@ -26,7 +26,8 @@ from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.attention import bytes_per_pair
 from mlx_flash.residency.plan import Machine
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
-from mlx_flash.storage.codec import BLOCK_BYTES, Compression, decode_speed
+from mlx_flash.storage.blocks import BLOCK_BYTES
+from mlx_flash.storage.codec import Compression, decode_speed
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.probe import DiskProfile, disk_profile
 from mlx_flash.storage.safetensors import Checkpoint

@@ -38,6 +38,12 @@ FORMAT = 1
 LOGICAL_START = 16 * 1024
 """Logical offset of the first tensor."""
 
+BLOCK_BYTES = 512 << 10
+"""Bytes of a block at most."""
+
+MARGIN = 64 << 10
+"""A coded block is longer than its contents by less than this."""
+
 _HEAD = struct.Struct("<8sQQQ")
 _PAGE = 4096
 _MOST_BYTES = 1 << 30
@@ -118,6 +124,12 @@ class BlockTable:
                 yield start
 
 
+def num_blocks(nbytes: int, block_bytes: int, run_bytes: int) -> int:
+    """Return the number of blocks of a tensor."""
+    num_runs, rest = divmod(nbytes, run_bytes)
+    return num_runs * -(-run_bytes // block_bytes) + -(-rest // block_bytes)
+
+
 def runs_of(start: int, nbytes: int, itemsize: int, block_bytes: int, run_bytes: int) -> Iterator[Run]:
     """Yield the runs of a tensor at a logical offset."""
     for at in range(start, start + nbytes, run_bytes):
@@ -135,6 +147,20 @@ def join_head(text: bytes, sizes: array[int], data_start: int) -> bytes:
     table = sizes.tobytes()
     head = _HEAD.pack(MAGIC, len(text), len(sizes), zlib.crc32(table, zlib.crc32(text)))
     return (head + text + table).ljust(data_start, b"\0")
+
+
+def block_sizes(path: Path, header: dict[str, Any], name: str, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of a tensor's blocks and runs, from the JSON of a head.
+
+    Raises:
+        HeaderError: they are missing or not possible.
+    """
+    blocks = header.get("blocks")
+    found = blocks.get(name) if isinstance(blocks, dict) else None
+    match found:
+        case [int(block), int(run)] if itemsize <= block <= BLOCK_BYTES and run > 0 and not (block | run) % itemsize:
+            return block, run
+    raise HeaderError(f"{path}: blocks and runs of {name!r} have {found} bytes, which is not possible. {_AGAIN}")
 
 
 def read_head(path: Path) -> tuple[dict[str, Any], array[int], int, int]:
@@ -159,10 +185,15 @@ def read_head(path: Path) -> tuple[dict[str, Any], array[int], int, int]:
         body = file.read(body_bytes)
     if len(body) < body_bytes or zlib.crc32(body) != checksum:
         raise HeaderError(f"{path}: the head is damaged: its checksum does not match. {_AGAIN}")
-    header = json.loads(body[:text_bytes])
-    if header["format"] != FORMAT:
-        raise HeaderError(f"{path}: format {header['format']}, this version of mlx-flash reads {FORMAT}. {_AGAIN}")
+    try:
+        header = json.loads(body[:text_bytes])
+    except (ValueError, RecursionError) as error:
+        raise HeaderError(f"{path}: the head is not valid JSON: {error}. {_AGAIN}") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT or not isinstance(header.get("header"), dict):
+        raise HeaderError(f"{path}: the head is not of format {FORMAT}, which this version reads. {_AGAIN}")
     sizes = array("I", body[text_bytes:])
+    if max(sizes, default=0) > BLOCK_BYTES + MARGIN:
+        raise HeaderError(f"{path}: a block of {max(sizes)} bytes is longer than its contents. {_AGAIN}")
     _, data_start = make_head({key: value for key, value in header.items() if key != "format"}, num_blocks)
     if nbytes != data_start + sum(sizes):
         raise HeaderError(

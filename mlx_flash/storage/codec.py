@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 
 from mlx_flash.errors import ConfigError
+from mlx_flash.storage.blocks import BLOCK_BYTES
 
 CODED_DTYPES = frozenset({"BF16", "F16", "F32"})
 """Dtypes of tensors that may be compressed."""
-
-BLOCK_BYTES = 512 << 10
-"""Bytes of a block, or a little less where rows of a tensor begin blocks of their own."""
 
 WORTH_IT = 1.05
 """A compressed copy pays where a pass is this much faster."""

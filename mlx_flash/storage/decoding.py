@@ -10,14 +10,11 @@ import numpy as np
 
 from mlx_flash.errors import ReadError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
-from mlx_flash.storage.blocks import BlockTable
-from mlx_flash.storage.codec import BLOCK_BYTES, CodecError, Decoder
+from mlx_flash.storage.blocks import BLOCK_BYTES, MARGIN, BlockTable
+from mlx_flash.storage.codec import CodecError, Decoder
 
 Fetch = Callable[[str, int, int, memoryview], None]
 """Reads a range of a file, for the tensor of a name, to memory that starts at a whole page and has whole pages."""
-
-_MARGIN = 64 << 10
-"""A coded block is longer than its contents by less than this."""
 
 
 def decoding_bytes(read_size: int) -> int:
@@ -26,7 +23,7 @@ def decoding_bytes(read_size: int) -> int:
 
 
 def _room(read_size: int) -> int:
-    return round_up(max(read_size, BLOCK_BYTES) + _MARGIN, DIRECT_ALIGNMENT)
+    return round_up(max(read_size, BLOCK_BYTES) + MARGIN, DIRECT_ALIGNMENT)
 
 
 class BlockReader:

@@ -16,9 +16,8 @@ from typing import Literal
 
 from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, is_cached, round_up
-from mlx_flash.storage.blocks import BlockTable
+from mlx_flash.storage.blocks import BLOCK_BYTES, BlockTable
 from mlx_flash.storage.cached import CachedShare
-from mlx_flash.storage.codec import BLOCK_BYTES
 from mlx_flash.storage.gate import Gate
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.ranges import Arrival, RangeReader, ReadStats, Way

@@ -18,7 +18,15 @@ from typing import Any, BinaryIO
 
 from mlx_flash.errors import CheckpointError, HeaderError
 from mlx_flash.files import open_regular
-from mlx_flash.storage.blocks import COMPRESSED_SUFFIX, LOGICAL_START, BlockTable, read_head, runs_of
+from mlx_flash.storage.blocks import (
+    COMPRESSED_SUFFIX,
+    LOGICAL_START,
+    BlockTable,
+    block_sizes,
+    num_blocks,
+    read_head,
+    runs_of,
+)
 from mlx_flash.storage.shards import find_shards, refuse_unreadable
 
 # fmt: off
@@ -207,15 +215,12 @@ def _read_compressed(path: Path) -> Shard:
     """Read the head of a file of compressed tensors."""
     head, sizes, data_start, nbytes = read_head(path)
     records, metadata = _records(path, head["header"], LOGICAL_START, _MAX_SIZE)
-    runs = [
-        run
-        for record in records
-        for run in runs_of(record.extent.offset, record.nbytes, record.itemsize, *head["blocks"][record.name])
-    ]
-    table = BlockTable(runs, sizes, data_start)
-    if len(table) != len(sizes):
-        raise HeaderError(f"{path}: its tensors have {len(table)} blocks, its table has {len(sizes)}. {_AGAIN}")
-    return Shard(path, nbytes, data_start, records, metadata, table)
+    divided = [(record, *block_sizes(path, head, record.name, record.itemsize)) for record in records]
+    needed = sum(num_blocks(record.nbytes, *sizes_) for record, *sizes_ in divided)
+    if needed != len(sizes):
+        raise HeaderError(f"{path}: its tensors have {needed} blocks, its table has {len(sizes)}. {_AGAIN}")
+    runs = [run for r, *sizes_ in divided for run in runs_of(r.extent.offset, r.nbytes, r.itemsize, *sizes_)]
+    return Shard(path, nbytes, data_start, records, metadata, BlockTable(runs, sizes, data_start))
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

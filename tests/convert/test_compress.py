@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,10 @@ from faulty import open_in_the_end, open_things, unfinished
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.cli import main
 from mlx_flash.convert.pack import PackReport, pack
-from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, HeaderError
-from mlx_flash.storage.codec import BLOCK_BYTES, Compression
+from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HeaderError
+from mlx_flash.storage import codec
+from mlx_flash.storage.blocks import BLOCK_BYTES
+from mlx_flash.storage.codec import Compression
 from mlx_flash.storage.decoding import decoding_bytes
 from mlx_flash.storage.safetensors import read_checkpoint
 from models import GEMMA3, LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, make_random_model, run, same_bits, save, stock
@@ -160,6 +163,15 @@ def test_a_file_that_is_truncated_is_refused_before_anything_is_read(dense: tupl
         load_model(tmp_path, SMALLEST)
 
 
+def test_a_model_needs_the_library(dense: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    codec._zstandard.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "zstandard", None)
+        with pytest.raises(ConfigError, match=r"pip install 'mlx-flash\[compress\]'"):
+            load_model(dense[1], SMALLEST)
+    codec._zstandard.cache_clear()
+
+
 # --- the command -----------------------------------------------------------------------
 
 
@@ -185,7 +197,7 @@ def test_the_command_compresses_where_it_pays(
 def _disk(speed: float) -> Callable[..., Any]:
     from mlx_flash.storage.probe import DiskProfile
 
-    return lambda path, direct: DiskProfile(speed, 4 << 20, 4, direct)
+    return lambda path, direct, may_cache: DiskProfile(speed, 4 << 20, 4, direct)
 
 
 def test_plan_and_verify_know_a_compressed_copy(dense: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:

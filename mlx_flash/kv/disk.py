@@ -146,8 +146,10 @@ class DiskRows(Opaque):
     def _next_pages(self, begin: int, end: int, planned: Mapping[int, Planned]) -> tuple[int, Draft | None] | None:
         """Return the end of the next pages, and their draft; None if the tokens up to ``end`` fill no page."""
         page, step = planned.get(begin), self.layout.step
-        if page is not None and self.length <= page.end <= end and (draft := page.draft()) is not None:
-            return page.end, draft
+        if page is not None and self.length <= page.end <= end:
+            draft = page.draft()
+            if draft is not None and not draft.is_taken:
+                return page.end, draft
         upcoming = min([other for other in planned if other > begin and not (other - begin) % step], default=end)
         num_full = (min(upcoming, end) - begin) // step
         return (begin + num_full * step, None) if num_full else None
@@ -204,11 +206,11 @@ class DiskRows(Opaque):
 
 
 def draft_of(disk: DiskRows, start: int, stop: int) -> Draft | None:
-    """Return the unnamed draft that has some tokens of a layer as a page; None if none has."""
+    """Return the draft that has some tokens of a layer as a page, and may be taken; None if none has."""
     begin = disk.paged_tokens
     for page in reversed(disk.pages):
         begin -= page.length
         if begin <= start:
             file, is_page = page.where.file, begin == start and begin + page.length == stop
-            return file if is_page and isinstance(file, Draft) and not file.is_named else None
+            return file if is_page and isinstance(file, Draft) and not file.is_taken else None
     return None

@@ -168,12 +168,14 @@ class Draft(WrittenFile):
 
     Attributes:
         room: as given.
+        is_taken: whether the prefix cache has it, and nothing more may be written to it. Set by the caller.
         is_named: whether it became a file of the prefix cache, which has another path.
     """
 
     def __init__(self, path: Path, room: int, reader: PageReader, writer: WriteBehind, direct: bool) -> None:
         super().__init__(path, reader, writer, lambda path: DraftSource(path, direct))
         self.room = room
+        self.is_taken = False
         self.is_named = False
         self._end = room
         self._blobs: dict[tuple[int, int], DraftBlob] = {}

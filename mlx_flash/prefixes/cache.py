@@ -31,7 +31,7 @@ from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.written import Draft
 from mlx_flash.prefixes.call import Call
-from mlx_flash.prefixes.leaves import Leaf, RowLeaf, forget, form_of, leaves_of, new_array, rows_in
+from mlx_flash.prefixes.leaves import Leaf, RowLeaf, forget, forget_plans, form_of, leaves_of, new_array, rows_in
 from mlx_flash.prefixes.pages import Blob, Place, full_pages
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
@@ -93,8 +93,7 @@ class PrefixCache:
         else:
             history = call.history.with_unread(lambda: np.array(tokens)[0], tokens.shape[1], call.form)
         is_stored = self._store(call, history)
-        for each in call.rows:
-            each.forget_plan()
+        forget_plans(call.rows)
         if is_stored:
             for leaf in call.leaves:
                 leaf.note(history)
@@ -227,6 +226,8 @@ class PrefixCache:
         draft = next((draft for draft in drafts if draft is not None), None)
         rest = {i: leaf for i, leaf in enumerate(leaves) if draft is None or drafts[i] is not draft}
         blobs = {i: leaf.read(start, end) for i, leaf in rest.items()}
+        if draft is not None:
+            draft.is_taken = True  # first: an interrupt may leave it planned
         if name := self._put(history, number, blobs, draft):
             place = cached(partial(self.store.place, name))
             for i, leaf in rest.items():

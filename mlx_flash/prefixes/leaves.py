@@ -54,6 +54,15 @@ def forget(cache: Sequence[Any]) -> None:
     """Note that the content of a prompt cache is not known."""
     for entry in entries_of(cache):
         getattr(entry, "__dict__", {}).pop(ATTRIBUTE, None)
+        if isinstance(entry, PooledCache):
+            entry.rows.planned = NOTHING_PLANNED  # of a call that was interrupted
+
+
+def forget_plans(leaves: Sequence[RowLeaf]) -> None:
+    """Forget which pages a call was to complete."""
+    for leaf in leaves:
+        if isinstance(leaf.entry, PooledCache):
+            leaf.entry.rows.planned = NOTHING_PLANNED
 
 
 class Leaf:
@@ -151,13 +160,8 @@ class RowLeaf(Leaf):
         count_tokens(entry, count)
         mx.eval(longer, entry.offset)
 
-    def forget_plan(self) -> None:
-        """Forget which pages the call was to complete."""
-        if isinstance(self.entry, PooledCache):
-            self.entry.rows.planned = NOTHING_PLANNED
-
     def draft_of(self, start: int, stop: int) -> Draft | None:
-        """Return the unnamed draft that has some tokens as a page; None if none has."""
+        """Return the draft that has some tokens as a page, and may be taken; None if none has."""
         disk = self.entry.rows.disk if isinstance(self.entry, PooledCache) else None
         return None if disk is None else draft_of(disk, start, stop)
 

@@ -169,3 +169,29 @@ def test_descriptions_have_room_in_drafts(tmp_path: Path) -> None:
     machine.written()
     assert machine.prefixes.store.telemetry()["stored"] == 3
     machine.close()
+
+
+def test_a_draft_that_was_taken_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt leaves it planned. The pages are restored then, and cannot be referred to."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    machine = Machine(tmp_path)
+    talk = machine.talk()
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_flash.prefixes.cache.forget_plans", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            talk.feed(LONG[:96])
+    machine.written()
+    assert all(entry.rows.planned for entry in talk.cache)
+    for entry in talk.cache:
+        entry.trim(entry.offset)
+    monkeypatch.setattr(opened, "MOST_FILES", 0)
+    talk.feed(LONG[:96])
+    assert machine.prefixes.counters.num_restored == 96
+    machine.close()
+    again = Machine(tmp_path)
+    again.talk().feed(LONG[:96])
+    assert again.prefixes.counters.num_restored == 96 and not again.prefixes.store.telemetry()["damaged"]
+    again.close()

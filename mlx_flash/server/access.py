@@ -90,6 +90,7 @@ class AccessMiddleware:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             try:
+                _check_framing(headers)
                 self._access.check_origin(headers.get("origin"), headers.get("host"))
                 if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
                     self._access.check_key(headers.get("authorization"), headers.get("x-api-key"))
@@ -98,6 +99,16 @@ class AccessMiddleware:
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _check_framing(headers: Headers) -> None:
+    """Check that all programs on the way of a request see its end at the same place.
+
+    Raises:
+        RefusedError: it has two lengths: a proxy may take the one, and the server the other.
+    """
+    if "content-length" in headers and "transfer-encoding" in headers:
+        raise RefusedError("a request has Content-Length or Transfer-Encoding, not both.", 400)
 
 
 def make_access(host: str, origins: Sequence[str], key_file: Path | None, is_open: bool) -> Access:

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import logging
+import re
 import signal
 import socket
 import threading
@@ -46,12 +47,13 @@ class Room:
         self.num_answers = 0
         self.is_stopped = threading.Event()
 
-    def submit(self, request: Any) -> Answer:
+    def submit(self, *requests: Any) -> list[Answer]:
         self.has_begun.set()
-        self.num_answers += 1
-        answer = Answer(lambda: None)
-        asyncio.get_running_loop().call_later(self.seconds, self.refuse, answer)
-        return answer
+        self.num_answers += len(requests)
+        answers = [Answer(lambda: None) for _ in requests]
+        for answer in answers:
+            asyncio.get_running_loop().call_later(self.seconds, self.refuse, answer)
+        return answers
 
     def refuse(self, answer: Answer) -> None:
         self.num_answers -= 1
@@ -97,6 +99,58 @@ def ask(listener: Listener, body: Any = "{}", path: str = "/v1/completions", **h
     text = answer.read().decode()
     connection.close()
     return answer.status, text
+
+
+# --- requests inside of requests ------------------------------------------------------
+
+BODY = b'{"prompt": "x"}'
+HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {KEY}\r\n".encode()
+HIDDEN = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nx-api-key: {KEY}\r\n\r\n".encode()
+LENGTH, CHUNKED = b"Content-Length: %d\r\n", b"Transfer-Encoding: chunked\r\n"
+CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+SMUGGLED = {
+    "length, then chunks": HEAD + LENGTH % len(CHUNKS) + CHUNKED + b"\r\n" + CHUNKS + HIDDEN,
+    "chunks, then length": HEAD + CHUNKED + LENGTH % 4 + b"\r\n" + CHUNKS + HIDDEN,
+    "no chunks, but a length": HEAD + LENGTH % 6 + CHUNKED + b"\r\n0\r\n\r\n" + HIDDEN,
+    "two lengths": HEAD + LENGTH % len(BODY) + LENGTH % (len(BODY) + len(HIDDEN)) + b"\r\n" + BODY + HIDDEN,
+    "list of lengths": HEAD + b"Content-Length: %d, %d\r\n\r\n" % (len(BODY), len(BODY) + 5) + BODY + HIDDEN,
+    "signed length": HEAD + b"Content-Length: +%d\r\n\r\n" % len(BODY) + BODY + HIDDEN,
+    "length in hexadecimal": HEAD + b"Content-Length: 0xf\r\n\r\n" + BODY + HIDDEN,
+    "space before the colon": HEAD + b"Content-Length : %d\r\n\r\n" % len(BODY) + BODY + HIDDEN,
+    "folded encoding": HEAD + b"Transfer-Encoding:\r\n chunked\r\n" + LENGTH % len(BODY) + b"\r\n" + BODY + HIDDEN,
+    "encoding of another kind": HEAD + b"Transfer-Encoding: x\r\n\r\n" + CHUNKS + HIDDEN,
+    "encoding twice": HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n" + CHUNKS + HIDDEN,
+    "encoding after a tab": HEAD + b"Transfer-Encoding: \x0bchunked\r\n\r\n" + CHUNKS + HIDDEN,
+    "negative chunk": HEAD + CHUNKED + b"\r\n-1\r\n" + BODY + b"\r\n0\r\n\r\n" + HIDDEN,
+    "bare line feed in a chunk": HEAD + CHUNKED + b"\r\n%x;a\nb\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY) + HIDDEN,
+    "long extension of a chunk": HEAD + CHUNKED + b"\r\n%x;a=%s\r\n" % (len(BODY), b"b" * 200_000) + BODY + HIDDEN,
+    "zero in a header": HEAD + b"X-A: \x00\r\n" + LENGTH % len(BODY) + b"\r\n" + BODY + HIDDEN,
+}
+"""Requests whose end a proxy may see elsewhere than the server, with another one behind it."""
+
+
+@pytest.mark.parametrize("name", SMUGGLED)
+def test_a_request_whose_end_is_unclear_is_the_last_of_its_connection(listener: Listener, name: str) -> None:
+    assert replies_to(listener, SMUGGLED[name]) in ([], [400])
+    assert ask(listener, '{"prompt": "x"}')[0] == 413
+
+
+def test_what_has_a_clear_end_is_answered(listener: Listener) -> None:
+    folded = HEAD + b"X-A: b\r\n c\r\n" + LENGTH % len(BODY) + b"\r\n" + BODY
+    extended = HEAD + CHUNKED + b"\r\n%x;a=b\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+    assert replies_to(listener, folded) == replies_to(listener, extended) == [413]
+    assert replies_to(listener, HEAD + CHUNKED + b"\r\n" + CHUNKS + HIDDEN) == [413, 200]
+
+
+def replies_to(listener: Listener, data: bytes) -> list[int]:
+    """Return the statuses of all replies to some bytes."""
+    found = b""
+    with socket.create_connection(listener.server_address, 10) as connection, contextlib.suppress(OSError):
+        connection.sendall(data)
+        connection.settimeout(0.3)
+        while part := connection.recv(1 << 16):
+            found += part
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", found)]
 
 
 # --- keys and origins ------------------------------------------------------------------

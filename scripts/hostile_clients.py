@@ -6,6 +6,7 @@ no more descriptors than before, and end on SIGTERM with status 0.
 Example:
     python scripts/hostile_clients.py --requests 10000
     python scripts/hostile_clients.py --seconds 7200 --pause 1 --json clients.json
+    python scripts/hostile_clients.py --requests 100 --crowd 1000 --slow-readers 100
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import http.client
 import json
 import os
 import random
+import resource
 import socket
 import statistics
 import subprocess
@@ -166,6 +168,11 @@ def main(arguments: list[str] | None = None) -> int:
         clients = Clients(port, args)
         wait_for_no_client(process)
         samples = [min(clients.samples(process), key=lambda sample: sample.descriptors)]
+        for words, meet in (("crowd", crowd), ("slow readers", read_slowly)):
+            number = getattr(args, words.replace(" ", "_"))
+            if number:
+                print(f"{words}: {meet(port, number)}, {clients.sample(process)}", flush=True)
+                wait_for_no_client(process)
         clients.start()
         while not clients.wait(args.interval):
             samples.append(clients.sample(process))
@@ -195,10 +202,58 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, help="end after so many (default: 1000, or none with --seconds)")
     parser.add_argument("--seconds", type=float, help="end after this time")
     parser.add_argument("--pause", type=float, help="mean seconds between two requests of a client")
+    parser.add_argument("--crowd", type=int, default=0, help="connections that are opened at once before")
+    parser.add_argument("--slow-readers", type=int, default=0, help="streams that nobody reads for a while before")
     parser.add_argument("--interval", type=float, default=60, help="seconds between two samples (default: 60)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for all numbers")
     return parser
+
+
+def crowd(port: int, number: int) -> dict[str, int]:
+    """Open connections at once, each second one with a request. Return how many were answered, refused and closed."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, number + 500), limit))
+    body = json.dumps(SLOW_PROMPT).encode()
+    counts: Counter[str] = Counter()
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 60)) for _ in range(number)]
+        for connection in found[::2]:
+            with contextlib.suppress(OSError):
+                connection.sendall(head(len(body)) + body)
+        for connection in found[::2]:
+            try:
+                reply = connection.recv(1000)
+            except OSError:
+                reply = b""
+            counts[reply[9:12].decode() or "closed"] += 1
+        for connection in found[1::2]:  # the server ends those that are silent, once their time is over
+            with contextlib.suppress(OSError):
+                counts["silent, open" if connection.recv(1) else "silent, closed"] += 1
+    return dict(counts)
+
+
+def read_slowly(port: int, number: int) -> str:
+    """Ask for streams and read nothing for a while, then everything. Return the tokens that came."""
+    body = json.dumps({"prompt": "x y z", "max_tokens": 1000, "stream": True, "logprobs": 20}).encode()
+    with contextlib.ExitStack() as stack:
+        found = []
+        for _ in range(number):
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(120)
+            connection.connect(("127.0.0.1", port))
+            connection.sendall(head(len(body)) + body)
+            found.append(connection)
+        time.sleep(20)
+        num_complete = 0
+        for connection in found:
+            data = b""
+            with contextlib.suppress(OSError):
+                while not data.endswith(b"[DONE]\n\n") and (part := connection.recv(1 << 16)):
+                    data = data[-20:] + part
+            num_complete += data.endswith(b"[DONE]\n\n")
+    return f"{num_complete} of {number} streams complete"
 
 
 def growth(samples: list[Sample]) -> float:

@@ -13,8 +13,8 @@ INSTALLED := $(VENV)/.installed-$(BACKEND)
 
 .PHONY: demo verify test test-quick test-optimized test-compat zoo check format clean
 
-demo: $(INSTALLED)  ## build a model of 1 GB, run it in a third of that, then in memory
-	$(BIN)/python scripts/demo.py
+demo: $(INSTALLED)  ## run a model in a third of its size, then in memory; MODEL=DIR takes yours instead of building one
+	$(BIN)/python scripts/demo.py $(if $(MODEL),--model '$(MODEL)')
 
 verify: $(INSTALLED)  ## compare small models of each kind with mlx-lm, bit for bit, and save receipts
 	$(BIN)/python scripts/verify.py

@@ -76,7 +76,7 @@ def main() -> None:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise SystemExit("matplotlib is missing. Hint: pip install 'mlx-flash[plots]'") from None
+        raise SystemExit("matplotlib is missing. Hint: pip install 'mlx-flash-engine[plots]'") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mlx_flash.manager import FlashGenerationLoop, FlashManager
     from mlx_flash.model import FlashLLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BudgetError",

@@ -28,7 +28,7 @@ try:
     from mlx_flash.server.serving import Server, take_port
 except ModuleNotFoundError as error:
     raise CompatibilityError(
-        f"the server needs the package {error.name}. Hint: pip install 'mlx-flash[server]'."
+        f"the server needs the package {error.name}. Hint: pip install 'mlx-flash-engine[server]'."
     ) from error
 
 

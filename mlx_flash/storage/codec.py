@@ -86,7 +86,7 @@ def _zstandard() -> Any:
         import zstandard
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "compressed weights need the package zstandard. Hint: pip install 'mlx-flash[compress]'."
+            "compressed weights need the package zstandard. Hint: pip install 'mlx-flash-engine[compress]'."
         ) from error
     return zstandard
 

@@ -2,6 +2,8 @@
 
 from importlib import import_module
 
+from mlx_flash.version import VERSION
+
 TYPE_CHECKING = False
 """That of ``typing``, which takes longer to import than this module."""
 
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from mlx_flash.manager import FlashGenerationLoop, FlashManager
     from mlx_flash.model import FlashLLM
 
-__version__ = "0.2.0"
+__version__ = VERSION
 
 __all__ = [
     "BudgetError",

@@ -13,7 +13,7 @@ from children import ROOT
 PACKAGE = ROOT / "mlx_flash"
 
 FLOORS = [
-    ["errors", "folders", "forks", "workers"],
+    ["errors", "folders", "forks", "version", "workers"],
     ["aliases", "compat", "files"],
     ["config", "facts", "memory", "sessions", "telemetry"],
     ["storage"],

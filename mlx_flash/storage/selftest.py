@@ -32,6 +32,7 @@ from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import Arrival
 from mlx_flash.storage.samples import temporary_file
+from mlx_flash.version import VERSION
 
 ROUNDS = 20
 NUM_FILE_BYTES = 24 << 20
@@ -267,7 +268,7 @@ def _device() -> str:
 
 
 def _key() -> str:
-    versions = f"mlx {version('mlx')}, mlx-flash {version('mlx-flash')}"
+    versions = f"mlx {version('mlx')}, mlx-flash {VERSION}"
     return f"{platform.node()}: {_device()}, {mx.default_device()}, {platform.platform()}, {versions}"
 
 

@@ -1,0 +1,3 @@
+"""The version of mlx-flash."""
+
+VERSION = "0.2.0"

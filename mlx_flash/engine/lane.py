@@ -38,7 +38,7 @@ class Lane:
     @cached_property
     def pools(self) -> set[KVPool]:
         """The pools of these caches: one, unless a program made them one by one."""
-        return {entry.rows.pool for entry in self.own}
+        return {entry.pool for entry in self.own}
 
     @cached_property
     def others(self) -> list[Any]:

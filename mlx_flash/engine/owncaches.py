@@ -8,7 +8,8 @@ from functools import cached_property
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.refusals import no_room_for_kv
 from mlx_flash.kv.ledger import KVLedger
-from mlx_flash.kv.pool import KVPool, LayerRows
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.rows import LayerRows
 from mlx_flash.residency.plan import ResidencyPlan
 
 
@@ -26,7 +27,7 @@ class OwnCaches:
         self._lanes = [lane for lane in lanes if lane.own]
         self._layers: list[LayerRows] = [entry.rows for lane in self._lanes for entry in lane.own]
         self._pools = {pool for lane in self._lanes for pool in lane.pools}
-        self._pool = self._layers[0].pool if self._layers else None
+        self._pool = self._lanes[0].own[0].pool if self._lanes else None
         sizes = [(lane.tokens.num_new // lane.tokens.batch_size, len(lane.own)) for lane in self._lanes]
         self._num_new = [num_new for num_new, count in sizes for _ in range(count)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
@@ -14,7 +14,8 @@ from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.opened import Stored
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import Page, sizes
-from mlx_flash.kv.pool import KVPool, LayerRows
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.rows import LayerRows
 
 C = TypeVar("C", bound="PooledCache")
 
@@ -40,12 +41,12 @@ class RowsHolder:
     @property
     def num_forgotten(self) -> int:
         """Number of tokens that were dropped to stay within ``max_tokens``."""
-        return self.rows.num_forgotten
+        return self.rows.store.num_forgotten
 
     @property
     def pool(self) -> KVPool:
         """The pool that the cache shares with others."""
-        return self.rows.pool
+        return cast(KVPool, self.rows.pool)  # which makes all rows
 
     @property
     def is_on_disk(self) -> bool:
@@ -56,7 +57,7 @@ class RowsHolder:
     def nbytes(self) -> int:
         """Bytes in memory, shared ones included. Those on disk do not count."""
         disk, memory = self.rows.disk, self.rows.memory
-        return memory.held + sum(sizes([memory.pages]).values()) if disk is None else disk.tail_bytes
+        return memory.buffers.nbytes + sum(sizes([memory.pages]).values()) if disk is None else disk.tail_bytes
 
     def size(self) -> int:
         """Return the number of tokens that are kept."""
@@ -64,7 +65,7 @@ class RowsHolder:
 
     def empty(self) -> bool:
         """Return whether the cache never held a token."""
-        return self.rows.layout is None
+        return self.rows.store.layout is None
 
 
 class PooledCache(RowsHolder):
@@ -125,7 +126,7 @@ class PooledCache(RowsHolder):
         evaluated already. After tokens were dropped their number comes last: mlx-lm, which could not continue from such
         a cache, then refuses the state.
         """
-        is_evaluated = self.is_on_disk or self.rows.is_parked
+        is_evaluated = self.is_on_disk or bool(self.rows.memory.pages)
         arrays = [] if is_evaluated and evaluates_only() else contents(self.rows)
         form = [getattr(self, name) for name in self._form]
         return *pair(arrays), self.offset, *form, *([self.num_forgotten] if self.num_forgotten else [])
@@ -154,7 +155,7 @@ class PooledCache(RowsHolder):
         if key not in memo:  # caches that are copied together belong to one list
             memo[key] = self.pool.new_group()
         other = type(self).__new__(type(self))
-        other._start(self.rows.fork(memo[key]))
+        other._start(self.pool.fork(self.rows, memo[key]))
         for name in self._form:
             setattr(other, name, getattr(self, name))
         pass_on(self, other)
@@ -168,7 +169,7 @@ def buffers(rows: LayerRows) -> list[mx.array]:
 
 def contents(rows: LayerRows) -> list[mx.array]:
     """Return arrays that the caller may keep: those in a slot are copied."""
-    if rows.layout is None:
+    if rows.store.layout is None:
         return []
     found = rows.fetch()
     if rows.disk is not None:

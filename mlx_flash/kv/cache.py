@@ -14,7 +14,8 @@ from mlx_flash.errors import StreamedWeightsError
 from mlx_flash.kv.base import PooledCache, buffers, contents, forgetful, pair
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pool import KVPool, LayerRows
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.rows import LayerRows
 
 
 class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]

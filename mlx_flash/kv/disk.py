@@ -13,9 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mlx_flash.kv.layout import RowBytes
+from mlx_flash.kv.ledger import Layer
 from mlx_flash.kv.pages import FilePages, InFile, Page, cut, num_tokens, segments
 from mlx_flash.kv.written import Draft, LayerFile
 from mlx_flash.layout.arrays import Opaque
+from mlx_flash.memory.pagecache import round_up
 
 
 class _Held(NamedTuple):
@@ -78,6 +80,16 @@ class DiskRows(Opaque):
         return self._held.length
 
     @property
+    def in_numbers(self) -> Layer:
+        """The layer as the ledger sees it."""
+        return Layer(self.layout.widths, self.length, is_on_disk=True)
+
+    def takes_more(self, num_new: int) -> bool:
+        """Return whether so many new tokens may take more memory: they begin another page."""
+        step = self.layout.step
+        return round_up(self.length, step) != round_up(self.length + num_new, step)
+
+    @property
     def pages(self) -> FilePages:
         """The pages in the order of their tokens."""
         return self._held.pages
@@ -125,7 +137,7 @@ class DiskRows(Opaque):
             WriteError: the disk is full, or fails.
         """
         begin, length, end = self.paged_tokens, self.length, self.length + rows[0].shape[1]
-        while (found := self._next_pages(begin, end, planned)) is not None:
+        while (found := _next_pages(self, begin, end, planned)) is not None:
             stop, draft = found
             waiting = [tail[:, begin - self.paged_tokens :] for tail in self.tail]
             fresh = [new[:, max(0, begin - length) : stop - length] for new in rows]
@@ -143,17 +155,6 @@ class DiskRows(Opaque):
             part[:, start : start + end - length - used] = new[:, used:]
         self._held = held._replace(length=end)
 
-    def _next_pages(self, begin: int, end: int, planned: Mapping[int, Planned]) -> tuple[int, Draft | None] | None:
-        """Return the end of the next pages, and their draft; None if the tokens up to ``end`` fill no page."""
-        page, step = planned.get(begin), self.layout.step
-        if page is not None and self.length <= page.end <= end:
-            draft = page.draft()
-            if draft is not None and not draft.is_taken:
-                return page.end, draft
-        upcoming = min([other for other in planned if other > begin and not (other - begin) % step], default=end)
-        num_full = (min(upcoming, end) - begin) // step
-        return (begin + num_full * step, None) if num_full else None
-
     def truncate(self, length: int) -> None:
         """Remove the tokens from ``length`` on.
 
@@ -165,7 +166,7 @@ class DiskRows(Opaque):
             pages = self.first_pages(length)
             paged = num_tokens(pages)
             if paged < length:
-                held = held._replace(tail=self._read_files(paged, paged + self.layout.step))
+                held = held._replace(tail=_read_pages(self, paged, paged + self.layout.step))
             held = held._replace(pages=pages, paged_tokens=paged)
         self._held = held._replace(length=length)
 
@@ -176,23 +177,9 @@ class DiskRows(Opaque):
             ReadError: pages could not be read.
         """
         paged = self.paged_tokens
-        found = self._read_files(start, max(start, min(stop, paged)))
+        found = _read_pages(self, start, max(start, min(stop, paged)))
         tails = [tail[:, max(0, start - paged) : max(0, stop - paged)] for tail in self.tail]
         return [np.concatenate(pair, axis=1) for pair in zip(found, tails, strict=True)]
-
-    def _read_files(self, start: int, stop: int) -> RowBytes:
-        """Read tokens of pages."""
-        self.flush()
-        capacity = stop - start
-        buffer = memoryview(mmap.mmap(-1, max(self.layout.slot_bytes(capacity), 1)))
-        if stop > start:
-            reads = segments(self.pages, self.layout, start, stop, capacity, start)
-            self.file.reader.submit(reads, buffer, urgent=True).wait()
-        everything = np.frombuffer(buffer, np.uint8)
-        return [
-            everything[at : at + c.heads * capacity * c.width_bytes].reshape(c.heads, capacity, c.width_bytes)
-            for at, c in zip(self.layout.slot_offsets(capacity), self.layout.components, strict=True)
-        ]
 
     def fork(self, start: int = 0, stop: int = 0) -> DiskRows:
         """Return a copy that shares the pages, without those of some tokens; the tokens behind them move up."""
@@ -214,3 +201,32 @@ def draft_of(disk: DiskRows, start: int, stop: int) -> Draft | None:
             file, is_page = page.where.file, begin == start and begin + page.length == stop
             return file if is_page and isinstance(file, Draft) and not file.is_taken else None
     return None
+
+
+def _next_pages(
+    disk: DiskRows, begin: int, end: int, planned: Mapping[int, Planned]
+) -> tuple[int, Draft | None] | None:
+    """Return the end of the next pages, and their draft; None if the tokens up to ``end`` fill no page."""
+    page, step = planned.get(begin), disk.layout.step
+    if page is not None and disk.length <= page.end <= end:
+        draft = page.draft()
+        if draft is not None and not draft.is_taken:
+            return page.end, draft
+    upcoming = min([other for other in planned if other > begin and not (other - begin) % step], default=end)
+    num_full = (min(upcoming, end) - begin) // step
+    return (begin + num_full * step, None) if num_full else None
+
+
+def _read_pages(disk: DiskRows, start: int, stop: int) -> RowBytes:
+    """Read tokens of pages."""
+    disk.flush()
+    capacity = stop - start
+    buffer = memoryview(mmap.mmap(-1, max(disk.layout.slot_bytes(capacity), 1)))
+    if stop > start:
+        reads = segments(disk.pages, disk.layout, start, stop, capacity, start)
+        disk.file.reader.submit(reads, buffer, urgent=True).wait()
+    everything = np.frombuffer(buffer, np.uint8)
+    return [
+        everything[at : at + c.heads * capacity * c.width_bytes].reshape(c.heads, capacity, c.width_bytes)
+        for at, c in zip(disk.layout.slot_offsets(capacity), disk.layout.components, strict=True)
+    ]

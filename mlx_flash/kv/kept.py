@@ -19,7 +19,8 @@ from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.cache import DiskKVCache
 from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.pages import InMemory, MemoryPages, Page, cut, sizes
-from mlx_flash.kv.pool import KVPool, LayerRows
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.rows import LayerRows
 from mlx_flash.memory.footprint import release_freed_memory
 
 _COMPARED_TOKENS = 1024
@@ -60,7 +61,7 @@ class KeptCaches:
             for index, entry in enumerate(cache):
                 if type(entry) is KVCache and entry.offset:
                     found = list(self._candidates(index, tokens, pool, common))
-                    cache[index] = self._taken(entry, pool.new_rows(group, index), found)
+                    cache[index] = self._taken(entry, pool, pool.new_rows(group, index), found)
                     taken.append(cache[index].rows)
                     del entry
             if taken:
@@ -93,7 +94,9 @@ class KeptCaches:
                 found.append((min(common[id(others)], rows.length), rows))
         yield from sorted((pair for pair in found if pair[0] >= pool.options.step), key=lambda p: p[0], reverse=True)
 
-    def _taken(self, entry: KVCache, rows: LayerRows, candidates: Sequence[tuple[int, LayerRows]]) -> DiskKVCache:
+    def _taken(
+        self, entry: KVCache, pool: KVPool, rows: LayerRows, candidates: Sequence[tuple[int, LayerRows]]
+    ) -> DiskKVCache:
         arrays = [array[..., : entry.offset, :] for array in (entry.keys, entry.values)]
         mx.eval(arrays)
         length, nearest = 0, rows
@@ -101,8 +104,10 @@ class KeptCaches:
             if most > length and (same := num_equal(other, arrays, most)) > length:
                 length, nearest = same, other
         known: MemoryPages = ()
-        if length >= rows.pool.options.step:
-            self._page_at(nearest, length)
+        if length >= rows.options.step:
+            if not nearest.memory.pages:
+                pool.parking.park(nearest)
+            self._split_at(nearest, length)
             known = cut(nearest.memory.pages, length)
             nearest.lineage.copy_to(rows.lineage, length)
             rows.lineage.cut(length)  # nothing in common with the sequences that share more with the other
@@ -115,10 +120,8 @@ class KeptCaches:
         pass_on(entry, cache)
         return cache
 
-    def _page_at(self, rows: LayerRows, length: int) -> None:
-        """Park a layer, and split its page at ``length``, so that shared pages hold few unshared tokens."""
-        if not rows.is_parked:
-            rows.pool.parking.park(rows)
+    def _split_at(self, rows: LayerRows, length: int) -> None:
+        """Split the page of a parked layer at ``length``, so that shared pages hold few unshared tokens."""
         begin = 0
         for page in rows.memory.pages:
             if begin + page.length >= length:
@@ -128,7 +131,7 @@ class KeptCaches:
 
     def _split(self, whole: InMemory, at: int, rows: LayerRows) -> None:
         """Split shared rows in two for all holders, if the rest is at least a page."""
-        if whole.length - at < rows.pool.options.step:
+        if whole.length - at < rows.options.step:
             return
         holders = [r for r in self._tokens if any(page.where is whole for page in r.memory.pages)]
         longest = max(page.length for r in holders for page in r.memory.pages if page.where is whole)

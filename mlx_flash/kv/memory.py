@@ -17,6 +17,8 @@ from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
+from mlx_flash.kv.layout import RowLayout
+from mlx_flash.kv.ledger import Layer
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import InMemory, MemoryPages, Page, cut, num_tokens, slices
 
@@ -105,38 +107,33 @@ class MemoryRows:
         """Arrays with the same types, and shapes except for tokens; empty before the first tokens."""
         return self.pages[0].where.arrays if self.pages else self.arrays
 
+    @property
+    def layout(self) -> RowLayout | None:
+        """Layout of the rows; None before the first ones."""
+        return RowLayout.of(self.examples, self._options.step) if self.examples else None
+
+    @property
+    def in_numbers(self) -> Layer:
+        """The layer as the ledger sees it."""
+        buffers = self.buffers
+        pages = tuple([(id(page.where), page.where.nbytes) for page in buffers.pages])
+        return Layer(buffers.widths, self.length, buffers.capacity, pages)
+
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens take more memory. Called for each token."""
         buffers = self.buffers
         return bool(buffers.pages) or not buffers.arrays or self._length + num_new > buffers.capacity
 
-    @property
-    def held(self) -> int:
-        """Bytes of the buffers, without pages."""
-        return self.buffers.nbytes
-
     def append(self, new: Sequence[mx.array]) -> None:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each buffer."""
         end = self.length + new[0].shape[2]
         if self.takes_more(new[0].shape[2]):
-            self._grow(new)
+            length, grown = self.length, _grown(self, new, self._options)
+            self._length = length
+            self.buffers = grown
         for array, rows in zip(self.arrays, new, strict=True):
             array[..., self._length : end, :] = rows
         self._length = end
-
-    def _grow(self, new: Sequence[mx.array]) -> None:
-        pages, length = self.pages, self.length
-        capacity = self._options.capacity_after(length, self.buffers.capacity, new[0].shape[2])
-        if pages:
-            old = slices(pages, 0, length)
-        else:
-            old = [[array[..., :length, :]] for array in self.arrays] if length else [[] for _ in new]
-        examples = self.examples or new
-        arrays = [_longer(pieces, capacity, like) for pieces, like in zip(old, examples, strict=True)]
-        if pages:
-            mx.eval(arrays)  # frees unshared pages now, instead of after all layers have grown
-        self._length = length
-        self.buffers = Buffers.of(arrays)
 
     def fetch(self) -> list[mx.array]:
         """Return all tokens, without the room behind them. Copy them if parked."""
@@ -212,3 +209,17 @@ def _longer(pieces: Sequence[mx.array], capacity: int, like: mx.array) -> mx.arr
     length = sum(piece.shape[2] for piece in pieces)
     room = mx.zeros((batch, heads, capacity - length, width), like.dtype)
     return mx.concatenate([*pieces, room], axis=2) if length else room
+
+
+def _grown(rows: MemoryRows, new: Sequence[mx.array], options: KVOptions) -> Buffers:
+    """Return buffers with all tokens, and room for new ones."""
+    length = rows.length
+    capacity = options.capacity_after(length, rows.buffers.capacity, new[0].shape[2])
+    old = slices(rows.pages, 0, length) if rows.pages else [[a[..., :length, :]] for a in rows.arrays if length]
+    arrays = [
+        _longer(pieces, capacity, like)
+        for pieces, like in zip(old or [[] for _ in new], rows.examples or new, strict=True)
+    ]
+    if rows.pages:
+        mx.eval(arrays)  # frees unshared pages now, instead of after all layers have grown
+    return Buffers.of(arrays)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container
 
 from mlx_flash.kv.pages import MemoryPages, cut, num_tokens, sizes
-from mlx_flash.kv.rows import Rows
+from mlx_flash.kv.rows import LayerRows
 
 
 class Parking:
@@ -16,23 +16,23 @@ class Parking:
         step: the fewest tokens that are worth sharing.
     """
 
-    def __init__(self, layers: Collection[Rows], step: int) -> None:
+    def __init__(self, layers: Collection[LayerRows], step: int) -> None:
         self._layers = layers
         self._step = step
 
-    def shared_bytes(self, but: Container[Rows] = ()) -> int:
+    def shared_bytes(self, but: Container[LayerRows] = ()) -> int:
         """Return the bytes of the pages of parked caches, except pages that only the given layers hold."""
         return sum(sizes(rows.memory.pages for rows in self._layers if rows not in but).values())
 
-    def park(self, rows: Rows) -> None:
+    def park(self, rows: LayerRows) -> None:
         """Replace the buffers of a layer in memory by pages, shared ones where other layers have the same tokens."""
         rows.memory.park(self.as_pages(rows))
 
-    def as_pages(self, rows: Rows) -> MemoryPages:
+    def as_pages(self, rows: LayerRows) -> MemoryPages:
         """Return all tokens of a layer in memory as pages."""
         return rows.memory.as_pages(self._known_pages(rows))
 
-    def copied_bytes(self, rows: Rows) -> int:
+    def copied_bytes(self, rows: LayerRows) -> int:
         """Return the bytes that a copy of a layer takes: tokens that are in no page yet, or on disk in no page."""
         if (disk := rows.disk) is not None:
             return disk.tail_bytes
@@ -40,16 +40,16 @@ class Parking:
         missing = memory.length - num_tokens(self._known_pages(rows))  # a page has one more token than it holds
         return sum(a.nbytes // memory.buffers.capacity * (missing + 1) for a in memory.arrays) if missing else 0
 
-    def pays(self, rows: Rows) -> bool:
+    def pays(self, rows: LayerRows) -> bool:
         """Return whether others hold at least a page of a layer's buffers, so that parking it saves memory."""
         return bool(rows.memory.arrays) and num_tokens(self._known_pages(rows)) >= self._step
 
-    def next_without_copy(self, group: int) -> Rows | None:
+    def next_without_copy(self, group: int) -> LayerRows | None:
         """Return a layer of another list of caches that frees memory when it is parked, without a copy."""
         others = (rows for rows in self._layers if rows.group != group)
         return next((rows for rows in others if self.pays(rows) and not self.copied_bytes(rows)), None)
 
-    def _known_pages(self, rows: Rows) -> MemoryPages:
+    def _known_pages(self, rows: LayerRows) -> MemoryPages:
         """Return the first tokens of a layer as pages that another, parked layer holds."""
         found = [(length, other) for other, length in rows.lineage.relatives() if other.memory.pages]
         length, other = max(found, key=lambda pair: pair[0], default=(0, rows))

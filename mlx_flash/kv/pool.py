@@ -17,103 +17,10 @@ from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.ledger import Coming, KVLedger, Way
 from mlx_flash.kv.memory import MemoryRows
-from mlx_flash.kv.opened import Stored
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import Page, num_tokens
 from mlx_flash.kv.residence import Residence
-from mlx_flash.kv.rows import Rows
+from mlx_flash.kv.rows import LayerRows
 from mlx_flash.memory.footprint import release_freed_memory
-
-
-class LayerRows(Rows):
-    """The rows of one layer's cache, with what changes them. Made by :meth:`KVPool.new_rows`."""
-
-    def __init__(self, pool: KVPool, group: int, index: int) -> None:
-        super().__init__(pool.options, group, index)
-        self._pool: Callable[[], KVPool] = lambda: pool  # hides other caches from a search for arrays in attributes
-
-    @property
-    def pool(self) -> KVPool:
-        """The pool that the layer belongs to."""
-        return self._pool()
-
-    def append(self, new: Sequence[mx.array], stored: Page[Stored] | None = None) -> list[mx.array]:
-        """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all tokens.
-
-        Args:
-            new: the tokens.
-            stored: their place in a file of the prefix cache. On disk they stay there, and nothing is returned.
-
-        Raises:
-            BudgetError, WriteError, ReadError: as :meth:`PooledCache.append_rows`.
-        """
-        with self.pool.lock:
-            self.pool.make_room(self, new)
-            if (disk := self.disk) is not None:
-                is_referred = stored is not None and self.pool.files.refer(disk, stored)
-                return [] if is_referred else self.pool.ring.append(disk, new, self.planned)
-            follows = stored is not None and num_tokens(self.stored) == self.length
-            self.memory.append(new)
-            if stored is not None and follows:
-                self.stored += (stored,)
-            return self.memory.fetch()
-
-    def fetch(self) -> list[mx.array]:
-        """Return all tokens. Raises: ReadError."""
-        with self.pool.lock:
-            disk = self.disk
-            return self.memory.fetch() if disk is None else self.pool.ring.fetch(disk)
-
-    def read(self, start: int, stop: int) -> list[mx.array]:
-        """Return the rows of some tokens. Those on disk take no slot. Raises: ReadError."""
-        with self.pool.lock:
-            disk = self.disk
-            return self.memory.read(start, stop) if disk is None else disk.layout.to_arrays(disk.read(start, stop))
-
-    def truncate(self, length: int) -> None:
-        """Remove the tokens from ``length`` on. Raises: ReadError."""
-        with self.pool.lock:
-            self.cut(length)
-            if (disk := self.disk) is not None:
-                self.pool.ring.forget(disk, length)
-            self.store.truncate(length)
-
-    def drop(self, start: int, stop: int) -> None:
-        """Remove whole pages; the tokens behind them move up."""
-        with self.pool.lock:
-            self.cut(start)
-            disk = self.disk
-            self.replace(self.memory.without(start, stop) if disk is None else disk.fork(start, stop))
-
-    def set(self, arrays: Sequence[mx.array], length: int, num_forgotten: int = 0) -> None:
-        """Replace all tokens by those in some arrays. Raises: BudgetError, WriteError."""
-        with self.pool.lock:
-            self.cut(0)
-            self.replace(MemoryRows(self.pool.options, arrays, length, num_forgotten))
-            self.pool.make_room(self, ())
-
-    def succeed(self, other: LayerRows, arrays: Sequence[mx.array]) -> None:
-        """Hold the tokens of another layer in another form. The next append makes room, when the other is dropped.
-
-        The other layer keeps its tokens: an interrupt may leave it in use.
-        """
-        with self.pool.lock:
-            self.replace(MemoryRows(self.pool.options, arrays, other.length))
-
-    def fork(self, group: int) -> LayerRows:
-        """Return a copy in another list of caches that shares the rows."""
-        with self.pool.lock:
-            other = self.pool.new_rows(group, self.index)
-            self.pool.make_room_for_copy(self, group)  # which may send this one to disk
-            if (disk := self.disk) is not None:
-                other.replace(disk.fork())
-            else:
-                other.memory.park(self.pool.parking.as_pages(self), self.memory.examples)
-                other.memory.num_forgotten = self.num_forgotten
-                other.stored = self.stored
-            self.lineage.copy_to(other.lineage, self.length)
-            self.pool.park_idle(self)
-            return other
 
 
 class KVPool(Residence):
@@ -147,7 +54,7 @@ class KVPool(Residence):
         self._layers.add(rows)
         return rows
 
-    def make_room(self, rows: Rows, new: Sequence[mx.array]) -> None:
+    def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
         """Evict layers to disk until the memory, with new tokens of one layer, fits the budget.
 
         Raises:
@@ -161,12 +68,27 @@ class KVPool(Residence):
             return
         if not new:
             self._make_fit(lambda: self.memory_bytes, rows.group, rows, new)
-        elif rows.grows(num_new := new[0].shape[2]):
-            nbytes = sum(rows.in_numbers.widths) or sum(array.nbytes for array in new) // num_new
+        elif rows.store.takes_more(num_new := new[0].shape[2]):
+            nbytes = sum(rows.store.in_numbers.widths) or sum(array.nbytes for array in new) // num_new
             coming = {rows: Coming(nbytes, num_new, rows.length + num_new)}
             self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)
 
-    def make_room_for_copy(self, rows: Rows, group: int) -> None:
+    def fork(self, rows: LayerRows, group: int) -> LayerRows:
+        """Return a copy of a layer in another list of caches that shares the pages. Raises: BudgetError, WriteError."""
+        with self.lock:
+            other = self.new_rows(group, rows.index)
+            self.make_room_for_copy(rows, group)  # which may send this one to disk
+            if (disk := rows.disk) is not None:
+                other.replace(disk.fork())
+            else:
+                other.memory.park(self.parking.as_pages(rows), rows.memory.examples)
+                other.memory.num_forgotten = rows.memory.num_forgotten
+                other.stored = rows.stored
+            rows.lineage.copy_to(other.lineage, rows.length)
+            self.park_idle(rows)
+            return other
+
+    def make_room_for_copy(self, rows: LayerRows, group: int) -> None:
         """Evict layers to disk until a copy of one layer, in a list of its own, fits the budget.
 
         Raises:
@@ -190,7 +112,7 @@ class KVPool(Residence):
         if sum(self.park_idle(rows) for rows in self._layers if rows.group in previous):
             release_freed_memory()
 
-    def park_idle(self, rows: Rows) -> bool:
+    def park_idle(self, rows: LayerRows) -> bool:
         """Park a layer if it is idle, that saves memory, and the copy has room. Return whether it was parked."""
         pays = rows.group not in self._current_groups and self.parking.pays(rows)
         if not pays or self.memory_bytes + self.parking.copied_bytes(rows) > self._limit:
@@ -199,7 +121,7 @@ class KVPool(Residence):
         return True
 
     def admit(
-        self, layers: Sequence[Rows], num_new: Sequence[int], step: int, row_bytes: Sequence[int], limit: int
+        self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int], limit: int
     ) -> int:
         """Prepare a call, or several in lockstep: evict layers before it takes memory, and set what it may take.
 
@@ -230,7 +152,7 @@ class KVPool(Residence):
             self._free(lambda: self.ledger(call.coming, step).peak, layers[0].group)
         return 0
 
-    def admit_quietly(self, layers: Sequence[Rows], num_new: Sequence[int], limit: int) -> bool:
+    def admit_quietly(self, layers: Sequence[LayerRows], num_new: Sequence[int], limit: int) -> bool:
         """Prepare a call that takes no more memory, for which :meth:`admit` would do nothing else.
 
         Most tokens are such a call: the buffers of every layer have room for them. No layer is looked at twice.
@@ -252,7 +174,7 @@ class KVPool(Residence):
             self.budget_bytes, self.under_way_bytes = limit, eviction
         return True
 
-    def quiet_width(self, layers: Sequence[Rows], num_new: Sequence[int]) -> int | None:
+    def quiet_width(self, layers: Sequence[LayerRows], num_new: Sequence[int]) -> int | None:
         """Return the most bytes of a token in a layer if the buffers of all layers have room for the new tokens.
 
         Returns:
@@ -269,11 +191,13 @@ class KVPool(Residence):
                 largest = width
         return largest
 
-    def call(self, layers: Sequence[Rows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]) -> KVLedger:
+    def call(
+        self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]
+    ) -> KVLedger:
         """Return the ledger of a call; the arguments are those of :meth:`admit`."""
         held = self.options.held_tokens
         coming = {
-            rows: Coming(sum(rows.in_numbers.widths) or nbytes, new, held(rows.length + new, step))
+            rows: Coming(sum(rows.store.in_numbers.widths) or nbytes, new, held(rows.length + new, step))
             for rows, new, nbytes in zip(layers, num_new, row_bytes, strict=True)
         }
         return self.ledger(coming, step)

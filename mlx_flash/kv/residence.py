@@ -16,7 +16,7 @@ from mlx_flash.kv.memory import Changes
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.parking import Parking
 from mlx_flash.kv.ring import SlotRing
-from mlx_flash.kv.rows import Rows
+from mlx_flash.kv.rows import LayerRows
 from mlx_flash.kv.stats import KVStats, KVUsage
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.lazy import commits_lazily
@@ -47,7 +47,7 @@ class Residence:
         self.stats = KVStats()
         self.usage = KVUsage()
         self.ring = SlotRing(options, self.stats)
-        self._layers: weakref.WeakSet[Rows] = weakref.WeakSet()
+        self._layers: weakref.WeakSet[LayerRows] = weakref.WeakSet()
         self.parking = Parking(self._layers, options.step)
         self.files = PageFiles(options, count_written)
         self._used: dict[int, int] = {}
@@ -56,7 +56,7 @@ class Residence:
         self._added_up_at = (0, 0)
 
     @property
-    def on_disk(self) -> dict[Rows, DiskRows]:
+    def on_disk(self) -> dict[LayerRows, DiskRows]:
         """The layers whose rows are on disk."""
         return {rows: disk for rows in self._layers if (disk := rows.disk) is not None}
 
@@ -88,14 +88,14 @@ class Residence:
             self._num_on_disk = sum([rows.disk is not None for rows in layers])
             self._added_up_at = now
 
-    def ledger(self, coming: Mapping[Rows, Coming] = MappingProxyType({}), step: int = 1) -> KVLedger:
+    def ledger(self, coming: Mapping[LayerRows, Coming] = MappingProxyType({}), step: int = 1) -> KVLedger:
         """Return the layers in numbers, and those of a call.
 
         Args:
             coming: the tokens that it adds.
             step: how many of them go through the model at a time.
         """
-        layers = {rows: rows.in_numbers for rows in self._layers}
+        layers = {rows: rows.store.in_numbers for rows in self._layers}
         slots = self.ring.held, len(self.ring.slots), commits_lazily(), self.under_way_bytes
         return KVLedger(self.options, layers, coming, step, *slots)
 
@@ -108,7 +108,7 @@ class Residence:
         self.usage = KVUsage(*sizes, stats.num_spilled, stats.wait_seconds)
         return self.usage
 
-    def _make_fit(self, needed: Callable[[], int], group: int, rows: Rows, new: Sequence[mx.array]) -> None:
+    def _make_fit(self, needed: Callable[[], int], group: int, rows: LayerRows, new: Sequence[mx.array]) -> None:
         """Free memory until a need fits. Raises: BudgetError, WriteError."""
         self._free(needed, group, rows, new)
         num_new = new[0].shape[2] if new else 0
@@ -120,7 +120,7 @@ class Residence:
             raise no_room(nbytes, rows.length + num_new, self.budget_bytes or 0)
 
     def _free(
-        self, needed: Callable[[], int], group: int, asking: Rows | None = None, new: Sequence[mx.array] = ()
+        self, needed: Callable[[], int], group: int, asking: LayerRows | None = None, new: Sequence[mx.array] = ()
     ) -> None:
         """Free memory until a need fits, or nothing is left that can go to disk. ``asking`` has new tokens."""
         while needed() > self._limit:
@@ -134,7 +134,7 @@ class Residence:
             else:
                 return
 
-    def _victim(self, asking: Rows | None) -> Rows | None:
+    def _victim(self, asking: LayerRows | None) -> LayerRows | None:
         """Return the layer to evict next: of the sequence used longest ago, and far from those that were evicted.
 
         Args:
@@ -147,7 +147,7 @@ class Residence:
     def _limit(self) -> float:
         return inf if self.budget_bytes is None else self.budget_bytes - self.under_way_bytes
 
-    def _spill(self, rows: Rows, new: Sequence[mx.array]) -> None:
+    def _spill(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
         others = [(disk, length) for other, length in rows.lineage.relatives() if (disk := other.disk)]
         rows.replace(self.files.write(rows.memory, new, others, rows.stored, rows.planned))
         rows.stored = ()

@@ -1,30 +1,51 @@
-"""The rows of one layer's cache: where they are, and what else begins with them."""
+"""The rows of one layer's cache: where they are, what else begins with them, and what changes them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import mlx.core as mx
+
 from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows
-from mlx_flash.kv.layout import RowLayout
-from mlx_flash.kv.ledger import Layer
+from mlx_flash.kv.files import PageFiles
 from mlx_flash.kv.lineage import Lineage
 from mlx_flash.kv.memory import Changes, MemoryRows
 from mlx_flash.kv.opened import Stored
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import Page, cut
-from mlx_flash.memory.pagecache import round_up
+from mlx_flash.kv.pages import Page, cut, num_tokens
+from mlx_flash.kv.ring import SlotRing
 
 
-class Rows:
-    """The rows of one layer, in memory or on disk.
+class Pool(Protocol):
+    """The pool of a layer, as the layer uses it: see :class:`mlx_flash.kv.pool.KVPool`."""
+
+    options: KVOptions
+    files: PageFiles
+    ring: SlotRing
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held while layers change."""
+
+    def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
+        """Evict layers until new tokens of one fit."""
+
+
+class LayerRows:
+    """The rows of one layer. Made by :meth:`mlx_flash.kv.pool.KVPool.new_rows`.
 
     Args:
-        options: the settings.
+        pool: the pool that the layer belongs to.
         group: number of the list of caches that the layer belongs to.
         index: its place in that list.
 
     Attributes:
         store: the rows, in memory or on disk. What cannot change in one step is replaced as a whole, so that an
             interrupt leaves the old rows or the new ones: see :meth:`replace`.
-        options, group, index: as given.
+        options: the settings.
+        group, index: as given.
         lineage: the layers with the same first tokens.
         stored: the first tokens in files of the prefix cache, while the rows are in memory. They go to disk without a
             copy, as far as these files are still there.
@@ -32,15 +53,21 @@ class Rows:
             written to drafts as they are.
     """
 
-    def __init__(self, options: KVOptions, group: int, index: int) -> None:
-        self.store: MemoryRows | DiskRows = MemoryRows(options)
+    def __init__(self, pool: Pool, group: int, index: int) -> None:
+        self._pool: Callable[[], Pool] = lambda: pool  # hides other caches from a search for arrays in attributes
+        self.options = pool.options
+        self.store: MemoryRows | DiskRows = MemoryRows(self.options)
         self.group = group
         self.index = index
         self.lineage = Lineage(self)
         self.stored: tuple[Page[Stored], ...] = ()
         self.planned = NOTHING_PLANNED
-        self.options = options
-        self._no_rows = MemoryRows(options)
+        self._no_rows = MemoryRows(self.options)
+
+    @property
+    def pool(self) -> Pool:
+        """The pool that the layer belongs to."""
+        return self._pool()
 
     def replace(self, store: MemoryRows | DiskRows) -> None:
         """Hold other rows from now on."""
@@ -67,35 +94,65 @@ class Rows:
         """Number of tokens."""
         return self.store.length
 
-    @property
-    def num_forgotten(self) -> int:
-        """Number of tokens that were dropped."""
-        return self.store.num_forgotten
+    def append(self, new: Sequence[mx.array], stored: Page[Stored] | None = None) -> list[mx.array]:
+        """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all tokens.
 
-    @property
-    def layout(self) -> RowLayout | None:
-        """Layout of the rows; None before the first ones."""
-        if (disk := self.disk) is not None:
-            return disk.layout
-        examples = self.memory.examples
-        return RowLayout.of(examples, self.options.step) if examples else None
+        Args:
+            new: the tokens.
+            stored: their place in a file of the prefix cache. On disk they stay there, and nothing is returned.
 
-    @property
-    def in_numbers(self) -> Layer:
-        """The layer as the ledger sees it."""
-        if (disk := self.disk) is not None:
-            return Layer(disk.layout.widths, disk.length, is_on_disk=True)
-        buffers = self.memory.buffers
-        pages = tuple([(id(page.where), page.where.nbytes) for page in buffers.pages])
-        return Layer(buffers.widths, self.memory.length, buffers.capacity, pages)
+        Raises:
+            BudgetError, WriteError, ReadError: as :meth:`PooledCache.append_rows`.
+        """
+        with self.pool.lock:
+            self.pool.make_room(self, new)
+            if (disk := self.disk) is not None:
+                is_referred = stored is not None and self.pool.files.refer(disk, stored)
+                return [] if is_referred else self.pool.ring.append(disk, new, self.planned)
+            follows = stored is not None and num_tokens(self.stored) == self.length
+            self.memory.append(new)
+            if stored is not None and follows:
+                self.stored += (stored,)
+            return self.memory.fetch()
 
-    def grows(self, num_new: int) -> bool:
-        """Return whether so many new tokens take more memory. Called for each token."""
-        if (disk := self.disk) is None:
-            return self.memory.takes_more(num_new)
-        return round_up(disk.length, self.options.step) != round_up(disk.length + num_new, self.options.step)
+    def fetch(self) -> list[mx.array]:
+        """Return all tokens. Raises: ReadError."""
+        with self.pool.lock:
+            disk = self.disk
+            return self.memory.fetch() if disk is None else self.pool.ring.fetch(disk)
 
-    @property
-    def is_parked(self) -> bool:
-        """True when the rows are in memory only as pages that copies may share."""
-        return bool(self.memory.pages)
+    def read(self, start: int, stop: int) -> list[mx.array]:
+        """Return the rows of some tokens. Those on disk take no slot. Raises: ReadError."""
+        with self.pool.lock:
+            disk = self.disk
+            return self.memory.read(start, stop) if disk is None else disk.layout.to_arrays(disk.read(start, stop))
+
+    def truncate(self, length: int) -> None:
+        """Remove the tokens from ``length`` on. Raises: ReadError."""
+        with self.pool.lock:
+            self.cut(length)
+            if (disk := self.disk) is not None:
+                self.pool.ring.forget(disk, length)
+            self.store.truncate(length)
+
+    def drop(self, start: int, stop: int) -> None:
+        """Remove whole pages; the tokens behind them move up."""
+        with self.pool.lock:
+            self.cut(start)
+            disk = self.disk
+            self.replace(self.memory.without(start, stop) if disk is None else disk.fork(start, stop))
+
+    def set(self, arrays: Sequence[mx.array], length: int, num_forgotten: int = 0) -> None:
+        """Replace all tokens by those in some arrays. Raises: BudgetError, WriteError."""
+        with self.pool.lock:
+            self.cut(0)
+            self.replace(MemoryRows(self.options, arrays, length, num_forgotten))
+            self.pool.make_room(self, ())
+
+    def succeed(self, other: LayerRows, arrays: Sequence[mx.array]) -> None:
+        """Hold the tokens of another layer in another form. The next append makes room, when the other is dropped.
+
+        The other layer keeps its tokens: an interrupt may leave it in use.
+        """
+        with self.pool.lock:
+            self.replace(MemoryRows(self.options, arrays, other.length))

@@ -107,7 +107,7 @@ def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) 
     missing = [call.way(limit).missing for limit in (0, call.now, call.peak, call.peak + 50_000, 1 << 40)]
     assert missing == sorted(missing, reverse=True) and missing[-1] == 0
     if (width := pool.quiet_width(layers, [count] * len(layers))) is not None:
-        assert width == max(sum(rows.in_numbers.widths) for rows in layers)
+        assert width == max(sum(rows.store.in_numbers.widths) for rows in layers)
         assert not pool.on_disk and call.peak == call.now and call.growth == 0
 
 

@@ -64,7 +64,7 @@ class Conversation:
 
     @property
     def num_parked(self) -> int:
-        return sum(entry.rows.is_parked for entry in self.mine)
+        return sum(bool(entry.rows.memory.pages) for entry in self.mine)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -272,7 +272,7 @@ def test_admit_predicts_the_memory_of_a_call(form: str, is_shared: bool, options
     peak = 0
     for entry in second.mine:
         rows = rows_of(7, 16, mx.float16)
-        coming = {entry.rows: Coming(sum(entry.rows.in_numbers.widths), 16, entry.rows.length + 16)}
+        coming = {entry.rows: Coming(sum(entry.rows.store.in_numbers.widths), 16, entry.rows.length + 16)}
         peak = max(peak, pool.ledger(coming).peak)
         entry.update_and_fetch(rows, rows)
     assert peak == needed

@@ -116,6 +116,22 @@ def test_the_design_document_shows_the_floors() -> None:
     assert [re.findall(r"`(\w+)", names) for _, names in rows] == FLOORS
 
 
+def test_the_way_of_a_token_names_functions_that_exist() -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    section = text[text.index("### One token") : text.index("## Decisions")]
+    steps = [line.split("|")[2] for line in section.splitlines() if "`" in line and line.startswith("|")]
+    assert len(steps) > 10
+    for step in steps:
+        path = None
+        for name in re.findall(r"`([^`]+)`", step):
+            if name.endswith(".py"):
+                path = PACKAGE / name
+            else:
+                assert path is not None
+                functions = [node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef)]
+                assert name in functions, f"{path} has no function {name}"
+
+
 def test_private_parts_of_mlx_are_used_in_compat_only() -> None:
     """No other module imports a private name of MLX or mlx-lm, reads one as an attribute, or looks at function code."""
     wrong = [

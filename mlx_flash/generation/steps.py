@@ -156,7 +156,7 @@ def _generate(
             with mx.stream(stream):
                 source.end()
     except BaseException:  # no pass begins now: the last token stays owed
-        if prompt_cache is not None:
+        if prompt_cache is not None and sequence.num_tokens:
             sequence.withdraw()
             Pending(source.cache, source.leave(), source.end).put()
         if pending is not None and pending.is_owed:

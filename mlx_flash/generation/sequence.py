@@ -77,14 +77,8 @@ class GeneratedSequence:
         tokens: Sequence[int] = (),
         report: Progress = lambda done, total: None,
     ) -> None:
-        self.model, self.cache, self.segments, self.max_tokens, self.guesses = (
-            model,
-            cache,
-            segments,
-            max_tokens,
-            guesses,
-        )
-        self.tokens = list(tokens)
+        self.model, self.cache, self.max_tokens = model, cache, max_tokens
+        self.segments, self.guesses, self.tokens = segments, guesses, list(tokens)
         self.row: Row | None = None
         self.num_tokens = self.num_rows = 0
         self.ends_segment = True
@@ -109,13 +103,10 @@ class GeneratedSequence:
             return self.row
         self._num_guesses, self._at, self.num_rows = 0, -1, int(self._token is not None)
         if self._token is None:
-            taken = _take_segments(self.segments, self.cache, most)
-            self.ends_segment, taken = bool(taken), taken or [_cut_segment(self.segments, most or 0)]
+            taken, self.ends_segment = _take_segments(self.segments, self.cache, most)
             self._new = [token for segment in taken for token in segment]
-            ends, wants_logits = list(accumulate(map(len, taken[:-1]))), not self.segments
-            self.row = self.model.row(
-                mx.array([self._new]), self.cache, self._step, wants_logits=wants_logits, ends=ends
-            )
+            ends, is_last = list(accumulate(map(len, taken[:-1]))), not self.segments
+            self.row = self.model.row(mx.array([self._new]), self.cache, self._step, wants_logits=is_last, ends=ends)
             self.row.report = self._report
         elif self.model.is_resident:
             self._new = []
@@ -257,8 +248,11 @@ class GeneratedSequence:
             self.row, self._new, self._at, self._num_guesses = pending.found, [pending.token or 0], -1, 0
 
 
-def _take_segments(segments: list[list[int]], cache: list[Any], most: int | None) -> list[list[int]]:
-    """Return the segments of a prompt that are computed now, and let go of them; none where the first is too long."""
+def _take_segments(segments: list[list[int]], cache: list[Any], most: int | None) -> tuple[list[list[int]], bool]:
+    """Let go of the segments of a prompt that are computed now. Return them, and whether they are whole.
+
+    A part of a segment ends where the whole would be cut, too.
+    """
     # A cache that can be trimmed has the ends of its segments in it; of another one they are states of their own.
     apart = len(segments) > 2 and trimmer(cache) is None
     taken: list[list[int]] = []
@@ -266,13 +260,10 @@ def _take_segments(segments: list[list[int]], cache: list[Any], most: int | None
     while segments and len(segments[0]) <= num_left and not (apart and taken):
         taken.append(segments.pop(0))
         num_left -= len(taken[-1])
-    return taken
-
-
-def _cut_segment(segments: list[list[int]], most: int) -> list[int]:
-    """Return the first tokens of the first segment. It ends where the whole would be cut, too."""
-    taken, segments[0] = segments[0][:most], segments[0][most:]
-    return taken
+    if taken or most is None:
+        return taken, True
+    part, segments[0] = segments[0][:most], segments[0][most:]
+    return [part], False
 
 
 def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) -> None:
@@ -301,12 +292,8 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
         sequence.guesses = sequence.row = None
     if without:
         model.advance([sequence.begin() for sequence in without])
-    if (
-        stats
-        and not model.is_resident
-        and model.counters.num_passes == num_passes + 1
-        and all(sequence.num_rows for sequence in sequences)
-    ):
+    are_tokens = all(sequence.num_rows for sequence in sequences) and not model.is_resident
+    if stats and are_tokens and model.counters.num_passes == num_passes + 1:
         with compiling():
             mx.eval([row.outputs for row in rows])
         num_rows, seconds = sum(len(row.outputs) for row in rows), time.perf_counter() - began

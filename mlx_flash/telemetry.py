@@ -117,7 +117,7 @@ class Publisher:
 
     def close(self) -> None:
         """End publishing and remove the file. Any thread may call it, repeatedly; a forked child does nothing."""
-        if os.getpid() != self._pid or self._closed:
+        if os.getpid() != self._pid or (self._closed and self.path is None):
             return
         self._closed = True
         self._wake.put(None)

@@ -66,7 +66,7 @@ class Lifecycle:
         self.name = name if peers is None else f"{name} (rank {peers.rank} of {peers.size})"
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._closed = False
+        self._closed = self._has_ended = False
         self._is_planned = False
         self._manager = ModelManager.of_process()
         self._manager.add(self)
@@ -156,7 +156,7 @@ class Lifecycle:
         if os.getpid() != self._pid:
             return model  # of the parent, which goes on
         with self._manager.lock, self._lock:
-            if not self._closed:
+            if not self._has_ended:  # an interrupt may have cut it in two: each step may be repeated
                 self._closed = True
                 self._manager.remove(self)
                 self._stop()
@@ -164,11 +164,13 @@ class Lifecycle:
                     self.kv.close()
                 if self.prepared.chain is not None:
                     self.prepared.chain.close()
+                self._has_ended = True
         return model
 
     def _stop(self) -> None:
         if self.session is not None:
-            self._release()
+            self.session.end()
+            self._release.detach()
             self.session.engine.close()
 
     def _check_open(self) -> None:

@@ -24,9 +24,9 @@ def swap_class(module: nn.Module, mixin: type[SwappedClass], state: object) -> N
 
 
 def restore_class(module: nn.Module) -> None:
-    """Give a module its own class back and forget the state."""
-    object.__delattr__(module, _STATE)
+    """Give a module its own class back and forget the state. Harmless when repeated."""
     object.__setattr__(module, "__class__", own_class(module))
+    vars(module).pop(_STATE, None)
 
 
 def own_class(module: Any) -> Any:
@@ -49,11 +49,12 @@ def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
     def put_back() -> None:
         for module, items, attributes in before:
-            flags = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
             dict.clear(module)
             dict.update(module, items)
-            vars(module).clear()
+            flags = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
             vars(module).update({**attributes, **flags})
+            for key in vars(module).keys() - attributes.keys() - flags.keys():
+                del vars(module)[key]
 
     return put_back
 

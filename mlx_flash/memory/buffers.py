@@ -35,5 +35,6 @@ def end_limit(owner: object) -> None:
     limit, and for that gives each that was never used a system thread: also those of Python threads that have ended.
     """
     with _lock:
-        if _held.pop(id(owner), None) is not None and mx.default_device() == mx.gpu:
-            mx.set_cache_limit(max(_held.values(), default=_before))
+        if id(owner) in _held and mx.default_device() == mx.gpu:
+            mx.set_cache_limit(max((held for other, held in _held.items() if other != id(owner)), default=_before))
+        _held.pop(id(owner), None)

@@ -86,8 +86,9 @@ class Chain(Spread):
         """Give the layers their own classes back."""
         for layer in self._layers:
             if _STATE in vars(layer):
-                object.__delattr__(layer, _STATE)
-                object.__setattr__(layer, "__class__", type(layer).__bases__[1])
+                if isinstance(layer, RankLayer):
+                    object.__setattr__(layer, "__class__", type(layer).__bases__[1])
+                object.__delattr__(layer, _STATE)  # last: an interrupt before it does this again
         self._layers.clear()
 
     def runs_of(self, rank: int) -> list[tuple[int, int]]:

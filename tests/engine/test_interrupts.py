@@ -21,13 +21,19 @@ from expert_pools import with_pool
 from interrupting import CHANGES, CHUNKS, Strike, Victim, every_interrupt, outcomes
 from mlx_flash import CacheError, FlashLLM, load_model
 from mlx_flash.engine.call import parse_call
+from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.lifecycle import Lifecycle
+from mlx_flash.engine.manager import ModelManager
+from mlx_flash.engine.session import Session
 from mlx_flash.engine.undo import undo_of
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.slots import ExpertSlots
+from mlx_flash.layout.swap import SwappedClass, restore_class
 from mlx_flash.memory.arena import Arena, SlotArena
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.streaming.loans import Loans
 from mlx_flash.streaming.stream import WeightStream, _Slot
+from mlx_flash.telemetry import Publisher
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, guessed, run, same_bits, save, stock
 from streamed import LARGE_GB, config, streamed_whole
 
@@ -258,3 +264,39 @@ def test_interrupts_of_a_pool_that_changes_its_size(tmp_path: Path) -> None:
             assert victim.is_right(), where
             experts.resize(12)
             assert victim.is_right(), where
+
+
+def test_close_that_was_interrupted_is_finished_by_the_next(
+    directory: Path, expected: list[mx.array], tmp_path: Path
+) -> None:
+    """It was noted as done before it began, and a finalizer runs once: threads, files and slots stayed."""
+    functions = [
+        Lifecycle.close,
+        Lifecycle._stop,
+        Session.end,
+        Engine.close,
+        Publisher.close,
+        Publisher._remove,
+        restore_class,
+        BackgroundPrefetcher.close,
+        ModelManager.remove,
+    ]
+    at = num = 0
+    threads = threading.active_count()
+    while True:
+        with streamed_whole(directory, cut=1, telemetry=True) as model:
+            run(model, CALLS)
+            stock_model, life = model._model, model._life
+            assert life.session is not None and life.session._publisher is not None
+            path = life.session._publisher.path
+            strike = Strike(functions, at)
+            if not strike.run(model.close):
+                assert num > 10
+                return
+            assert model.close() is stock_model
+        assert life not in ModelManager.of_process()._models.values(), strike.where
+        assert path is not None and not path.exists(), strike.where
+        assert threading.active_count() == threads, strike.where
+        assert all(not isinstance(module, SwappedClass) for module in stock_model.modules()), strike.where
+        assert at % 4 or same_bits(run(stock_model, CALLS), expected), strike.where
+        at, num = at + 25, num + 1

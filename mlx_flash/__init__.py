@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mlx_flash.loading import load, load_model
     from mlx_flash.manager import FlashGenerationLoop, FlashManager
     from mlx_flash.model import FlashLLM
+    from mlx_flash.vision.loading import load_vlm
 
 __version__ = VERSION
 
@@ -70,6 +71,7 @@ __all__ = [
     "generate_step",
     "load",
     "load_model",
+    "load_vlm",
     "parse_budget",
     "parse_flash_directives",
     "remove_flash_patch",
@@ -85,6 +87,7 @@ _HOMES = {
     "mlx_flash.kv.cache": {"DiskKVCache"},
     "mlx_flash.loading": {"load", "load_model"},
     "mlx_flash.model": {"FlashLLM"},
+    "mlx_flash.vision.loading": {"load_vlm"},
 }
 
 

@@ -82,7 +82,7 @@ class FlashLLM(ModelFacade):
         if isinstance(prepared, nn.Module):
             prepared = prepare_loaded(prepared, config, None if model_path is None else Path(model_path))
         life = Lifecycle(prepared, config, name or model_name(prepared.checkpoint.directory))
-        super().__init__(prepared.loaded.model, life)
+        super().__init__(prepared.loaded.called, life)
         self.kv = life.kv
         self.name = life.name
         self.counters = life.counters

@@ -26,7 +26,7 @@ FLOORS = [
     ["model"],
     ["generation"],
     ["loading"],
-    ["manager"],
+    ["manager", "vision"],
     ["modelfile", "monitor"],
     ["integration"],
     ["server"],

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache, RotatingKVCache
 
 from mlx_flash.compat.require import require, require_that
 
@@ -28,12 +28,37 @@ for _entry, _names in (
     require_that(_names <= vars(_entry).keys(), f"{type(_entry).__name__} lacks one of {', '.join(sorted(_names))}")
 
 
+class CacheKinds:
+    """Classes of caches, of mlx-lm and of libraries that have their own of the same names."""
+
+    lists: tuple[type[Any], ...] = (CacheList,)
+    recurrent: tuple[type[Any], ...] = (ArraysCache,)
+    windows: tuple[type[Any], ...] = (RotatingKVCache,)
+
+    @classmethod
+    def add(cls, module: Any) -> None:
+        """Add a library's classes of caches."""
+        cls.lists += (require(module, "CacheList"),)
+        cls.recurrent += (require(module, "ArraysCache"),)
+        cls.windows += (require(module, "RotatingKVCache"),)
+
+
+def is_recurrent(entry: Any) -> bool:
+    """Return whether an entry of a prompt cache holds states that every token replaces."""
+    return issubclass(type(entry), CacheKinds.recurrent)
+
+
+def is_window(entry: Any) -> bool:
+    """Return whether an entry of a prompt cache keeps the last tokens only."""
+    return isinstance(entry, CacheKinds.windows)
+
+
 def entries_of(cache: Iterable[Any]) -> list[Any]:
     """Return the entries of a prompt cache, and those of its lists of caches in their place."""
     found = list(cache)
-    if not any(issubclass(kind, CacheList) for kind in set(map(type, found))):
+    if not any(issubclass(kind, CacheKinds.lists) for kind in set(map(type, found))):
         return found
-    parts = (entries_of(entry.caches) if isinstance(entry, CacheList) else [entry] for entry in found)
+    parts = (entries_of(entry.caches) if issubclass(type(entry), CacheKinds.lists) else [entry] for entry in found)
     return [entry for part in parts for entry in part]
 
 
@@ -44,9 +69,9 @@ def recurrent_states(cache: Iterable[Any]) -> Iterator[mx.array]:
         return
     for entry in entries:
         kind = type(entry)  # entries that calls share refuse to be asked for a class
-        if issubclass(kind, CacheList):
+        if issubclass(kind, CacheKinds.lists):
             yield from recurrent_states(entry.caches)
-        elif issubclass(kind, ArraysCache):
+        elif issubclass(kind, CacheKinds.recurrent):
             yield from (array for array in entry.cache if array is not None)
 
 

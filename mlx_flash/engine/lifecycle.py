@@ -101,7 +101,7 @@ class Lifecycle:
         self.session = session
         self.layout, self.plan = prepared.layout, prepared.plan
         self.prefixes, self.forecast = session.prefixes, session.forecast
-        self.passes = Passes(prepared.loaded.model, session, self.kv, self.counters)
+        self.passes = Passes(prepared.loaded.called, session, self.kv, self.counters)
         expert_seconds = self.plan.pool.seconds if self.plan.pool is not None else 0.0
         self.times = Times(self.plan.seconds, self.plan.streaming.compute_seconds + expert_seconds)
         self.engine = session.engine

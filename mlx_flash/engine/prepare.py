@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -142,6 +142,7 @@ def prepare(
     group: mx.distributed.Group | None = None,
     probe: Path | None = None,
     needed_context: int | None = None,
+    loader: Callable[..., LoadedModel] = load_lazily,
     **loading: Any,
 ) -> Prepared:
     """Load a model lazily, find its units, and plan. Reads headers, no weights.
@@ -155,6 +156,7 @@ def prepare(
         group: the ranks that share the model's layers; None for a model of this process alone.
         probe: a file to probe the disk with; None takes the largest shard.
         needed_context: tokens of prompt and answer, if the caller knows them.
+        loader: loads the model lazily.
         loading: further arguments of ``mlx_lm.utils.load_model``.
     """
     map_large_blocks()
@@ -172,7 +174,7 @@ def prepare(
         share = f"-{peers.rank}of{peers.size}"
 
     def load() -> LoadedModel:
-        loaded = load_lazily(path, checkpoint, model_config, **loading)
+        loaded = loader(path, checkpoint, model_config, **loading)
         loaded = divide(loaded, checkpoint, peers) if peers is not None and share else loaded
         check_direct(path, checkpoint, (record for records in loaded.sources.values() for record in records))
         return loaded

@@ -139,7 +139,9 @@ def _fingerprint(prepared: Prepared, name: str) -> str | None:
 
 def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
     plan, disk = prepared.plan, prepared.machine.disk
-    records = [record for unit in prepared.layout.units for p in unit.large for record in p.records]
+    records = [
+        record for unit in [*prepared.layout.units, *prepared.layout.towers] for p in unit.large for record in p.records
+    ]
     reader = BackgroundPrefetcher(
         sorted({record.extent.path for record in records}),
         direct=reads_directly(config.io),

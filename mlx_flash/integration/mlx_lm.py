@@ -36,11 +36,13 @@ from mlx_flash.compat.loading import (
     stock_sharded_load,
 )
 from mlx_flash.compat.tokenizers import replace_load_tokenizer
+from mlx_flash.compat.weights import stop_watching, watch_weights
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
 from mlx_flash.errors import ConfigError, StreamedWeightsError
 from mlx_flash.generation import SharingGenerator, generate_step, speculative_generate_step
+from mlx_flash.integration.mlx_vlm import patch_vlm, restore_vlm
 from mlx_flash.layout.load import model_name
 from mlx_flash.loading import load_model
 from mlx_flash.model import FlashLLM
@@ -54,8 +56,16 @@ _STOCK_LOOPS: Loops = (stock_generate_step, stock_speculative_generate_step)
 _LOOPS: Loops = (generate_step, speculative_generate_step)
 
 
+_LARGE_BYTES = 64 << 20
+"""Weights of fewer bytes are no model that needs streaming."""
+
+_OWN_LOADERS = frozenset({"mlx_flash.layout.load", "mlx_flash.layout.vlm"})
+
+
 class _State:
     """The patch of this process, changed under the lock."""
+
+    has_warned: bool = False
 
     config: FlashConfig | None = None
     original: LoadModel | None = None
@@ -113,6 +123,8 @@ def _put_in_force(config: FlashConfig | None) -> None:
             _State.original = current_load_model()
             _State.replacement = _make_replacement(_State.original)
             replace_load_model(_State.replacement)
+        patch_vlm(lambda: _State.config)
+        watch_weights(_warn_once)
         replace_sharded_load(_sharded_load)
         replace_load_tokenizer(tokenizers.load_tokenizer)
         _swap_loops(_STOCK_LOOPS, _LOOPS)
@@ -120,6 +132,8 @@ def _put_in_force(config: FlashConfig | None) -> None:
 
 
 def _restore() -> None:
+    restore_vlm()
+    stop_watching()
     _swap_loops(_LOOPS, _STOCK_LOOPS)
     _swap_batches(SharingGenerator, StockBatchGenerator)
     if _State.replacement is None or _State.original is None:
@@ -200,6 +214,23 @@ def _sharded_load(
         settings = replace(settings, ranks_mode="tensor")
     model, config = load_model(path, settings, group=group)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _warn_once(module: nn.Module, nbytes: int) -> None:
+    """Warn of the first large model that is loaded around the patch."""
+    if nbytes < _LARGE_BYTES or _State.has_warned:
+        return
+    callers = [name for name in calling_modules() if not name.startswith(("mlx_flash.compat", __name__))]
+    if _OWN_LOADERS.isdisjoint(callers):
+        _State.has_warned = True
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        _log.warning(
+            "%s with %.1f MB of weights was loaded around mlx-flash by %s: it is not streamed, and takes memory that "
+            "is in no plan. Hint: load it through mlx_lm.load or mlx_vlm.load, imported after the patch.",
+            kind,
+            nbytes / 1e6,
+            next((name for name in callers if not name.startswith(("mlx.", "mlx_lm.", "mlx_vlm."))), "?"),
+        )
 
 
 def _refuse_writers() -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache
 
-from mlx_flash.compat.caches import CACHE_STEP, entries_of
+from mlx_flash.compat.caches import CACHE_STEP, entries_of, is_window
 from mlx_flash.layout.arrays import arrays_in, nbytes_in
 
 _RESHAPING = {"Squeeze", "ExpandDims", "Reshape", "Flatten", "Unflatten", "Transpose"}
@@ -119,7 +119,7 @@ class CacheMeter:
             token_bytes=row,
             largest_row=row,
             rows=(row,) if type(entry) is KVCache else (),
-            windows=((row, entry.max_size),) if isinstance(entry, RotatingKVCache) else (),
+            windows=((row, entry.max_size),) if is_window(entry) else (),
             call_bytes=kept,
             largest_scan=scanned,
             largest_state=constant,

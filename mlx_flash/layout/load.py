@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.loading import LoadModel, ModelClasses, missing_parameters, model_classes
 from mlx_flash.compat.streams import LoadingStreams
@@ -46,6 +47,8 @@ class LoadedModel:
             that it is made of, one after another.
         keep_alive: those arrays, so that no ``id`` is used twice.
         streams: the streams of its lazily loaded arrays, which any thread may evaluate.
+        language: the part that is called with tokens, of a model that has others; None is the model itself.
+        make_cache: makes an empty prompt cache for the part that is called.
     """
 
     model: nn.Module
@@ -53,6 +56,13 @@ class LoadedModel:
     sources: dict[int, tuple[TensorRecord, ...]]
     keep_alive: list[mx.array]
     streams: LoadingStreams
+    language: nn.Module | None = None
+    make_cache: Callable[[nn.Module], list[Any]] = make_prompt_cache
+
+    @property
+    def called(self) -> nn.Module:
+        """The module that is called with tokens and a prompt cache."""
+        return self.model if self.language is None else self.language
 
 
 def load_config(directory: Path) -> dict[str, Any]:
@@ -93,6 +103,20 @@ def _check_files(directory: Path) -> None:
         raise CheckpointError(
             f"cannot read {error.filename}: {error.strerror}. Hint: check the folder, or download it again."
         ) from error
+
+
+def checked_config(
+    directory: Path, checkpoint: Checkpoint, model_config: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the model's configuration, checked before a model is built from it.
+
+    Raises:
+        CheckpointError: the model is built by code of its own, or has more layers than tensors.
+    """
+    config = {**load_config(directory), **(model_config or {})}
+    _check_code(directory, config)
+    _check_num_layers(directory, config, len(checkpoint.tensors))
+    return config
 
 
 def _check_code(directory: Path, config: dict[str, Any]) -> None:
@@ -142,9 +166,7 @@ def load_lazily(
     Raises:
         CheckpointError: the model is built by code of its own, beside the checkpoint, or a parameter has no tensor.
     """
-    expected = {**load_config(directory), **(model_config or {})}
-    _check_code(directory, expected)
-    _check_num_layers(directory, expected, len(checkpoint.tensors))
+    checked_config(directory, checkpoint, model_config)
     sources = Sources(checkpoint)
     original: list[type[nn.Module]] = []
 
@@ -154,7 +176,7 @@ def load_lazily(
         return _recording_class(model_class, sources), args_class
 
     streams = LoadingStreams()
-    with streams.in_force(), _missing_explained(directory), stock_folder(directory, checkpoint) as folder:
+    with streams.in_force(), missing_explained(directory), stock_folder(directory, checkpoint) as folder:
         model, config = load_model(
             folder, lazy=True, model_config=model_config, get_model_classes=recording_classes, **loading
         )
@@ -166,7 +188,7 @@ def load_lazily(
 
 
 @contextmanager
-def _missing_explained(directory: Path) -> Iterator[None]:
+def missing_explained(directory: Path) -> Iterator[None]:
     """Raise an error with a hint where mlx-lm finds no tensor for a parameter."""
     try:
         yield

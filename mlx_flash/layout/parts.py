@@ -151,6 +151,8 @@ class ModelLayout:
         nodes_per_token: operations that a call records for each token, in loops of recurrent layers.
         num_operations: operations of a call for one token; 0 where the time to start them does not matter.
         logits_bytes: the logits of a token, as the model returns them; 0 if it returns something else.
+        towers: units beside the language model, such as the layers of a vision tower. They are in memory while they
+            compute, one after another.
     """
 
     layers: list[Unit]
@@ -167,6 +169,12 @@ class ModelLayout:
     nodes_per_token: int = 0
     num_operations: int = 0
     logits_bytes: int = 0
+    towers: list[Unit] = field(default_factory=list)
+
+    @property
+    def tower_bytes(self) -> int:
+        """Bytes of the largest unit of a tower."""
+        return max((unit.nbytes for unit in self.towers), default=0)
 
     @property
     def units(self) -> list[Unit]:

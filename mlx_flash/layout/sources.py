@@ -41,13 +41,17 @@ class Sources:
         for array in arrays:
             self._note(array, sources[id(array)])
 
-    @contextmanager
-    def watching(self, weights: Mapping[str, mx.array]) -> Iterator[None]:
-        """Notes what happens to arrays that were read from the checkpoint, by the names of their tensors."""
+    def read(self, weights: Mapping[str, mx.array]) -> None:
+        """Note arrays as they come from the checkpoint, by the names of their tensors."""
         for name, array in weights.items():
             record = self._checkpoint.tensors.get(name)
             if record is not None:
                 self._note(array, (record,))
+
+    @contextmanager
+    def watching(self, weights: Mapping[str, mx.array]) -> Iterator[None]:
+        """Notes what happens to arrays that were read from the checkpoint, by the names of their tensors."""
+        self.read(weights)
         with _watching, wrapped_functions(self._watched):  # the functions belong to the process
             yield
 

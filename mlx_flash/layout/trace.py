@@ -8,19 +8,19 @@ shows too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlx_flash.compat.arrays import num_nodes
 from mlx_flash.compat.attention import AttentionCall, observed_attention
-from mlx_flash.compat.caches import entries_of
+from mlx_flash.compat.caches import entries_of, is_recurrent
 from mlx_flash.compat.experts import is_expert_stack
+from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.cachesizes import CacheEntry, CacheMeter, num_growing, parts_of
 from mlx_flash.layout.parts import Parameter
 from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, state_of, swap_class
@@ -195,7 +195,9 @@ def scores_of(returned: object, indices: mx.array, num_experts: int) -> mx.array
     return None
 
 
-def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
+def rehearse(
+    model: nn.Module, parameters: Sequence[Parameter], make_cache: Callable[[nn.Module], list[Any]]
+) -> CallTrace:
     """Call a model with one token, again with one, then with two, and leave it as it was.
 
     A module that is not called again for the same kind of input is called from a compiled function: there it cannot
@@ -204,24 +206,26 @@ def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
     Args:
         model: mlx-lm's, lazily loaded.
         parameters: every array in it.
+        make_cache: returns an empty prompt cache for it.
     """
     watch = _Watch(CallTrace({}, {}))
     modules = list({id(module): module for _, module in model.named_modules()}.values())
     called = watch.trace.called
     with _as_it_was(modules), _zeros(parameters), _watched(modules, watch):
-        model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
+        model(mx.zeros((1, 1), mx.int32), cache=make_cache(model))
         once = set(called)
         called.clear()
         watch.outputs.clear()
-        cache = make_prompt_cache(model)
+        cache = make_cache(model)
         watch.given.clear()
         meter = CacheMeter(cache)
-        logits = model(mx.zeros((1, 1), mx.int32), cache=cache)
+        output = model(mx.zeros((1, 1), mx.int32), cache=cache)
         compiled = once - set(called)
         meter.note_first()
+        logits = getattr(output, "logits", output)
         watch.trace.logits_bytes = logits.nbytes if isinstance(logits, mx.array) else 0
         if has_own_memory():  # counting takes milliseconds, and other devices do not need it
-            watch.trace.num_operations = num_nodes(logits)
+            watch.trace.num_operations = num_nodes(*arrays_in(output))
         with observed_attention() as attention:
             model(mx.zeros((1, 2), mx.int32), cache=cache)
         watch.trace.attention = tuple(attention)
@@ -232,20 +236,20 @@ def rehearse(model: nn.Module, parameters: Sequence[Parameter]) -> CallTrace:
             CacheEntry(sizes, frozenset().union(*(watch.given.get(id(part), ()) for part in parts_of(entry))))
             for entry, sizes in zip(cache, meter.sizes(), strict=True)
         ]
-        watch.trace.nodes_per_token = _nodes_per_token(model)
+        watch.trace.nodes_per_token = _nodes_per_token(model, make_cache)
     for key in compiled:
         called.pop(key, None)
     return watch.trace
 
 
-def _nodes_per_token(model: nn.Module) -> int:
+def _nodes_per_token(model: nn.Module, make_cache: Callable[[nn.Module], list[Any]]) -> int:
     """Return how many operations a model with recurrent layers records more for each further token."""
     counts = []
     for num_tokens in (2, 2 + _MORE_TOKENS):
-        cache = make_prompt_cache(model)
-        if not any(isinstance(entry, ArraysCache) for entry in entries_of(cache)):
+        cache = make_cache(model)
+        if not any(map(is_recurrent, entries_of(cache))):
             return 0
-        counts.append(num_nodes(model(mx.zeros((1, num_tokens), mx.int32), cache=cache)))
+        counts.append(num_nodes(*arrays_in(model(mx.zeros((1, num_tokens), mx.int32), cache=cache))))
     return max(0, -(-(counts[1] - counts[0]) // _MORE_TOKENS))
 
 

@@ -6,6 +6,7 @@ architecture has to be known.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import mlx.nn as nn
@@ -24,6 +25,9 @@ layer."""
 
 SMALL_SHARE = 1 / 1024
 
+_LAYER = re.compile(r"\.\d+$")
+"""The end of the name of a module in a list."""
+
 REST_SHARE = 1 / 20
 """A unit is not cut when more than this share of it would be left over, to stay in memory."""
 
@@ -34,15 +38,17 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
     Raises:
         CheckpointError: the model has no list of layers.
     """
-    layers_of_model = layers_of(loaded.model)
+    layers_of_model = layers_of(loaded.called)
     tree = _Tree(loaded)
     roots = tree.names_of(layers_of_model)
     layers = [unit for root in roots for unit in tree.cover(root)]
-    outside = tree.names_outside(roots)
+    outside = tree.names_outside([*roots, *tree.tower_names(loaded)])
+    towers = [unit for name in tree.tower_names(loaded) for unit in tree.towers(name)]
     heads = [unit for unit in map(tree.whole, outside) if is_linear(unit.module) and tree.is_covered(unit)]
     embeddings = [unit for unit in map(tree.whole, outside) if is_embedding(unit.module)]
-    units = [unit for unit in [*layers, *heads, *embeddings] if unit.large]
-    taken = {id(parameter) for unit in units for parameter in [*unit.large, *unit.small]}
+    units = [unit for unit in [*layers, *heads, *embeddings, *towers] if unit.large]
+    small = {id(parameter) for unit in towers for parameter in unit.small}
+    taken = {id(parameter) for unit in units for parameter in [*unit.large, *unit.small]} - small
     return ModelLayout(
         layers=[unit for unit in layers if unit.large],
         heads=[unit for unit in heads if unit.large],
@@ -58,6 +64,7 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         nodes_per_token=tree.trace.nodes_per_token,
         num_operations=tree.trace.num_operations,
         logits_bytes=tree.trace.logits_bytes,
+        towers=[unit for unit in towers if unit.large],
     )
 
 
@@ -95,7 +102,7 @@ class _Tree:
         for name in self.modules:
             if name:
                 self._children[next(self._ancestors(name))].append(name)
-        self.trace = rehearse(loaded.model, self.parameters)
+        self.trace = rehearse(loaded.called, self.parameters, loaded.make_cache)
         self._order = {key: i for i, key in enumerate(self.trace.called)}
 
     def _ancestors(self, name: str) -> Iterator[str]:
@@ -113,6 +120,25 @@ class _Tree:
         """Names of all modules except some, and except those inside them."""
         found = set(names)
         return [name for name in self.modules if name not in found and found.isdisjoint(self._ancestors(name))]
+
+    def tower_names(self, loaded: LoadedModel) -> list[str]:
+        """Names of the parts beside the one that is called with tokens."""
+        called = self._names[id(loaded.called)]
+        on_the_way = {called, *self._ancestors(called)}
+        return [
+            name
+            for name in self.modules
+            if name not in on_the_way and next(self._ancestors(name)) in on_the_way - {called}
+        ]
+
+    def towers(self, name: str) -> list[Unit]:
+        """The layers in a part beside the language model, and what is left of it, as units."""
+        inner = [self.whole(child) for child in self.modules if _is_inside(child, name) and _LAYER.search(child)]
+        layers = [unit for unit in inner if not any(_LAYER.search(above) for above in self._ancestors(unit.name))]
+        taken = {id(parameter) for unit in layers for parameter in [*unit.large, *unit.small]}
+        whole = self.whole(name)
+        rest = [parameter for parameter in whole.large if id(parameter) not in taken]
+        return [*layers, Unit(name, whole.module, rest, [p for p in whole.small if id(p) not in taken])]
 
     def whole(self, name: str) -> Unit:
         """A module with everything below it as a unit."""

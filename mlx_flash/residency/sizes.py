@@ -282,7 +282,7 @@ def _measure(layout: ModelLayout, activations: ActivationSizes, measured: _Measu
         layers=tuple(map(measured.unit, layout.layers)),
         heads=tuple(map(measured.unit, layout.heads)),
         tables=tuple(TableSize(table, table.name in layout.tied) for table in tables),
-        resident_bytes=sum(parameter.nbytes for parameter in [*small, *layout.resident]),
+        resident_bytes=sum(parameter.nbytes for parameter in [*small, *layout.resident]) + layout.tower_bytes,
         cache=layout.cache,
         activations=activations,
         finer=tuple(tuple(map(measured.unit, cut)) for cut in layout.finer),

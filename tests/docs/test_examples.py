@@ -256,6 +256,22 @@ def test_a_program_that_loads_like_lm_studio(model_dir: Path, environment: tuple
     assert kind == "Model" and found == expected
 
 
+def test_a_hook_that_cannot_start_steps_aside(model_dir: Path, environment: tuple[Path, Path]) -> None:
+    python, site_packages = environment
+    shutil.copy(EXAMPLES / "lmstudio_hook.py", site_packages / "mlx_flash_hook.py")
+    (site_packages / "mlx_flash_hook.pth").write_text("import mlx_flash_hook\n")
+    code = "import sys, mlx_lm; print(type(mlx_lm.load(sys.argv[1])[0]).__name__)"
+    without = "import sys; sys.modules['greenlet'] = None; "
+    for program, variables, reason in (
+        (without + code, {}, "ModuleNotFoundError: import of greenlet halted"),
+        (code, {"MLX_FLASH_RAM_BUDGET_GB": "much"}, "ConfigError"),
+    ):
+        command = [python, "-c", program, model_dir]
+        done = subprocess.run(command, capture_output=True, text=True, env=ENV | variables, check=True)
+        assert done.stdout == "Model\n"
+        assert done.stderr.count("mlx-flash does not stream models here: " + reason) == 1
+
+
 def test_the_hook_imports_nothing_before_mlx_lm(environment: tuple[Path, Path]) -> None:
     python, site_packages = environment
     shutil.copy(EXAMPLES / "lmstudio_hook.py", site_packages / "mlx_flash_hook.py")

@@ -40,7 +40,7 @@ NOT_RUN = {
         *["minutes"] * 4,
     ],
     "docs/experts.md": ["needs a mixture larger than the budget"],
-    "docs/lmstudio_integration.md": ["installs"],
+    "docs/lmstudio_integration.md": ["installs", "needs the engine"],
     "docs/long-contexts.md": ["needs a model and minutes"],
     "docs/monitor.md": ["needs running engines, a shell and an optional package"],
     "docs/ranks.md": [
@@ -48,6 +48,7 @@ NOT_RUN = {
         "needs two GPUs",
         "needs root, gigabytes and minutes",
     ],
+    "docs/vision.md": ["installs", "needs mlx-vlm"],
 }
 """Reasons why blocks do not run, in the order of their comments. Add new reasons here."""
 

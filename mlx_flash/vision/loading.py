@@ -1,0 +1,85 @@
+"""``load_vlm``, for programs that stream models of mlx-vlm without the patch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlx_flash.compat.vlm import VlmLoadModel, get_model_path, load_processor
+from mlx_flash.config import FlashConfig
+from mlx_flash.engine.engine import Progress
+from mlx_flash.engine.prepare import Prepared, prepare
+from mlx_flash.errors import ConfigError
+from mlx_flash.layout.load import model_name
+from mlx_flash.layout.vlm import load_vlm_lazily
+from mlx_flash.vision.model import FlashVLM
+
+
+def load_vlm(
+    path_or_hf_repo: str | Path,
+    config: FlashConfig | None = None,
+    *,
+    revision: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> tuple[FlashVLM, Any]:
+    """Load a model that sees and its processor, like ``mlx_vlm.load``.
+
+    Args:
+        path_or_hf_repo: a model directory, or a Hugging Face repository that is downloaded first.
+        config: how to stream; None takes what environment and settings file say (:meth:`FlashConfig.resolve`).
+        revision: of the repository.
+        progress: called with (bytes done, bytes to do) while pinned weights are read.
+        options: of the processor, as of ``mlx_vlm.load``.
+
+    Raises:
+        CheckpointError: the model directory is not a usable checkpoint.
+        ConfigError: a setting is wrong or not available; BudgetError when the budget is too small.
+    """
+    path = Path(get_model_path(str(path_or_hf_repo), revision=revision))
+    model = load_vlm_model(path, config or FlashConfig.resolve())
+    processor = load_processor(path, model, **options)
+    model.start(progress)
+    return model, processor
+
+
+def load_vlm_model(
+    path: Path | str, config: FlashConfig, load_model: VlmLoadModel | None = None, **loading: Any
+) -> FlashVLM:
+    """Load a model of mlx-vlm that streams from its first call on. No processor is needed.
+
+    Args:
+        path: the model directory.
+        config: how to stream.
+        load_model: mlx-vlm's function.
+        loading: as of ``mlx_vlm.utils.load_model``.
+
+    Raises: as :func:`load_vlm`.
+    """
+    if not config.enabled:
+        raise ConfigError("enabled is False, which leaves models to mlx-vlm. Hint: load this one with mlx_vlm.load.")
+    config = settings_of_vlm(config)
+    return FlashVLM(prepare_vlm(path, config, load_model=load_model, **loading), config, model_name(path))
+
+
+def prepare_vlm(path: Path | str, config: FlashConfig, **loading: Any) -> Prepared:
+    """Load a model of mlx-vlm lazily, find its units, and plan. Reads headers, no weights."""
+    return prepare(path, settings_of_vlm(config), loader=load_vlm_lazily, **loading)
+
+
+def settings_of_vlm(config: FlashConfig) -> FlashConfig:
+    """Return settings with the caches that models of mlx-vlm can have: their own.
+
+    Raises:
+        ConfigError: others are asked for.
+    """
+    settings = FlashConfig(kv_cache="stock", kv_prefixes="off")
+    for name in ("kv_cache", "kv_ram_gb", "kv_max_tokens", "kv_prefixes"):
+        value = getattr(config, name)
+        if value not in (None, getattr(settings, name)):
+            raise ConfigError(
+                f"{name}={value!r} is not available for models of mlx-vlm, which have caches of their own. "
+                f"Hint: leave {name} unset."
+            )
+    return replace(config, kv_cache="stock", kv_prefixes="off")

@@ -1,0 +1,144 @@
+"""``FlashVLM``: a model of mlx-vlm whose weights are streamed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_flash.compat.vlm import language_part
+from mlx_flash.config import FlashConfig
+from mlx_flash.engine.call import ForwardCall
+from mlx_flash.engine.dropped import result_is_dropped
+from mlx_flash.engine.engine import Progress
+from mlx_flash.engine.facade import ModelFacade, OfLifecycle
+from mlx_flash.engine.prepare import Prepared
+from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.model import FlashLLM
+from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.vision.towers import Towers
+
+_INPUTS = ("inputs", "input_ids", "inputs_embeds", "input_embeddings", "decoder_input_ids")
+"""Names under which mlx-vlm's loops give tokens, or embeddings of them, to a language model."""
+
+
+class StreamedLanguage(FlashLLM):
+    """The language model of a model that sees. Its caches are mlx-vlm's own.
+
+    What programs set on it, such as positions of a picture, they set on mlx-vlm's module.
+    """
+
+    def __init__(self, prepared: Prepared, config: FlashConfig, name: str) -> None:
+        super().__init__(prepared, config, name)
+        object.__setattr__(self, "_is_made", True)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if "_is_made" in self.__dict__ and key not in self.__dict__ and not hasattr(type(self), key):
+            setattr(self._model, key, value)
+        else:
+            super().__setattr__(key, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute a forward pass, as mlx-vlm's language model does. Its caller cuts prompts.
+
+        Raises:
+            As :meth:`FlashLLM.__call__`.
+        """
+        call = _parse(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
+        with self._life.turn() as passes:
+            return self._call(passes, call)
+
+    @property
+    def make_cache(self) -> Any:
+        """The model's own, if it has one."""
+        return self._model.make_cache
+
+
+def _parse(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, wants_logits: bool) -> ForwardCall:
+    given = [args[0] if args else None, *(kwargs.get(name) for name in _INPUTS)]
+    tokens = next((value for value in given if isinstance(value, mx.array) and value.ndim >= 2), None)
+    shape = (1, 1) if tokens is None else (int(tokens.shape[0]), int(tokens.shape[1]))
+    cache = kwargs.get("cache")
+    return ForwardCall(
+        args,
+        kwargs,
+        num_tokens=shape[0] * shape[1],
+        tokens=tokens,
+        cache=cache if isinstance(cache, list | tuple) else None,
+        is_plain=False,
+        is_bare=False,
+        wants_logits=wants_logits,
+    )
+
+
+class FlashVLM(ModelFacade):
+    """A model of mlx-vlm that is streamed. It is called as mlx-vlm's, and answers to every attribute of it.
+
+    The layers of towers for pictures and sound are read when they are called, and are not in memory otherwise.
+
+    Args:
+        prepared: the model and the plan for it.
+        config: the settings.
+        name: what to call it.
+
+    Attributes:
+        language_model: the streamed language model.
+        plan: what is in memory, and what is not.
+        counters: what its calls did so far.
+        name: as given.
+    """
+
+    language_model: StreamedLanguage
+    plan = OfLifecycle[ResidencyPlan]()
+
+    def __init__(self, prepared: Prepared, config: FlashConfig, name: str) -> None:
+        language = StreamedLanguage(prepared, config, name)
+        super().__init__(prepared.loaded.model, language._life)
+        object.__setattr__(self, "language_model", language)
+        self._towers = Towers(prepared.layout.towers, language._life)
+        self.name, self.counters = language.name, language.counters
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Read the pinned weights, and begin to stream the rest. As :meth:`FlashLLM.start`."""
+        self.language_model.start(progress)
+
+    def get_input_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the embeddings of tokens, pictures and sound, as mlx-vlm's model does."""
+        with self._life.turn():
+            self._look_at_logits()
+            result = self._model.get_input_embeddings(*args, **kwargs)
+            mx.eval(arrays_in(result))
+            return result
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute a forward pass, as mlx-vlm's model does."""
+        with self._life.turn():
+            self._look_at_logits()
+            own: nn.Module = language_part(self._model)  # type: ignore[assignment]
+            self._model.language_model = self.language_model
+            try:
+                return self._model(*args, **kwargs)
+            finally:
+                self._model.language_model = own
+
+    def _look_at_logits(self) -> None:
+        assert self.engine is not None
+        self.engine.drop_logits(False)
+
+    def parameters(self) -> dict[str, Any]:
+        """None: those that are in memory all the time belong to the language model."""
+        return {}
+
+    def close(self) -> nn.Module:
+        """End streaming. Return mlx-vlm's model, lazily loaded, as if it had never been streamed."""
+        self._towers.close()
+        return self._life.close()
+
+    def __enter__(self) -> FlashVLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

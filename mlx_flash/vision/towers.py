@@ -1,0 +1,134 @@
+"""Towers for pictures and sound: their layers are in memory while they compute, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_flash.engine.lifecycle import Lifecycle
+from mlx_flash.errors import BudgetError
+from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.parts import Unit
+from mlx_flash.layout.swap import SwappedClass, own_class, restore_class, state_of, swap_class
+from mlx_flash.memory.arena import Arena, kernel_alignment
+from mlx_flash.memory.footprint import footprint, release_freed_memory
+from mlx_flash.residency.plan import in_gb
+from mlx_flash.storage.placement import place_groups
+from mlx_flash.streaming.layers import compute
+
+
+class Towers:
+    """The units beside a language model.
+
+    A unit gets new memory for each of its calls, and its lazily loaded arrays back afterwards. So whatever else refers
+    to its weights has the right ones, and no architecture has to be known.
+
+    Args:
+        units: the layers of towers, and what is left of them.
+        life: the model that they belong to.
+    """
+
+    def __init__(self, units: list[Unit], life: Lifecycle) -> None:
+        self._units = units
+        self._life = life
+        self._resident: set[int] = set()
+        for unit in units:
+            swap_class(unit.module, TowerUnit, TowerState(self, unit))
+
+    def call(self, unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Read a unit, call it, evaluate what it computed, and let go of its weights.
+
+        Raises:
+            BudgetError: the unit, and what it computes, would exceed the budget.
+            ReadError: its weights could not be read.
+        """
+        if id(unit) in self._resident:
+            return run(*args, **kwargs)
+        with self._life.turn():
+            with self._in_memory(unit, _largest(args, kwargs)):
+                result = run(*args, **kwargs)
+                compute(result, args, kwargs)
+            return result
+
+    @contextmanager
+    def _in_memory(self, unit: Unit, given: mx.array | None) -> Iterator[None]:
+        engine = self._life.engine
+        assert engine is not None
+        self._make_room(unit, given)
+        placement = place_groups([parameter.records for parameter in unit.large], kernel_alignment())
+        arena = Arena(placement.nbytes)
+        engine.reader.submit(placement.segments, arena.memory, caching="found", urgent=True).wait()
+        places = zip(placement.offsets, unit.large, strict=True)
+        views = arena.views([(offset, parameter.array.shape, parameter.array.dtype) for offset, parameter in places])
+        self._resident.add(id(unit))
+        try:
+            for parameter, view in zip(unit.large, views, strict=True):
+                parameter.bind(view)
+            yield
+        finally:
+            self._resident.discard(id(unit))
+            for parameter in unit.large:
+                parameter.bind(parameter.array)
+
+    def _make_room(self, unit: Unit, given: mx.array | None) -> None:
+        """End loans where memory is short."""
+        budget = self._life.plan.budget_bytes
+        need = unit.nbytes + _activation_bytes(unit, given)
+        missing = footprint() + need - budget
+        if missing <= 0:
+            return
+        release_freed_memory()
+        missing = footprint() + need - budget
+        assert self._life.engine is not None
+        if missing > 0:
+            missing -= self._life.engine.lending.recall(missing)
+            release_freed_memory()
+        if missing > 0 and footprint() + need > budget:
+            size = "" if given is None else f" for an input of {tuple(given.shape)}"
+            raise BudgetError(
+                f"{unit.name} of {self._life.name} needs {need / 1e6:.1f} MB{size}, which takes the process to "
+                f"{in_gb(footprint() + need)} GB; the budget is {in_gb(budget)} GB. Hint: raise ram_budget_gb, or "
+                "give smaller pictures.",
+                footprint() + need,
+            )
+
+    def close(self) -> None:
+        """Give every module its own class back."""
+        for unit in self._units:
+            restore_class(unit.module)
+        self._units = []
+
+
+@dataclass(frozen=True, slots=True)
+class TowerState:
+    """The towers that a unit belongs to, and the unit."""
+
+    towers: Towers
+    unit: Unit
+
+
+class TowerUnit(SwappedClass):
+    """A module of a tower that is read when it is called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state: TowerState = state_of(self)
+        run = partial(own_class(cast(nn.Module, self)).__call__, self)
+        return state.towers.call(state.unit, run, args, kwargs)
+
+
+def _largest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array | None:
+    return max(arrays_in(args, kwargs), key=lambda array: array.size, default=None)
+
+
+def _activation_bytes(unit: Unit, given: mx.array | None) -> int:
+    """Return what the linear layers of a unit compute from an input, in bytes. Attention scores do not count."""
+    if given is None or given.ndim < 2:
+        return 0
+    outputs = sum(int(p.array.shape[-2]) for p in unit.large if p.key == "weight" and p.array.ndim == 2)
+    return 2 * max(4, given.itemsize) * outputs * int(given.size) // int(given.shape[-1])

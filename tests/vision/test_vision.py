@@ -1,0 +1,107 @@
+"""Models of mlx-vlm: streamed output equals mlx-vlm's, with and without pictures; towers leave memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_flash import ConfigError, FlashConfig, StreamedWeightsError, apply_flash_patch
+
+mlx_vlm = pytest.importorskip("mlx_vlm")
+
+from mlx_vlm import utils  # noqa: E402
+from mlx_vlm.generate import generate_step  # noqa: E402
+from mlx_vlm.models.cache import make_prompt_cache  # noqa: E402
+
+from mlx_flash.vision.loading import load_vlm_model  # noqa: E402
+from mlx_flash.vision.model import FlashVLM  # noqa: E402
+from tiny_vlms import MODELS, inputs, save  # noqa: E402
+
+CONFIG = FlashConfig(ram_budget_gb="min", telemetry=False, poison_released_slots=True)
+
+
+def outputs(model: Any, name: str, has_picture: bool) -> list[mx.array]:
+    """Logits of a prompt in two calls, and of two more tokens."""
+    tokens, pixels, extra = inputs(name, has_picture)
+    given = model.get_input_embeddings(tokens, pixels, **extra)
+    rest = {key: value for key, value in given.to_dict().items() if value is not None}
+    cache = make_prompt_cache(model.language_model)
+    found = [model.language_model(tokens, cache=cache, **rest).logits]
+    found += [model.language_model(mx.array([[token]]), cache=cache).logits for token in (3, 4)]
+    mx.eval(found)
+    return found
+
+
+def same(left: list[mx.array], right: list[mx.array]) -> bool:
+    return all(bool(mx.array_equal(a, b)) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_equal_and_towers_leave_memory(name: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, name)
+    stock = utils.load_model(folder)
+    text, picture = (outputs(stock, name, has_picture) for has_picture in (False, True))
+    assert not mx.array_equal(text[-1], picture[-1])
+    with load_vlm_model(folder, CONFIG) as model:
+        assert isinstance(model, type(stock))
+        for _ in range(2):
+            assert same(outputs(model, name, True), picture)
+            assert same(outputs(model, name, False), text)
+        assert model.plan.streaming.num_units and model.layout.towers
+        towers = [parameter for unit in model.layout.towers for parameter in unit.large]
+        assert all(parameter.container[parameter.key] is parameter.array for parameter in towers)
+        tokens, pixels, extra = inputs(name, True)
+        whole = model(tokens, pixels, cache=make_prompt_cache(model.language_model), **extra).logits
+        assert mx.array_equal(
+            whole, stock(tokens, pixels, cache=make_prompt_cache(stock.language_model), **extra).logits
+        )
+    assert same(outputs(model._model, name, True), picture)
+
+
+def test_the_patch_streams_what_mlx_vlm_loads_and_is_undone(tmp_path: Path) -> None:
+    folder = save(tmp_path, "qwen2_vl")
+    original = utils.load_model
+    stock = utils.load_model(folder)
+    tokens, pixels, extra = inputs("qwen2_vl", True)
+
+    def generated(model: Any, step: int) -> list[int]:
+        found = generate_step(tokens, model, pixels, max_tokens=5, temperature=0, prefill_step_size=step, **extra)
+        return [int(token) for token, _ in found]
+
+    with apply_flash_patch(CONFIG):
+        model = utils.load_model(folder)
+        assert type(model) is FlashVLM
+        for step in (2048, 3):
+            assert generated(model, step) == generated(stock, step)
+        with pytest.raises(StreamedWeightsError, match=r"mlx_vlm\.convert needs"):
+            exec("load(folder)", {"__name__": "mlx_vlm.convert", "load": utils.load_model, "folder": folder})
+    model.close()
+    assert utils.load_model is original
+
+
+def test_what_is_set_on_the_language_model_reaches_mlx_vlm(tmp_path: Path) -> None:
+    with load_vlm_model(save(tmp_path, "qwen2_vl"), CONFIG) as model:
+        model.language_model._rope_deltas = mx.array(7)
+        assert int(model._model.language_model._rope_deltas) == 7
+
+
+def test_settings_and_uses_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, "llava")
+    with pytest.raises(ConfigError, match=r"kv_cache='disk' is not available for models of mlx-vlm"):
+        load_vlm_model(folder, FlashConfig(kv_cache="disk"))
+    with load_vlm_model(folder, CONFIG) as model:
+        model.start()
+        with pytest.raises(StreamedWeightsError):
+            model.load_weights([])
+
+
+def test_mlx_vlm_is_imported_by_others_only() -> None:
+    program = (
+        "import sys, mlx_flash; mlx_flash.apply_flash_patch(); mlx_flash.load; assert 'mlx_vlm' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

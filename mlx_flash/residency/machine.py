@@ -37,6 +37,9 @@ _PROBE_BYTES = {mx.cpu: 4 << 20, mx.gpu: 32 << 20}
 _QUANTIZED_SHARE = 16
 """MLX's CPU back end is far slower with packed weights."""
 
+LEAST_DECODED = 1 << 20
+"""The smallest read of compressed weights that is chosen for the sake of more threads."""
+
 _PROMPT_TOKENS = 16
 _NUM_PRODUCTS = 16
 _NUM_OPERATIONS = 256
@@ -88,8 +91,7 @@ def look_at_machine(
         runtime_bytes=RUNTIME_BYTES[_back_end()],
         disk=DiskProfile(
             speed.disk_bytes_per_second,
-            _read_size(config, disk, compression),
-            config.queue_depth or disk.queue_depth,
+            *_reads(config, disk, compression),
             disk.direct,
             disk.through_cache,
         ),
@@ -110,9 +112,14 @@ def look_at_machine(
     )
 
 
-def _read_size(config: FlashConfig, disk: DiskProfile, compression: Compression | None) -> int:
-    read_size = int(config.read_size_mb * 1e6) if config.read_size_mb else disk.read_size
-    return read_size if compression is None else max(read_size, BLOCK_BYTES)
+def _reads(config: FlashConfig, disk: DiskProfile, compression: Compression | None) -> tuple[int, int]:
+    """Return read size and queue depth. Threads that decode are as many as keep up with the disk."""
+    read_size, depth = disk.read_size, config.queue_depth or disk.queue_depth
+    if compression is not None and config.queue_depth is None:
+        depth = max(depth, compression.num_threads)
+        read_size = max(LEAST_DECODED, read_size * disk.queue_depth // depth)  # the same memory for their buffers
+    read_size = int(config.read_size_mb * 1e6) if config.read_size_mb else read_size
+    return (read_size if compression is None else max(read_size, BLOCK_BYTES)), depth
 
 
 def computes_on_cores() -> bool:

@@ -7,6 +7,7 @@ decoder faster. Each block is one frame of Zstandard, with a checksum of its con
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -51,6 +52,12 @@ class Compression:
         """Bytes of weights that reading and decoding side by side deliver. MLX may take one core."""
         free = max(1, num_cores() - self.shares_cores)
         return min(self.disk_bytes_per_second / self.ratio, self.decode_bytes_per_second * free)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that read and decode as fast as the disk delivers, two of them waiting for the disk."""
+        free = max(1, num_cores() - self.shares_cores)
+        return min(free, math.ceil(self.disk_bytes_per_second / self.ratio / self.decode_bytes_per_second)) + 2
 
     @property
     def gain(self) -> float:

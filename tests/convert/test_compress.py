@@ -20,10 +20,12 @@ from mlx_flash import FlashConfig, load_model
 from mlx_flash.cli import main
 from mlx_flash.convert.pack import PackReport, pack
 from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HeaderError
+from mlx_flash.residency.machine import _reads
 from mlx_flash.storage import codec
 from mlx_flash.storage.blocks import BLOCK_BYTES
 from mlx_flash.storage.codec import Compression
 from mlx_flash.storage.decoding import decoding_bytes
+from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.storage.safetensors import read_checkpoint
 from models import GEMMA3, LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, make_random_model, run, same_bits, save, stock
 
@@ -167,7 +169,7 @@ def test_a_model_needs_the_library(dense: tuple[Path, Path], monkeypatch: pytest
     codec._zstandard.cache_clear()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "zstandard", None)
-        with pytest.raises(ConfigError, match=r"pip install 'mlx-flash\[compress\]'"):
+        with pytest.raises(ConfigError, match=r"pip install 'mlx-flash-engine\[compress\]'"):
             load_model(dense[1], SMALLEST)
     codec._zstandard.cache_clear()
 
@@ -195,8 +197,6 @@ def test_the_command_compresses_where_it_pays(
 
 
 def _disk(speed: float) -> Callable[..., Any]:
-    from mlx_flash.storage.probe import DiskProfile
-
     return lambda path, direct, may_cache: DiskProfile(speed, 4 << 20, 4, direct)
 
 
@@ -218,3 +218,12 @@ def test_the_planned_speed_is_that_of_disk_and_decoder(monkeypatch: pytest.Monke
     assert Compression(0.5, 1e9, 9e9, 3e9, True).weight_bytes_per_second == 3e9
     assert Compression(0.5, 1e9, 9e9, 3e9, False).weight_bytes_per_second == 4e9
     assert decoding_bytes(4096) > 2 * BLOCK_BYTES
+
+
+def test_as_many_threads_decode_as_keep_up_with_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_flash.storage.codec.num_cores", lambda: 16)
+    disk = DiskProfile(6e9, 4 << 20, 4, True)
+    slow, fast = Compression(2 / 3, 2e9, 3e8, 3e9, False), Compression(2 / 3, 2e9, 6e9, 3e9, False)
+    assert _reads(FlashConfig(), disk, None) == _reads(FlashConfig(), disk, slow) == (4 << 20, 4)
+    assert _reads(FlashConfig(), disk, fast) == ((16 << 20) // 7, 7)
+    assert _reads(FlashConfig(queue_depth=3, read_size_mb=0.1), disk, fast) == (BLOCK_BYTES, 3)

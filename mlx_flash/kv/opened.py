@@ -7,6 +7,7 @@ open descriptors keep its bytes.
 from __future__ import annotations
 
 import fcntl
+import resource
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,8 +21,23 @@ from mlx_flash.kv.pages import File, InFile, Page
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.source import FileIdentity, SourceFile, identity_of
 
-MOST_FILES = 64
-"""Most files of the prefix cache that are open at once, with two descriptors each; macOS gives a process 256."""
+OTHER_FILES = 128
+"""Descriptors that are left to everything else."""
+
+MOST_DESCRIPTORS = 4096
+
+
+def most_files(limit: int) -> int:
+    """Return how many files of the prefix cache may be open, with two descriptors each.
+
+    Args:
+        limit: the most descriptors of the process: 256 on macOS, 1024 on Linux if nothing else is set.
+    """
+    return max(16, min(limit - OTHER_FILES if limit > 0 else MOST_DESCRIPTORS, MOST_DESCRIPTORS) // 2)
+
+
+MOST_FILES = most_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""Most files of the prefix cache that are open at once."""
 
 
 class GrowingFile(SourceFile):

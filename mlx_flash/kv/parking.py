@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Collection
 
-from mlx_flash.kv.pages import MemoryPages, cut, num_tokens, sizes
+from mlx_flash.kv.pages import MemoryPages, cut, num_tokens
 from mlx_flash.kv.rows import LayerRows
 
 
@@ -19,10 +19,6 @@ class Parking:
     def __init__(self, layers: Collection[LayerRows], step: int) -> None:
         self._layers = layers
         self._step = step
-
-    def shared_bytes(self, but: Container[LayerRows] = ()) -> int:
-        """Return the bytes of the pages of parked caches, except pages that only the given layers hold."""
-        return sum(sizes(rows.memory.pages for rows in self._layers if rows not in but).values())
 
     def park(self, rows: LayerRows) -> None:
         """Replace the buffers of a layer in memory by pages, shared ones where other layers have the same tokens."""

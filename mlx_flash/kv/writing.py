@@ -19,7 +19,10 @@ class Target(Protocol):
     """An open file that blocks are written to."""
 
     path: Path
-    fd: int
+
+    @property
+    def fd(self) -> int:
+        """The descriptor for writing."""
 
 
 class Write:

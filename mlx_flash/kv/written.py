@@ -19,6 +19,7 @@ from weakref import WeakSet
 import numpy as np
 
 from mlx_flash.errors import WriteError
+from mlx_flash.files import close_all
 from mlx_flash.forks import finalize
 from mlx_flash.kv.layout import Component, RowBytes, RowLayout
 from mlx_flash.kv.opened import DraftSource, GrowingFile, PageReader
@@ -54,11 +55,16 @@ class WrittenFile:
     ) -> None:
         self.path = path
         self.reader = reader
-        self.fd = _create(path)
-        self._close = finalize(self, _remove_file, path, self.fd, reader)
+        self._descriptors = [_create(path)]
+        self._close = finalize(self, _remove_file, path, self._descriptors, reader)
         reader.keep(source(path))
         self._writer = writer
         self._pending: deque[Write] = deque()
+
+    @property
+    def fd(self) -> int:
+        """The descriptor for writing."""
+        return self._descriptors[0]
 
     def submit(self, blocks: Sequence[tuple[int, memoryview]], *, is_checked: bool = False) -> Write:
         """Write blocks at their offsets. Their memory must not change any more.
@@ -199,6 +205,11 @@ class Draft(WrittenFile):
         strides = tuple(length * component.width_bytes for component in components)
         return Page(InFile(self, tuple(components), tuple(offsets), strides), length)
 
+    def name(self) -> None:
+        """Note that it became a file of the prefix cache, to which nothing is written."""
+        self.is_named = True
+        close_all(self._descriptors)
+
     def finished(self) -> dict[tuple[int, int], DraftBlob] | None:
         """Wait until it is written. Any thread may.
 
@@ -221,8 +232,8 @@ def _create(path: Path) -> int:
         raise WriteError(f"cannot make {path} for the KV cache: {error.strerror}. Hint: check the disk.") from error
 
 
-def _remove_file(path: Path, fd: int, reader: PageReader) -> None:
+def _remove_file(path: Path, descriptors: list[int], reader: PageReader) -> None:
     reader.remove(path)
-    os.close(fd)
+    close_all(descriptors)
     with suppress(OSError):  # it goes with its folder
         path.unlink()

@@ -154,7 +154,7 @@ class PageFolder:
                     partial.replace(path_of(self.path, page.key.page))
             flush_folder(self.path)
             if page.draft is not None:
-                page.draft.is_named = True
+                page.draft.name()
             return ""
         finally:
             _give_up(partial, fd)

@@ -18,6 +18,7 @@ from mlx_flash.kv import opened
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
+from mlx_flash.kv.written import Draft
 from mlx_flash.prefixes import folder as page_folder
 from mlx_flash.prefixes.cache import PrefixCache
 from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
@@ -70,6 +71,9 @@ def test_a_prompt_is_written_once(kind: str, mode: str, tmp_path: Path) -> None:
     num_pages = len(LONG) // PAGE
     assert len(LONG) * TOKEN_BYTES <= machine.written() <= len(LONG) * TOKEN_BYTES + num_pages * HEAD_BYTES
     assert machine.pool.note().disk_bytes == 0, "all pages are the prefix cache's"
+    files = {page.where.file for entry in talk.cache for page in entry.rows.disk.pages}
+    assert not any(isinstance(file, Draft) and file._descriptors for file in files), "a reader's are enough"
+    del files
     assert machine.prefixes.store.telemetry()["stored"] == list_prefixes(tmp_path / "prefixes")[0].pages == num_pages
     assert clear_prefixes(tmp_path / "prefixes")[0].pages == num_pages, "they are in use"
     other = machine.talk().feed(LONG[:96]).feed(LONG[96:160])
@@ -83,6 +87,11 @@ def test_a_prompt_is_written_once(kind: str, mode: str, tmp_path: Path) -> None:
     again.close()
     gc.collect()
     assert clear_prefixes(tmp_path / "prefixes") == [] and not list((tmp_path / "prefixes" / "pages").iterdir())
+
+
+@pytest.mark.parametrize(("limit", "count"), [(-1, 2048), (64, 16), (256, 64), (1024, 448), (1 << 20, 2048)])
+def test_most_files_follow_the_limit_of_descriptors(limit: int, count: int) -> None:
+    assert opened.most_files(limit) == count
 
 
 @pytest.mark.parametrize("reason", ["too many files", "another disk", "a page larger than the rest of a call"])

@@ -21,6 +21,7 @@ def response_of(body: ResponseRequest, head: dict[str, Any], whole: Whole | None
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata if isinstance(body.metadata, dict) else {},
         "model": body.model,
         "output": [] if whole is None else items_of(whole),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -30,7 +31,7 @@ def response_of(body: ResponseRequest, head: dict[str, Any], whole: Whole | None
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "text": {"format": {"type": "text"}},
         "truncation": "disabled",
-        "usage": None if whole is None else _usage(whole.end),
+        **({} if whole is None else {"usage": _usage(whole.end)}),
     }
 
 
@@ -53,8 +54,13 @@ def reasoning_of(text: str) -> dict[str, Any]:
 
 def message_of(name: str, text: str, status: str) -> dict[str, Any]:
     """Return an item of text."""
-    content = [{"type": "output_text", "text": text, "annotations": []}] if status != "in_progress" else []
+    content = [text_part(text)] if status != "in_progress" else []
     return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Return a part of an item of text."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def call_of(call: ToolCall) -> dict[str, Any]:

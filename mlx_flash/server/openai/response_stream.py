@@ -10,7 +10,7 @@ from typing import Any
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.events import End, Event, Failed, Piece, Progress, ToolCall
 from mlx_flash.server.openai.common import comment
-from mlx_flash.server.openai.response_items import call_of, message_of, reasoning_of, response_of
+from mlx_flash.server.openai.response_items import call_of, message_of, reasoning_of, response_of, text_part
 from mlx_flash.server.openai.response_schemas import ResponseRequest
 from mlx_flash.server.replies import Whole
 
@@ -45,7 +45,7 @@ class _Writer:
         if self._message is None:
             self._message = message_of(f"msg_{uuid.uuid4().hex}", "", "in_progress")
             yield self.event("response.output_item.added", output_index=len(self.items), item=self._message)
-            yield self.event("response.content_part.added", **self._place, part=_part(""))
+            yield self.event("response.content_part.added", **self._place, part=text_part(""))
         self._text += text
         yield self.event("response.output_text.delta", **self._place, delta=text, logprobs=[])
 
@@ -66,7 +66,7 @@ class _Writer:
         yield from self._end_thoughts()
         if self._message is not None:
             yield self.event("response.output_text.done", **self._place, text=self._text, logprobs=[])
-            yield self.event("response.content_part.done", **self._place, part=_part(self._text))
+            yield self.event("response.content_part.done", **self._place, part=text_part(self._text))
             item = message_of(self._message["id"], self._text, status)
             self._message, self._text = None, ""
             yield self._done(item)
@@ -86,10 +86,6 @@ class _Writer:
         done = self.event("response.output_item.done", output_index=len(self.items), item=item)
         self.items.append(item)
         return done
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": []}
 
 
 async def stream_of(body: ResponseRequest, head: dict[str, Any], events: AsyncIterator[Event]) -> AsyncIterator[bytes]:

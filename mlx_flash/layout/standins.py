@@ -57,11 +57,15 @@ def _write(path: Path, shard: Shard) -> None:
 
 
 def whole_tensors(checkpoint: Checkpoint, records: Iterable[TensorRecord]) -> set[str]:
-    """Return the names of tensors of which some records have every byte. Equal records count once."""
+    """Return the names of tensors of which some records have every byte. Equal records count once.
+
+    Parameters that mlx-lm computed may have a tensor's name. Their records are in the files of another copy.
+    """
     found: dict[str, set[tuple[int, int]]] = {}
-    for record in records:
-        found.setdefault(record.name, set()).add((record.extent.offset, record.nbytes))
     tensors = checkpoint.tensors
+    for record in records:
+        if record.name in tensors and record.extent.path == tensors[record.name].extent.path:
+            found.setdefault(record.name, set()).add((record.extent.offset, record.nbytes))
     return {name for name, parts in found.items() if sum(nbytes for _, nbytes in parts) == tensors[name].nbytes}
 
 
@@ -77,6 +81,8 @@ def check_direct(directory: Path, checkpoint: Checkpoint, records: Iterable[Tens
         CheckpointError: mlx-lm would compute with one.
     """
     compressed = {record.name: record.nbytes for shard in checkpoint.shards if shard.blocks for record in shard.tensors}
+    if not compressed:
+        return
     if missing := sorted(compressed.keys() - whole_tensors(checkpoint, records)):
         raise CheckpointError(
             f"mlx-lm computes parameters from {missing[0]!r} of {directory} while it loads, and the tensor is "

@@ -174,6 +174,23 @@ def test_a_model_needs_the_library(dense: tuple[Path, Path], monkeypatch: pytest
     codec._zstandard.cache_clear()
 
 
+def test_what_mlx_lm_computes_is_not_compressed(dense: tuple[Path, Path], tmp_path: Path, monkeypatch: Any) -> None:
+    """It is computed from an uncompressed file, and streamed from the copy in the cache folder."""
+    names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(5)]
+
+    def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        return {**weights, **{name: weights[name] * 2 for name in names}}
+
+    monkeypatch.setattr("mlx_lm.models.llama.Model.sanitize", sanitize)
+    monkeypatch.setattr("mlx_flash.convert.derived.LEAST_BYTES", 1)
+    compressed(dense[0], tmp_path / "packed")
+    coded = {r.name for shard in read_checkpoint(tmp_path / "packed").shards if shard.blocks for r in shard.tensors}
+    assert coded
+    assert not coded & {*names}
+    with load_model(tmp_path / "packed", SMALLEST)[0] as model:
+        assert same_bits(run(model, PREFILL_AND_DECODE), run(stock(dense[0]), PREFILL_AND_DECODE))
+
+
 # --- the command -----------------------------------------------------------------------
 
 

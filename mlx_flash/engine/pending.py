@@ -82,7 +82,17 @@ class Pending(Opaque):
             vars(entry).pop(_NAME)
 
     def settle(self) -> None:
-        """Make the cache hold what it says."""
+        """Make the cache hold what it says. An interrupt leaves it owed, or takes the guesses back."""
+        try:
+            self._settle_all()
+        except KeyboardInterrupt:
+            if self.difference < 0:
+                self._settle_all()
+            else:
+                self.put()
+            raise
+
+    def _settle_all(self) -> None:
         self.lift()
         if self.is_owed or self.difference < 0:
             self.found = self._settle()

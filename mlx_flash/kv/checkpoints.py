@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,9 @@ from mlx_flash.kv.base import PooledCache
 from mlx_flash.layout.arrays import arrays_in
 
 PutBack = Callable[[], None]
+
+_MOST_INTERRUPTS = 100
+"""Interrupts, one after another, that do not keep a cache from being put back."""
 
 
 class Checkpoints:
@@ -28,11 +32,14 @@ class Checkpoints:
         self._before[call].append(checkpoint(entry))
 
     def take_back(self, num_kept: int) -> None:
-        """Put the entries back as the first calls left them. An interrupt leaves none of them in between."""
+        """Put the entries back as the first calls left them. Interrupts leave none of them in between."""
         try:
             self._put_back(num_kept)
         except BaseException:
-            self._put_back(num_kept)  # each entry may be put back twice
+            for _ in range(_MOST_INTERRUPTS):
+                with suppress(KeyboardInterrupt):
+                    self._put_back(num_kept)  # each entry may be put back twice
+                    break
             raise
         del self._before[num_kept:]
 

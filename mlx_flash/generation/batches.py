@@ -20,6 +20,7 @@ from mlx_flash.compat.batches import (
     wants_caches,
 )
 from mlx_flash.compat.generation import with_names
+from mlx_flash.errors import CacheError
 from mlx_flash.generation.member import Member
 from mlx_flash.generation.sequence import compute
 from mlx_flash.model import FlashLLM
@@ -63,6 +64,23 @@ class RowGenerator(BatchGenerator):
         self._on_error = on_error
         self._on_prompt = on_prompt
         self._takes_turns, self._takes_turns_alone = takes_turns, takes_turns_alone
+        self._may_lack_tokens = False
+
+    def _next(self) -> tuple[list[Any], list[Any]]:
+        """Compute a part of each sequence, unless an interrupt ended an earlier call: tokens may be lost."""
+        if self._may_lack_tokens:
+            raise CacheError(
+                "the batch was interrupted between two tokens, and some may be lost. Hint: begin again with a new "
+                "BatchGenerator."
+            )
+        self._may_lack_tokens = True
+        try:
+            found = self.advance()
+        except Exception:
+            self._may_lack_tokens = False
+            raise
+        self._may_lack_tokens = False
+        return found
 
     def advance(self) -> tuple[list[Any], list[Any]]:
         """Compute a part of each sequence. Return the progress of prompts, and tokens.

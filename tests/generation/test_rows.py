@@ -14,7 +14,9 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_flash
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.errors import BudgetError, ReadError
+from mlx_flash.errors import BudgetError, CacheError, ReadError
+from mlx_flash.generation.batches import RowGenerator
+from mlx_flash.generation.member import Member
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.residency.plan import Pool
 from mlx_flash.residency.sizes import measure
@@ -182,3 +184,23 @@ def test_a_row_that_can_never_fit_fails_alone(directories: Directories) -> None:
         assert isinstance(huge.error, BudgetError)
         for prompt, row in zip(PROMPTS[1:3], rows, strict=True):
             assert same_bits(row.outputs, solo(directories("llama"), prompt)[:1])
+
+
+def test_batch_that_was_interrupted_refuses_to_go_on(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that was chosen, and not handed out, was lost, and the next ones followed it."""
+    with streamed_whole(directories("llama")) as model:
+        batch = RowGenerator(model, max_tokens=8)
+        batch.insert([[5, 6, 7], [8, 9]])
+        batch.next()
+        with monkeypatch.context() as patch:
+            patch.setattr(Member, "answer", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    batch.next()
+        with pytest.raises(CacheError, match="interrupted between two tokens"):
+            batch.next()
+        batch.close()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -18,9 +18,9 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.engine.call import ForwardCall, parse_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Progress
-from mlx_flash.engine.facade import ModelFacade, OfLifecycle
 from mlx_flash.engine.forecast import Forecast
 from mlx_flash.engine.lifecycle import Lifecycle
+from mlx_flash.engine.module_methods import ModelFacade, OfLifecycle
 from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.pending import Pending, owed_token, settle
 from mlx_flash.engine.prepare import Prepared

@@ -20,7 +20,7 @@ from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.ledger import Need, NewTokens
-from mlx_flash.residency.opening import unlent_bytes
+from mlx_flash.residency.lent import unlent_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 
 _SETTLED = "settled_padding"

@@ -38,7 +38,7 @@ from mlx_flash.ranks.tensor import Shards, divide
 from mlx_flash.residency.kv import for_context
 from mlx_flash.residency.machine import has_grown, look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan
-from mlx_flash.residency.search import make_plan
+from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes, measure
 from mlx_flash.storage.safetensors import Checkpoint, read_checkpoint
 

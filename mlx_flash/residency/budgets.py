@@ -9,7 +9,7 @@ from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.residency.kv import PROMISED_CONTEXT, promised_bytes
 from mlx_flash.residency.plan import Machine, ResidencyPlan, round_up_to_mb
-from mlx_flash.residency.search import make_plan
+from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
 
 WORTH_SAYING = 1.02

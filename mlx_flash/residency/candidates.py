@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
-from mlx_flash.residency.assemble import (
+from mlx_flash.residency.costs import (
     LEAST_TILE_BYTES,
     TILE_SLACK_BYTES,
     Reserve,
@@ -21,7 +21,7 @@ from mlx_flash.residency.assemble import (
     timed,
 )
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.residency.spread import Streamed, spread, spread_whole
+from mlx_flash.residency.selection import Streamed, spread, spread_whole
 
 MAX_SLOTS = 4
 

@@ -10,7 +10,7 @@ from mlx_flash.residency.kv import PROMISED_CONTEXT, KVShare
 from mlx_flash.residency.ledger import Ledger
 from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes
 from mlx_flash.residency.speed import Speed
-from mlx_flash.residency.streamed import Streaming
+from mlx_flash.residency.streamed_part import Streaming
 from mlx_flash.storage.codec import Compression
 from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.storage.ranges import Arrival

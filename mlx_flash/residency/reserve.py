@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mlx_flash.config import GB, FlashConfig
-from mlx_flash.residency.assemble import Reserve, Task, activation_bytes, heads_of
+from mlx_flash.residency.costs import Reserve, Task, activation_bytes, heads_of
 from mlx_flash.residency.kv import KV_SHARE, least_bytes, most_on_disk
 from mlx_flash.residency.plan import PREFILL_STEPS
 from mlx_flash.residency.sizes import CACHE_STEP

@@ -16,7 +16,7 @@ from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.attention import bytes_per_pair, unfused_bytes_per_pair
-from mlx_flash.residency.hits import expected_hits
+from mlx_flash.residency.pool_hits import expected_hits
 from mlx_flash.storage.placement import must_copy, padded_bytes
 
 _DEFAULT_EXPERTS = 8

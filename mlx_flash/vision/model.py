@@ -14,7 +14,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import result_is_dropped
 from mlx_flash.engine.engine import Progress
-from mlx_flash.engine.facade import ModelFacade, OfLifecycle
+from mlx_flash.engine.module_methods import ModelFacade, OfLifecycle
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.model import FlashLLM

@@ -24,7 +24,7 @@ from mlx_flash.errors import BudgetError
 from mlx_flash.memory import footprint
 from mlx_flash.monitor.system import SystemMemory
 from mlx_flash.residency.budgets import table_of_budgets
-from mlx_flash.residency.search import make_plan
+from mlx_flash.residency.planner import make_plan
 from mlx_flash.storage import disks, probe, selftest
 from mlx_flash.storage.disks import Disk, disk_of
 from mlx_flash.storage.probe import DiskProfile

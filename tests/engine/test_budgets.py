@@ -18,7 +18,7 @@ from mlx_flash.engine.forecast import Forecast
 from mlx_flash.monitor.history import History
 from mlx_flash.residency import budgets
 from mlx_flash.residency.budgets import outlook, round_number
-from mlx_flash.residency.search import make_plan
+from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.speed import Speed
 from mlx_flash.storage.probe import DiskProfile
 from monitored import published, state

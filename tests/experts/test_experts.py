@@ -40,7 +40,7 @@ from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.residency.search import make_plan
+from mlx_flash.residency.planner import make_plan
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import RangeReader

@@ -20,7 +20,7 @@ from mlx_flash.generation.member import Member
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.residency.plan import Pool
 from mlx_flash.residency.sizes import measure
-from mlx_flash.residency.streamed import Streaming
+from mlx_flash.residency.streamed_part import Streaming
 from models import same_bits
 from shared_passes import MODELS, NUM_TOKENS, PROMPTS, STEP, Directories, solo, together
 from shared_passes import directories as directories  # a fixture

@@ -15,7 +15,7 @@ from mlx_flash.residency.plan import (
     Machine,
     ResidencyPlan,
 )
-from mlx_flash.residency.search import make_plan
+from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import (
     ActivationSizes,
     ExpertSizes,

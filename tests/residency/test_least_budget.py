@@ -16,7 +16,7 @@ import children
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.residency.plan import Machine, ResidencyPlan, round_up_to_mb
-from mlx_flash.residency.search import make_plan
+from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save
 from zoo import configuration

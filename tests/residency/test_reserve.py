@@ -23,7 +23,7 @@ from machines import (
 )
 from mlx_flash.config import FlashConfig
 from mlx_flash.residency.plan import Machine, ResidencyPlan
-from mlx_flash.residency.search import make_plan
+from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
 from mlx_flash.storage.probe import DiskProfile
 

@@ -20,7 +20,7 @@ from mlx_flash.loading import load_model
 from mlx_flash.residency import machine
 from mlx_flash.residency import speed as speeds
 from mlx_flash.residency.plan import Machine, Pool, ResidencyPlan
-from mlx_flash.residency.search import make_plan
+from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
 from mlx_flash.storage.ranges import ReadStats

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_flash.residency.assemble import Reserve, Task, most_slots, pool_of
+from mlx_flash.residency.costs import Reserve, Task, most_slots, pool_of
 from mlx_flash.residency.machine import BASE_STEP
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.sizes import CACHE_STEP

@@ -13,11 +13,11 @@ from mlx_flash.config import GB, FlashConfig, Profile
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.memory.pressure import MemoryReading
-from mlx_flash.residency.assemble import Reserve, Task, cache_limit_of, everything_pinned, most_slots, timed
 from mlx_flash.residency.candidates import best, smallest
+from mlx_flash.residency.costs import Reserve, Task, cache_limit_of, everything_pinned, most_slots, timed
 from mlx_flash.residency.kv import KV_SHARE, check_kv, most_on_disk
+from mlx_flash.residency.lent import opening_seconds
 from mlx_flash.residency.machine import BASE_STEP
-from mlx_flash.residency.opening import opening_seconds
 from mlx_flash.residency.plan import MB, Machine, ResidencyPlan, in_gb
 from mlx_flash.residency.reserve import least_reserve, reserves
 from mlx_flash.residency.sizes import ModelSizes

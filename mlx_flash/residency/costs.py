@@ -11,9 +11,9 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.residency.kv import KVShare, in_memory, on_disk, prefix_bytes, promised_bytes
 from mlx_flash.residency.ledger import Ledger, reader_bytes
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan
+from mlx_flash.residency.selection import Streamed, add_up, choose
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, TensorSize, UnitSize
-from mlx_flash.residency.spread import Streamed, add_up, choose
-from mlx_flash.residency.streamed import Streaming
+from mlx_flash.residency.streamed_part import Streaming
 from mlx_flash.streaming.stream import take_turns
 
 DISK_UNEVENNESS = 0.3

@@ -10,7 +10,7 @@ from mlx_flash.compat.vlm import VlmLoadModel, get_model_path, load_processor
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import Prepared, prepare
-from mlx_flash.errors import ConfigError
+from mlx_flash.errors import CheckpointError, ConfigError, FlashError
 from mlx_flash.layout.load import model_name
 from mlx_flash.layout.vlm import load_vlm_lazily
 from mlx_flash.vision.model import FlashVLM
@@ -64,8 +64,20 @@ def load_vlm_model(
 
 
 def prepare_vlm(path: Path | str, config: FlashConfig, **loading: Any) -> Prepared:
-    """Load a model of mlx-vlm lazily, find its units, and plan. Reads headers, no weights."""
-    return prepare(path, settings_of_vlm(config), loader=load_vlm_lazily, **loading)
+    """Load a model of mlx-vlm lazily, find its units, and plan. Reads headers, no weights.
+
+    Raises:
+        CheckpointError: mlx-vlm cannot build the model, or its language model cannot be called with tokens alone.
+    """
+    try:
+        return prepare(path, settings_of_vlm(config), loader=load_vlm_lazily, **loading)
+    except FlashError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot find the units of {path}: mlx-vlm raised {type(error).__name__}: {error}, when it built the model "
+            "or called its language model with tokens alone. Hint: load it with mlx_vlm, without the patch."
+        ) from error
 
 
 def settings_of_vlm(config: FlashConfig) -> FlashConfig:

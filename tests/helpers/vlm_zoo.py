@@ -1,0 +1,243 @@
+"""Tiny models of every architecture of mlx-vlm, from its own configurations, compared stock and streamed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import pkgutil
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_vlm import models, utils
+from mlx_vlm.models.cache import make_prompt_cache
+
+from mlx_flash import FlashConfig, FlashError
+from mlx_flash.vision.loading import load_vlm_model
+from tiny_vlms import MODELS, TEXT, VISION
+
+PARTS = ("text", "vision", "audio", "projector", "perceiver")
+IMAGE = 290
+SMALL = {
+    **TEXT,
+    "d_model": 128,
+    "embed_dim": 128,
+    "depth": 3,
+    "num_layers": 3,
+    "n_layers": 3,
+    "num_heads": 4,
+    "num_global_layers": 2,
+    "mlp_ratio": 2,
+    "out_hidden_size": 128,
+    "projection_dim": 128,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "intermediate_size_mlp": 256,
+    "shared_expert_intermediate_size": 64,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 300,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 16,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "pad_token_id": 0,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+TOKENS = ("image_token_id", "image_token_index", "img_context_token_id", "media_placeholder_token_id")
+OTHERS = {"video_token_id": 289, "video_token_index": 289, "vision_start_token_id": 288, "audio_token_id": 287}
+
+
+@dataclasses.dataclass
+class VlmOutcome:
+    """Result of one architecture: ``equal``, ``differs``, ``refused`` or ``cannot`` (mlx-vlm itself), and why."""
+
+    name: str
+    status: str
+    text: str = ""
+    pictures: bool = False
+    num_streamed: int = 0
+    num_towers: int = 0
+
+
+def architectures() -> list[str]:
+    """Return mlx-vlm's architectures with a picture's configuration."""
+    found = []
+    for module in pkgutil.iter_modules(models.__path__):
+        if module.ispkg and (Path(models.__path__[0]) / module.name / "vision.py").exists():
+            found.append(module.name)
+    return sorted(found)
+
+
+KINDS = {
+    "text_config": ("{name}", "{name}_text", "llama", "mistral", "qwen2", "gemma", "gemma2"),
+    "vision_config": (
+        *("{name}", "{name}_vision", "{name}_vision_model", "siglip_vision_model", "clip_vision_model", "pixtral"),
+        *("intern_vit_6b", "siglip2_vision_model", "vit", "radio"),
+    ),
+}
+"""Values of ``model_type`` that parts of models have; the first one that mlx-vlm takes is used."""
+
+
+def candidates(name: str, package: Any) -> Iterator[dict[str, Any]]:
+    """Yield configurations that differ in the ``model_type`` of their parts."""
+    config = configuration(name, package)
+    yield config
+    for text in KINDS["text_config"]:
+        for vision in KINDS["vision_config"]:
+            kinds = {"text_config": text.format(name=name), "vision_config": vision.format(name=name)}
+            parts = {part: {**config[part], "model_type": kind} for part, kind in kinds.items() if part in config}
+            yield {**config, **parts}
+
+
+def configuration(name: str, package: Any) -> dict[str, Any]:
+    """Return a tiny configuration, with the defaults of mlx-vlm's classes where they do not matter."""
+    if name in MODELS:
+        return {"model_type": name, "vocab_size": 300, **MODELS[name]}
+    config: dict[str, Any] = {}
+    for part in PARTS:
+        kind = getattr(package, f"{part.title()}Config", None)
+        if kind is not None and dataclasses.is_dataclass(kind):
+            config[f"{part}_config"] = _small(kind, SMALL | (VISION if part == "vision" else {}))
+    text = config.get("text_config", {})
+    return {**text, **_small(package.ModelConfig, SMALL), **config, "model_type": name}
+
+
+def _small(kind: Any, small: dict[str, Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        if field.name.endswith("_config"):
+            continue
+        if field.name in TOKENS:
+            found[field.name] = IMAGE
+        elif field.name in OTHERS:
+            found[field.name] = OTHERS[field.name]
+        elif field.name in small:
+            found[field.name] = small[field.name]
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            hint = str(hints.get(field.name))
+            found[field.name] = "" if "str" in hint and "Dict" not in hint else 1e-6 if "float" in hint else 4
+    return found
+
+
+def save(folder: Path, name: str) -> None:
+    """Write a model with random weights."""
+    package = importlib.import_module(f"mlx_vlm.models.{name}")
+    first: Exception | None = None
+    for config in candidates(name, package):
+        try:
+            _save(folder, package, json.dumps(config))
+        except (ValueError, KeyError, AttributeError, TypeError, AssertionError) as error:
+            first = first or error
+        else:
+            return
+    raise first or ValueError("no configuration")
+
+
+def _save(folder: Path, package: Any, text: str) -> None:
+    config = json.loads(text)
+    config.setdefault("text_config", {})
+    config.setdefault("vision_config", {})
+    config.setdefault("audio_config", {})
+    args = package.ModelConfig.from_dict(config)
+    args = utils.update_module_configs(args, package, config, list(PARTS))
+    mx.random.seed(5)
+    flat = tree_flatten(package.Model(args).parameters())
+    if sum(array.nbytes for _, array in flat) > 400e6:
+        raise ValueError("its smallest configuration is not small")
+    weights = {key: mx.random.normal(array.shape) * (0.5 / math.sqrt(array.shape[-1] or 1)) for key, array in flat}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(text)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+
+
+def pictures() -> Iterator[tuple[mx.array, mx.array, dict[str, Any]]]:
+    """Yield pictures in the forms that processors make."""
+    mx.random.seed(6)
+    grid = {"image_grid_thw": mx.array([[1, 4, 4]])}
+    forms: list[tuple[mx.array, dict[str, Any]]] = [
+        (mx.random.normal((1, 3, 56, 56)), {}),
+        (mx.random.normal((1, 3, 56, 56)), {"image_sizes": [(56, 56)]}),
+        (mx.random.normal((1, 3, 56, 56)), {"image_sizes": mx.array([[56, 56]])}),
+        (mx.random.normal((1, 1, 3, 56, 56)), {}),
+        (mx.random.normal((16, 3 * 2 * 14 * 14)), grid),
+        (mx.random.normal((16, 3 * 14 * 14)), grid),
+    ]
+    for pixels, extra in forms:
+        for count in (4, 16, 1, 2, 8, 9, 64):
+            yield mx.array([[1, 288, *[IMAGE] * count, 2, 3]]), pixels, extra
+
+
+def outputs(model: Any, tokens: mx.array, pixels: mx.array | None, extra: dict[str, Any]) -> list[mx.array]:
+    """Logits of a prompt and of two more tokens."""
+    language = model.language_model
+    for name in ("_position_ids", "_rope_deltas"):
+        if hasattr(language, name):
+            setattr(language, name, None)
+    given = model.get_input_embeddings(tokens, pixels, mask=mx.ones(tokens.shape, mx.int32), **extra)
+    rest = {key: value for key, value in given.to_dict().items() if value is not None}
+    cache = make_prompt_cache(language)
+    found = [language(tokens, cache=cache, **rest).logits]
+    found += [language(mx.array([[token]]), cache=cache).logits for token in (3, 4)]
+    mx.eval(found)
+    return found
+
+
+def picture_for(model: Any) -> tuple[mx.array, mx.array, dict[str, Any]] | None:
+    """Return a picture that stock mlx-vlm computes with, and that changes its output; None if none is known."""
+    for tokens, pixels, extra in pictures():
+        try:
+            found = outputs(model, tokens, pixels, extra)
+            plain = outputs(model, tokens, None, {})
+        except Exception:
+            continue
+        if not mx.array_equal(found[-1], plain[-1]) and not mx.any(mx.isnan(found[-1])):
+            return tokens, pixels, extra
+    return None
+
+
+def compare(name: str, folder: Path) -> VlmOutcome:
+    """Compare one architecture."""
+    text = mx.array([[1, 2, 3, 4, 5, 6, 7]])
+    try:
+        save(folder, name)
+        stock = utils.load_model(folder)
+        expected = [outputs(stock, text, None, {})]
+        picture = picture_for(stock)
+        if picture is not None:
+            expected.append(outputs(stock, *picture))
+    except Exception as error:
+        return VlmOutcome(name, "cannot", f"{type(error).__name__}: {error}"[:160])
+    del stock
+    try:
+        with load_vlm_model(folder, FlashConfig(ram_budget_gb="min", telemetry=False)) as model:
+            found = [outputs(model, text, None, {})]
+            if picture is not None:
+                found.append(outputs(model, *picture))
+            num = model.plan.streaming.num_units, len(model.layout.towers)
+    except FlashError as error:
+        return VlmOutcome(name, "refused", f"{type(error).__name__}: {error}"[:200], picture is not None)
+    except Exception as error:
+        return VlmOutcome(name, "differs", f"{type(error).__name__}: {error}"[:200], picture is not None)
+    pairs = [(a, b) for one, other in zip(expected, found, strict=True) for a, b in zip(one, other, strict=True)]
+    is_equal = all(bool(mx.array_equal(a, b, equal_nan=True)) for a, b in pairs)
+    return VlmOutcome(name, "equal" if is_equal else "differs", "", picture is not None, *num)

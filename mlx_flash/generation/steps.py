@@ -2,8 +2,8 @@
 
 mlx-lm's loop spends three passes before it shows a token: the prompt, the prompt's last token, and the next token,
 which it computes ahead to keep a GPU busy. Here the prompt and its last token share one pass, a token is handed out as
-soon as it is known, and no pass is spent on a token that nobody asked for. Tokens and log probabilities are mlx-lm's
-own.
+soon as it is known, and no pass is spent on a token that nobody asked for. Where everything is in memory, the next pass
+is begun ahead as in mlx-lm's loop. Tokens and log probabilities are mlx-lm's own.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import gc
 import math
+import mmap
 import os
 import time
 from itertools import count
-from pathlib import Path
 from typing import NoReturn
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.memory.footprint import footprint, total_memory
-from mlx_flash.memory.hugepages import HUGE_PAGE
+from mlx_flash.memory.hugepages import HUGE_PAGE, use_huge_pages
 from mlx_flash.memory.lazy import active_memory, commits_lazily
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
@@ -139,9 +139,11 @@ def _growth(memory: memoryview, at: int) -> int:
     return footprint() - before
 
 
-def _has_huge_pages() -> bool:
-    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return setting.exists() and "[never]" not in setting.read_text()
+def _makes_huge_pages() -> bool:
+    """Return whether the system makes huge pages now. Under load its memory may be in too small pieces."""
+    with mmap.mmap(-1, 16 * HUGE_PAGE) as mapped, memoryview(mapped) as memory:
+        use_huge_pages(memory, at_once=False)
+        return min(_growth(memory, at * HUGE_PAGE + HUGE_PAGE // 2) for at in range(1, 15)) > HUGE_PAGE // 2
 
 
 @pytest.mark.skipif(not commits_lazily(), reason="needs memory that is committed when it is written to")
@@ -167,7 +169,7 @@ def test_slots_that_are_added_keep_their_bytes(seconds: float, monkeypatch: pyte
         arena.touch(slot)
         arena.memory(slot)[pitch // 2] = 1
         num_large += footprint() - held > HUGE_PAGE // 2
-    assert (num_large > 20) == (_has_huge_pages() and not seconds)
+    assert num_large <= 20 if seconds else num_large > 20 or not _makes_huge_pages()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["quick pages", "slow pages"])
@@ -179,8 +181,11 @@ def test_memory_that_is_read_once_is_committed_by_reading(seconds: float, monkey
     numbers = arena.view(DIRECT_ALIGNMENT, (1000,), mx.float32)
     if commits_lazily():
         assert footprint() - before < nbytes // 4
-        growth = max(_growth(arena.memory, at) for at in range(nbytes // 2, nbytes, 4 * HUGE_PAGE))
-        assert (growth > HUGE_PAGE // 2) == (_has_huge_pages() and not seconds)
+        grown = [_growth(arena.memory, at) for at in range(nbytes // 2, nbytes, 4 * HUGE_PAGE)]
+        if seconds:
+            assert min(grown) <= HUGE_PAGE // 2  # another thread may allocate meanwhile
+        else:
+            assert max(grown) > HUGE_PAGE // 2 or not _makes_huge_pages()
     arena.memory[DIRECT_ALIGNMENT : DIRECT_ALIGNMENT + 4000] = np.arange(1000, dtype=np.float32).tobytes()
     assert (numbers == mx.arange(1000)).all()
     arena.fill(3)

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_flash.monitor import app
 from mlx_flash.monitor.glyphs import ASCII, UNICODE, Glyphs
 from mlx_flash.monitor.history import MINUTE, History
 from mlx_flash.telemetry import SCHEMA, Json
-from monitored import JSON, canvas, published, run, runtime, state, text_of
+from monitored import JSON, canvas, published, runtime, state, text_of
 
 __all__ = ["runtime"]  # a fixture that pytest finds by its name here
 
@@ -369,16 +370,18 @@ def test_no_state_makes_it_crash(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
-def test_json_of_a_file_with_numbers_that_json_has_not(runtime: Path, number: str) -> None:
+def test_json_of_a_file_with_numbers_that_json_has_not(
+    runtime: Path, number: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In this process: a file whose process began at another time, by a clock that was set, is gone after 5 seconds."""
     me = psutil.Process()
     told_state = {**state(experts=pool(num_hits="HERE"))}
     envelope = {"pid": me.pid, "number": 0, "schema": SCHEMA, "started": me.create_time(), "written": time.time()}
     text = json.dumps({**envelope, "clock": 100.0, "state": told_state}).replace('"HERE"', number)
     (runtime / "mlx-flash").mkdir(mode=0o700)
     (runtime / "mlx-flash" / f"{os.getpid()}-0.json").write_text(text)
-    done = run("--once", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    assert app.main(["--once", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
     assert found["experts"]["num_hits"] is None and found["experts"]["num_experts"] == 3072
-    frame = run("--once")
-    assert "412 of 3072 experts in 2.10 GB; hits -, predicted right -" in frame.stdout, frame.stderr
+    assert app.main(["--once"]) == 0
+    assert "412 of 3072 experts in 2.10 GB; hits -, predicted right -" in capfd.readouterr().out

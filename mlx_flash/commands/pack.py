@@ -83,9 +83,10 @@ class _Decision:
 
 
 def _in_words(report: PackReport, verified: bool) -> list[str]:
+    kind = "safetensors file" if report.ratio == 1 else "file"
     lines = [
         f"{report.target}: {report.num_tensors} tensors, {size(report.nbytes)} in "
-        f"{counted(report.num_shards, 'file')}, packed in {duration(report.seconds)}",
+        f"{counted(report.num_shards, kind)}, packed in {duration(report.seconds)}",
         f"one pass reads, before: {_reads(report.before)}",
         f"one pass reads, packed: {_reads(report.after)}",
     ]

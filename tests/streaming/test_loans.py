@@ -14,6 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import TransformerBlock
 
 from mlx_flash import FlashConfig, FlashLLM, load_model
+from mlx_flash.engine import headroom
+from mlx_flash.residency.lent import TOKENS_AHEAD, unlent_bytes
 from mlx_flash.residency.plan import MB
 from models import LLAMA, WIDE_LLAMA, run, same_bits, save, stock
 from streamed import streamed_whole, wait_for_reads
@@ -78,6 +80,57 @@ def test_lent_weights_are_not_read(directory: Path) -> None:
         assert loans.nbytes == loans.saved_bytes == 0
         run(model, [[1]])
         assert read_bytes(model, [[1]]) == whole + row
+
+
+def test_loans_are_spread_over_all_units(directory: Path) -> None:
+    with streamed_whole(directory) as model:
+        loans = loans_of(model)
+        loans.lend(model.plan.streaming.read_bytes // 2)
+        run(model, [[1], [2]])
+        units = [array.unit for array in loans._lent]
+        assert set(units) == set(loans._units) and len(units) < len(loans._order)
+
+
+def test_units_that_are_not_in_a_slot_give_first(directory: Path) -> None:
+    with streamed_whole(directory) as model:
+        loans = loans_of(model)
+        loans.lend(EVERYTHING)
+        run(model, [[1], [2]])
+        wait_for_reads(model)
+        assert model.engine is not None
+        in_slots = [array for array in loans._lent if model.engine.stream.is_in_slot(array.unit)]
+        others = loans.nbytes - sum(array.nbytes for array in in_slots)
+        assert in_slots and others > 0
+        loans.recall(others)
+        assert list(loans._lent) == in_slots
+
+
+def test_a_recall_ends_what_was_promised(directory: Path) -> None:
+    with streamed_whole(directory) as model:
+        loans = loans_of(model)
+        loans.lend(EVERYTHING)
+        loans.recall(1)
+        run(model, [[1], [2]])
+        assert loans.nbytes == 0
+
+
+def test_a_part_of_the_budget_is_never_lent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headroom, "footprint", lambda: 100 * MB)
+    with streamed_whole(directory) as model:
+        lending = Lending()
+        headroom._settle(model.plan, lending, -50 * MB, 100 * MB)  # type: ignore[arg-type]
+        headroom._settle(model.plan, lending, -50 * MB, 90 * MB)  # type: ignore[arg-type]
+        kept = unlent_bytes(model.plan)
+        assert kept >= TOKENS_AHEAD * model.plan.kv_bytes_per_token > 0
+        assert lending.lent == [50 * MB - kept, 40 * MB - kept]
+
+
+class Lending:
+    def __init__(self) -> None:
+        self.lent: list[int] = []
+
+    def lend(self, nbytes: int) -> None:
+        self.lent.append(nbytes)
 
 
 def test_a_loan_takes_no_more_memory_than_it_says(directory: Path) -> None:

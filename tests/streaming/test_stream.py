@@ -71,6 +71,14 @@ def test_another_order_is_learned_in_one_pass() -> None:
     assert unpredicted == [2, 1, 0, 0, 0]  # the second pass begins with what the first one began to read
 
 
+def test_nothing_writes_to_a_slot_after_the_end() -> None:
+    stream, reader, _ = make_stream(5, 2)
+    stream.acquire(3)
+    assert len(reader.in_flight) == 1  # unit 0 waits in the other slot; that of unit 1 was given to unit 3
+    stream.close()
+    assert reader.in_flight == []
+
+
 def test_reads_ahead_in_calling_order() -> None:
     _, reader, _ = make_stream(7, 3)
     assert reader.started == [0, 1, 2]

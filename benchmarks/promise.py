@@ -132,13 +132,14 @@ def budget_bytes(name: str, least: dict[str, Any]) -> int:
     return int(shares.get(name, minimum + 1.1 * model)) // 1000 * 1000 + 1000
 
 
-def watch_calls() -> list[int]:
-    """Return a list that the new tokens of each call of a prompt are appended to, once its results are kept."""
+def watch_calls(length: int) -> list[int]:
+    """Return a list that the new tokens of each call of the prompt are appended to, once its results are kept."""
     lengths: list[int] = []
     finish = Row.finish
 
     def watched(row: Row, calls: Sequence[ForwardCall], outputs: Sequence[Any]) -> None:
-        lengths.extend(call.num_tokens for call in calls if call.checkpoints is None)
+        if sum(lengths) < length:
+            lengths.extend(call.num_tokens for call in calls)
         finish(row, calls, outputs)
 
     Row.finish = watched  # type: ignore[method-assign]
@@ -147,7 +148,7 @@ def watch_calls() -> list[int]:
 
 def answer(path: Path, budget: float | str, length: int) -> Run:
     """Answer a prompt with default settings in this process."""
-    lengths = watch_calls()
+    lengths = watch_calls(length)
     began = time.perf_counter()
     try:
         model, config = load_model(path, FlashConfig(ram_budget_gb=budget))

@@ -21,7 +21,7 @@ class FakeTicket:
 
     def start(self) -> FakeTicket:
         self.reader.num_started += 1
-        self.reader.in_flight.append(self)
+        self.reader.in_flight.add(self)
         self.reader.started.append(self.unit)
         return self
 
@@ -29,13 +29,12 @@ class FakeTicket:
         if self.unit in self.reader.failing:
             raise ReadError(f"unit {self.unit}")
         assert not self.cancelled
-        self.reader.in_flight.remove(self)
+        self.reader.in_flight.discard(self)
         self.buffer[0] = self.unit
 
     def cancel(self) -> None:
         self.cancelled = True
-        if self in self.reader.in_flight:
-            self.reader.in_flight.remove(self)
+        self.reader.in_flight.discard(self)
 
 
 class FakeReader:
@@ -45,7 +44,7 @@ class FakeReader:
         self.num_started = 0
         self.failing: set[int] = set()
         self.started: list[int] = []
-        self.in_flight: list[FakeTicket] = []
+        self.in_flight: set[FakeTicket] = set()
 
     def submit(self, segments: Any, buffer: memoryview, *, starts: bool) -> FakeTicket:
         assert not starts

@@ -87,8 +87,8 @@ def test_loans_are_spread_over_all_units(directory: Path) -> None:
         loans = loans_of(model)
         loans.lend(model.plan.streaming.read_bytes // 2)
         run(model, [[1], [2]])
-        units = [array.unit for array in loans._lent]
-        assert set(units) == set(loans._units) and len(units) < len(loans._order)
+        assert set(range(WIDE_LLAMA["num_hidden_layers"])) <= {array.unit for array in loans._lent}
+        assert len(loans._lent) < len(loans._order)
 
 
 def test_units_that_are_not_in_a_slot_give_first(directory: Path) -> None:

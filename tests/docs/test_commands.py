@@ -13,7 +13,7 @@ from mlx_flash.commands.arguments import make_parser
 
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - {ROOT / "CHANGELOG.md"})
 SPANS = re.compile(r"^```(?:bash|console|text)\n(.*?)^```$|`([^`\n]+)`", re.M | re.S)
-KINDS = ("mlx-flash", "python scripts/", "python benchmarks/", "make ", "pytest tests")
+KINDS = ("mlx-flash ", "python scripts/", "python benchmarks/", "make ", "pytest tests")
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -32,7 +32,7 @@ def problem(command: str) -> str | None:
         return None  # a part of a sentence
     flags = [re.split("[=/]", word)[0] for word in words if re.match(r"--[a-z]", word)]
     if words[0] == "mlx-flash":
-        if len(words) == 1 or words[1].startswith("-") or not words[1].islower():
+        if words[1].startswith("-") or not words[1].islower():
             return None
         known = subcommand_flags(words[1])
         if known is None:

@@ -77,7 +77,10 @@ class Job:
 
     def cancel(self) -> bool:
         """Keep the task from running. Return False if it has begun."""
-        return self._belongs_to("canceller")
+        if not self._belongs_to("canceller"):
+            return False
+        self._call = None
+        return True
 
     def done(self) -> bool:
         """Return whether the task ended, or was cancelled."""
@@ -85,10 +88,50 @@ class Job:
 
     def result(self) -> None:
         """Wait for the end of the task. Raises: CancelledError: it was cancelled; and what the task has raised."""
+        error = self.error()
+        if error is not None:
+            raise error
+
+    def error(self) -> BaseException | None:
+        """Wait for the end of the task. Return what :meth:`result` raises."""
         if not self.done():
             with self._under_way:
                 pass
-        if self._error is not None:
-            raise self._error
-        if not self._is_done:
-            raise CancelledError
+        return self._error if self._is_done else CancelledError()
+
+
+class InOrder:
+    """A thread that runs jobs in the order in which they were submitted.
+
+    An executor whose start of a thread was interrupted may have two threads, or a task less. So the order is that of a
+    queue of our own, and each task runs all jobs in it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._workers = Workers(1, name)
+        self._jobs: deque[Job] = deque()
+        self._one_runs = threading.Lock()
+
+    def submit(self, job: Job) -> None:
+        """Run a job after those before it. An interrupt may leave it queued until the next one is submitted."""
+        self._jobs.append(job)
+        self._workers.submit(self._run)
+
+    def close(self) -> None:
+        """Cancel the jobs that have not begun, and end the thread."""
+        while self._jobs:
+            try:
+                self._jobs.popleft().cancel()
+            except IndexError:
+                break  # the thread took it
+        self._workers.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self) -> None:
+        with self._one_runs:
+            while self._jobs:
+                try:
+                    job = self._jobs.popleft()
+                except IndexError:
+                    return  # cancelled by close
+                job.run()  # after an error another task goes on
+                del job

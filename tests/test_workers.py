@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from interrupt_points import Operation, interrupted_in, total_points
-from mlx_flash.workers import Job, Workers
+from mlx_flash.workers import InOrder, Job, Workers
 
 FILES = (str(threading.__file__), str(concurrent.futures.thread.__file__), "workers.py")
 
@@ -66,3 +66,34 @@ def test_a_job_tells_its_error_and_whether_it_was_cancelled() -> None:
     cancelled.run()
     with pytest.raises(CancelledError):
         cancelled.result()
+
+
+def test_jobs_run_in_order_after_errors_and_interrupts() -> None:
+    thread, done = InOrder("mlx-flash-test"), list[int]()
+
+    def work(number: int) -> None:
+        time.sleep(0.001)
+        done.append(number)
+        if number == 1:
+            raise ZeroDivisionError
+
+    def program(run: Callable[[Operation], bool]) -> None:
+        done.clear()
+        jobs = [Job(work, number) for number in range(4)]
+        for job in jobs[:2]:
+            thread.submit(job)
+        run(lambda: thread.submit(jobs[2]))
+        thread.submit(jobs[3])
+        assert jobs[3].error() is None and isinstance(jobs[1].error(), ZeroDivisionError)
+        assert done in ([0, 1, 2, 3], [0, 1, 3])  # the interrupt may have come first
+
+    files = (str(threading.__file__), "workers.py")
+    for number in range(total_points(program, files)):
+        interrupted_in(program, number, files)
+    begun, late = Job(time.sleep, 0.1), Job(work, 9)
+    thread.submit(begun)
+    thread.submit(late)
+    while begun._call is not None:
+        time.sleep(0.001)
+    thread.close()
+    assert begun.error() is None and isinstance(late.error(), CancelledError) and 9 not in done

@@ -11,26 +11,26 @@ from mlx_lm.models.cache import create_attention_mask
 from mlx_flash.compat.callers import evaluates_only, is_for_a_draft
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.history import pass_on
-from mlx_flash.kv.opened import Stored
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import Page, sizes
+from mlx_flash.kv.pages import sizes
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.rows import LayerRows
 
 C = TypeVar("C", bound="PooledCache")
 
 
-class RowsHolder:
-    """The sizes of a cache whose rows belong to a pool. All are computed from the rows, so none can contradict them.
+class PooledCache:
+    """A cache of one layer, plain or quantized, whose rows belong to a pool.
+
+    Its sizes are computed from the rows, so none can contradict them.
 
     Attributes:
         rows: the tokens' rows.
     """
 
     rows: LayerRows
-
-    def _start(self, rows: LayerRows) -> None:
-        self.rows = rows
+    _form: ClassVar[tuple[str, ...]] = ()
+    """Attributes that follow the offset in ``state``."""
 
     @property
     def offset(self) -> int:
@@ -67,13 +67,6 @@ class RowsHolder:
         """Return whether the cache never held a token."""
         return self.rows.store.layout is None
 
-
-class PooledCache(RowsHolder):
-    """A cache of one layer, plain or quantized, whose rows belong to a pool."""
-
-    _form: ClassVar[tuple[str, ...]] = ()
-    """Attributes that follow the offset in ``state``."""
-
     def is_trimmable(self) -> bool:
         """Return whether any number of tokens can be trimmed. False once tokens were dropped.
 
@@ -95,24 +88,6 @@ class PooledCache(RowsHolder):
         """Return the attention mask for ``N`` new tokens."""
         forgotten = self.pool.options.forgotten_tokens(self.size(), N)
         return create_attention_mask(N, *args, offset=self.size() - forgotten, **kwargs)
-
-    def append_rows(self, new: Sequence[mx.array], stored: Page[Stored] | None = None) -> list[mx.array]:
-        """Add tokens as the cache stores them, ``(batch, heads, new tokens, width)`` for each array. Return all tokens.
-
-        Args:
-            new: the tokens.
-            stored: their place in a file of the prefix cache. On disk they stay there, and nothing is returned.
-
-        Raises:
-            BudgetError: they do not fit the budget even with every layer on disk.
-            WriteError: the disk is full, or fails.
-            ReadError: pages could not be read.
-        """
-        num_new, options = new[0].shape[2], self.pool.options
-        forgotten = options.forgotten_tokens(self.size(), num_new)
-        if forgotten:
-            self.rows.drop(options.kept_tokens, options.kept_tokens + forgotten)
-        return self.rows.append(new, stored)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """Return all tokens that are kept."""
@@ -146,7 +121,7 @@ class PooledCache(RowsHolder):
         """Return a cache with these contents, in memory, in a pool of its own."""
         cache = cls.__new__(cls)
         pool = KVPool(KVOptions())
-        cache._start(pool.new_rows(pool.new_group(), 0))
+        cache.rows = pool.new_rows(pool.new_group(), 0)
         cache.state = state
         return cache
 
@@ -155,7 +130,7 @@ class PooledCache(RowsHolder):
         if key not in memo:  # caches that are copied together belong to one list
             memo[key] = self.pool.new_group()
         other = type(self).__new__(type(self))
-        other._start(self.pool.fork(self.rows, memo[key]))
+        other.rows = self.pool.fork(self.rows, memo[key])
         for name in self._form:
             setattr(other, name, getattr(self, name))
         pass_on(self, other)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
+from mlx_flash.compat.caches import CacheKinds
 from mlx_flash.errors import StreamedWeightsError
 from mlx_flash.kv.base import PooledCache, buffers, contents, forgetful, pair
 from mlx_flash.kv.history import merged, pass_on
@@ -57,15 +58,15 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         rows: LayerRows | None = None,
     ) -> None:
         directory = cache_dir if directory is None else directory
-        self._start(rows or _rows_on_disk(max_tokens, None if directory is None else Path(directory).expanduser()))
+        self.rows = rows or _rows_on_disk(max_tokens, None if directory is None else Path(directory).expanduser())
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add tokens, ``(batch, heads, new tokens, width)``. Return all that are kept.
 
         Raises:
-            BudgetError, WriteError, ReadError: as :meth:`append_rows`.
+            BudgetError, WriteError, ReadError: as :meth:`LayerRows.append`.
         """
-        found = self.append_rows([keys, values])
+        found = self.rows.append([keys, values])
         return found[0], found[1]
 
     @property
@@ -141,7 +142,7 @@ class DiskQuantizedKVCache(PooledCache, QuantizedKVCache):  # type: ignore[misc]
     _form = ("group_size", "bits")
 
     def __init__(self, rows: LayerRows, group_size: int = 64, bits: int = 8) -> None:
-        self._start(rows)
+        self.rows = rows
         self.group_size = group_size
         self.bits = bits
 
@@ -149,9 +150,9 @@ class DiskQuantizedKVCache(PooledCache, QuantizedKVCache):  # type: ignore[misc]
         """Quantize and add tokens, ``(batch, heads, new tokens, width)``. Return all that are kept, as triples.
 
         Raises:
-            BudgetError, WriteError, ReadError: as :meth:`append_rows`.
+            BudgetError, WriteError, ReadError: as :meth:`LayerRows.append`.
         """
-        return pair(self.append_rows(_quantized([keys, values], self.group_size, self.bits)))
+        return pair(self.rows.append(_quantized([keys, values], self.group_size, self.bits)))
 
     @property
     def keys(self) -> Any:
@@ -203,7 +204,7 @@ def make_caches(model_caches: Sequence[Any], options: KVOptions, pool: KVPool | 
 
 
 def _replaced(entry: Any, pool: KVPool, group: int, index: int) -> Any:
-    if type(entry) is KVCache:
+    if type(entry) in CacheKinds.plain:
         cache: Any = DiskKVCache(rows=pool.new_rows(group, index))
     elif type(entry) is QuantizedKVCache:
         cache = DiskQuantizedKVCache(pool.new_rows(group, index), entry.group_size, entry.bits)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_flash.kv.base import PooledCache
+from mlx_flash.kv.memory import Buffers, shortened
 from mlx_flash.layout.arrays import arrays_in
 
 PutBack = Callable[[], None]
@@ -53,11 +56,18 @@ def checkpoint(entry: Any) -> PutBack:
     """Return what puts an entry back as it is now, after at most one more token.
 
     After several tokens, the checkpoints before each of them put the entry back, the last one first. None copies more
-    than a token: arrays of states are kept, since models replace them, and rows behind the end mean nothing.
+    than a token: arrays of states are kept, since models replace them, and rows behind the end mean nothing. Buffers
+    that have grown since are cut: on GPUs the kernel of attention, and so its last bits, may depend on whether keys
+    fill their buffer.
     """
     if isinstance(entry, PooledCache | KVCache | QuantizedKVCache):
-        offset = entry.offset
-        return lambda: trim_to(entry, offset)
+        offset, capacity = entry.offset, _capacity(entry)
+
+        def trim() -> None:
+            trim_to(entry, offset)
+            _shrink_to(entry, capacity)
+
+        return trim
     attributes = {name: _kept(value) for name, value in vars(entry).items()}
     rewrite = _overwritten(entry) if isinstance(entry, RotatingKVCache) else None
 
@@ -79,10 +89,26 @@ def kept_bytes(entry: Any) -> int:
 
 def trim_to(entry: Any, offset: int) -> None:
     """Take the tokens from an offset on from an entry, if it has any."""
-    if isinstance(entry, PooledCache) and entry.rows.length > entry.size():  # rows come before they are counted
-        entry.rows.truncate(entry.size())
     if entry.offset > offset:
         entry.trim(entry.offset - offset)
+
+
+def _capacity(entry: Any) -> int:
+    """Return the number of tokens that the buffers of an entry have room for; 0 if it has none in memory."""
+    if isinstance(entry, PooledCache):
+        return entry.rows.memory.buffers.capacity
+    return max([array.shape[2] for array in arrays_in([entry.keys, entry.values])], default=0)
+
+
+def _shrink_to(entry: Any, capacity: int) -> None:
+    """Cut the buffers of an entry that have grown."""
+    if not 0 < capacity < _capacity(entry):
+        return
+    if isinstance(entry, PooledCache):
+        memory = entry.rows.memory
+        memory.buffers = Buffers.of([shortened(array, capacity) for array in memory.arrays])
+    else:
+        entry.keys, entry.values = tree_map(partial(shortened, length=capacity), (entry.keys, entry.values))
 
 
 def _kept(value: Any) -> Any:

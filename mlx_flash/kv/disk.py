@@ -15,7 +15,7 @@ import numpy as np
 from mlx_flash.kv.layout import RowBytes
 from mlx_flash.kv.ledger import Layer
 from mlx_flash.kv.pages import FilePages, InFile, Page, cut, num_tokens, segments
-from mlx_flash.kv.written import Draft, LayerFile
+from mlx_flash.kv.writing import Draft, LayerFile
 from mlx_flash.layout.arrays import Opaque
 from mlx_flash.memory.pagecache import round_up
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -18,8 +19,7 @@ from mlx_flash.kv.opened import PageReader, Stored, StoredFiles
 from mlx_flash.kv.options import NUM_SLOTS, QUEUE_DEPTH, READ_SIZE, KVOptions, queued_bytes
 from mlx_flash.kv.pages import Page, num_tokens
 from mlx_flash.kv.slots import row_bytes
-from mlx_flash.kv.writing import WriteBehind
-from mlx_flash.kv.written import Draft, LayerFile
+from mlx_flash.kv.writing import Draft, LayerFile, WriteBehind
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.ranges import Arrival
 from mlx_flash.storage.selftest import way_of_reading
@@ -35,8 +35,17 @@ def are_on_one_disk(left: Path, right: Path) -> bool:
     return left.stat().st_dev == right.stat().st_dev
 
 
-class PageFiles:
-    """Files, and the threads that read and write them.
+class _Disk(NamedTuple):
+    """The folder of the files, what reads and writes them, and the files of the prefix cache that are open."""
+
+    folder: PrivateFolder
+    reader: PageReader
+    writer: WriteBehind
+    stored: StoredFiles
+
+
+class KVFiles:
+    """The files of layers on disk, and the threads that read and write them.
 
     Args:
         options: the settings.
@@ -48,20 +57,17 @@ class PageFiles:
         self._count_written = count_written
         self._numbers = count()
         self._num_slots = NUM_SLOTS
-        self._folder: PrivateFolder | None = None
-        self._reader: PageReader | None = None
-        self._writer: WriteBehind | None = None
-        self._stored: StoredFiles | None = None
+        self._disk: _Disk | None = None
 
     @property
     def read_bytes(self) -> int:
         """Bytes of pages that were read."""
-        return self._reader.stats.nbytes if self._reader else 0
+        return self._disk.reader.stats.nbytes if self._disk is not None else 0
 
     @property
     def written_bytes(self) -> int:
         """Bytes of pages that were written, or are queued for it."""
-        return self._writer.nbytes if self._writer else 0
+        return self._disk.writer.nbytes if self._disk is not None else 0
 
     def write(
         self,
@@ -116,9 +122,9 @@ class PageFiles:
         Returns:
             Whether that was possible. It is not behind tokens that are in no page, nor from a file that is gone.
         """
-        if self._stored is None or disk.length > disk.paged_tokens:
+        if self._disk is None or disk.length > disk.paged_tokens:
             return False
-        found = self._stored.open(page, disk.layout.components)
+        found = self._disk.stored.open(page, disk.layout.components)
         if found is not None:
             disk.refer(found)
         return found is not None
@@ -133,9 +139,9 @@ class PageFiles:
         Returns:
             None if no layer is on disk yet, too many files are open, or the folder is on another disk.
         """
-        stored, reader, writer, folder = self._stored, self._reader, self._writer, self._folder
-        if stored is None or reader is None or writer is None or folder is None or not stored.has_room:
+        if self._disk is None or not self._disk.stored.has_room:
             return None
+        folder, reader, writer, stored = self._disk
         if not are_on_one_disk(folder.path, beside):
             return None
         path = folder.path / f"draft-{next(self._numbers)}.kv"
@@ -146,29 +152,29 @@ class PageFiles:
     @property
     def draft_bytes(self) -> int:
         """Bytes of drafts that are no files of the prefix cache."""
-        drafts = () if self._stored is None else self._stored.drafts
+        drafts = () if self._disk is None else self._disk.stored.drafts
         return sum([draft.nbytes for draft in drafts if isinstance(draft, Draft) and not draft.is_named])
 
     def _new_rows(self, layout: RowLayout) -> DiskRows:
-        if self._folder is None:
-            self._folder = PrivateFolder(self._options.directory or sessions_directory())
-        if self._reader is None or self._writer is None:
-            way = way_of_reading()
-            direct = self._options.direct and way != "buffered"
-            # Some pages are read to memory of the host, where the driver does not copy to.
-            arrival: Arrival = "in place" if way == "in place" else "bounced"
-            self._reader = PageReader((), direct=direct, read_size=READ_SIZE, queue_depth=QUEUE_DEPTH, arrival=arrival)
-            self._stored = StoredFiles(self._reader, direct)
-            self._writer = WriteBehind(self._count_written)
+        if self._disk is None:
+            self._disk = self._opened()
             self.limit_queue(self._num_slots)
-        path = self._folder.path / f"layer-{next(self._numbers)}.kv"
-        return DiskRows(LayerFile(path, layout, self._reader, self._writer, self._options.direct))
+        path = self._disk.folder.path / f"layer-{next(self._numbers)}.kv"
+        return DiskRows(LayerFile(path, layout, self._disk.reader, self._disk.writer, self._options.direct))
+
+    def _opened(self) -> _Disk:
+        folder, way = PrivateFolder(self._options.directory or sessions_directory()), way_of_reading()
+        direct = self._options.direct and way != "buffered"
+        # Some pages are read to memory of the host, where the driver does not copy to.
+        arrival: Arrival = "in place" if way == "in place" else "bounced"
+        reader = PageReader((), direct=direct, read_size=READ_SIZE, queue_depth=QUEUE_DEPTH, arrival=arrival)
+        return _Disk(folder, reader, WriteBehind(self._count_written), StoredFiles(reader, direct))
 
     def limit_queue(self, num_slots: int) -> None:
         """Set the most bytes queued for writing, given the buffers for layers on disk."""
         self._num_slots = num_slots
-        if self._writer is not None:
-            self._writer.limit_bytes = queued_bytes(num_slots)
+        if self._disk is not None:
+            self._disk.writer.limit_bytes = queued_bytes(num_slots)
 
     def check_room(self, needed: int) -> None:
         """Check that the disk has so many free bytes. Raises: WriteError."""
@@ -181,9 +187,7 @@ class PageFiles:
 
     def close(self) -> None:
         """End the threads and remove the files."""
-        if self._writer is not None:
-            self._writer.close()
-        if self._reader is not None:
-            self._reader.close()
-        if self._folder is not None:
-            self._folder.close()
+        if self._disk is not None:
+            self._disk.writer.close()
+            self._disk.reader.close()
+            self._disk.folder.close()

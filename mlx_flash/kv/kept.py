@@ -18,6 +18,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.cache import DiskKVCache
 from mlx_flash.kv.history import pass_on
+from mlx_flash.kv.holdings import park
 from mlx_flash.kv.pages import InMemory, MemoryPages, Page, cut, sizes
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.rows import LayerRows
@@ -106,7 +107,7 @@ class KeptCaches:
         known: MemoryPages = ()
         if length >= rows.options.step:
             if not nearest.memory.pages:
-                pool.parking.park(nearest)
+                park(nearest)
             self._split_at(nearest, length)
             known = cut(nearest.memory.pages, length)
             nearest.lineage.copy_to(rows.lineage, length)

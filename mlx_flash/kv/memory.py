@@ -192,6 +192,13 @@ class MemoryRows:
             self.buffers = Buffers.of(none)
 
 
+def shortened(array: mx.array, length: int) -> mx.array:
+    """Return a copy of the first rows, ``(batch, heads, tokens, width)``; it is evaluated."""
+    found = mx.contiguous(array[..., :length, :])
+    mx.eval(found)
+    return found
+
+
 def _token_bytes(array: mx.array) -> int:
     batch, heads, _, width = array.shape
     return int(batch * heads * width * array.itemsize)

@@ -8,38 +8,61 @@ these tokens a second time, in buffers for attention. It is parked when another 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
+from math import inf
+from types import MappingProxyType
 
 import mlx.core as mx
 
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
-from mlx_flash.kv.ledger import Coming, KVLedger, Way
-from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.files import KVFiles
+from mlx_flash.kv.holdings import Layers, as_pages, copied_bytes, park, parking_pays
+from mlx_flash.kv.ledger import Coming, KVLedger, no_room
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.residence import Residence
+from mlx_flash.kv.ring import SlotRing
 from mlx_flash.kv.rows import LayerRows
+from mlx_flash.kv.stats import KVStats, KVUsage
 from mlx_flash.memory.footprint import release_freed_memory
+from mlx_flash.memory.lazy import commits_lazily
 
 
-class KVPool(Residence):
-    """The order in which the caches of a model are used, and the room that calls need.
+class KVPool:
+    """The caches of a model, their budget, and the order in which they are used.
+
+    :mod:`mlx_flash.kv.admit` prepares calls.
 
     Args:
         options: the settings.
         count_written: called from another thread with the number of bytes written.
 
     Attributes:
+        options: the settings.
+        budget_bytes: the most memory of all caches together; None for no limit. May be changed.
+        under_way_bytes: the part of it that is kept free: for reads and writes, or for the eviction of a layer.
+        layers: every layer of every cache.
+        ring: the slots that layers on disk are computed from.
+        files: the files of layers on disk.
+        stats: counters.
+        usage: sizes at the last :meth:`note`. Any thread may read it.
         lock: held while caches change. Callers run one forward pass at a time.
     """
 
     def __init__(self, options: KVOptions, count_written: Callable[[int], None] = lambda _: None) -> None:
-        super().__init__(options, count_written)
+        self.options = options
+        self.budget_bytes = options.budget_bytes
+        self.under_way_bytes = 0
+        self.stats = KVStats()
+        self.usage = KVUsage()
+        self.layers = Layers(options.step)
+        self.ring = SlotRing(options, self.stats)
+        self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()
         self._groups = count()
         self._current_groups: frozenset[int] = frozenset()
         self._clock = count(1)
+        self._last_used: dict[int, int] = {}
         self._closed = False
         if options.always_on_disk:  # nobody closes these pools
             finalize(self, self.files.close, waits=True)
@@ -51,8 +74,43 @@ class KVPool(Residence):
     def new_rows(self, group: int, index: int) -> LayerRows:
         """Return empty rows for the layer at ``index`` of a list."""
         rows = LayerRows(self, group, index)
-        self._layers.add(rows)
+        self.layers.add(rows)
         return rows
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes in memory now: caches, slots, and the last tokens of layers on disk."""
+        return self.ledger().now if self.layers.is_on_disk else self.layers.held_bytes + self.ring.held
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that MLX counts as active for caches and slots."""
+        return self.layers.held_bytes + self.ring.nbytes
+
+    @property
+    def limit(self) -> float:
+        """The most memory of all caches together, without reads and writes in flight."""
+        return inf if self.budget_bytes is None else self.budget_bytes - self.under_way_bytes
+
+    def ledger(self, coming: Mapping[LayerRows, Coming] = MappingProxyType({}), step: int = 1) -> KVLedger:
+        """Return the layers in numbers, and those of a call.
+
+        Args:
+            coming: the tokens that it adds.
+            step: how many of them go through the model at a time.
+        """
+        layers = {rows: rows.store.in_numbers for rows in self.layers}
+        slots = self.ring.held, len(self.ring.slots), commits_lazily(), self.under_way_bytes
+        return KVLedger(self.options, layers, coming, step, *slots)
+
+    def note(self) -> KVUsage:
+        """Bring :attr:`usage` up to date, and return it."""
+        files, stats = self.files, self.stats
+        files_used = {disk.file for disk in self.layers.on_disk.values()} if self.layers.is_on_disk else ()
+        disk_bytes = sum([file.nbytes for file in files_used]) + files.draft_bytes
+        sizes = self.memory_bytes, disk_bytes, self.reserved_bytes, files.read_bytes, files.written_bytes
+        self.usage = KVUsage(*sizes, stats.num_evicted, stats.wait_seconds)
+        return self.usage
 
     def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
         """Evict layers to disk until the memory, with new tokens of one layer, fits the budget.
@@ -61,9 +119,9 @@ class KVPool(Residence):
             BudgetError: it does not fit even with every layer on disk.
             WriteError: the disk is full, or fails.
         """
-        self._begin(self._current_groups if rows.group in self._current_groups else {rows.group})
+        self.begin(self._current_groups if rows.group in self._current_groups else {rows.group})
         if self.options.always_on_disk and rows.disk is None and (new or rows.memory.length):
-            self._spill(rows, new)
+            rows.evict(new)
         if self.budget_bytes is None:
             return
         if not new:
@@ -74,139 +132,83 @@ class KVPool(Residence):
             self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)
 
     def fork(self, rows: LayerRows, group: int) -> LayerRows:
-        """Return a copy of a layer in another list of caches that shares the pages. Raises: BudgetError, WriteError."""
-        with self.lock:
-            other = self.new_rows(group, rows.index)
-            self.make_room_for_copy(rows, group)  # which may send this one to disk
-            if (disk := rows.disk) is not None:
-                other.replace(disk.fork())
-            else:
-                other.memory.park(self.parking.as_pages(rows), rows.memory.examples)
-                other.memory.num_forgotten = rows.memory.num_forgotten
-                other.stored = rows.stored
-            rows.lineage.copy_to(other.lineage, rows.length)
-            self.park_idle(rows)
-            return other
-
-    def make_room_for_copy(self, rows: LayerRows, group: int) -> None:
-        """Evict layers to disk until a copy of one layer, in a list of its own, fits the budget.
+        """Return a copy of a layer in another list of caches that shares the pages.
 
         Raises:
             BudgetError, WriteError: as :meth:`make_room`.
         """
-        self._check_open()
-        self._used.setdefault(group, next(self._clock))
-        self._make_fit(lambda: self.memory_bytes + self.parking.copied_bytes(rows), group, rows, ())
+        with self.lock:
+            if self._closed:
+                raise _closed()
+            other = self.new_rows(group, rows.index)
+            self._last_used.setdefault(group, next(self._clock))
+            # this may send the layer to disk
+            self._make_fit(lambda: self.memory_bytes + copied_bytes(rows), group, rows, ())
+            if (disk := rows.disk) is not None:
+                other.replace(disk.fork())
+            else:
+                other.memory.park(as_pages(rows), rows.memory.examples)
+                other.memory.num_forgotten = rows.memory.num_forgotten
+                other.stored = rows.stored
+            rows.lineage.copy_to(other.lineage, rows.length)
+            self._park_idle(rows)
+            return other
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the KV caches of this model were closed. Hint: make new ones.")
-
-    def _begin(self, groups: Collection[int]) -> None:
+    def begin(self, groups: Collection[int]) -> None:
         """Note which sequences are computed now, in lockstep if there are several, and park the previous ones."""
-        self._check_open()
+        if self._closed:
+            raise _closed()
         if groups == self._current_groups:
             return
         previous, self._current_groups = self._current_groups, frozenset(groups)
-        self._used.update((group, next(self._clock)) for group in sorted(groups))
-        if sum(self.park_idle(rows) for rows in self._layers if rows.group in previous):
+        self._last_used.update((group, next(self._clock)) for group in sorted(groups))
+        if sum(self._park_idle(rows) for rows in self.layers if rows.group in previous):
             release_freed_memory()
 
-    def park_idle(self, rows: LayerRows) -> bool:
+    def _park_idle(self, rows: LayerRows) -> bool:
         """Park a layer if it is idle, that saves memory, and the copy has room. Return whether it was parked."""
-        pays = rows.group not in self._current_groups and self.parking.pays(rows)
-        if not pays or self.memory_bytes + self.parking.copied_bytes(rows) > self._limit:
+        if rows.group in self._current_groups or not parking_pays(rows, self.options.step):
             return False
-        self.parking.park(rows)
+        if self.memory_bytes + copied_bytes(rows) > self.limit:
+            return False
+        park(rows)
         return True
 
-    def admit(
-        self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int], limit: int
-    ) -> int:
-        """Prepare a call, or several in lockstep: evict layers before it takes memory, and set what it may take.
+    def _make_fit(self, needed: Callable[[], int], group: int, rows: LayerRows, new: Sequence[mx.array]) -> None:
+        """Free memory until a need fits. Raises: BudgetError, WriteError."""
+        self.free(needed, group, rows, new)
+        num_new = new[0].shape[2] if new else 0
+        if needed() > self.limit and self.ring.held > self.ledger().slots_needed({rows: num_new}):
+            self.ring.release()  # it was larger for a longer context
+        if needed() > self.limit:
+            self.ring.resize(1)
+        if (nbytes := needed()) > self.limit:
+            raise no_room(nbytes, rows.length + num_new, self.budget_bytes or 0)
+
+    def free(
+        self, needed: Callable[[], int], group: int, asking: LayerRows | None = None, new: Sequence[mx.array] = ()
+    ) -> None:
+        """Free memory until a need fits, or nothing is left that can go to disk.
 
         Args:
-            layers: the layers that tokens are added to.
-            num_new: new tokens of each layer.
-            step: how many of them go through the model at a time.
-            row_bytes: bytes of a token in each layer; not used where there are tokens already.
-            limit: the most memory of all caches together, reads and writes in flight included.
-
-        Returns:
-            The number of bytes that are missing: 0 when the call can begin.
+            needed: returns the need, with layers where they are.
+            group: the list of caches that needs it, which is not parked.
+            asking: the layer that new tokens come to; None before a call.
+            new: its new tokens.
 
         Raises:
-            WriteError: there is no room on the disk.
+            WriteError: the disk is full, or fails.
         """
-        if layers:
-            self._begin({rows.group for rows in layers})
-        call = self.call(layers, num_new, step, row_bytes)
-        way = self.way(call, limit)
-        if way.missing or self.options.budget_bytes is None:
-            return way.missing
-        self.budget_bytes, self.under_way_bytes = limit, way.under_way_bytes
-        if way.num_slots:
-            self.ring.resize(way.num_slots)
-            self.files.limit_queue(way.num_slots)
-        if layers:
-            self._free(lambda: self.ledger(call.coming, step).peak, layers[0].group)
-        return 0
-
-    def admit_quietly(self, layers: Sequence[LayerRows], num_new: Sequence[int], limit: int) -> bool:
-        """Prepare a call that takes no more memory, for which :meth:`admit` would do nothing else.
-
-        Most tokens are such a call: the buffers of every layer have room for them. No layer is looked at twice.
-
-        Args:
-            layers, num_new, limit: as there.
-
-        Returns:
-            False, and nothing has changed, for any other call.
-        """
-        largest = self.quiet_width(layers, num_new)
-        if largest is None:
-            return False
-        eviction = 0 if self.options.budget_bytes is None else self.options.eviction_bytes([largest])
-        if self.memory_bytes + eviction > limit:
-            return False
-        self._begin({rows.group for rows in layers})
-        if self.options.budget_bytes is not None:
-            self.budget_bytes, self.under_way_bytes = limit, eviction
-        return True
-
-    def quiet_width(self, layers: Sequence[LayerRows], num_new: Sequence[int]) -> int | None:
-        """Return the most bytes of a token in a layer if the buffers of all layers have room for the new tokens.
-
-        Returns:
-            None where they have not, where a layer is on disk, and where tokens may be dropped.
-        """
-        if self.is_on_disk or self.options.max_tokens is not None:
-            return None
-        largest = 0
-        for rows, more in zip(layers, num_new, strict=True):
-            store = rows.store
-            if not isinstance(store, MemoryRows) or store.takes_more(more):
-                return None
-            if (width := store.buffers.nbytes // store.buffers.capacity) > largest:
-                largest = width
-        return largest
-
-    def call(
-        self, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]
-    ) -> KVLedger:
-        """Return the ledger of a call; the arguments are those of :meth:`admit`."""
-        held = self.options.held_tokens
-        coming = {
-            rows: Coming(sum(rows.store.in_numbers.widths) or nbytes, new, held(rows.length + new, step))
-            for rows, new, nbytes in zip(layers, num_new, row_bytes, strict=True)
-        }
-        return self.ledger(coming, step)
-
-    def way(self, call: KVLedger, limit: int) -> Way:
-        """Return how a call stays within a limit. Raises: WriteError: there is no room on the disk."""
-        way = call.way(limit)
-        self.files.check_room(way.disk_bytes)
-        return way
+        while needed() > self.limit:
+            if self.ring.held and not self.layers.is_on_disk:
+                self.ring.release()
+            elif (idle := self.layers.next_to_park(group)) is not None:
+                park(idle)
+            elif (victim := self.layers.next_to_evict(self._last_used, asking)) is not None:
+                victim.evict(new if victim is asking else ())
+                release_freed_memory()
+            else:
+                return
 
     def close(self) -> None:
         """End the threads and remove the files. The pool's caches cannot be used any more. Idempotent."""
@@ -214,3 +216,7 @@ class KVPool(Residence):
             self._closed = True
             self.ring.release()
             self.files.close()
+
+
+def _closed() -> ClosedError:
+    return ClosedError("the KV caches of this model were closed. Hint: make new ones.")

@@ -9,21 +9,23 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows
-from mlx_flash.kv.files import PageFiles
+from mlx_flash.kv.files import KVFiles
 from mlx_flash.kv.lineage import Lineage
 from mlx_flash.kv.memory import Changes, MemoryRows
 from mlx_flash.kv.opened import Stored
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import Page, cut, num_tokens
 from mlx_flash.kv.ring import SlotRing
+from mlx_flash.kv.stats import KVStats
 
 
 class Pool(Protocol):
     """The pool of a layer, as the layer uses it: see :class:`mlx_flash.kv.pool.KVPool`."""
 
     options: KVOptions
-    files: PageFiles
+    files: KVFiles
     ring: SlotRing
+    stats: KVStats
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -69,6 +71,20 @@ class LayerRows:
         """The pool that the layer belongs to."""
         return self._pool()
 
+    def evict(self, new: Sequence[mx.array]) -> None:
+        """Go to disk, without the tokens that other layers have there. The pool decides when.
+
+        Args:
+            new: tokens that are about to be added; their shapes count if there are no others yet.
+
+        Raises:
+            WriteError: the disk is full, or fails.
+        """
+        others = [(disk, length) for other, length in self.lineage.relatives() if (disk := other.disk)]
+        self.replace(self.pool.files.write(self.memory, new, others, self.stored, self.planned))
+        self.stored = ()
+        self.pool.stats.num_evicted += 1
+
     def replace(self, store: MemoryRows | DiskRows) -> None:
         """Hold other rows from now on."""
         Changes.note()
@@ -95,16 +111,20 @@ class LayerRows:
         return self.store.length
 
     def append(self, new: Sequence[mx.array], stored: Page[Stored] | None = None) -> list[mx.array]:
-        """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all tokens.
+        """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all that are kept.
 
         Args:
-            new: the tokens.
+            new: the tokens, as the cache stores them.
             stored: their place in a file of the prefix cache. On disk they stay there, and nothing is returned.
 
         Raises:
-            BudgetError, WriteError, ReadError: as :meth:`PooledCache.append_rows`.
+            BudgetError: they do not fit the budget even with every layer on disk.
+            WriteError: the disk is full, or fails.
+            ReadError: pages could not be read.
         """
         with self.pool.lock:
+            if forgotten := self.options.forgotten_tokens(self.length, new[0].shape[2]):
+                self.drop(self.options.kept_tokens, self.options.kept_tokens + forgotten)
             self.pool.make_room(self, new)
             if (disk := self.disk) is not None:
                 is_referred = stored is not None and self.pool.files.refer(disk, stored)

@@ -36,7 +36,7 @@ def update_growth(cache: Sequence[Any], num_tokens: int, row_bytes: Sequence[int
 
     The entries' own code runs, on lazy zeros with the shapes of their arrays, so the answer holds for any class with
     ``keys``, ``values``, and ``update_and_fetch``. An entry without that method has recurrent states: the new ones take
-    as much as the old ones. Entries of a :class:`KVPool` add nothing here; :meth:`KVPool.admit` accounts for them.
+    as much as the old ones. Entries of a :class:`KVPool` add nothing here: :mod:`mlx_flash.kv.admit` counts them.
 
     Args:
         cache: a prompt cache, one entry for each layer.

@@ -129,21 +129,20 @@ class Slot:
         self._owner = owner
 
     def wait(self) -> float:
-        """Wait for the reads in flight. Return the seconds waited.
+        """Wait for the reads in flight. Return the seconds waited while reads were in flight.
 
         Raises:
             ReadError: bytes could not be read; the slot is empty then.
         """
         if self._reading is None:
             return 0.0
-        began = time.perf_counter()
         try:
-            self._reading[0].wait()
+            waited = self._reading[0].wait()
         except BaseException:
             self.clear()
             raise
         self._reading = None
-        return time.perf_counter() - began
+        return waited
 
     def claim(self) -> None:
         """Make sure that no pending computation reads the memory. If one does, the slot becomes empty and moves."""

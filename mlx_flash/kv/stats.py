@@ -10,13 +10,13 @@ class KVStats:
     """Counters since the pool was made.
 
     Attributes:
-        num_spilled: layers evicted to disk.
+        num_evicted: layers evicted to disk.
         num_fetched: uses of a layer on disk.
         num_unpredicted: uses whose read had not been started ahead.
         wait_seconds: time spent waiting for reads.
     """
 
-    num_spilled: int = 0
+    num_evicted: int = 0
     num_fetched: int = 0
     num_unpredicted: int = 0
     wait_seconds: float = 0.0
@@ -30,7 +30,7 @@ class KVUsage:
         memory_bytes, disk_bytes: keys and values in memory, slots included, and on disk.
         reserved_bytes: bytes that MLX counts as active for them.
         read_bytes, written_bytes: disk traffic so far.
-        num_spilled: layers evicted to disk so far.
+        num_evicted: layers evicted to disk so far.
         wait_seconds: time spent waiting for reads.
     """
 
@@ -39,5 +39,5 @@ class KVUsage:
     reserved_bytes: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
-    num_spilled: int = 0
+    num_evicted: int = 0
     wait_seconds: float = 0.0

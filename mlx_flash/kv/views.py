@@ -2,7 +2,7 @@
 
 The calls visit each layer in their order, but all of them pass the top of the model, where masks and positions are
 made, before the first has reached the last layer. So an entry of a later call answers from a clone at first, which the
-cache's own code has advanced with zeros that are never evaluated. When the call before is done with the entry, the view
+cache's own code has advanced with zeros that take no memory. When the call before is done with the entry, the view
 becomes the entry itself: both have one class and one ``__dict__``.
 """
 
@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
 
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.kv.base import PooledCache
-from mlx_flash.kv.checkpoints import Checkpoints
+from mlx_flash.kv.checkpoints import Checkpoints, trim_to
 from mlx_flash.kv.sizes import example_update
 from mlx_flash.layout.arrays import Opaque, arrays_in
 
@@ -134,9 +134,7 @@ def trimmer(cache: Sequence[Any]) -> Callable[[], None] | None:
 
     def trim() -> None:
         for entry, offset in zip(cache, offsets, strict=True):
-            if isinstance(entry, PooledCache) and entry.rows.length > entry.size():  # rows come before they are counted
-                entry.rows.truncate(entry.size())
-            entry.trim(entry.offset - offset)
+            trim_to(entry, offset)
 
     return trim
 
@@ -162,6 +160,9 @@ def _advanced(entry: Any, num_tokens: int) -> Any:
             clone.update_and_fetch(*example_update(clone, num_tokens))
         elif num_tokens and hasattr(clone, "advance"):
             clone.advance(num_tokens)
+        for name in ("keys", "values"):
+            if isinstance(array := getattr(clone, name, None), mx.array):  # no memory where a layer evaluates it
+                setattr(clone, name, mx.broadcast_to(mx.zeros((), array.dtype), array.shape))
     clone.__class__ = _early(cast(Hashable, type(clone)))
     return clone
 

@@ -25,14 +25,14 @@ from mlx_flash.folders import cache_directory
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.disk import Planned
 from mlx_flash.kv.history import History, Labels, make_labels
-from mlx_flash.kv.opened import StoredRows
+from mlx_flash.kv.opened import Stored, StoredRows
 from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.kv.written import Draft
+from mlx_flash.kv.writing import Draft
 from mlx_flash.prefixes.call import Call
 from mlx_flash.prefixes.leaves import Leaf, RowLeaf, forget, forget_plans, form_of, leaves_of, new_array, rows_in
-from mlx_flash.prefixes.pages import Blob, Place, full_pages
+from mlx_flash.prefixes.pagefile import Blob, Place, full_pages
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
 STATE = "state"
@@ -57,13 +57,16 @@ class PrefixCache:
         self.counters = PrefixCounters()
         self._is_exact = is_exact
 
-    def begin(self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool) -> Call | None:
+    def begin(
+        self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool, coming: Sequence[mx.array] = ()
+    ) -> Call | None:
         """Restore the cached part of a call.
 
         Args:
             tokens: the new ones, ``(sequences, length)``.
             cache: mlx-lm's prompt cache.
             is_prompt: whether the logits are dropped; otherwise nothing is restored.
+            coming: tokens of later calls, if they are known. They tell the page that this call ends in.
 
         Returns:
             The call, for :meth:`end` when the rest was computed. None if the content of the cache is not known.
@@ -76,7 +79,7 @@ class PrefixCache:
         form, ends = form_of(leaves, of_batches=self._is_exact), self._ends(history.length, int(tokens.shape[1]))
         call = Call(leaves, history, tokens, form, is_prompt, ends)
         if is_prompt:
-            call.num_restored = self._restore(call)
+            call.num_restored = self._restore(call, coming)
             self.counters.num_restored += call.num_restored
             self.counters.num_computed += tokens.shape[1] - call.num_restored
             self.counters.num_calls_restored += call.is_answered
@@ -143,10 +146,16 @@ class PrefixCache:
         ends = [end for end in full_pages(length + num_new, self.store.page_tokens) if end > length]
         return [*ends, length + num_new] if self._is_exact and length + num_new not in ends else ends
 
-    def _restore(self, call: Call) -> int:
+    def _restore(self, call: Call, coming: Sequence[mx.array]) -> int:
         """Fill the cache. Return with how many tokens: all or none of them in the mode ``exact``."""
-        begin, limit = call.history.length, call.end
-        history = call.history.with_labels(self._labels(call), call.ends)
+        begin, labels, ends = call.history.length, self._labels(call), call.ends
+        if not (self._is_exact or call.states) and (rest := -call.end % self.store.page_tokens):
+            known = [token for part in coming for token in np.array(part[0, :rest])][:rest]
+            if len(known) == rest:  # calls may be shorter than pages: this one restores a part of its last page
+                labels = np.concatenate([labels, make_labels(known, 0, 0, call.form)])
+                ends = [*ends, call.end + rest]
+        limit = begin + len(labels)
+        history = call.history.with_labels(labels, ends)
         while True:
             prefix = self.store.find(history.labels, ends=history.ends, snapshot=STATE if call.states else "")
             prefix = self.store.pin(prefix)
@@ -164,7 +173,7 @@ class PrefixCache:
                         for put_back in put_backs:
                             put_back()
                 if is_filled:
-                    return end - begin
+                    return min(end, call.end) - begin
             finally:
                 self.store.release(prefix)
             limit = end - 1  # a page is damaged; the pages before it may be used
@@ -172,7 +181,8 @@ class PrefixCache:
     def _fill(self, call: Call, prefix: Prefix) -> bool:
         """Add the pages of a prefix. Return whether all could be read; if not, some of them may have been added.
 
-        A page in which the call begins replaces its tokens in the cache, as if the cache had been cut before it.
+        A page in which the call begins replaces its tokens in the cache, as if the cache had been cut before it. Of one
+        in which the call ends the first rows are added.
         """
         states = self._read(prefix.snapshot, len(call.states)) if call.states else []
         if states is None:
@@ -184,19 +194,20 @@ class PrefixCache:
                     return False
                 for leaf, (arrays, rows) in zip(call.rows, found, strict=True):
                     leaf.trim(start)
-                    leaf.append([*arrays.values()], None if rows is None else Page(partial(_same, rows), end - start))
+                    stored = Page(rows, end - start) if end <= call.end else None
+                    leaf.append([array[:, :, : call.end - start] for array in arrays.values()], stored)
         for holder, (state, _) in zip(call.states, states, strict=True):
             holder.set_state(state)
         return True
 
-    def _read(self, page: str, num_leaves: int) -> list[tuple[dict[str, mx.array], StoredRows | None]] | None:
+    def _read(self, page: str, num_leaves: int) -> list[tuple[dict[str, mx.array], Stored]] | None:
         """Return for each leaf the arrays of a page or snapshot, by name, and their place; None if it is damaged."""
         arrays: list[dict[str, mx.array]] = [{} for _ in range(num_leaves)]
         views: dict[str, memoryview] = {}
-        places: list[StoredRows | None] = []
+        places: list[Stored] = []
 
         def allocate(place: Place) -> dict[str, memoryview]:
-            places.extend(rows_in(place, leaf) for leaf in range(num_leaves))
+            places.extend(partial(rows_in, place, leaf) for leaf in range(num_leaves))
             for name, blob in place.blobs.items():
                 leaf, _, key = name.partition(".")
                 arrays[int(leaf)][key], views[name] = new_array(blob.dtype, blob.shape)
@@ -252,10 +263,6 @@ class PrefixCache:
 
 def _last(ends: Sequence[int]) -> int:
     return ends[-1] if ends else 0
-
-
-def _same(rows: StoredRows) -> StoredRows:
-    return rows
 
 
 def _found(place: Callable[[], Place | None], leaf: int) -> StoredRows | None:

@@ -30,9 +30,9 @@ from mlx_flash.kv.layout import Component
 from mlx_flash.kv.opened import Stored, StoredRows
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.pages import num_tokens as count_in
-from mlx_flash.kv.written import Draft
+from mlx_flash.kv.writing import Draft
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.prefixes.pages import Blob, Place, dtype_name
+from mlx_flash.prefixes.pagefile import Blob, Place, dtype_name
 
 _OTHERS = "others"
 _ROWS = (KVCache, QuantizedKVCache, BatchKVCache, LoneKVCache, DiskKVCache, DiskQuantizedKVCache)
@@ -144,7 +144,7 @@ class RowLeaf(Leaf):
             stored: the place that they were read from. On disk they stay there, and are not written again.
         """
         if isinstance(self.entry, PooledCache):
-            self.entry.append_rows(arrays, stored)
+            self.entry.rows.append(arrays, stored)
             mx.eval(self.entry.rows.memory.arrays)
             return
         entry, count, length = self.entry, arrays[0].shape[2], self.length or 0

@@ -15,12 +15,12 @@ from pathlib import Path
 from weakref import WeakSet
 
 from mlx_flash.errors import ClosedError, ReadError
-from mlx_flash.kv.files import PageFiles
+from mlx_flash.kv.files import KVFiles
 from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.kv.written import Draft
+from mlx_flash.kv.writing import Draft
 from mlx_flash.prefixes.folder import Hold, PageFolder
-from mlx_flash.prefixes.pages import (
+from mlx_flash.prefixes.pagefile import (
     Blob,
     PageFile,
     PageKey,
@@ -134,12 +134,12 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         self._check_open()
         ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
         names = page_names(self._root, tokens, ends)
-        count = self._folder.listing.num_leading(names)
+        count = self._folder.num_leading(names)
         if not snapshot:
             return Prefix(tuple(ends[:count]), tuple(names[:count]))
         for length in range(count, 0, -1):
             name = snapshot_name(names[length - 1], snapshot)
-            if self._folder.listing.has(name):
+            if self._folder.has(name):
                 return Prefix(tuple(ends[:length]), tuple(names[:length]), name)
         return Prefix()
 
@@ -150,7 +150,7 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         cached any more. A damaged page is removed with all that follow it.
         """
         self._check_open()
-        if not self._folder.listing.has(page):
+        if not self._folder.has(page):
             return False
         try:
             with PageFile(self._folder.path, page) as file:
@@ -229,7 +229,7 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         is_taken = self._writer.put(key, blobs, draft, waits=waits, only_new=only_new)
         return key.page if is_taken else ""
 
-    def new_draft(self, files: PageFiles, num_blobs: int) -> Draft | None:
+    def new_draft(self, files: KVFiles, num_blobs: int) -> Draft | None:
         """Return a file for the pages of layers on disk, which :meth:`put` may take; None where there is none."""
         if not self._folder.is_writable:
             return None

@@ -1,20 +1,27 @@
-"""The queue of pages that are written in the background."""
+"""Pages that are written in the background: their queue, and the way of one into the folder."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
+import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
+from mlx_flash.files import PARTIAL_SUFFIX, flush_folder, open_locked
 from mlx_flash.kv.wear import WriteGovernor
-from mlx_flash.kv.written import Draft
+from mlx_flash.kv.writing import Draft
+from mlx_flash.memory.pagecache import drop_cached
+from mlx_flash.prefixes.evict import make_room
 from mlx_flash.prefixes.folder import PageFolder
-from mlx_flash.prefixes.pages import Blob, PageKey, encode_draft, encode_page
-from mlx_flash.workers import Workers
+from mlx_flash.prefixes.pagefile import Blob, EncodedPage, PageKey, encode_draft, encode_page, path_of
+from mlx_flash.workers import InOrder, Job
 
 REASONS = ("stopped", "parent", "queue", "room", "wear", "draft")
 """Reasons for not storing a page: storing has stopped, the page before it is missing, too much waits to be written, the
@@ -53,8 +60,7 @@ class PageWriter:
         self._queue_bytes = queue_bytes
         self._pending: dict[str, _Pending] = {}
         self._lock = threading.RLock()  # and no condition: `with` on one is Python code, which may end with it locked
-        self._one_writes = threading.Lock()  # an executor whose start of a thread was interrupted may have two
-        self._executor = Workers(1, "mlx-flash-prefixes")
+        self._thread = InOrder("mlx-flash-prefixes")
         self._is_closed = False
         self._counts: Counter[str] = Counter()
 
@@ -96,11 +102,11 @@ class PageWriter:
         with self._lock:
             self._is_closed = True
         self.flush()
-        self._executor.shutdown()
+        self._thread.close()
 
     def _start_writing(self) -> None:
         for _ in self._pending:  # each writes one page, or none if all are written
-            self._executor.submit(self._write_first)
+            self._thread.submit(Job(self._write_next))
 
     def telemetry(self) -> dict[str, int]:
         """Return how many pages were stored and not stored, by reason, and the bytes that wait."""
@@ -109,7 +115,7 @@ class PageWriter:
             return {"queued_bytes": self._queued_bytes, "stored": self._counts["stored"], **refused}
 
     def _has(self, page: str) -> bool:
-        return page in self._pending or self._folder.listing.has(page)
+        return page in self._pending or self._folder.has(page)
 
     @property
     def _queued_bytes(self) -> int:
@@ -131,11 +137,8 @@ class PageWriter:
         if self._counts[reason] == 1 and reason in _WARNINGS:
             _log.warning("%s: pages are not stored for now: %s", self._folder.path, _WARNINGS[reason])
 
-    def _write_first(self) -> None:
-        with self._one_writes:
-            self._write_next()
-
     def _write_next(self) -> None:
+        """Write the first page that waits, if one does."""
         with self._lock:
             if not self._pending:
                 return
@@ -146,7 +149,7 @@ class PageWriter:
                 reason = "stopped"
             else:
                 page = encode_page(key, blobs) if draft is None else encode_draft(key, draft, blobs)
-                reason = "draft" if page is None else self._folder.add(page, self._governor.claim) or "stored"
+                reason = "draft" if page is None else add_page(self._folder, page, self._governor.claim) or "stored"
         except OSError as error:
             self._folder.stop(error)
             reason = "stopped"
@@ -157,3 +160,65 @@ class PageWriter:
             with self._lock:
                 self._count(reason)
                 del self._pending[key.page]
+
+
+def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]) -> str:
+    """Write a page, unless it is cached. After an error nothing is left of it.
+
+    Args:
+        folder: where to write it.
+        page: what to write.
+        claim: counts bytes that are about to be written, or returns False.
+
+    Returns:
+        Why it is not cached now: ``"parent"``, ``"room"`` or ``"wear"``; empty if it is.
+    """
+    with folder.locked():
+        if folder.has(page.key.page):
+            return ""
+        if not folder.has_parent(page.key):
+            return "parent"
+        if not make_room(folder, page):
+            return "room"
+        if not claim(page.new_bytes):
+            return "wear"
+        partial = folder.path / f"{page.key.page}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+        fd = _reserve(partial, page)
+    try:
+        page.write(fd)
+        # macOS leaves it to the disk when to write what it was sent; after a loss of power checksums tell
+        os.fsync(fd)
+        drop_cached(fd, 0, page.nbytes)  # weights need the memory
+        with folder.locked():
+            if not folder.has_parent(page.key):
+                return "parent"
+            if not folder.has(page.key.page):
+                os.utime(fd, ns=(time.time_ns(),) * 2)
+                folder.inodes[page.key.page] = os.fstat(fd).st_ino
+                folder.remove(page.key.page)  # a damaged one, whose removal was interrupted
+                partial.replace(path_of(folder.path, page.key.page))
+        flush_folder(folder.path)
+        if page.draft is not None:
+            page.draft.name()
+        return ""
+    finally:
+        _give_up(partial, fd)
+
+
+def _reserve(partial: Path, page: EncodedPage) -> int:
+    """Make a file of a page's size, which other writers count as soon as they have the lock. Return it open."""
+    if page.draft is not None:
+        page.draft.path.rename(partial)
+    fd = open_locked(partial, create=0o600, shared=True)  # as long as its writer lives
+    try:
+        os.ftruncate(fd, page.nbytes)
+    except BaseException:
+        _give_up(partial, fd)
+        raise
+    return fd
+
+
+def _give_up(partial: Path, fd: int) -> None:
+    with suppress(OSError):  # the next opening removes it
+        partial.unlink()
+    os.close(fd)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
+from interrupting import Strike
 from mlx_flash.engine.pending import Pending
+from mlx_flash.engine.pending import settle as settle_all
 from mlx_flash.kv import checkpoints
+from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.checkpoints import Checkpoints, trim_to
+from mlx_flash.kv.options import KVOptions
 
 
 def add_tokens(cache: list[KVCache], number: int) -> None:
@@ -74,3 +80,72 @@ def test_interrupt_of_settling_leaves_a_cache_owed_or_settled(difference: int) -
         pending.settle()
     assert [entry.keys.shape[1] for entry in cache] == [1, 1, 1]  # a use settles what is left
     assert [entry.offset for entry in cache] == [6 if difference < 0 else 9] * 3
+
+
+@pytest.mark.parametrize("difference", [-2, 1])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_two_interrupts_of_settling_lose_nothing(difference: int, when: str) -> None:
+    """The second one comes at any instruction of what handles the first: the next call settles the rest."""
+    handlers = [Pending.settle, Pending._settle_all, Pending.lift, Pending._lift, Pending.put, Pending.mark]
+    at = 0
+    while True:
+        cache, before = guessed()
+        uses = iter(range(100))
+
+        def settle(cache: list[KVCache] = cache, before: Checkpoints = before, uses: Iterator[int] = uses) -> None:
+            is_first = next(uses) == 0
+            if is_first and when == "before":
+                raise KeyboardInterrupt
+            if cache[0].offset != (6 if difference < 0 else 9):
+                before.take_back(1) if difference < 0 else add_tokens(cache, 1)
+            if is_first:
+                raise KeyboardInterrupt
+
+        pending = Pending(cache, difference, settle)
+        pending.put()
+        strike = Strike(handlers, at)
+        with pytest.raises(KeyboardInterrupt), strike:
+            pending.settle()
+        with suppress(KeyboardInterrupt):  # if the second one came before the first
+            settle_all(cache)
+        settle_all(cache)
+        assert [entry.offset for entry in cache] == [6 if difference < 0 else 9] * 3, strike.where
+        assert {type(entry) for entry in cache} == {KVCache}
+        assert not any("pending" in vars(entry) for entry in cache)
+        if strike.where is None:
+            break
+        at += 1
+    assert at > 100
+
+
+def pooled() -> Any:
+    [entry] = make_caches([KVCache()], KVOptions())
+    return entry
+
+
+def strides(array: mx.array) -> tuple[int, ...]:
+    return tuple(memoryview(array).strides or ())
+
+
+@pytest.mark.parametrize("make", [KVCache, pooled], ids=["mlx-lm's", "ours"])
+@pytest.mark.parametrize("kept", range(4))
+def test_buffers_that_guesses_made_grow_are_cut(make: Callable[[], Any], kept: int) -> None:
+    """On a GPU keys that fill their buffer gave other last bits of attention than keys that do not."""
+    guessing, plain, before = make(), make(), Checkpoints()
+    rows = mx.random.normal((1, 2, 260, 4))
+
+    def add(entry: Any, start: int, stop: int) -> Any:
+        return entry.update_and_fetch(rows[:, :, start:stop], rows[:, :, start:stop])
+
+    for entry in (guessing, plain):
+        add(entry, 0, 254)
+    for number in range(4):
+        before.add(number, guessing)
+        mx.eval(add(guessing, 254 + number, 255 + number))
+    before.take_back(kept)
+    for number in range(kept):
+        add(plain, 254 + number, 255 + number)
+    assert guessing.offset == plain.offset == 254 + kept
+    for ours, theirs in zip(add(guessing, 254 + kept, 255 + kept), add(plain, 254 + kept, 255 + kept), strict=True):
+        mx.eval(ours, theirs)
+        assert mx.array_equal(ours, theirs) and strides(ours) == strides(theirs)

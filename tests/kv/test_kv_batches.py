@@ -27,7 +27,8 @@ from mlx_flash.kv import opened
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.wear import FILE_NAME
 from mlx_flash.prefixes.cache import prefix_directory
-from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
+from mlx_flash.prefixes.evict import clear_prefixes
+from mlx_flash.prefixes.folder import list_prefixes
 from models import save, stock
 from served import serving, stock_serving
 from streamed import streamed_whole
@@ -117,7 +118,7 @@ def test_rows_on_disk_are_their_solo_runs(
     options = settings(directory, times=times, context_length=420, kv_directory=tmp_path / "kv", ram_budget_gb="min")
     with load_model(directory, options)[0] as model:
         got, most_disk, most_memory = run(model, PROMPTS, arrivals)
-        assert model.kv is not None and model.kv.stats.num_spilled >= 4 * SMALL["num_hidden_layers"]
+        assert model.kv is not None and model.kv.stats.num_evicted >= 4 * SMALL["num_hidden_layers"]
         token_bytes = sum(model.plan.kv.rows)
         assert most_disk > 1.5 * max(LENGTHS) * token_bytes  # of several sequences at once
         assert most_memory <= (model.plan.kv.limit or 0)
@@ -141,7 +142,7 @@ def test_slots_that_waiting_rows_hold_count(wide: Path, stock_logits: list[mx.ar
         for number, cache in enumerate(caches):
             fill(cache, number)
             for entry in cache:
-                model.kv._spill(entry.rows, ())
+                entry.rows.evict(())
         slot = model.plan.cache.largest_row * 704
         if not has_room:
             model.plan = replace(model.plan, kv=replace(model.plan.kv, limit=model.kv.memory_bytes + 2 * slot))
@@ -185,7 +186,7 @@ print(json.dumps({
 
 def test_the_process_keeps_its_budget_with_several_sequences(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 512}
-    directory = save(tmp_path, SMALL | heads | {"intermediate_size": 1024, "num_hidden_layers": 4})
+    directory = save(tmp_path, SMALL | heads | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4})
     done = children.run("-c", BUDGET, directory, timeout=300, forks=False)
     assert done.returncode == 0, done.stderr.decode()
     told = json.loads(done.stdout)
@@ -203,7 +204,7 @@ def test_the_server_answers_with_keys_and_values_on_disk(model: str) -> None:
     options = {"ram_budget_gb": "min", "context_length": 2048, "lend_reserves": False, "kv_cache": "disk"}
     with serving(model, **options, kv_step=16, kv_ram_gb=0.0015) as mine:
         assert exact_serving.together(mine, texts) == expected
-        assert mine.pool.stats.num_spilled > 4 and mine.pool.note().read_bytes
+        assert mine.pool.stats.num_evicted > 4 and mine.pool.note().read_bytes
         assert mine.pool.note().memory_bytes <= 1_500_000
         assert exact_serving.ask(mine, texts[0]) == expected[0]
 
@@ -215,7 +216,7 @@ def test_copies_of_a_cache_on_disk_write_new_tokens_only(directory: Path) -> Non
         advance(model, model.row(mx.array([PROMPTS[0]]), cache, STEP))
         for entry in cache:
             if not entry.is_on_disk:
-                model.kv._spill(entry.rows, ())
+                entry.rows.evict(())
         written = model.kv.note().written_bytes
         caches = [copy.deepcopy(cache) for _ in range(4)]
         rows = [model.row(mx.array([[k] * 16]), each, STEP) for k, each in enumerate(caches)]
@@ -275,7 +276,7 @@ def test_active_conversations_refer_to_the_prefix_cache(tmp_path: Path, prefixes
         assert model.kv is not None and model.prefixes is not None
         usage, token_bytes = model.kv.note(), sum(model.plan.kv.rows)
         assert model.prefixes.counters.num_restored >= num * len(shared)
-        assert model.kv.stats.num_spilled > 2 * SMALL["num_hidden_layers"] and usage.read_bytes
+        assert model.kv.stats.num_evicted > 2 * SMALL["num_hidden_layers"] and usage.read_bytes
         assert most_disk <= usage.written_bytes <= num * 2 * 16 * token_bytes  # what follows the prefix, at most
     assert not list(base.iterdir())
     for tokens, prompt in zip(got, prompts, strict=True):
@@ -330,9 +331,9 @@ def test_pages_are_let_go_with_the_last_conversation(directory: Path, prefixes: 
     with with_prefixes(directory) as model:
         check_branches(directory, run(model, BRANCHES)[0])
         gc.collect()
-        assert model.kv is not None and model.kv.files._stored is not None
+        assert model.kv is not None and model.kv.files._disk is not None
         model.kv.ring.release()  # which may have begun to read ahead
-        assert not model.kv.files._stored._open
+        assert not model.kv.files._disk.stored._open
         clear_prefixes(prefixes)
         assert not list_prefixes(prefixes)
     assert len(list(Path("/dev/fd").iterdir())) <= descriptors

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import FlashError
+from mlx_flash.kv.admit import admit, ledger_of, quiet_width
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.ledger import Coming, KVLedger, Layer
 from mlx_flash.kv.options import KVOptions
@@ -42,7 +43,7 @@ OPTIONS = st.fixed_dictionaries(
         "max_tokens": st.sampled_from([None, None, 600, 1024]),
     }
 )
-NAMES = ["feed", "feed", "feed", "call", "copy", "trim", "spill", "look", "drop"]
+NAMES = ["feed", "feed", "feed", "call", "copy", "trim", "evict", "look", "drop"]
 ACTIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.integers(1, 90)), min_size=1, max_size=14)
 
 
@@ -51,7 +52,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.integ
 def test_ledger_counts_all_arrays_and_no_call_takes_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], actions: list[Any], lazily: bool
 ) -> None:
-    monkeypatch.setattr("mlx_flash.kv.residence.commits_lazily", lambda: lazily)
+    monkeypatch.setattr("mlx_flash.kv.pool.commits_lazily", lambda: lazily)
     pool = KVPool(KVOptions(directory=tmp_path, **options))
     conversations = [make_caches([KVCache() for _ in range(LAYERS)], pool.options, pool)]
     try:
@@ -67,14 +68,17 @@ def test_ledger_counts_all_arrays_and_no_call_takes_more(
 def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: str, count: int) -> None:
     layers = [cache.rows for cache in caches]
     if name in ("feed", "call"):
-        if name == "call" and pool.admit(
-            layers, [count] * LAYERS, count, sizes_of(layers), pool.options.budget_bytes or 1 << 40
+        if name == "call" and admit(
+            pool, layers, [count] * LAYERS, count, sizes_of(layers), pool.options.budget_bytes or 1 << 40
         ):
             return
-        peak, num_spilled = pool.call(layers, [count] * LAYERS, count, sizes_of(layers)).peak, pool.stats.num_spilled
+        peak, num_evicted = (
+            ledger_of(pool, layers, [count] * LAYERS, count, sizes_of(layers)).peak,
+            pool.stats.num_evicted,
+        )
         for i, cache in enumerate(caches):
             mx.eval(cache.update_and_fetch(rows_of(count, i), rows_of(count, i)))
-            assert pool.memory_bytes <= peak or pool.stats.num_spilled > num_spilled
+            assert pool.memory_bytes <= peak or pool.stats.num_evicted > num_evicted
     elif name == "copy" and len(conversations) < 4:
         conversations.append(copy.deepcopy(caches))
     elif name == "drop" and len(conversations) > 1:
@@ -82,8 +86,12 @@ def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: s
     elif name == "trim":
         for cache in caches:
             cache.trim(count)
-    elif name == "spill" and (victim := pool._victim(layers[0])) is not None and victim.memory.length:
-        pool._spill(victim, ())
+    elif (
+        name == "evict"
+        and (victim := pool.layers.next_to_evict(pool._last_used, layers[0])) is not None
+        and victim.memory.length
+    ):
+        victim.evict(())
 
 
 def sizes_of(layers: list[Any]) -> list[int]:
@@ -91,24 +99,24 @@ def sizes_of(layers: list[Any]) -> list[int]:
 
 
 def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) -> None:
-    memories = [rows.memory for rows in pool._layers]
+    memories = [rows.memory for rows in pool.layers]
     parts = [array for memory in memories for page in memory.pages for array in page.where.arrays]
     arrays = {id(array): array.nbytes for array in (*parts, *(array for memory in memories for array in memory.arrays))}
-    held, tails = sum(arrays.values()), sum(disk.tail_bytes for disk in pool.on_disk.values())
+    held, tails = sum(arrays.values()), sum(disk.tail_bytes for disk in pool.layers.on_disk.values())
     assert pool.memory_bytes == pool.ledger().now >= held + tails + pool.ring.held
     assert pool.reserved_bytes == held + pool.ring.nbytes
-    assert pool.is_on_disk == bool(pool.on_disk)
-    if not pool.on_disk:
+    assert pool.layers.is_on_disk == bool(pool.layers.on_disk)
+    if not pool.layers.on_disk:
         assert pool.memory_bytes == held + pool.ring.held
     together = conversations[: 1 + which % len(conversations)]
     layers = [cache.rows for caches in together for cache in caches]
-    call = pool.call(layers, [count] * len(layers), count, sizes_of(layers))
+    call = ledger_of(pool, layers, [count] * len(layers), count, sizes_of(layers))
     assert call.peak >= call.now
     missing = [call.way(limit).missing for limit in (0, call.now, call.peak, call.peak + 50_000, 1 << 40)]
     assert missing == sorted(missing, reverse=True) and missing[-1] == 0
-    if (width := pool.quiet_width(layers, [count] * len(layers))) is not None:
+    if (width := quiet_width(pool, layers, [count] * len(layers))) is not None:
         assert width == max(sum(rows.store.in_numbers.widths) for rows in layers)
-        assert not pool.on_disk and call.peak == call.now and call.growth == 0
+        assert not pool.layers.on_disk and call.peak == call.now and call.growth == 0
 
 
 def test_now_is_a_sum_over_layers() -> None:

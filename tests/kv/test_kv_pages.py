@@ -32,8 +32,7 @@ from mlx_flash.kv.layout import CHUNK_TOKENS, Component, RowBytes, RowLayout
 from mlx_flash.kv.opened import PageReader, Stored, StoredFiles, StoredRows
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.pages import Page, segments
-from mlx_flash.kv.writing import WriteBehind
-from mlx_flash.kv.written import Draft, LayerFile
+from mlx_flash.kv.writing import Draft, LayerFile, WriteBehind
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import commits_lazily
@@ -318,7 +317,7 @@ def test_writing_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None
     rows, expected = DiskRows(make(WIDE)), random_rows(WIDE, 64 * 9)
     for start in range(0, 64 * 9, 64):
         rows.append([part[:, start : start + 64] for part in expected])
-        waiting = sum(write.nbytes for write in rows.file._writer._waiting if not write.is_done)
+        waiting = sum(write.nbytes for write in rows.file._writer._waiting if not write.done())
         assert waiting <= 2 * 64 * WIDE.token_bytes
     assert equal(read(rows), expected)
 
@@ -402,7 +401,7 @@ def test_a_slot_takes_the_counted_memory(heap: str, tmp_path: Path) -> None:
     rows = mx.random.normal((1, 4, tokens, 64))
     for cache in caches:
         mx.eval(cache.update_and_fetch(rows, rows))
-        pool._spill(cache.rows, ())
+        cache.rows.evict(())
     top = make_holes() if heap == "with holes" else []
     for cache in caches:
         cache.rows.fetch()
@@ -434,8 +433,8 @@ def test_evicted_layers_leave_the_counted_memory(heap: str, tmp_path: Path) -> N
         pool.budget_bytes = counted // 2
         pool.make_room(caches[0].rows, ())
         gone = counted - pool.memory_bytes
-        assert len(pool.on_disk) > 4 and gone > 2 * WRITE_BEHIND_BYTES
-        for disk in pool.on_disk.values():
+        assert len(pool.layers.on_disk) > 4 and gone > 2 * WRITE_BEHIND_BYTES
+        for disk in pool.layers.on_disk.values():
             disk.file.flush()
         assert before - footprint() > gone - WRITE_BEHIND_BYTES
         pool.close()

@@ -13,7 +13,8 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from kv_rows import address, equal, rows_of, spill_all
+from kv_rows import address, equal, evict_all, rows_of
+from mlx_flash.kv.admit import admit
 from mlx_flash.kv.cache import DiskKVCache, make_caches
 from mlx_flash.kv.ledger import Coming
 from mlx_flash.kv.options import KVOptions
@@ -152,7 +153,7 @@ def test_pages_of_copies_are_written_once(form: str, options: Callable[..., KVOp
     conversations = [first, *(first.copy(length) for length in (1000, 900, 333))]
     for seed, conversation in enumerate(conversations):
         conversation.feed(seed, 40)
-    spill_all(pool)
+    evict_all(pool)
     begun, rests = 1000, 40 + 40 + 40 + 40
     assert (
         begun <= pool.note().disk_bytes / TOKEN_BYTES / LAYERS <= begun + rests + 3 * 16
@@ -161,9 +162,9 @@ def test_pages_of_copies_are_written_once(form: str, options: Callable[..., KVOp
     for seed, conversation in enumerate(conversations, 10):
         conversation.check()
         conversation.feed(seed, 30)
-    spilled = first.copy(700)
-    spilled.feed(20, 5)
-    for conversation in (*conversations, spilled):
+    evicted = first.copy(700)
+    evicted.feed(20, 5)
+    for conversation in (*conversations, evicted):
         conversation.check()
 
 
@@ -176,12 +177,12 @@ def test_pages_are_shared_with_the_active_conversation(options: Callable[..., KV
     second.feed(1, 16)
     assert first.num_parked == LAYERS
     for entry in first.mine:
-        pool._spill(entry.rows, ())
+        entry.rows.evict(())
     assert second.num_parked == 0
     written = pool.note().written_bytes
     third = second.copy()  # of the buffer
     second.feed(2, 16)
-    spill_all(pool)
+    evict_all(pool)
     assert pool.note().written_bytes == written + (16 + 16) * TOKEN_BYTES * LAYERS
     for conversation in (first, second, third):
         conversation.check()
@@ -208,7 +209,7 @@ def test_changed_tokens_are_not_shared(form: str, goes_to_disk: bool, options: C
         if goes_to_disk:
             for entry in (entry for conversation in conversations[::2] for entry in conversation.mine[::2]):
                 if not entry.is_on_disk:
-                    pool._spill(entry.rows, ())
+                    entry.rows.evict(())
         for conversation in conversations:
             conversation.check()
 
@@ -252,7 +253,7 @@ def test_the_budget_holds_while_conversations_take_turns(
     for conversation in conversations:
         conversation.check()
     if times != 1.6:  # in between it depends on the form
-        assert bool(pool.stats.num_spilled) == (times == 1.0)
+        assert bool(pool.stats.num_evicted) == (times == 1.0)
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -268,7 +269,7 @@ def test_admit_predicts_the_memory_of_a_call(form: str, is_shared: bool, options
         first.mine.clear()
         gc.collect()
     layers = [entry.rows for entry in second.mine]
-    needed = pool.admit(layers, [16] * LAYERS, 16, [0] * LAYERS, limit=0)
+    needed = admit(pool, layers, [16] * LAYERS, 16, [0] * LAYERS, limit=0)
     peak = 0
     for entry in second.mine:
         rows = rows_of(7, 16, mx.float16)
@@ -301,7 +302,7 @@ def test_replaced_rows_are_not_shared(entry: Any, goes_to_disk: bool, options: C
         copies[0][0].state = (*doubled, *copies[0][0].state[2:])
         copies[1][0].state = (*doubled, *copies[1][0].state[2:])
     if goes_to_disk:
-        spill_all(pool)
+        evict_all(pool)
     else:
         others = make_caches([entry()], pool.options, pool)
         others[0].update_and_fetch(rows, rows)  # whose turn comes, so that the others are parked

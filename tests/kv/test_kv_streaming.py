@@ -39,7 +39,7 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.cache import DiskQuantizedKVCache, make_caches
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
-from models import save, stock
+from models import save, saved_once, stock
 
 PROMPT = mx.array([i * 7 % 300 for i in range(1, 200)])
 
@@ -57,14 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = save(tmp_path_factory.mktemp(name), MODELS[name])
-        return made[name]
-
-    return get
+    return saved_once(tmp_path_factory.mktemp, MODELS)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +85,7 @@ def same(left: list[tuple[int, mx.array]], right: list[tuple[int, mx.array]]) ->
 
 def went_to_disk(model: FlashLLM) -> bool:
     assert model.kv is not None
-    return model.kv.stats.num_spilled > 0 and model.kv.note().read_bytes > 0
+    return model.kv.stats.num_evicted > 0 and model.kv.note().read_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -185,7 +178,7 @@ def test_batches(directories: Callable[[str], Path]) -> None:
 
     with load_model(directory, settings(directory, prefill_step_size=150))[0] as model:
         assert texts(model) == texts(stock(directory))
-        assert model.kv is not None and model.kv.stats.num_spilled
+        assert model.kv is not None and model.kv.stats.num_evicted
 
 
 def test_the_servers_prompt_caches(directories: Callable[[str], Path]) -> None:
@@ -347,7 +340,7 @@ def test_more_context_than_planned_goes_to_disk(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.fixture
-def spilled(directories: Callable[[str], Path], tmp_path: Path) -> Iterator[tuple[FlashLLM, list[Any]]]:
+def evicted(directories: Callable[[str], Path], tmp_path: Path) -> Iterator[tuple[FlashLLM, list[Any]]]:
     """A model, and a cache of it that is on disk."""
     directory = directories("llama")
     with load_model(directory, settings(directory, times=1.5, kv_directory=tmp_path / "kv"))[0] as model:
@@ -392,14 +385,14 @@ def test_a_kv_directory_that_goes_while_running_ends_the_call(tmp_path: Path) ->
     rows = mx.ones((1, 2, 100, 32))
     for cache in caches:
         cache.update_and_fetch(rows, rows)
-    pool._spill(caches[0].rows, ())
+    caches[0].rows.evict(())
     shutil.rmtree(tmp_path / "kv")
     with pytest.raises(WriteError, match=r"cannot make .*layer-1\.kv for the KV cache: No such file.*Hint"):
-        pool._spill(caches[1].rows, ())
+        caches[1].rows.evict(())
 
 
-def test_a_full_disk_raises_before_the_call(spilled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, cache = spilled
+def test_a_full_disk_raises_before_the_call(evicted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = evicted
     before = [entry.offset for entry in cache]
     with monkeypatch.context() as patch:
         patch.setattr("mlx_flash.kv.files.free_bytes", lambda path: 10)
@@ -409,8 +402,8 @@ def test_a_full_disk_raises_before_the_call(spilled: Any, monkeypatch: pytest.Mo
     assert bool(mx.isfinite(model(PROMPT[None, :STEP], cache=cache)).all())
 
 
-def test_a_disk_that_fails_ends_one_call(spilled: Any, monkeypatch: pytest.MonkeyPatch, directories: Any) -> None:
-    model, cache = spilled
+def test_a_disk_that_fails_ends_one_call(evicted: Any, monkeypatch: pytest.MonkeyPatch, directories: Any) -> None:
+    model, cache = evicted
     number = errno.EIO
 
     def fails(*_: Any) -> int:

@@ -22,7 +22,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import children
 from children import HELPERS
-from mlx_flash import FlashConfig, FlashLLM, cli
+from mlx_flash import FlashConfig, FlashLLM, cli, generate_step
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.cache import make_caches
@@ -33,7 +33,8 @@ from mlx_flash.loading import load_model
 from mlx_flash.monitor import app as monitor
 from mlx_flash.monitor.words import size
 from mlx_flash.prefixes.cache import prefix_directory
-from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
+from mlx_flash.prefixes.evict import clear_prefixes
+from mlx_flash.prefixes.folder import list_prefixes
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
 from prefix_runs import PROMPT, STEP, Logits, config_of, generated, loaded, restored
 
@@ -179,6 +180,23 @@ def test_longest_mode_uses_the_longest_prefix(llama: Path) -> None:
         trim_prompt_cache(cache, len(PROMPT) - 2 * STEP)
         expected = generated(reference, other[2 * STEP :], prompt_cache=cache)
         assert same(generated(model, other), expected), "as when mlx-lm continues a cache that was cut there"
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_cache": "disk"}, {"kv_cache": "stock"}])
+@pytest.mark.parametrize("step", [64, 100])
+def test_parts_of_a_prompt_that_are_shorter_than_pages_restore_whole_pages(
+    llama: Path, step: int, settings: dict[str, Any]
+) -> None:
+    known = (len(PROMPT) - 1) // STEP * STEP
+    with loaded(llama, "longest", prefill_step_size=step, **settings) as model:
+        first = list(generate_step(mx.array(PROMPT), model, max_tokens=4))
+    with loaded(llama, "longest", prefill_step_size=step, **settings) as model:
+        again = list(generate_step(mx.array(PROMPT), model, max_tokens=4))
+        assert restored(model) == known
+        assert model.counters.num_tokens_in == len(PROMPT) - known + 3
+    if step == 64:  # parts end where pages end, so what is left was computed in the same calls
+        assert same(again, first)
+    assert [token for token, _ in again] == [token for token, _ in first]
 
 
 def test_longest_mode_caches_generated_tokens(llama: Path) -> None:
@@ -430,7 +448,7 @@ def test_kv_pages_on_disk_are_counted(tmp_path: Path) -> None:
     caches = make_caches([KVCache() for _ in range(8)], pool.options, pool)
     for cache in caches:
         cache.update_and_fetch(mx.ones((1, 2, 640, 64)), mx.ones((1, 2, 640, 64)))
-    for disk in pool.on_disk.values():
+    for disk in pool.layers.on_disk.values():
         disk.file.flush()
     assert governor.telemetry()["session_bytes"] == pool.note().written_bytes > 100_000, "cap or not"
     pool.close()

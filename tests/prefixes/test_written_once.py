@@ -18,10 +18,11 @@ from mlx_flash.kv import opened
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
-from mlx_flash.kv.written import Draft
+from mlx_flash.kv.writing import Draft
 from mlx_flash.prefixes import folder as page_folder
 from mlx_flash.prefixes.cache import PrefixCache
-from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
+from mlx_flash.prefixes.evict import clear_prefixes
+from mlx_flash.prefixes.folder import list_prefixes
 from mlx_flash.prefixes.store import PrefixStore
 
 PAGE = 32
@@ -66,7 +67,7 @@ def test_a_prompt_is_written_once(kind: str, mode: str, tmp_path: Path) -> None:
     talk = machine.talk().feed(LONG[:96]).feed(LONG[96:160])
     if kind != "on disk":
         for entry in talk.cache:
-            machine.pool._spill(entry.rows, ())
+            entry.rows.evict(())
     talk.feed(LONG[160:])
     num_pages = len(LONG) // PAGE
     assert len(LONG) * TOKEN_BYTES <= machine.written() <= len(LONG) * TOKEN_BYTES + num_pages * HEAD_BYTES

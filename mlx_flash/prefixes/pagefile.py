@@ -32,7 +32,7 @@ import numpy as np
 
 from mlx_flash.errors import ReadError
 from mlx_flash.files import write_at
-from mlx_flash.kv.written import Draft
+from mlx_flash.kv.writing import Draft
 from mlx_flash.memory.pagecache import drop_cached, round_up
 
 MAGIC = b"MLXFKV\x00\x04"

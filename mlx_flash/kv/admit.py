@@ -1,0 +1,104 @@
+"""The room that a call needs in a pool of KV caches: what it adds, how it stays within a limit, what goes before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_flash.kv.ledger import Coming, KVLedger, Way
+from mlx_flash.kv.memory import MemoryRows
+from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.rows import LayerRows
+
+
+def admit(
+    pool: KVPool, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int], limit: int
+) -> int:
+    """Prepare a call, or several in lockstep: evict layers before it takes memory, and set what it may take.
+
+    Args:
+        pool: the caches.
+        layers: the layers that tokens are added to.
+        num_new: new tokens of each layer.
+        step: how many of them go through the model at a time.
+        row_bytes: bytes of a token in each layer; not used where there are tokens already.
+        limit: the most memory of all caches together, reads and writes in flight included.
+
+    Returns:
+        The number of bytes that are missing: 0 when the call can begin.
+
+    Raises:
+        WriteError: there is no room on the disk.
+    """
+    if layers:
+        pool.begin({rows.group for rows in layers})
+    call = ledger_of(pool, layers, num_new, step, row_bytes)
+    way = way_within(pool, call, limit)
+    if way.missing or pool.options.budget_bytes is None:
+        return way.missing
+    pool.budget_bytes, pool.under_way_bytes = limit, way.under_way_bytes
+    if way.num_slots:
+        pool.ring.resize(way.num_slots)
+        pool.files.limit_queue(way.num_slots)
+    if layers:
+        pool.free(lambda: pool.ledger(call.coming, step).peak, layers[0].group)
+    return 0
+
+
+def admit_quietly(pool: KVPool, layers: Sequence[LayerRows], num_new: Sequence[int], limit: int) -> bool:
+    """Prepare a call that takes no more memory, for which :func:`admit` would do nothing else.
+
+    Most tokens are such a call: the buffers of every layer have room for them. No layer is looked at twice.
+
+    Args:
+        pool, layers, num_new, limit: as there.
+
+    Returns:
+        False, and nothing has changed, for any other call.
+    """
+    largest = quiet_width(pool, layers, num_new)
+    if largest is None:
+        return False
+    eviction = 0 if pool.options.budget_bytes is None else pool.options.eviction_bytes([largest])
+    if pool.memory_bytes + eviction > limit:
+        return False
+    pool.begin({rows.group for rows in layers})
+    if pool.options.budget_bytes is not None:
+        pool.budget_bytes, pool.under_way_bytes = limit, eviction
+    return True
+
+
+def quiet_width(pool: KVPool, layers: Sequence[LayerRows], num_new: Sequence[int]) -> int | None:
+    """Return the most bytes of a token in a layer if the buffers of all layers have room for the new tokens.
+
+    Returns:
+        None where they have not, where a layer is on disk, and where tokens may be dropped.
+    """
+    if pool.layers.is_on_disk or pool.options.max_tokens is not None:
+        return None
+    largest = 0
+    for rows, more in zip(layers, num_new, strict=True):
+        store = rows.store
+        if not isinstance(store, MemoryRows) or store.takes_more(more):
+            return None
+        if (width := store.buffers.nbytes // store.buffers.capacity) > largest:
+            largest = width
+    return largest
+
+
+def ledger_of(
+    pool: KVPool, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int]
+) -> KVLedger:
+    """Return the ledger of a call; the arguments are those of :func:`admit`."""
+    held = pool.options.held_tokens
+    coming = {
+        rows: Coming(sum(rows.store.in_numbers.widths) or nbytes, new, held(rows.length + new, step))
+        for rows, new, nbytes in zip(layers, num_new, row_bytes, strict=True)
+    }
+    return pool.ledger(coming, step)
+
+
+def way_within(pool: KVPool, call: KVLedger, limit: int) -> Way:
+    """Return how a call stays within a limit. Raises: WriteError: there is no room on the disk."""
+    way = call.way(limit)
+    pool.files.check_room(way.disk_bytes)
+    return way

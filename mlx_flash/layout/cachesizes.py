@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
-from mlx_flash.compat.caches import CACHE_STEP, entries_of, is_window
+from mlx_flash.compat.caches import CACHE_STEP, CacheKinds, entries_of, is_window
 from mlx_flash.layout.arrays import arrays_in, nbytes_in
 
 _RESHAPING = {"Squeeze", "ExpandDims", "Reshape", "Flatten", "Unflatten", "Transpose"}
@@ -118,7 +117,7 @@ class CacheMeter:
             constant_bytes=constant + _DONATED_BYTES * _num_states(entry),
             token_bytes=row,
             largest_row=row,
-            rows=(row,) if type(entry) is KVCache else (),
+            rows=(row,) if type(entry) in CacheKinds.plain else (),
             windows=((row, entry.max_size),) if is_window(entry) else (),
             call_bytes=kept,
             largest_scan=scanned,

@@ -23,7 +23,7 @@ _MAX_CACHED = 4096
 def find_experts(layers: Iterable[Unit], parameters: Iterable[Parameter], trace: CallTrace) -> list[ExpertStack]:
     """Return the stacks of experts that can be read expert by expert.
 
-    A stack is mlx-lm's ``SwitchGLU`` or ``SwitchMLP`` whose arrays, those of adapters included, all have one row an
+    A stack is a ``SwitchGLU`` or ``SwitchMLP`` whose arrays, those of adapters included, all have one row an
     expert. Anything else stays part of its layer, which is read whole.
 
     Args:

@@ -131,6 +131,20 @@ class ExpertStack:
         return self.unit.nbytes // self.num_experts
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The memory that a call holds while it waits for a unit.
+
+    Attributes:
+        per_token: bytes for each of its tokens, of whole layers and of each finer cut. Empty where that is unknown.
+        has_keys: whether it holds keys and values between layers, since later ones use those of others. Then MLX copies
+            them for the next part of a prompt, instead of writing in place.
+    """
+
+    per_token: tuple[int, ...] = ()
+    has_keys: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class ModelLayout:
     """A model, split into what can be streamed and how.
@@ -151,6 +165,7 @@ class ModelLayout:
         nodes_per_token: operations that a call records for each token, in loops of recurrent layers.
         num_operations: operations of a call for one token; 0 where the time to start them does not matter.
         logits_bytes: the logits of a token, as the model returns them; 0 if it returns something else.
+        held: the memory that a call holds while it waits for a unit.
         towers: units beside the language model, such as the layers of a vision tower. They are in memory while they
             compute, one after another.
     """
@@ -169,12 +184,17 @@ class ModelLayout:
     nodes_per_token: int = 0
     num_operations: int = 0
     logits_bytes: int = 0
+    held: Held = field(default_factory=Held)
     towers: list[Unit] = field(default_factory=list)
 
     @property
     def tower_bytes(self) -> int:
-        """Bytes of the largest unit of a tower."""
-        return max((unit.nbytes for unit in self.towers), default=0)
+        """Most bytes of units of towers that are in memory together: a layer, and what is left of its tower."""
+
+        def with_outer(unit: Unit) -> int:
+            return sum(other.nbytes for other in self.towers if f"{unit.name}.".startswith(f"{other.name}."))
+
+        return max(map(with_outer, self.towers), default=0)
 
     @property
     def units(self) -> list[Unit]:

@@ -158,7 +158,7 @@ def _used(module: object, key: Any, value: Any) -> Any:
     return value
 
 
-def _note_route(watch: _Watch, experts: nn.Module, x: mx.array, indices: mx.array) -> None:
+def _note_route(watch: _Watch, experts: nn.Module, x: mx.array, indices: mx.array, *more: Any, **named: Any) -> None:
     call = watch.under_way[-1] if watch.under_way else None
     route = Route(indices.shape[-1])
     if call is not None and len(call.arguments) == 1 and call.used:
@@ -211,7 +211,7 @@ def rehearse(
     watch = _Watch(CallTrace({}, {}))
     modules = list({id(module): module for _, module in model.named_modules()}.values())
     called = watch.trace.called
-    with _as_it_was(modules), _zeros(parameters), _watched(modules, watch):
+    with as_it_was(modules), zeros_for(parameters), _watched(modules, watch):
         model(mx.zeros((1, 1), mx.int32), cache=make_cache(model))
         once = set(called)
         called.clear()
@@ -254,7 +254,8 @@ def _nodes_per_token(model: nn.Module, make_cache: Callable[[nn.Module], list[An
 
 
 @contextmanager
-def _as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
+def as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Take away what calls leave in modules."""
     put_back = remember(modules)
     try:
         yield
@@ -263,7 +264,7 @@ def _as_it_was(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _zeros(parameters: Sequence[Parameter]) -> Iterator[None]:
+def zeros_for(parameters: Sequence[Parameter]) -> Iterator[None]:
     """Put zeros, which take no memory, in the place of all arrays."""
     try:
         for parameter in parameters:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import mlx.nn as nn
 
 from mlx_flash.errors import CheckpointError
 from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.experts import find_experts
+from mlx_flash.layout.held import measure_held
 from mlx_flash.layout.load import LoadedModel, iter_parameters
 from mlx_flash.layout.parts import ModelLayout, Parameter, Unit, is_embedding, is_linear
 from mlx_flash.layout.trace import rehearse
@@ -49,7 +51,7 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
     units = [unit for unit in [*layers, *heads, *embeddings, *towers] if unit.large]
     small = {id(parameter) for unit in towers for parameter in unit.small}
     taken = {id(parameter) for unit in units for parameter in [*unit.large, *unit.small]} - small
-    return ModelLayout(
+    layout = ModelLayout(
         layers=[unit for unit in layers if unit.large],
         heads=[unit for unit in heads if unit.large],
         embeddings=[unit for unit in embeddings if unit.large],
@@ -66,6 +68,7 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
         logits_bytes=tree.trace.logits_bytes,
         towers=[unit for unit in towers if unit.large],
     )
+    return replace(layout, held=measure_held(loaded, layout, tree.parameters))
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -36,13 +36,13 @@ def batch_bytes(plan: ResidencyPlan, lengths: Sequence[int]) -> int:
     return ledger.in_memory([longest] * (2 * num_rows - 1)) + copies + _call_bytes(plan, num_rows, max(lengths))
 
 
-def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_spill: bool) -> int:
+def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_evict: bool) -> int:
     """Return the most memory of requests that share passes, each with a cache of its own length.
 
     Args:
         plan: the plan of the model.
         lengths: tokens of each request, prompt and answer.
-        may_spill: whether keys and values may go to disk.
+        may_evict: whether keys and values may go to disk.
     """
     if not lengths:
         return 0
@@ -50,7 +50,7 @@ def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_spill: bool) 
     held = [ledger.held(length) for length in lengths]
     room = _capacity if options is None else options.most_capacity
     nbytes = ledger.in_memory([room(tokens) for tokens in held])
-    if may_spill and options is not None and ledger.may_spill:
+    if may_evict and options is not None and ledger.may_evict:
         last_pages = num_others * options.step * sum(ledger.cache.rows)
         others = sum([ledger.others.nbytes(tokens) for tokens in held])
         nbytes = min(nbytes, ledger.on_disk(max(held), ledger.step) + last_pages + others)
@@ -70,7 +70,7 @@ def alone_bytes(plan: ResidencyPlan, length: int) -> int:
         return batch_bytes(plan, [length])
     held = ledger.held(length, 1)
     rows = (ledger.cache.largest_row + sum(ledger.cache.rows)) * _capacity(held)
-    if ledger.may_spill:
+    if ledger.may_evict:
         rows = min(rows, ledger.on_disk(held, 1, num_slots=1))
     return rows + ledger.one_by_one(held, held)
 
@@ -85,7 +85,7 @@ def together_bytes(plan: ResidencyPlan, lengths: Sequence[int], batching: str) -
     """
     if batching == "stock":
         return batch_bytes(plan, lengths)
-    return rows_bytes(plan, lengths, may_spill=bool(plan.kv.num_on_disk))
+    return rows_bytes(plan, lengths, may_evict=bool(plan.kv.num_on_disk))
 
 
 def _capacity(length: int) -> int:

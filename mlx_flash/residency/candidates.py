@@ -81,7 +81,9 @@ def _tiled(task: Task, target: int | None = None) -> Task | None:
     if not linears or not task.machine.exact_tiles:
         return None
     chosen = linears if target is None else spread_whole(linears, target)
-    return replace(task, sizes=task.sizes.tiled({unit.name for unit in chosen}), cut=len(task.sizes.finer))
+    return replace(
+        task, sizes=task.sizes.tiled({unit.name for unit in chosen}), cut=len(task.sizes.finer), is_tiled=True
+    )
 
 
 def best(task: Task, budget: int, reserves: Iterable[Reserve]) -> ResidencyPlan | None:
@@ -178,3 +180,18 @@ def _fastest(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
     """Return the first that is nearly as fast as the fastest: coarse cuts and few slots come first."""
     enough = min(plan.seconds for plan in plans) / WORTH_A_SLOT
     return next(plan for plan in plans if plan.seconds <= enough)
+
+
+def fastest_like(task: Task, plan: ResidencyPlan, reserve: Reserve) -> ResidencyPlan | None:
+    """Return the fastest plan for a reserve with the slots of another plan; None if the budget has room for none.
+
+    Args:
+        task: with the cut of that plan.
+        plan: the other plan.
+        reserve: tokens to set memory aside for.
+    """
+    if plan.streaming.is_tiled:  # row tiles of layers: there is next to no pinned weight
+        return None
+    like = replace(task, config=replace(task.config, num_slots=task.config.num_slots or plan.streaming.num_slots))
+    plans = list(_candidates_of_cut(like, plan.budget_bytes, reserve, may_skip_layers=not plan.streaming.cut))
+    return replace(_fastest(plans), budget_bytes=plan.budget_bytes) if plans else None

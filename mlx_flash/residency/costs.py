@@ -12,12 +12,12 @@ from mlx_flash.residency.kv import KVShare, in_memory, on_disk, prefix_bytes, pr
 from mlx_flash.residency.ledger import Ledger, reader_bytes
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, Machine, Pool, ResidencyPlan
 from mlx_flash.residency.selection import Streamed, add_up, choose
+from mlx_flash.residency.simulation import simulate
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, TensorSize, UnitSize
 from mlx_flash.residency.streamed_part import Streaming
-from mlx_flash.streaming.stream import take_turns
 
 DISK_UNEVENNESS = 0.3
-"""Disks do not deliver evenly; a third slot evens that out. Measured: docs/lab-notes.md."""
+"""Disks do not deliver evenly; a third slot evens that out. Measured: docs/lab/weights.md."""
 
 LEAST_TILE_BYTES = 8 << 20
 """Smallest tile of a layer: small reads are slow, and each tile is waited for."""
@@ -43,6 +43,7 @@ class Task:
         kv_on_disk: whether the KV cache is planned to be on disk.
         kv_room: memory that it may take then, if that is of use.
         cut: the way its layers are cut, as in ``Streaming.cut``.
+        is_tiled: whether some linear layers pass through the slots in tiles of rows.
     """
 
     sizes: ModelSizes
@@ -53,6 +54,7 @@ class Task:
     kv_on_disk: bool = False
     kv_room: int = 0
     cut: int = 0
+    is_tiled: bool = False
 
     @cached_property
     def promised_bytes(self) -> int:
@@ -88,10 +90,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Tokens that memory is set aside for."""
+    """Tokens that memory is set aside for, and how many parts of a prompt share a pass over the weights."""
 
     prefill_step_size: int
     context_length: int
+    num_parts: int = 1
 
 
 def activation_bytes(task: Task, reserve: Reserve) -> int:
@@ -108,6 +111,12 @@ def kv_share(task: Task, reserve: Reserve) -> KVShare:
     if task.kv_on_disk:
         return on_disk(sizes, config, context, step, task.kv_room)
     return in_memory(sizes, config, context, step)
+
+
+def parts_bytes(task: Task, reserve: Reserve) -> int:
+    """Return the memory of the parts of a prompt that wait while another one computes."""
+    ledger = Ledger(task.sizes.cache, task.sizes.activations, cut=task.cut, is_tiled=task.is_tiled)
+    return ledger.parts_waiting(reserve.num_parts - 1, reserve.prefill_step_size, reserve.context_length)
 
 
 def everything_pinned(task: Task, reserve: Reserve, *, tables: bool = True) -> ResidencyPlan:
@@ -154,6 +163,7 @@ def _chosen(task: Task, num_slots: int, streamed: Streamed, tile_bytes: int | No
         slot_bytes=slot if num_units else 0,
         read_bytes=streamed.nbytes + sum([head.nbytes for head in tiled]),
         cut=task.cut,
+        is_tiled=task.is_tiled,
     )
 
 
@@ -214,7 +224,7 @@ def _add_up(task: Task, reserve: Reserve, pinned_bytes: int, streaming: Streamin
         kv=kv,
         prefix_bytes=prefixes,
         activation_bytes=activations,
-        spare_bytes=max(0, task.promised_bytes - kv.nbytes - activations),
+        spare_bytes=max(0, task.promised_bytes - kv.nbytes - activations, parts_bytes(task, reserve)),
         bounce_bytes=num_readers * reader_bytes(machine.disk, bounces=bounce, decodes=machine.compression is not None),
         read_size=machine.disk.read_size,
         queue_depth=machine.disk.queue_depth,
@@ -311,36 +321,3 @@ def _prompt_seconds(task: Task, streaming: Streaming) -> float:
     nbytes += 0 if sizes.experts is None else sizes.experts.token_bytes
     seconds = nbytes / machine.compute_bytes_per_second + streaming.num_units * machine.barrier_seconds
     return seconds / machine.prompt_speedup
-
-
-def simulate(
-    steps: Sequence[tuple[float, float]], num_slots: int, num_passes: int = 4, unevenness: float = 0.0
-) -> float:
-    """Return the seconds of one pass in the steady state.
-
-    Args:
-        steps: (seconds to read, seconds to compute) of each unit in calling order; nothing to read means pinned.
-        num_slots: units that are read take turns in this many slots; a slot is filled again once it was released.
-        num_passes: passes to run before the last two are taken, whose mean is returned.
-        unevenness: every other read takes longer by this share of its time, the others as much less; in the next pass
-            it is the other way round.
-    """
-    if num_slots == 0:
-        return sum(compute for _, compute in steps)
-    turns = take_turns(sum(read > 0 for read, _ in steps), num_slots)
-    released = [0.0] * num_slots
-    disk = now = 0.0
-    ends = []
-    for number in range(num_passes + 1):
-        turn = 0
-        for read, compute in steps:
-            if not read:
-                now += compute
-                continue
-            slot = turns[turn]
-            late = unevenness if (turn + number) % 2 else -unevenness
-            disk = max(disk, released[slot]) + read * (1 + late)
-            now = released[slot] = max(now, disk) + compute
-            turn += 1
-        ends.append(now)
-    return (ends[-1] - ends[-3]) / 2

@@ -75,6 +75,24 @@ def check_kv(config: FlashConfig) -> None:
         )
 
 
+def with_stock_caches(config: FlashConfig, where: str) -> FlashConfig:
+    """Return settings with mlx-lm's or mlx-vlm's own caches, where no others can be.
+
+    Args:
+        config: the settings.
+        where: completes "is not available ..." in the error.
+
+    Raises:
+        ConfigError: others are asked for.
+    """
+    settings = FlashConfig(kv_cache="stock", kv_prefixes="off")
+    for name in ("kv_cache", "kv_ram_gb", "kv_max_tokens", "kv_prefixes"):
+        value = getattr(config, name)
+        if value not in (None, getattr(settings, name)):
+            raise ConfigError(f"{name}={value!r} is not available {where}. Hint: leave {name} unset.")
+    return replace(config, kv_cache="stock", kv_prefixes="off")
+
+
 def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int) -> KVShare:
     """Return the share with all of it in memory. A cache that grows beyond the plan may go to disk.
 
@@ -93,7 +111,7 @@ def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefi
     ledger = Ledger(sizes.cache, sizes.activations, options, prefill_step_size)
     tokens, growth = ledger.held(context_length), max(CACHE_STEP, options.step)
     tokens = round_up(tokens, growth) if tokens == context_length else tokens + growth
-    eviction = options.eviction_bytes(rows) if ledger.may_spill else 0
+    eviction = options.eviction_bytes(rows) if ledger.may_evict else 0
     return KVShare(options, rows, ledger.in_memory([tokens]) + ledger.states(prefill_step_size) + eviction)
 
 
@@ -127,15 +145,15 @@ def on_disk(
             f"{-(-least // 1000) / 1e6:.6f}: two slots of a layer each, the last tokens of every layer, and what is "
             "under way to the disk and back. Hint: give more, or set a smaller context_length."
         )
-    spilled = _spilled(rows, tokens, limit - least) if limit < whole else []
+    evicted = _evicted(rows, tokens, limit - least) if limit < whole else []
     return KVShare(
         options=_options(config, limit, context_length),
         rows=rows,
         nbytes=limit + ledger.others.nbytes(tokens) + ledger.states(prefill_step_size),
         limit=limit,
         is_fixed=config.kv_ram_gb is not None,
-        disk_bytes=sum(spilled) * tokens,
-        num_on_disk=len(spilled),
+        disk_bytes=sum(evicted) * tokens,
+        num_on_disk=len(evicted),
     )
 
 
@@ -233,7 +251,7 @@ def _options(config: FlashConfig, budget: int, context_length: int) -> KVOptions
     )
 
 
-def _spilled(rows: Sequence[int], tokens: int, room: int) -> list[int]:
+def _evicted(rows: Sequence[int], tokens: int, room: int) -> list[int]:
     """Return the rows of layers on disk: all but as many as there is room for."""
     room //= max(1, tokens)
     left = sorted(rows)

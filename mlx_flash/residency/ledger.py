@@ -76,7 +76,8 @@ class Ledger:
         activations: what a forward call allocates.
         options: how keys and values are kept; None leaves caches to mlx-lm.
         step: new tokens of a call at most, as planned.
-        is_cut: whether units are smaller than layers.
+        cut: the way the layers are cut, as in ``Streaming.cut``.
+        is_tiled: whether linear layers pass through the slots in tiles of rows, or experts one by one.
         process: the process itself without arrays, and buffers; in bytes.
     """
 
@@ -84,7 +85,8 @@ class Ledger:
     activations: ActivationSizes
     options: KVOptions | None = None
     step: int = 1
-    is_cut: bool = False
+    cut: int = 0
+    is_tiled: bool = False
     process: int = 0
 
     # Keys and values
@@ -98,7 +100,7 @@ class Ledger:
         return sum([self.cache.nbytes(room) for room in capacities]) + self.cache.largest_row * max(capacities)
 
     @property
-    def may_spill(self) -> bool:
+    def may_evict(self) -> bool:
         """True if keys and values may go to disk."""
         return self.options is not None and self.options.budget_bytes is not None
 
@@ -133,7 +135,7 @@ class Ledger:
         return max(prompt, self.activations.nbytes(num_answer, context, all_logits=True))
 
     def one_by_one(self, context: int, held: int) -> int:
-        """Return the memory of a sequence that is computed token by token, without keys and values that may spill.
+        """Return the memory of a sequence that is computed token by token, without keys and values that may go to disk.
 
         Args:
             context: tokens that the last one attends to.
@@ -169,25 +171,35 @@ class Ledger:
         Where units are smaller than layers, a sequence waits inside its attention. It holds the slot, which the pool
         replaces.
         """
-        if not self.is_cut or self.options is None:
+        if not self.cut or self.options is None:
             return 0
         tokens = [new.batch_size * round_up(new.context, self.options.step) for new in together]
         sizes = [slot_memory(self.cache.largest_row * count + SLOT_PADDING) for count in tokens]
         return sum(sizes) - min(sizes)
 
-    def part_waiting(self, num_new: int, batch_size: int, context: int) -> int:
+    def part_waiting(self, num_new: int, batch_size: int, context: int, *, is_first: bool = False) -> int:
         """Return the memory of a part of a prompt that waits while another one computes.
 
         Where units are smaller than layers, the part before waits inside its attention, with its keys and values. So
-        MLX copies them when a part adds to them, instead of writing in place.
+        MLX copies them when a part adds to them, instead of writing in place. Where a call holds those of all layers,
+        they are copied in each.
 
         Args:
             num_new: new tokens, over all sequences.
             batch_size: sequences.
             context: tokens that the newest one attends to, of this part and those before it.
+            is_first: whether it is the only one that waits, or one of several. It counts as much as its widest layer:
+                attention that makes keys of latent ones takes more than :meth:`active` knows.
         """
-        copied = self.cache.largest_row * (context + CACHE_STEP) * batch_size if self.is_cut else 0
-        return self.activations.waiting_bytes(num_new) + copied
+        sizes, cut = self.activations, None if self.is_tiled or is_first else self.cut
+        row = self.cache.token_bytes if sizes.held.has_keys else self.cache.largest_row if self.cut else 0
+        return sizes.held_bytes(num_new, context, cut) + row * (context + CACHE_STEP) * batch_size
+
+    def parts_waiting(self, number: int, step: int, context: int) -> int:
+        """Return the memory of some equal parts of one prompt that wait."""
+        if number <= 0:
+            return 0
+        return self.part_waiting(step, 1, context, is_first=True) + (number - 1) * self.part_waiting(step, 1, context)
 
     def of_a_layer(self, new: NewTokens) -> int:
         """Return the memory of the intermediate results of one layer."""

@@ -24,6 +24,7 @@ from mlx_flash.memory.footprint import available_memory, footprint, release_free
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.attention import bytes_per_pair
+from mlx_flash.residency.others import OtherLoad, least
 from mlx_flash.residency.plan import Machine
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
 from mlx_flash.storage.blocks import BLOCK_BYTES
@@ -153,12 +154,16 @@ def speed_key(shard: Path, layout: ModelLayout, disk: DiskProfile) -> str:
 
 
 def _speed(key: str, shard: Path, layout: ModelLayout, disk: DiskProfile) -> Speed:
-    """Return the speeds that the last run reached; without one, those of a probe, which later plans use too."""
+    """Return the speeds that the last run reached; without one, those of a probe.
+
+    Later plans use those of the probe too, unless other processes were busy meanwhile.
+    """
     known = load_speed(key)
     if known is not None:
         if has_own_memory():
             prompt_speedup(layout)  # for the same footprint as after a probe
         return known
+    others = OtherLoad()
     speed = Speed(
         disk.bytes_per_second,
         compute_bytes_per_second(layout),
@@ -167,7 +172,7 @@ def _speed(key: str, shard: Path, layout: ModelLayout, disk: DiskProfile) -> Spe
         resident_bytes_per_second=resident_bytes_per_second(layout),
         operation_seconds=operation_seconds(),
     )
-    if shard.stat().st_size >= MIN_PROBED_BYTES:
+    if shard.stat().st_size >= MIN_PROBED_BYTES and not others.is_high:
         save_speed(key, speed)
     return speed
 
@@ -207,7 +212,7 @@ def compute_bytes_per_second(layout: ModelLayout) -> float:
     part, arena = _some_rows(linear)
     x = _inputs(linear, part, 1)
     nbytes = sum(array.nbytes for array in part.values() if isinstance(array, mx.array))
-    return nbytes / min(_seconds_after_writing(part, x, arena) for _ in range(3))
+    return nbytes / _least(lambda: _seconds_after_writing(part, x, arena))
 
 
 def _seconds_after_writing(part: nn.Module, x: mx.array, arena: Arena) -> float:
@@ -230,7 +235,7 @@ def resident_bytes_per_second(layout: ModelLayout) -> float:
     arena.fill(0)
     x = _inputs(linear, part, 1)
     nbytes = sum(array.nbytes for array in part.values() if isinstance(array, mx.array))
-    return _NUM_PRODUCTS * nbytes / min(_seconds(partial(_products, part), x) for _ in range(4))
+    return _NUM_PRODUCTS * nbytes / _least(lambda: _seconds(partial(_products, part), x))
 
 
 def _products(part: nn.Module, x: mx.array) -> list[mx.array]:
@@ -247,7 +252,7 @@ def operation_seconds() -> float:
         return 0.0
     x = mx.zeros((1,))
     mx.eval(x)
-    return min(_seconds(_operations, x) for _ in range(4)) / _NUM_OPERATIONS
+    return _least(lambda: _seconds(_operations, x)) / _NUM_OPERATIONS
 
 
 def _operations(x: mx.array) -> mx.array:
@@ -267,15 +272,15 @@ def prompt_speedup(layout: ModelLayout) -> float:
         return 1.0
     part, arena = _some_rows(linear)
     one, many = (_inputs(linear, part, num_tokens) for num_tokens in (1, _PROMPT_TOKENS))
-    rounds = [(_seconds_after_writing(part, one, arena), _seconds(part, many)) for _ in range(3)]
-    return _PROMPT_TOKENS * min(first for first, _ in rounds) / min(second for _, second in rounds)
+    first, second = _least(lambda: _seconds_after_writing(part, one, arena)), _least(lambda: _seconds(part, many))
+    return _PROMPT_TOKENS * first / second
 
 
 def barrier_seconds() -> float:
     """Return the time to compute next to nothing and wait for it."""
     x = mx.zeros((1,))
     mx.eval(x)
-    return min(_seconds(mx.negative, x) for _ in range(5))
+    return _least(lambda: _seconds(mx.negative, x))
 
 
 def _back_end() -> str:
@@ -324,6 +329,10 @@ def _inputs(linear: nn.Module, part: nn.Module, num_tokens: int) -> mx.array:
     x = mx.ones((1, num_tokens, columns), dtype=dtype)
     mx.eval(x)
     return x
+
+
+def _least(trial: Callable[[], float]) -> float:
+    return least(trial, on_cores=computes_on_cores())
 
 
 def _seconds(function: Callable[[mx.array], mx.array | list[mx.array]], x: mx.array) -> float:

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 
 from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.residency.kv import PROMISED_CONTEXT, KVShare
+from mlx_flash.residency.kv import KVShare
 from mlx_flash.residency.ledger import Ledger
-from mlx_flash.residency.sizes import CACHE_STEP, ActivationSizes
+from mlx_flash.residency.sizes import ActivationSizes
 from mlx_flash.residency.speed import Speed
 from mlx_flash.residency.streamed_part import Streaming
 from mlx_flash.storage.codec import Compression
@@ -21,7 +21,7 @@ DEFAULT_PREFILL_STEP_SIZE = 2048
 """mlx-lm's own. Its name for it is newer than the oldest mlx-lm supported."""
 
 PROBE_OPTIMISM = 3.0
-"""A pass may take so many times what a short probe makes of it: docs/lab-notes.md."""
+"""A pass may take so many times what a short probe makes of it."""
 
 PREFILL_STEPS = (DEFAULT_PREFILL_STEP_SIZE, 1024, 512, 256, 128, 64, 32, 16)
 
@@ -146,7 +146,7 @@ class ResidencyPlan:
         prefix_bytes: set aside for pages of the prefix cache on their way to disk and back.
         activation_bytes: set aside for a forward call's intermediate results.
         spare_bytes: set aside, besides ``kv`` and activations, so that a context of ``PROMISED_CONTEXT`` tokens can be
-            computed with its keys and values on disk.
+            computed with its keys and values on disk, or parts of a prompt can wait for each other, whatever is more.
         bounce_bytes: the reader's own buffers.
         read_size: bytes of one read.
         queue_depth: reads in flight at once.
@@ -160,6 +160,7 @@ class ResidencyPlan:
         opening_seconds: predicted time of a pass that decodes one token at the beginning of a conversation, while
             memory that is set aside for its tokens is lent to weights.
         kv_seconds: what reading the KV cache of that context adds to a pass.
+        lent_seconds: what weights in the room for waiting parts of prompts save a pass that decodes.
         prompt_seconds_per_token: predicted time to compute one token of a prompt, without reading.
         is_measured: True when predictions use the speeds that an earlier run reached, False for those of a short probe.
         compression: of the checkpoint; None where nothing is compressed.
@@ -190,6 +191,7 @@ class ResidencyPlan:
     spare_bytes: int = 0
     opening_seconds: float = 0.0
     kv_seconds: float = 0.0
+    lent_seconds: float = 0.0
     prompt_seconds_per_token: float = 0.0
     is_measured: bool = False
     compression: Compression | None = None
@@ -208,8 +210,9 @@ class ResidencyPlan:
     def ledger(self) -> Ledger:
         """The prices of tokens."""
         buffers = self.bounce_bytes + self.prefix_bytes + self.cache_limit
-        process, is_cut = self.base_bytes - self.active_bytes + buffers, bool(self.streaming.cut)
-        return Ledger(self.cache, self.activations, self.kv.options, self.prefill_step_size, is_cut, process)
+        process = self.base_bytes - self.active_bytes + buffers
+        cut, is_tiled = self.streaming.cut, self.streaming.is_tiled or self.pool is not None
+        return Ledger(self.cache, self.activations, self.kv.options, self.prefill_step_size, cut, is_tiled, process)
 
     @property
     def slots_bytes(self) -> int:
@@ -234,7 +237,7 @@ class ResidencyPlan:
     @property
     def seconds(self) -> float:
         """Predicted time of that pass, in a context of the planned length."""
-        return self.weights_seconds + self.kv_seconds
+        return self.weights_seconds - self.lent_seconds + self.kv_seconds
 
     @property
     def seconds_range(self) -> tuple[float, float]:
@@ -264,9 +267,9 @@ class ResidencyPlan:
         num_parts = -(-num_tokens // step)
         if self.kv.num_on_disk or self.prefix_bytes or not self.read_bytes:
             return num_parts
-        room = self.budget_bytes - self.peak_bytes + self.kv_bytes - self.cache.nbytes(num_tokens)
-        copied = self.cache.largest_row * (num_tokens + CACHE_STEP) if self.streaming.cut else 0
-        num_together = 1 + max(0, room) // max(1, self.activations.waiting_bytes(step) + copied)
+        room = self.budget_bytes - self.peak_bytes + self.kv_bytes + self.spare_bytes - self.cache.nbytes(num_tokens)
+        first, each = (self.ledger.parts_waiting(number, step, num_tokens) for number in (1, 2))
+        num_together = 1 if room < first else 2 + (room - first) // max(1, each - first)
         return -(-num_parts // num_together)
 
     def tokens_per_second(self, num_sequences: int) -> float | None:
@@ -308,7 +311,7 @@ class ResidencyPlan:
             tokens += f", {self.kv.disk_bytes / GB:.3f} GB on disk"
         experts = [(f"experts ({pool.num_slots} of {pool.num_experts})", pool.nbytes)] if pool else []
         prefixes = [("prefix cache", self.prefix_bytes)] if self.prefix_bytes else []
-        spare = [(f"room for {PROMISED_CONTEXT} tokens", self.spare_bytes)] if self.spare_bytes else []
+        spare = [("room for longer prompts", self.spare_bytes)] if self.spare_bytes else []
         return [
             ("process (interpreter, libraries)", self.base_bytes),
             ("small and derived parameters", self.resident_bytes),

@@ -20,6 +20,7 @@ from mlx_flash.residency.lent import opening_seconds
 from mlx_flash.residency.machine import BASE_STEP
 from mlx_flash.residency.plan import MB, Machine, ResidencyPlan, in_gb
 from mlx_flash.residency.reserve import least_reserve, reserves
+from mlx_flash.residency.shared import with_room_for_parts
 from mlx_flash.residency.sizes import ModelSizes
 
 PROFILE_SHARES: dict[Profile, tuple[float, float]] = {
@@ -118,7 +119,7 @@ def _plan_with_kv(task: Task, *, like_memory: bool) -> ResidencyPlan:
     plans = [(task, best(task, budget, tokens) or least) for task, least in with_room]
     task, plan = min(plans, key=lambda entry: entry[1].seconds)
     plan = replace(plan, budget_bytes=budget, minimum_bytes=minimum)
-    plan = replace(plan, opening_seconds=opening_seconds(task, plan))
+    plan = with_room_for_parts(task, replace(plan, opening_seconds=opening_seconds(task, plan)))
     if plan.peak_bytes > machine.total_memory:
         raise BudgetError(
             f"the plan needs {plan.peak_bytes / GB:.2f} GB, but this process can have at most "

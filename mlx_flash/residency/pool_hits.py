@@ -6,7 +6,7 @@ import math
 
 DEFAULT_HITS = (0.0, 0.33, 0.55, 0.7, 0.8, 0.87, 0.93, 0.97, 1.0)
 """Expected hit rates of pools of 0, 1/8, 2/8 ... of many experts. Measured with random models whose routing is as
-skewed as that of trained ones: docs/lab-notes.md."""
+skewed as that of trained ones."""
 
 EVEN_EXPERTS, UNEVEN_EXPERTS = 8, 32
 """Experts of a layer up to which all are chosen about equally often, and from which some are chosen far more often than

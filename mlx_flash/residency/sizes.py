@@ -7,24 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_flash.compat.caches import CACHE_STEP as CACHE_STEP
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.experts import matrices_of, place_experts, place_matrix, trunk_of
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
-from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.residency.attention import bytes_per_pair, unfused_bytes_per_pair
+from mlx_flash.residency.activations import ActivationSizes as ActivationSizes
+from mlx_flash.residency.activations import measure_activations
 from mlx_flash.residency.pool_hits import expected_hits
 from mlx_flash.storage.placement import must_copy, padded_bytes
-
-_DEFAULT_EXPERTS = 8
-_NODE_BYTES = 600
-"""Memory of an operation that MLX records. Measured: Mamba on Linux, 490 bytes, and 560 with holes in the heap."""
-_SCAN_COPIES = 12
-"""Arrays with the states after every token that MLX holds at once in a layer that computes these. Measured: Jamba."""
-_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,53 +83,6 @@ class TableSize:
 
     unit: UnitSize
     is_head: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationSizes:
-    """Memory of one forward call beside weights and KV cache, in bytes.
-
-    Attributes:
-        per_token: intermediate results of the widest layer, for each new token.
-        scores_per_pair: attention scores for each pair of a new token and a token in context; 0 where the back end
-            never stores them.
-        unfused_per_pair: the same where keys are quantized, which no fused kernel takes.
-        logits_per_token: one row of the output head, in 32 bits.
-        embedding_per_token: one row of the embedding tables.
-        graph_per_token: what MLX records before it computes, in loops over tokens. Counted for all layers, though
-            streamed ones are computed one by one.
-        copies_per_pair: for each pair of new tokens, where states are written one after another into an array that is
-            copied each time.
-        returned_per_token: the logits of a token, as a call returns them.
-    """
-
-    per_token: int
-    scores_per_pair: int
-    unfused_per_pair: int
-    logits_per_token: int
-    embedding_per_token: int
-    graph_per_token: int = 0
-    copies_per_pair: int = 0
-    returned_per_token: int = 0
-
-    def nbytes(self, num_tokens: int, context_length: int, *, all_logits: bool, fused: bool = True) -> int:
-        """Return the bytes for one call.
-
-        Args:
-            num_tokens: new tokens, over all sequences.
-            context_length: tokens each of them attends to.
-            all_logits: whether the head is computed for every new token, or only for the last.
-            fused: whether keys and values are not quantized.
-        """
-        rows = 4 + (num_tokens if all_logits else 1)  # sampling makes copies of the last one
-        per_pair = self.scores_per_pair if fused else self.unfused_per_pair
-        scores = per_pair * num_tokens * max(context_length, num_tokens) + self.copies_per_pair * num_tokens**2
-        per_token = self.per_token + self.embedding_per_token + self.graph_per_token
-        return num_tokens * per_token + scores + rows * self.logits_per_token
-
-    def waiting_bytes(self, num_tokens: int) -> int:
-        """Bytes of a call that waits for its turn in lockstep: less than what a layer computes for its tokens."""
-        return num_tokens * (self.per_token + self.embedding_per_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +193,7 @@ def measure(layout: ModelLayout, config: dict[str, Any], alignment: int) -> Mode
         config: its configuration, with the key names Hugging Face uses.
         alignment: what kernels want addresses to be multiples of.
     """
-    activations = _activations(layout, config.get("text_config", config))
+    activations = measure_activations(layout, config.get("text_config", config))
     measured = _Measured(layout, alignment)
     sizes = _measure(layout, activations, measured)
     if not layout.experts:
@@ -307,42 +251,3 @@ def _expert_sizes(stacks: Sequence[ExpertStack], alignment: int) -> ExpertSizes:
 
 def _idle_bytes(parameter: Parameter, stack: ExpertStack) -> int:
     return parameter.nbytes * (stack.num_experts - min(stack.top_k, stack.num_experts)) // stack.num_experts
-
-
-def _activations(layout: ModelLayout, config: dict[str, Any]) -> ActivationSizes:
-    itemsize = max((unit.itemsize for unit in layout.layers), default=2)
-    top_k = {id(p): stack.top_k for stack in layout.experts for p in stack.unit.large}
-    default = config.get("num_experts_per_tok") or _DEFAULT_EXPERTS
-    widths = [sum(_outputs(p, top_k.get(id(p), default)) for p in unit.large) for unit in layout.layers]
-    tried = bytes_per_pair(layout.attention)
-    num_heads = max((call.num_heads for call in layout.attention), default=0)
-    num_heads = num_heads or next((config[key] for key in _NUM_HEADS if config.get(key)), 1)
-    unfused = max(tried, unfused_bytes_per_pair(num_heads, itemsize))
-    heads = [int(unit.module["weight"].shape[0]) for unit in [*layout.heads, *layout.embeddings]]
-    rows = sum(p.nbytes // p.array.shape[0] for unit in layout.embeddings for p in unit.large)
-    states = _SCAN_COPIES * layout.cache.largest_scan
-    if mx.default_device() == mx.cpu or not mx.metal.is_available():
-        # mlx-lm's kernels for recurrences are Metal's. Without them it holds a state and a decay for each token. Mamba
-        # 2 also has two numbers for each pair of tokens of a chunk of 256 and each head, which take at most two states
-        # for each token.
-        states += 4 * layout.cache.largest_state
-    logits_per_token = max(heads, default=0) * max(itemsize, 4)
-    return ActivationSizes(
-        per_token=2 * itemsize * max(widths, default=0) + states,
-        scores_per_pair=unfused if layout.has_own_attention else tried,
-        unfused_per_pair=unfused,
-        logits_per_token=logits_per_token,
-        embedding_per_token=2 * rows,
-        graph_per_token=_NODE_BYTES * layout.nodes_per_token,
-        # MLX on CUDA keeps the array before each token until all are computed, so it cannot write in place.
-        copies_per_pair=layout.cache.largest_scan if has_own_memory() else 0,
-        returned_per_token=layout.logits_bytes or logits_per_token,
-    )
-
-
-def _outputs(parameter: Parameter, top_k: int) -> int:
-    """Return the outputs of a weight matrix, or of the chosen experts' matrices of a stack, for one token."""
-    shape = parameter.array.shape
-    if parameter.key != "weight" or len(shape) < 2:
-        return 0
-    return int(shape[-2]) * (min(shape[0], top_k) if len(shape) == 3 else 1)

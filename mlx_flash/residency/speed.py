@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from mlx_flash.storage.measured import Measurements
 
@@ -47,6 +47,18 @@ class Speed:
         return all(0 < value < math.inf for value in speeds) and all(
             0 <= value < math.inf for value in (*others, self.operation_seconds)
         )
+
+
+def faster(one: Speed, other: Speed) -> Speed:
+    """Return the first speed, with everything that is faster in the other. Prompts count where both are known."""
+    prompts = [s for s in (one.prompt_seconds_per_token, other.prompt_seconds_per_token) if s]
+    return replace(
+        one,
+        disk_bytes_per_second=max(one.disk_bytes_per_second, other.disk_bytes_per_second),
+        compute_bytes_per_second=max(one.compute_bytes_per_second, other.compute_bytes_per_second),
+        barrier_seconds=min(one.barrier_seconds, other.barrier_seconds),
+        prompt_seconds_per_token=min(prompts) if one.prompt_seconds_per_token else 0.0,
+    )
 
 
 def load_speed(key: str) -> Speed | None:

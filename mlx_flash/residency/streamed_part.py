@@ -15,6 +15,7 @@ class Streaming:
         layers: of each layer that is not in memory whole, its name and the names of the parameters that are read.
         heads: rows a tile of each head, or embedding table serving as head, that is computed tile by tile.
         tables: names of the embedding tables of which rows are read on demand.
+        is_tiled: whether linear layers of the layers are in ``heads``.
         cut: the cut whose units ``layers`` names: 0 for whole layers, ``i`` for ``finer[i - 1]`` of the layout.
         num_units: number of units that take turns in the slots: layers, and tiles of heads.
         num_slots: number of slots.
@@ -34,6 +35,7 @@ class Streaming:
     seconds: float = 0.0
     compute_seconds: float = 0.0
     cut: int = 0
+    is_tiled: bool = False
 
     def parameters(self, layout: ModelLayout) -> set[str]:
         """Return the names of the parameters that are read on every pass, or by rows."""

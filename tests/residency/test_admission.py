@@ -24,12 +24,11 @@ from admission_plans import MORE_GB
 from admission_plans import model as model  # a fixture
 from admission_plans import plan as plan  # a fixture
 from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
-from mlx_flash.engine import headroom
+from mlx_flash.engine import headroom, owncaches
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.owncaches import OwnCaches
-from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.sizes import update_growth
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.loading import load_model
@@ -96,8 +95,8 @@ def test_decisions(plan: ResidencyPlan) -> None:
 def test_caches_are_added_up_only_when_they_grow(model: FlashLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model in memory computes a token as fast as mlx-lm, and is refused one that the process has no room for."""
     admitted = []
-    admit = KVPool.admit
-    monkeypatch.setattr(KVPool, "admit", lambda *args: (admitted.append(args), admit(*args))[1])
+    admit = owncaches.admit
+    monkeypatch.setattr(owncaches, "admit", lambda *args: (admitted.append(args), admit(*args))[1])
     cache = make_prompt_cache(model)
     mx.eval(model(mx.arange(250)[None], cache=cache))
     assert len(admitted) == 1 and not model.plan.read_bytes

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_map
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from mlx_flash.compat.attention import AttentionCall, observed_attention
@@ -22,8 +25,8 @@ from streamed import config
 from zoo import configuration
 
 NUM_TOKENS = 64
-SHORT, LONG = 272, 1040
-"""Contexts. The caches have room for the call's tokens in both."""
+SHORT, LONG, LONGER = 272, 528, 1040
+"""Contexts. The caches have room for the call's tokens in all."""
 
 FUSED = ("llama", "qwen3", "qwen3_next")
 KEEPS_MORE = pytest.mark.skipif(has_own_memory(), reason="a loop over tokens keeps more than scores take, now and then")
@@ -35,36 +38,55 @@ def sizes_of(directory: Path) -> ActivationSizes:
     return prepare(directory, config()).plan.activations
 
 
-def seen_per_pair(directory: Path, *, quantized: bool = False) -> float:
+def seen_per_pair(directory: Path, long: int = LONG, *, quantized: bool = False) -> float:
     """Return the bytes that a call of mlx-lm's model takes more for each pair of a new token and one in context."""
+    limit = mx.set_cache_limit(0)  # a freed array that is used again may be two pages larger than what is asked for
+    try:
+        return _seen_per_pair(directory, long, quantized=quantized)
+    finally:
+        mx.set_cache_limit(limit)
+
+
+def _seen_per_pair(directory: Path, long: int, *, quantized: bool) -> float:
     model, peaks = stock(directory), []
     for layer in model.layers if has_own_memory() else ():  # as where memory is short: else the scores of all are kept
         swap_class(layer, PinnedLayer, (PinnedState(num_at_once=1), 0))
-    for context in (SHORT, LONG):
-        found = []
-        for _ in range(3):  # MLX may let go of small arrays later, and the peak is some kilobytes higher then
-            cache = make_prompt_cache(model)
-            if quantized:
-                cache = [QuantizedKVCache(group_size=32) for _ in cache]
-            for start in range(0, context, CACHE_STEP):
-                mx.eval(model(mx.zeros((1, min(CACHE_STEP, context - start)), mx.int32), cache=cache))
-            tokens = mx.zeros((1, NUM_TOKENS), mx.int32)
+    for context in (SHORT, long):
+        filled = _filled(model, context, quantized=quantized)
+        tokens, found = mx.zeros((1, NUM_TOKENS), mx.int32), []
+        for _ in range(6):  # another thread frees arrays, in some of them before others are made: the most counts
+            cache = [_copied(entry) for entry in filled]
             mx.eval(tokens, [entry.state for entry in cache])
             mx.synchronize()
             before = mx.get_active_memory()
             mx.reset_peak_memory()
             mx.eval(model(tokens, cache=cache))
             found.append(mx.get_peak_memory() - before)
-        peaks.append(min(found))
-    return (peaks[1] - peaks[0]) / (LONG - SHORT) / NUM_TOKENS
+        peaks.append(max(found))
+    return (peaks[1] - peaks[0]) / (long - SHORT) / NUM_TOKENS
+
+
+def _filled(model: Any, context: int, *, quantized: bool) -> list[Any]:
+    cache = [QuantizedKVCache(group_size=32) for _ in model.layers] if quantized else make_prompt_cache(model)
+    for start in range(0, context, CACHE_STEP):
+        mx.eval(model(mx.zeros((1, min(CACHE_STEP, context - start)), mx.int32), cache=cache))
+    return cache
+
+
+def _copied(entry: Any) -> Any:
+    """Return a cache with memory of its own, so that a call may change it in place."""
+    copied = copy.copy(entry)
+    vars(copied).update(tree_map(lambda leaf: leaf + 0 if isinstance(leaf, mx.array) else leaf, vars(entry)))
+    return copied
 
 
 @pytest.mark.parametrize("name", [*FUSED[:2], pytest.param(FUSED[2], marks=KEEPS_MORE), *OWN])
 def test_scores_take_no_more_than_planned(name: str, tmp_path: Path) -> None:
     directory = save(tmp_path / name, configuration(name))
     sizes = sizes_of(directory)
-    seen = seen_per_pair(directory)
-    assert 0.25 * sizes.scores_per_pair < seen <= 1.01 * sizes.scores_per_pair
+    # A loop over the call's tokens takes more than the scores of a short context.
+    seen = seen_per_pair(directory, LONGER if name == FUSED[2] else LONG)
+    assert 0.25 * sizes.scores_per_pair < seen <= sizes.scores_per_pair
     if name in FUSED:
         assert sizes.scores_per_pair < sizes.unfused_per_pair
 

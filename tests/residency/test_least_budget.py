@@ -18,7 +18,7 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.residency.plan import Machine, ResidencyPlan, round_up_to_mb
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save, saved_once
 from zoo import configuration
 
 NARROW = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
@@ -48,14 +48,7 @@ grow with the context: one is enough for models with them, longer than a step of
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = save(tmp_path_factory.mktemp(name), MODELS[name])
-        return made[name]
-
-    return get
+    return saved_once(tmp_path_factory.mktemp, MODELS)
 
 
 def limit_cuts(num_finer: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +124,7 @@ def test_states_that_are_copied_for_each_token_are_planned(tmp_path: Path, monke
     directory = save(tmp_path, configuration("jamba"))
     found = []
     for copies in (False, True):
-        monkeypatch.setattr("mlx_flash.residency.sizes.has_own_memory", lambda copies=copies: copies)
+        monkeypatch.setattr("mlx_flash.residency.activations.has_own_memory", lambda copies=copies: copies)
         found.append(prepare(directory, FlashConfig(ram_budget_gb="min", context_length=64)).plan)
     in_place, copied = (plan.activations.nbytes(64, 64, all_logits=False) for plan in found)
     assert copied - in_place == 64**2 * found[1].cache.largest_scan > 0

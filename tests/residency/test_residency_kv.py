@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
+from mlx_flash.kv.admit import admit
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.residency.kv import check_kv, in_memory, least_bytes, most_on_disk, on_disk, prefix_bytes
@@ -71,8 +72,8 @@ def test_caches_stay_within_their_share(
             most = max(most, pool.memory_bytes)
     assert most <= share.limit <= max(room, least_bytes(sizes, config, CONTEXT, STEP))
     # the plan counts slots that take all of their memory, and a copy of the largest: less may be on disk
-    assert len(pool.on_disk) <= share.num_on_disk
-    assert pool.on_disk or share.num_on_disk <= 3
+    assert len(pool.layers.on_disk) <= share.num_on_disk
+    assert pool.layers.on_disk or share.num_on_disk <= 3
     assert pool.note().disk_bytes <= share.disk_bytes
     pool.close()
 
@@ -142,7 +143,7 @@ def test_a_cache_with_a_window_runs_in_the_share_that_the_plan_accepts(
     pool = caches[0].pool
     for start in range(0, context, chunk):
         num_new = min(chunk, context - start)
-        missing = pool.admit([c.rows for c in caches], [num_new] * len(caches), num_new, share.rows, share.limit)
+        missing = admit(pool, [c.rows for c in caches], [num_new] * len(caches), num_new, share.rows, share.limit)
         assert missing == 0, f"{missing} bytes missing at {start} of {context} tokens"
         rows = mx.ones((1, HEADS, num_new, WIDTH), mx.float16)
         for cache in caches:

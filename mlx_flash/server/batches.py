@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -14,6 +14,9 @@ from mlx_flash.generation import generate_step, speculative_generate_step
 from mlx_flash.model import FlashLLM
 from mlx_flash.server.lone import LoneRows
 from mlx_flash.server.rows import ServedRows, StockRows
+
+if TYPE_CHECKING:  # an extra
+    from mlx_flash.server.seeing import Sight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,7 @@ class BatchOptions:
         decode_concurrency, prompt_concurrency: the most answers, and prompts, that are computed together.
         prompt_cache_size: the most prompt caches that are kept.
         prompt_cache_bytes: the most bytes of caches, kept and in use; None takes half of what the plan reserves.
-        num_draft_tokens: tokens that a draft model guesses at a time.
+        num_draft_tokens: the most tokens that are guessed at a time with a draft model; None for as many as pay.
         kv_bits, kv_group_size, quantized_kv_start: as of ``mlx_lm.generate``. Requests are answered one after another.
     """
 
@@ -34,7 +37,7 @@ class BatchOptions:
     prompt_concurrency: int = 8
     prompt_cache_size: int = 10
     prompt_cache_bytes: int | None = None
-    num_draft_tokens: int = 3
+    num_draft_tokens: int | None = None
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 5000
@@ -47,6 +50,7 @@ def make_rows(
     on_prompt: Callable[[int, int, int], None],
     *,
     is_shared: bool,
+    sight: Sight | None = None,
 ) -> ServedRows | StockRows | LoneRows:
     """Return what computes the requests of a model.
 
@@ -56,6 +60,7 @@ def make_rows(
         options: limits.
         on_prompt: as of `RowGenerator`.
         is_shared: other ranks compute the same requests.
+        sight: of a model that sees.
     """
     step = min(options.prefill_step_size, model.plan.prefill_step_size)
 
@@ -72,8 +77,16 @@ def make_rows(
             **given,
         )
 
+    if sight is not None:
+        from mlx_flash.server.seeing import SeeingRows
+
+        quantized: dict[str, Any] = {"kv_bits": options.kv_bits, "kv_group_size": options.kv_group_size}
+        quantized |= {"quantized_kv_start": options.quantized_kv_start}
+        return SeeingRows(partial(sight.steps, **quantized), sight.make_cache, step)
     if draft is not None:
-        drafted = {"model": model, "draft_model": draft, "num_draft_tokens": options.num_draft_tokens}
+        drafted = {"model": model, "draft_model": draft}
+        if options.num_draft_tokens is not None:
+            drafted["num_draft_tokens"] = options.num_draft_tokens
         return LoneRows(partial(speculative_generate_step, **drafted), make_caches, step)
     if options.kv_bits is not None:
         return LoneRows(quantized_steps, make_caches, step)

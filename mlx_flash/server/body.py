@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
 from mlx_flash.errors import RefusedError
@@ -17,6 +19,51 @@ MAX_BODY_BYTES = 32 << 20
 
 MAX_TEXT_CHARACTERS = 4_000_000
 """The most text of a request, about a million tokens. The tokenizer works through it before its length is known."""
+
+MAX_HELD_BYTES = 64 << 20
+"""The most bytes of all bodies that are read, or whose requests wait for an answer."""
+
+MAX_MARKS = 1_000_000
+"""The most commas, colons and open brackets of a body. Each may begin a value, and ``{},`` takes 72 bytes in memory."""
+
+
+class Bodies:
+    """The bodies of all requests under way, and their limit."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    @contextmanager
+    def one_more(self) -> Iterator[Callable[[int], None]]:
+        """Give a function that is told each part of a body. The body counts until the block ends.
+
+        The function raises: RefusedError: there is no room for so many bytes.
+        """
+        own = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal own
+            if self._num_bytes + nbytes > MAX_HELD_BYTES:
+                raise RefusedError(
+                    f"{self._num_bytes} bytes of requests wait already, {MAX_HELD_BYTES} are allowed. "
+                    "Hint: ask again later.",
+                    503,
+                )
+            own += nbytes
+            self._num_bytes += nbytes
+
+        try:
+            yield count
+        finally:
+            self._num_bytes -= own
+
+
+MAX_ERRORS = 1000
+"""The most wrong fields of a request that are described: a million descriptions take a GB."""
+
+Item = TypeVar("Item")
+Many = Annotated[list[Item], Field(fail_fast=True)]
+"""A list of which only the first wrong item is reported."""
 
 
 class Body(BaseModel):
@@ -28,11 +75,16 @@ class Body(BaseModel):
 Checked = TypeVar("Checked", bound=Body)
 
 
-async def read_body(request: Request, kind: type[Checked]) -> Checked:
+async def read_body(request: Request, kind: type[Checked], count: Callable[[int], None]) -> Checked:
     """Return the checked body of a request. Nothing of it gets into logs.
 
+    Args:
+        request: of a client.
+        kind: of the body.
+        count: from :meth:`Bodies.one_more`.
+
     Raises:
-        RefusedError: it is too long, no JSON object, or has a wrong field.
+        RefusedError: it is too long, no JSON object, or has a wrong field; or too many bytes wait.
         ClientDisconnect: the client has left.
     """
     length = request.headers.get("content-length")
@@ -40,23 +92,29 @@ async def read_body(request: Request, kind: type[Checked]) -> Checked:
         raise RefusedError(f"the request is too long: {MAX_BODY_BYTES} bytes are allowed.", 413)
     body = bytearray()
     async for part in request.stream():
+        count(len(part))
         body += part
         if len(body) > MAX_BODY_BYTES:
             raise RefusedError(f"the request is too long: {MAX_BODY_BYTES} bytes are allowed.", 413)
     if len(body) < 1 << 16:
-        return checked(parse(bytes(body)), kind)
-    return await asyncio.to_thread(lambda: checked(parse(bytes(body)), kind))
+        return checked(parse(body), kind)
+    return await asyncio.to_thread(lambda: checked(parse(body), kind))
 
 
-def parse(body: bytes) -> dict[str, Any]:
+def parse(body: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object in a body.
 
     Raises:
         RefusedError: there is none, or it has too much text.
     """
+    num_marks = sum(map(body.count, b",:[{"))
+    if num_marks > MAX_MARKS:
+        raise RefusedError(
+            f"the request has {num_marks} commas, colons and open brackets, {MAX_MARKS} are allowed.", 413
+        )
     try:
-        value = json.loads(body, parse_constant=_refuse_constant)
-        num_characters = _text_length(value)
+        value = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        num_characters = _text_length(value) - _pictures_length(value)
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"the request is not JSON ({type(error).__name__}).", 400) from None
     if _SURROGATE.search(body) and not _is_text(value):
@@ -79,6 +137,8 @@ def checked(value: dict[str, Any], kind: type[Checked]) -> Checked:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
+        if error.error_count() > MAX_ERRORS:
+            raise RefusedError(f"{error.error_count()} fields are wrong, unknown or not supported.", 400) from None
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         first = max(errors, key=lambda found: len(found["loc"]))  # of a union, the kind that fits best
         field = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
@@ -104,6 +164,26 @@ def _is_text(value: Any) -> bool:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _pictures_length(value: Any) -> int:
+    """Return the number of characters of the pictures in a request, which no tokenizer gets, in any dialect."""
+    messages = [*_list(value, "messages"), *_list(value, "input")]
+    parts = [part for message in messages for part in _list(message, "content")]
+    found = [picture for holder in (value, *messages) for picture in _list(holder, "images")]
+    for part in parts:
+        url = _item(part, "image_url")
+        found += [url, _item(url, "url"), _item(_item(part, "source"), "data")]
+    return sum(len(text) for text in found if isinstance(text, str))
+
+
+def _item(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    found = _item(value, name)
+    return found if isinstance(found, list) else []
 
 
 def _text_length(value: Any) -> int:

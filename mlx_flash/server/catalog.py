@@ -34,12 +34,14 @@ class Source:
         defaults: settings of requests that leave them out.
         first_messages: those that every conversation begins with. A request's own system prompt wins.
         config: how to stream.
+        vision: load it with mlx-vlm if it sees; None only where mlx-lm does not know it.
         created: seconds since 1970, for listings.
     """
 
     name: str
     base: str
     config: FlashConfig
+    vision: bool | None = None
     adapter: str | None = None
     draft: str | None = None
     tokenizer_settings: dict[str, Any] = field(default_factory=dict)
@@ -53,7 +55,11 @@ class Catalog:
 
     Args:
         sources: those with names; the first one is the default.
-        config, defaults, tokenizer_settings: of models that a request names by folder or repository.
+        config, defaults, tokenizer_settings, vision: of models that a request names by folder or repository.
+        image_folder: the only folder whose files requests may name as pictures; None for none.
+
+    Attributes:
+        image_folder: as given.
     """
 
     def __init__(
@@ -62,12 +68,16 @@ class Catalog:
         config: FlashConfig,
         defaults: Defaults | None = None,
         tokenizer_settings: dict[str, Any] | None = None,
+        *,
+        vision: bool | None = None,
+        image_folder: Path | None = None,
     ) -> None:
         self._named = {source.name: source for source in sources}
         if len(self._named) < len(sources):
             raise ConfigError("two models have the same name. Hint: name them with --model NAME=DIR.")
         self._config, self._defaults = config, defaults or Defaults()
         self._tokenizer_settings = tokenizer_settings or {}
+        self._vision, self.image_folder = vision, image_folder
 
     @property
     def default(self) -> Source | None:
@@ -90,7 +100,12 @@ class Catalog:
         if _is_model(name):
             settings = dict(self._tokenizer_settings)
             return Source(
-                name=name, base=name, config=self._config, tokenizer_settings=settings, defaults=self._defaults
+                name=name,
+                base=name,
+                config=self._config,
+                vision=self._vision,
+                tokenizer_settings=settings,
+                defaults=self._defaults,
             )
         names = ", ".join(map(repr, self.names([DEFAULT_NAME] if self._named else [])))
         raise RefusedError(f"there is no model {name!r} here. Hint: this server has {names or 'none'}.", 404, "model")

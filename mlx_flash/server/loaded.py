@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_lm.generate import make_stop_sequences
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
@@ -24,11 +25,15 @@ from mlx_flash.server.job import Job
 from mlx_flash.server.jobs import Jobs
 from mlx_flash.server.kept import PromptCaches
 from mlx_flash.server.lone import LoneRows
-from mlx_flash.server.prompts import make_prompt, opened_with
+from mlx_flash.server.prompts import Prompt, least_tokens, make_prompt, opened_with
 from mlx_flash.server.ranks import Ranks
+from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.rows import Kept, ServedRows, plain_cache
 from mlx_flash.server.sampling import processors_of, sampler_of
 from mlx_flash.server.text import TextStream, check_tools
+
+if TYPE_CHECKING:  # an extra
+    from mlx_flash.server.seeing import Sight
 
 
 class LoadedModel:
@@ -41,6 +46,7 @@ class LoadedModel:
         draft: a model that guesses tokens; None for none.
         options: limits.
         ranks: those that answer together; None for this process alone.
+        sight: of a model that sees; None where it is loaded as text alone.
 
     Attributes:
         source, model, tokenizer, draft: as given.
@@ -59,6 +65,7 @@ class LoadedModel:
         draft: Any,
         options: BatchOptions,
         ranks: Ranks | None,
+        sight: Sight | None = None,
     ) -> None:
         self.source, self.model, self.tokenizer, self.draft = source, model, tokenizer, draft
         self.jobs = Jobs()
@@ -68,9 +75,18 @@ class LoadedModel:
         self.keep_alive: float | None = None
         self._options = options
         self._ranks = ranks
+        self._sight = sight
+        self._make_prompt = (
+            partial(_blind_prompt, source.name, tokenizer, self.vocab_size)
+            if sight is None
+            else partial(sight.prompt, self.vocab_size)
+        )
         self._grammars = Grammars(tokenizer, self.vocab_size)
         self._stops = make_stop_sequences(tokenizer)
-        self._rows = make_rows(model, draft, options, self.jobs.note_prompt, is_shared=ranks is not None)
+        self._new_rows = partial(
+            make_rows, model, draft, options, self.jobs.note_prompt, is_shared=ranks is not None, sight=sight
+        )
+        self._rows = self._new_rows()
         # The last token of a copy is computed once more, so it must be possible to take it out.
         self._shares_prompts = isinstance(self._rows, ServedRows) and can_trim_prompt_cache(make_prompt_cache(model))
 
@@ -84,19 +100,22 @@ class LoadedModel:
         check_tools(self.tokenizer, request.tools)
         job.grammar = self._grammars.of(request)
         job.max_tokens = defaults.max_tokens if request.max_tokens is None else request.max_tokens
-        if request.messages is not None and self.source.first_messages:
-            request = replace(request, messages=opened_with(self.source.first_messages, request.messages))
+        request = _opened(self.source, request)
         with refused("prompt" if request.messages is None else "messages"):
-            job.prompt = make_prompt(request, self.tokenizer, defaults.template_options or {}, self.vocab_size)
+            if num_prompt := least_tokens(request, self.tokenizer):
+                with _counted_in_pieces():
+                    self._decide(job, [], num_prompt)
+            job.prompt = self._make_prompt(request, defaults.template_options or {})
         sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size)
         processors_of(request.sampling, defaults, self.vocab_size)
         if request.work == "answer":
-            self._decide(job, [])
+            self._decide(job, [], len(job.prompt.tokens))
 
     def admits(self, job: Job) -> bool:
         """Return whether there is room for a request now. If so, kept caches leave what it needs."""
+        assert job.prompt is not None
         running = [other.length for other in self.jobs.values()]
-        decision = self._decide(job, running)
+        decision = self._decide(job, running, len(job.prompt.tokens))
         if decision == "wait":
             return False
         plan, batching = self._plan_for(job), self.model.batching
@@ -120,7 +139,14 @@ class LoadedModel:
         assert job.prompt is not None
         request, defaults, options = job.request, self.source.defaults, self._options
         job.text = TextStream(self.tokenizer, [*request.stop, *defaults.stop], job.prompt.state, request.tools)
-        cache, job.num_cached = self.kept.longest(job.prompt.tokens)
+        more: dict[str, Any] = {}
+        if self._sight is None:
+            cache, job.num_cached = self.kept.longest(job.prompt.tokens)
+        else:  # the same tokens may stand for another picture
+            cache = None
+            more["options"] = [
+                {"inputs": self._sight.inputs(_opened(self.source, request), defaults.template_options or {})}
+            ]
         segments, job.kinds = job.prompt.after(job.num_cached)
         (uid,) = self._rows.insert_segments(
             segments=[segments],
@@ -130,6 +156,7 @@ class LoadedModel:
             samplers=[sampler_of(request.sampling, defaults, self.tokenizer, self.vocab_size)],
             logits_processors=[self._processors(job)],
             stop_sequences=[self._stops],
+            **more,
         )
         del cache
         limit = self.model.plan.kv_bytes // 2 if options.prompt_cache_bytes is None else options.prompt_cache_bytes
@@ -169,8 +196,7 @@ class LoadedModel:
         """End all requests with an error, after a pass that failed for all."""
         jobs = self.jobs.take_all()
         self._rows.close()
-        is_shared = self._ranks is not None
-        self._rows = make_rows(self.model, self.draft, self._options, self.jobs.note_prompt, is_shared=is_shared)
+        self._rows = self._new_rows()
         for job in jobs:
             job.fail(error)
 
@@ -178,7 +204,7 @@ class LoadedModel:
         """Free its memory."""
         self.kept.trim_to(n_sequences=0)
         self._rows.close()
-        for model in (self.model, self.draft):
+        for model in (self.model if self._sight is None else self._sight.model, self.draft):
             if model is not None:
                 model.close()
 
@@ -203,14 +229,13 @@ class LoadedModel:
         nbytes = self._grammars.nbytes if job.grammar is None else self._grammars.needed_bytes
         return replace(self.model.plan, base_bytes=self.model.plan.base_bytes + nbytes)
 
-    def _decide(self, job: Job, running: Sequence[int]) -> Decision:
-        """Return where a request is answered beside others with so many tokens.
+    def _decide(self, job: Job, running: Sequence[int], num_prompt: int) -> Decision:
+        """Return where a request with so many tokens in its prompt is answered beside others with so many tokens.
 
         Raises:
             RefusedError: the budget has no room for it even when nothing else runs.
         """
-        assert job.prompt is not None
-        model, num_prompt = self.model, len(job.prompt.tokens)
+        model = self.model
         may_batch = not isinstance(self._rows, LoneRows) and (model.batching == "exact" or model.is_batchable)
         wish = partial(
             decide,
@@ -265,6 +290,39 @@ class LoadedModel:
             self.kept.keep(*kept)
         del kept
         job.end(reason)
+
+
+@contextmanager
+def _counted_in_pieces() -> Iterator[None]:
+    """Let a refusal say that the prompt has more tokens."""
+    try:
+        yield
+    except RefusedError as error:
+        raise RefusedError(f"counted in pieces: {error}", error.status) from None
+
+
+def _opened(source: Source, request: GenerationRequest) -> GenerationRequest:
+    """Return a request with the messages that every conversation with a model begins with."""
+    if request.messages is None or not source.first_messages:
+        return request
+    return replace(request, messages=opened_with(source.first_messages, request.messages))
+
+
+def _blind_prompt(
+    name: str, tokenizer: Any, vocab_size: int, request: GenerationRequest, options: Mapping[str, Any]
+) -> Prompt:
+    """Return the prompt of a request to a model of text.
+
+    Raises:
+        RefusedError: it has pictures, or no prompt that the model can read.
+    """
+    if request.pictures:
+        raise RefusedError(
+            f"{name} takes no pictures here. Hint: start the server with --vision, and a model that sees.",
+            400,
+            "messages",
+        )
+    return make_prompt(request, tokenizer, options, vocab_size)
 
 
 def _taken(response: Any) -> Kept | None:

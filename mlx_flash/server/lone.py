@@ -23,6 +23,7 @@ class _Sequence:
         uid: its number.
         segments: parts of its prompt.
         max_tokens, cache, tokens, sampler, processors, stops: as mlx-lm's batches take them.
+        options: further ones of the generation loop.
     """
 
     def __init__(
@@ -35,10 +36,11 @@ class _Sequence:
         sampler: Any,
         processors: Any,
         stops: Any,
+        options: dict[str, Any],
     ) -> None:
         self.uid, self.max_tokens, self.cache, self.tokens = uid, max_tokens, cache, list(tokens)
         self.prompt = [token for segment in segments for token in segment]
-        self.sampler, self.processors = sampler, processors
+        self.sampler, self.processors, self.options = sampler, processors, options
         self.matcher = stops.matcher()
         self.steps: Any = None
         self.num_done = 0
@@ -51,7 +53,12 @@ class LoneRows:
         steps: the generation loop.
         make_cache: makes the prompt caches of a request.
         prefill_step_size: prompt tokens in one forward call.
+
+    Attributes:
+        keeps_caches: hand out caches at the end of requests.
     """
+
+    keeps_caches = True
 
     def __init__(self, steps: Steps, make_cache: Callable[[], list[Any]], prefill_step_size: int) -> None:
         self._steps = steps
@@ -70,11 +77,12 @@ class LoneRows:
         samplers: Any,
         logits_processors: Any,
         stop_sequences: Any,
+        options: Any = ({},),
     ) -> list[int]:
         """Add a request. Return its number in a list."""
         uid = self._num_sequences
         self._num_sequences += 1
-        fields = (segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences)
+        fields = (segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences, options)
         self._sequences.append(_Sequence(uid, *(field[0] for field in fields)))
         return [uid]
 
@@ -140,6 +148,7 @@ class LoneRows:
             prompt_cache=sequence.cache,
             prefill_step_size=self._step,
             prompt_progress_callback=report,
+            **sequence.options,
         )
 
     def _advance(self, sequence: _Sequence) -> Any:
@@ -158,6 +167,8 @@ class LoneRows:
         """End a request. Return its cache and the tokens in it; no tokens if they are not known."""
         self.remove([sequence.uid])
         sequence.steps.close()
+        if not self.keeps_caches:
+            return [], []
         cache = sequence.cache or []
         offsets = {getattr(entry, "offset", None) for entry in cache}
         num_tokens = offsets.pop() if len(offsets) == 1 else None

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm import utils as mlx_lm_utils
@@ -15,7 +15,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
-from mlx_flash.errors import BudgetError
+from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.layout.load import model_name
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import release_freed_memory
@@ -25,6 +25,10 @@ from mlx_flash.server.batches import BatchOptions
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.ranks import Ranks
+from mlx_flash.vision.detect import loads_with_vlm
+
+if TYPE_CHECKING:  # an extra
+    from mlx_flash.server.seeing import Sight
 
 _log = logging.getLogger("mlx_flash")
 
@@ -80,7 +84,7 @@ class Models:
                 return None
             self.unload(idle)
             del idle
-        (model, tokenizer), draft = found, None
+        (model, tokenizer, sight), draft = found, None
         try:
             if source.adapter is not None:
                 mlx_lm_utils.load_adapters(model, source.adapter)
@@ -89,11 +93,11 @@ class Models:
                 draft = load_model(resolve(source.draft), source.config)[0]
             model.start(progress)
         except BaseException:
-            model.close()
+            (model if sight is None else sight.model).close()
             if draft is not None:
                 draft.close()
             raise
-        loaded = LoadedModel(source, model, tokenizer, draft, self._options, self._ranks)
+        loaded = LoadedModel(source, model, tokenizer, draft, self._options, self._ranks, sight)
         self._loaded[source.name] = loaded
         _log.info("loaded %s in %.1f s", source.name, time.perf_counter() - began)
         return loaded
@@ -146,23 +150,49 @@ class Models:
         for model in list(self._loaded.values()):
             self.unload(model)
 
-    def _try(self, source: Source, path: Path) -> tuple[FlashLLM, Any] | None:
-        """Return a model that is planned beside those in memory, and its tokenizer; None if these have to leave."""
+    def _try(self, source: Source, path: Path) -> tuple[FlashLLM, Any, Sight | None] | None:
+        """Return a model that is planned beside those in memory, its tokenizer, and how it sees if it does.
+
+        None if those in memory have to leave.
+        """
         others = bool(self._loaded)
         if others and self._ranks is not None:  # whose budgets differ, while all of them must decide alike
             return None
+        sight = None
         try:
             tokenizer = load_tokenizer(path, source.tokenizer_settings, source.config)
-            prepared = prepare(path, source.config, group=launched_group())
+            if loads_with_vlm(path, source.vision, prefers=False):
+                sight = self._open_sight(source, path, tokenizer)
+                model: FlashLLM = sight.model.language_model
+            else:
+                prepared = prepare(path, source.config, group=launched_group())
+                model = FlashLLM(prepared, source.config, model_name(path))
         except BudgetError:
             if not others:
                 raise
             return None
-        if others and prepared.plan.read_bytes:
-            del prepared, tokenizer
+        if others and model.plan.read_bytes:
+            (model if sight is None else sight.model).close()
+            del model, tokenizer, sight
             _free()
             return None
-        return FlashLLM(prepared, source.config, model_name(path)), tokenizer
+        return model, tokenizer, sight
+
+    def _open_sight(self, source: Source, path: Path, tokenizer: Any) -> Sight:
+        """Return a model that sees.
+
+        Raises:
+            ConfigError: it has what mlx-vlm's loop has nothing for.
+        """
+        given = {"an adapter": source.adapter, "a draft model": source.draft, "several ranks": self._ranks}
+        for words, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{source.name} sees, and {words} cannot be used with it. Hint: --no-vision, or leave it out."
+                )
+        from mlx_flash.server.seeing import open_sight
+
+        return open_sight(path, source.config, tokenizer)
 
 
 def _free() -> None:

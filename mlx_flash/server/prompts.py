@@ -29,6 +29,13 @@ _NOT_OPTIONS = {
 """Arguments of what renders chat templates. ``chat_template`` would let a client run a program of its own."""
 
 
+PIECE_CHARACTERS = 1 << 16
+"""Longer texts are counted in pieces before they become tokens."""
+
+_PIECE_SHARE = 0.9
+"""Share of the tokens of all pieces that the whole has at least."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt.
@@ -62,6 +69,30 @@ def opened_with(first: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
     return [dict(message) for message in (*messages[:num_system], *opening, *messages[num_system:])]
 
 
+def least_tokens(request: GenerationRequest, tokenizer: Any) -> int:
+    """Return a number of tokens that the prompt of a request exceeds; 0 if it has no long text.
+
+    A tokenizer takes some 240 bytes of memory for each token of a text. Here it gets the text in pieces. At their ends
+    are a few tokens more than in the whole. Templates may shorten what the model said, but not what users say.
+    """
+    said = (message.get("content") for message in request.messages or () if message.get("role") == "user")
+    texts = [text for content in (request.prompt, *said) for text in _texts_of(content)]
+    pieces = (
+        text[at : at + PIECE_CHARACTERS]
+        for text in texts
+        if len(text) > PIECE_CHARACTERS
+        for at in range(0, len(text), PIECE_CHARACTERS)
+    )
+    return int(_PIECE_SHARE * sum(len(tokenizer.encode(piece, add_special_tokens=False)) for piece in pieces))
+
+
+def _texts_of(content: Any) -> list[str]:
+    """Return the texts of a message, with or without pictures between them."""
+    if isinstance(content, list):
+        return [part["text"] for part in content if part["type"] == "text"]
+    return [content] if isinstance(content, str) else []
+
+
 def make_prompt(request: GenerationRequest, tokenizer: Any, options: Mapping[str, Any], vocab_size: int) -> Prompt:
     """Return the prompt of a request.
 
@@ -79,29 +110,40 @@ def make_prompt(request: GenerationRequest, tokenizer: Any, options: Mapping[str
     elif tokenizer.has_chat_template:
         found = _of_messages(request, tokenizer, options)
     else:
-        found = _whole(list(tokenizer.encode(_plain_chat(request.messages))))
-    field = "messages" if request.messages is not None else "prompt"
-    if not found.tokens:
-        raise RefusedError("the prompt has no tokens.", 400, field)
-    wrong = next((token for token in found.tokens if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise RefusedError(f"the prompt has token {wrong}: the model has {vocab_size}.", 400, field)
+        found = whole(list(tokenizer.encode(_plain_chat(request.messages))))
+    check_tokens(found.tokens, vocab_size, request)
     return found
 
 
-def _whole(tokens: list[int]) -> Prompt:
-    return Prompt(tokens, [tokens], ["assistant"])
+def check_tokens(tokens: Sequence[int], vocab_size: int, request: GenerationRequest) -> None:
+    """Check that a model can read the tokens of a request's prompt. Raises: RefusedError: it cannot."""
+    field = "messages" if request.messages is not None else "prompt"
+    if not tokens:
+        raise RefusedError("the prompt has no tokens.", 400, field)
+    wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise RefusedError(f"the prompt has token {wrong}: the model has {vocab_size}.", 400, field)
+
+
+def whole(tokens: list[int], state: str = "normal") -> Prompt:
+    """Return a prompt in one part, with no end that is worth keeping.
+
+    Args:
+        tokens: all of it.
+        state: in which it leaves the text.
+    """
+    return Prompt(tokens, [tokens], ["assistant"], state)
 
 
 def _of_text(request: GenerationRequest, tokenizer: Any) -> Prompt:
     if request.tokens is not None:
-        return _whole(list(request.tokens))
-    return _whole(list(tokenizer.encode(request.prompt)))
+        return whole(list(request.tokens))
+    return whole(list(tokenizer.encode(request.prompt)))
 
 
 def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[str, Any]) -> Prompt:
     messages = [dict(message) for message in request.messages or ()]
-    options = {**options, **_checked(request.template_options or {})}
+    options = {**options, **checked_options(request.template_options or {})}
     if request.has_form and tokenizer.has_thinking:
         options = {**options, "enable_thinking": False}
 
@@ -115,7 +157,7 @@ def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[st
             raise RefusedError(f"the model's chat template refuses the messages: {error}", 400, "messages") from error
 
     tokens = render(messages, generates=True)
-    state = _state(tokenizer, tokens)
+    state = state_of(tokenizer, tokens)
     if request.has_form and state == "reasoning":
         field = "tool_choice" if request.must_call else "response_format"
         raise RefusedError("this model always reasons first, which a grammar does not allow.", 400, field)
@@ -136,7 +178,7 @@ def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[st
     return Prompt(tokens, [part for part, _ in parts], [kind for _, kind in parts], state)
 
 
-def _state(tokenizer: Any, tokens: Sequence[int]) -> str:
+def state_of(tokenizer: Any, tokens: Sequence[int]) -> str:
     """Return the state in which a prompt leaves the text: some end with the mark that begins the reasoning."""
     if tokenizer.response_initial_state:
         return str(tokenizer.response_initial_state)
@@ -144,7 +186,7 @@ def _state(tokenizer: Any, tokens: Sequence[int]) -> str:
     return "reasoning" if is_thinking else "normal"
 
 
-def _checked(options: Mapping[str, Any]) -> Mapping[str, Any]:
+def checked_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a request's variables of the chat template. They may not be arguments of what renders it.
 
     Raises:

@@ -51,6 +51,7 @@ class GenerationRequest:
         model: name of the model, as the client gave it.
         work: the work: an answer, counting the tokens of its prompt, or loading or unloading the model.
         messages: of a conversation, as chat templates take them: ``content`` is text, arguments of calls are objects.
+        pictures: files of the pictures whose places messages mark with ``{"type": "image"}`` parts, as base64.
         prompt: text that the model goes on with.
         tokens: the same as numbers.
         tools: JSON descriptions of functions, for the chat template.
@@ -70,6 +71,7 @@ class GenerationRequest:
     model: str
     work: Literal["answer", "count", "load", "unload"] = "answer"
     messages: Sequence[dict[str, Any]] | None = None
+    pictures: Sequence[str] = ()
     prompt: str | None = None
     tokens: Sequence[int] | None = None
     tools: Sequence[dict[str, Any]] | None = None

@@ -11,9 +11,10 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.answer import Answer
-from mlx_flash.server.body import Checked, read_body
+from mlx_flash.server.body import Bodies, Checked, read_body
 from mlx_flash.server.catalog import Catalog
 from mlx_flash.server.loaded import LoadedModel
+from mlx_flash.server.pictures import with_pictures
 from mlx_flash.server.replies import ClientLeftError
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.room import EngineRoom
@@ -39,6 +40,7 @@ class Service:
     def __init__(self, room: EngineRoom) -> None:
         self.room = room
         self.num_requests = 0
+        self._bodies = Bodies()
 
     @property
     def catalog(self) -> Catalog:
@@ -53,11 +55,11 @@ class Service:
         """Send requests to the generation thread. Their answers end by themselves, or by ``leave()``.
 
         Raises:
-            RefusedError: there are too many already, or the thread has ended.
+            RefusedError: there are too many already, a picture cannot be used, or the thread has ended.
         """
         if self.room.num_answers + len(requests) > MAX_REQUESTS:
             raise RefusedError(f"{MAX_REQUESTS} answers wait already. Hint: ask again later.", 503)
-        return self.room.submit(*requests)
+        return self.room.submit(*(with_pictures(request, self.catalog.image_folder) for request in requests))
 
     def endpoint(
         self, kind: type[Checked], answer: Callable[[Service, Request, Checked], Awaitable[Response]], errors: ErrorBody
@@ -72,8 +74,8 @@ class Service:
 
         async def reply(request: Request) -> Response:
             try:
-                with self._one_more():
-                    return await answer(self, request, await read_body(request, kind))
+                with self._one_more(), self._bodies.one_more() as count:
+                    return await answer(self, request, await read_body(request, kind, count))
             except RefusedError as error:
                 return JSONResponse(errors(error), error.status)
             except (ClientLeftError, ClientDisconnect):

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 import uvicorn
@@ -111,6 +112,14 @@ class Server(uvicorn.Server):
             for each in signals:
                 signal.signal(each, stop)
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer. One thread does what would hold up the event loop: parsing holds Python's lock anyway.
+
+        With several of them, that many large bodies would be parsed, and in memory as objects, at once.
+        """
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, "server"))
+        await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End: accept no more, wait for answers after SIGTERM, end the others with an error."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
@@ -27,9 +28,10 @@ from mlx_flash.server import service as service_module
 from mlx_flash.server import serving
 from mlx_flash.server.access import Access, make_access
 from mlx_flash.server.answer import Answer
-from mlx_flash.server.body import MAX_BODY_BYTES, parse
+from mlx_flash.server.body import MAX_BODY_BYTES, checked, parse
 from mlx_flash.server.catalog import Catalog
 from mlx_flash.server.events import Failed
+from mlx_flash.server.openai.schemas import CompletionRequest
 from mlx_flash.server.serving import Server, take_port
 
 KEY = "a-key-of-some-length"
@@ -238,6 +240,9 @@ BODIES: dict[str, tuple[bytes, int]] = {
     "a list": (b'["secret"]', 400),
     "no number": (b'{"prompt": "secret", "temperature": NaN}', 400),
     "endless": (b'{"prompt": "secret", "seed": ' + b"9" * 5000 + b"}", 400),
+    "half of a surrogate pair": (b'{"prompt": "secret \xed\xa0\xbd"}', 400),
+    "UTF-16": ('{"prompt": "secret \\ud83e"}'.encode("utf-16"), 400),
+    "many values": (b'{"secret": [' + b"{}," * 1_000_000 + b"{}]}", 413),
     "much text": (json.dumps({"prompt": ["x" * 3_000_000] * 2}).encode(), 413),
 }
 
@@ -248,6 +253,53 @@ def test_bodies_that_are_refused(name: str) -> None:
     with pytest.raises(RefusedError) as caught:
         parse(body)
     assert caught.value.status == status and "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"prompt": [{}] * 5000}, {"prompt": [[0.5] * 5000]}, {"prompt": "x", "stop": [1.5] * 5000}],
+    ids=["objects", "numbers", "another field"],
+)
+def test_one_error_of_a_list_is_enough(value: dict[str, Any]) -> None:
+    """The errors of a list of two million numbers took 2 GB."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate(value)
+    assert caught.value.error_count() < 10
+
+
+def test_many_unknown_fields_are_not_listed() -> None:
+    with pytest.raises(RefusedError, match=r"5000 fields are wrong, unknown or not supported"):
+        checked({"prompt": "x"} | {f"secret {i}": 0 for i in range(5000)}, CompletionRequest)
+
+
+def test_bodies_of_all_requests_have_a_limit(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "MAX_HELD_BYTES", 10_000)
+    body = json.dumps({"prompt": "x" * 5000})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 9000\r\n\r\n"
+    assert ask(listener, body)[0] == 413
+    with socket.create_connection(listener.server_address, timeout=10) as waiting:
+        waiting.sendall(head.encode() + b"{" * 8000)
+        statuses = iter(lambda: ask(listener, body)[0], 503)  # until its bytes are there
+        for _ in zip(range(1000), statuses, strict=False):
+            time.sleep(0.005)
+        status, text = ask(listener, body)
+        assert status == 503 and "10000 are allowed. Hint: ask again later." in text
+        assert ask(listener, '{"prompt": "x"}')[0] == 413
+    deadline = time.monotonic() + 5
+    while ask(listener, body)[0] == 503 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert ask(listener, body)[0] == 413
+
+
+def test_large_bodies_are_parsed_in_one_thread(listener: Listener) -> None:
+    """With more of them, as many would be in memory as objects at once."""
+    body = json.dumps({"prompt": "x" * 200_000, "stop": ["y"] * 20_000})
+    asking = [threading.Thread(target=ask, args=(listener, body)) for _ in range(12)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert sum(thread.name.startswith(("server_", "asyncio_")) for thread in threading.enumerate()) == 1
 
 
 LENGTHS = {"-1": 400, "two": 400, "\xb2": 400, str(MAX_BODY_BYTES + 1): 413, "9" * 5000: 400, "2, 3": 400}

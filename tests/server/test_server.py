@@ -20,7 +20,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from live import Live, live
 from mlx_flash.errors import RefusedError
-from mlx_flash.server import grammar, loaded
+from mlx_flash.server import grammar, loaded, prompts
 from mlx_flash.server.loop import Loop
 from mlx_flash.server.openai.schemas import ChatRequest, CompletionRequest
 from models import make_random_model
@@ -288,7 +288,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
-        "messages.0.content.0.type",
+        "messages.0.content.0.image_url.url",
     ),
     (CHAT, {"messages": messages(), "chat_template": "{{ 1 }}"}, "chat_template"),
     (
@@ -476,3 +476,29 @@ def test_a_client_that_leaves_ends_its_request(server: Live) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         assert server.model.counters.num_passes - passes < 500
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_text_that_is_too_long_is_counted_in_pieces(model: str, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """4 MB of text took the process from 126 to 981 MB, in a budget of 300 MB, before it was refused."""
+    monkeypatch.setattr(prompts, "PIECE_CHARACTERS", 1000)
+    text, lengths = "x y " * 2500, list[int]()
+    body = {"messages": messages(text)} if path == CHAT else {"prompt": text}
+
+    def decide(plan: Any, num_prompt: int, *args: Any, **options: Any) -> str:
+        if num_prompt > 4000:
+            raise RefusedError(f"a prompt of {num_prompt} tokens has no room", 413)
+        return "batch"
+
+    with live(model) as server:
+        assert server.post(path, body | {"max_tokens": 1})[0] == 200  # there is room
+        tokenizer = next(iter(server.room.models)).tokenizer._tokenizer
+        encode = tokenizer.encode
+        monkeypatch.setattr(tokenizer, "encode", lambda text, **how: lengths.append(len(text)) or encode(text, **how))
+        monkeypatch.setattr(loaded, "decide", decide)
+        status, reply = server.post(path, body)
+        assert status == 413, reply
+        assert reply["error"]["message"].startswith("counted in pieces: a prompt of ")
+        assert sum(lengths) == len(text) and max(lengths) == 1000
+        lengths.clear()
+        assert server.post(path, {"prompt": "x y"} if path == TEXT else {"messages": messages("x y")})[0] == 200

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_flash.server.anthropic.schemas import Conversation, Message, TextBlock, Tool
+from mlx_flash.server.anthropic.schemas import Conversation, ImageBlock, Message, TextBlock, Tool
+from mlx_flash.server.pictures import content_of, data_url, picture_part
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.toolchoice import tool_fields
 
@@ -38,22 +39,24 @@ def _messages(body: Conversation) -> list[dict[str, Any]]:
     if body.system:
         found.append({"role": "system", "content": _text(body.system)})
     names: dict[str, str] = {}
-    for message in body.messages:
-        found += _of_assistant(message, names) if message.role == "assistant" else _of_user(message, names)
+    for i, message in enumerate(body.messages):
+        is_assistant = message.role == "assistant"
+        found += _of_assistant(message, names) if is_assistant else _of_user(message, names, f"messages.{i}")
     return found
 
 
-def _of_user(message: Message, names: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the results of calls, each as a message of its own, and the text between them.
+def _of_user(message: Message, names: dict[str, str], field: str) -> list[dict[str, Any]]:
+    """Return the results of calls, each as a message of its own, and the text and pictures between them.
 
     Args:
         message: a message of the user.
         names: of the functions of earlier calls, by the number of the call.
+        field: its place in the request.
     """
     if isinstance(message.content, str):
         return [{"role": "user", "content": message.content}]
     found: list[dict[str, Any]] = []
-    for block in message.content:
+    for i, block in enumerate(message.content):
         if block.type == "tool_result":
             result: dict[str, Any] = {
                 "role": "tool",
@@ -63,12 +66,21 @@ def _of_user(message: Message, names: dict[str, str]) -> list[dict[str, Any]]:
             if block.tool_use_id in names:
                 result["name"] = names[block.tool_use_id]
             found.append(result)
-        elif block.type == "text":
-            if found and found[-1]["role"] == "user":
-                found[-1]["content"] += f"\n{block.text}"
-            else:
-                found.append({"role": "user", "content": block.text})
+        elif block.type in ("text", "image"):
+            if not found or found[-1]["role"] != "user":
+                found.append({"role": "user", "content": []})
+            found[-1]["content"].append(_part(block, f"{field}.content.{i}.source"))
+    for each in found:
+        if each["role"] == "user":
+            each["content"] = content_of(each["content"], between="\n")
     return found or [{"role": "user", "content": ""}]
+
+
+def _part(block: TextBlock | ImageBlock, field: str) -> dict[str, str]:
+    if isinstance(block, TextBlock):
+        return {"type": "text", "text": block.text}
+    source = block.source
+    return picture_part(source.url or "" if source.type == "url" else data_url(source.data or ""), field)
 
 
 def _of_assistant(message: Message, names: dict[str, str]) -> list[dict[str, Any]]:

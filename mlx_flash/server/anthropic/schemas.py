@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mlx_flash.server.body import Body
+from mlx_flash.server.body import Body, Many
 from mlx_flash.server.openai.schemas import Count, FunctionName, Name, StopText
 
 
@@ -15,6 +15,28 @@ class TextBlock(Body, extra="ignore"):
 
     type: Literal["text"]
     text: str
+
+
+class ImageSource(Body):
+    """A picture: its data, or an URL."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> ImageSource:
+        if (self.data if self.type == "base64" else self.url) is None:
+            raise ValueError("a source of type base64 has data, and one of type url has an url")
+        return self
+
+
+class ImageBlock(Body, extra="ignore"):
+    """A picture."""
+
+    type: Literal["image"]
+    source: ImageSource
 
 
 class ThinkingBlock(Body, extra="ignore"):
@@ -38,23 +60,23 @@ class ToolResultBlock(Body, extra="ignore"):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | Many[TextBlock] | None = None
     is_error: bool | None = None
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
-"""A part of a message. Images and documents are not supported."""
+Block = Annotated[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+"""A part of a message. Documents are not supported."""
 
 
 class Message(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | Many[Block]
 
     @model_validator(mode="after")
     def _suits_role(self) -> Message:
-        allowed = ("text", "tool_result") if self.role == "user" else ("text", "thinking", "tool_use")
+        allowed = ("text", "image", "tool_result") if self.role == "user" else ("text", "thinking", "tool_use")
         for block in self.content if isinstance(self.content, list) else ():
             if block.type not in allowed:
                 raise ValueError(f"a message of the {self.role} has no {block.type} blocks")
@@ -113,9 +135,9 @@ class Conversation(Body):
     """A conversation."""
 
     model: Name
-    messages: Annotated[list[Message], Field(min_length=1)]
-    system: str | list[TextBlock] | None = None
-    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)]
+    system: str | Many[TextBlock] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -136,7 +158,7 @@ class MessagesRequest(Conversation):
     """A request for the next message of a conversation."""
 
     max_tokens: Count
-    stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop_sequences: Annotated[Many[StopText], Field(max_length=16)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -14,6 +14,7 @@ from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDe
 from mlx_flash.server.ollama.common import counts_of, error_body, known_name, line, logprob_of, now
 from mlx_flash.server.ollama.schemas import Asked, ChatRequest, GenerateRequest, Message, Options
 from mlx_flash.server.pace import paced
+from mlx_flash.server.pictures import content_of, data_url, picture_part
 from mlx_flash.server.replies import Stream, collect_all, opened
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.service import Service
@@ -28,7 +29,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     if body.messages:
         asked = GenerationRequest(
             model=body.model,
-            messages=[_message(message) for message in body.messages],
+            messages=[_message(message, f"messages.{i}") for i, message in enumerate(body.messages)],
             tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
         )
     return await _answer(service, request, body, asked)
@@ -41,7 +42,8 @@ async def generate(service: Service, request: Request, body: GenerateRequest) ->
         asked = GenerationRequest(model=body.model, prompt=body.prompt)
     elif body.prompt:
         system = [{"role": "system", "content": body.system}] if body.system else []
-        asked = GenerationRequest(model=body.model, messages=[*system, {"role": "user", "content": body.prompt}])
+        content = _content(body.prompt, body.images, "")
+        asked = GenerationRequest(model=body.model, messages=[*system, {"role": "user", "content": content}])
     return await _answer(service, request, body, asked)
 
 
@@ -182,9 +184,23 @@ def _grammar(form: str | dict[str, Any] | None) -> str | None:
     return json_grammar(form if isinstance(form, dict) else None, "format")
 
 
-def _message(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates take it."""
-    found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+def _content(text: str | None, images: Sequence[str] | None, field: str) -> str | list[dict[str, str]]:
+    """Return the content of a message: Ollama's pictures are base64, without a kind, and come before the text."""
+    parts = [picture_part(data_url(data), f"{field}images.{i}") for i, data in enumerate(images or ())]
+    return content_of([*parts, {"type": "text", "text": text or ""}])
+
+
+def _message(message: Message, field: str) -> dict[str, Any]:
+    """Return a message as chat templates take it.
+
+    Args:
+        message: the message.
+        field: its place in the request.
+    """
+    found: dict[str, Any] = {
+        "role": message.role,
+        "content": _content(message.content, message.images, f"{field}."),
+    }
     given = {
         "name": message.tool_name,
         "tool_call_id": message.tool_call_id,

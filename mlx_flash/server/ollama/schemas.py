@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mlx_flash.server.body import Body
+from mlx_flash.server.body import Body, Many
 from mlx_flash.server.openai.schemas import Name, Penalty, StopText
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"[+-]?(\d{1,15}(\.\d{0,9})?(ns|us|µs|ms|s|m|h)){1,10}")
 _PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
 
-NoValue = Annotated[list[Any], Field(max_length=0)]
+NoValue = Annotated[Many[Any], Field(max_length=0)]
 """A list that must be empty, because what it could hold is not supported."""
 
 
@@ -44,7 +44,7 @@ class Options(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[Many[StopText], Field(max_length=16)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0, le=100)] | None = None
     repeat_last_n: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
     presence_penalty: Penalty | None = None
@@ -131,8 +131,8 @@ class Message(Body, extra="ignore"):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: NoValue | None = None
-    tool_calls: list[MessageCall] | None = None
+    images: Many[str] | None = None
+    tool_calls: Many[MessageCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -155,8 +155,8 @@ class Tool(Body, extra="ignore"):
 class ChatRequest(Asked):
     """A request for the next message of a conversation. One without messages loads or unloads the model."""
 
-    messages: list[Message] | None = None
-    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+    messages: Many[Message] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> ChatRequest:
@@ -174,7 +174,13 @@ class GenerateRequest(Asked):
     template: Literal[""] | None = None
     suffix: Literal[""] | None = None
     context: NoValue | None = None
-    images: NoValue | None = None
+    images: Many[str] | None = None
+
+    @model_validator(mode="after")
+    def _has_places(self) -> GenerateRequest:
+        if self.images and (self.raw or not self.prompt):
+            raise ValueError("images belong to a prompt that is not raw")
+        return self
 
 
 class ShowRequest(Body):

@@ -13,6 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.ollama.common import tagged
+from mlx_flash.vision.detect import is_installed, sees
 
 _FOR_EVER = timedelta(days=36_500)
 """The time for which a model stays that never leaves. Clients show "for ever" from some decades on."""
@@ -89,6 +90,7 @@ def shown(source: Source) -> dict[str, Any]:
         info[f"{family}.block_count"] = config["num_hidden_layers"]
     capabilities = ["completion"]
     capabilities += ["tools"] if "tools" in template else []
+    capabilities += ["vision"] if folder is not None and source.vision and is_installed() and sees(folder) else []
     capabilities += ["thinking"] if "enable_thinking" in template or "reasoning_effort" in template else []
     return {
         "modelfile": "\n".join([f"FROM {source.base}", *(f"PARAMETER {text}" for text in lines), ""]),

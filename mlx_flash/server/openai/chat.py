@@ -23,7 +23,8 @@ from mlx_flash.server.openai.common import (
     usage_of,
     wants_usage,
 )
-from mlx_flash.server.openai.schemas import ChatRequest, FunctionChoice, Message
+from mlx_flash.server.openai.schemas import ChatRequest, FunctionChoice, Message, Part
+from mlx_flash.server.pictures import content_of, picture_part
 from mlx_flash.server.replies import Stream, Whole, collect_all, merged, opened_all
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.service import Service
@@ -79,9 +80,9 @@ def message_of(message: Message, field: str) -> dict[str, Any]:
     Raises:
         RefusedError: the arguments of a call are no JSON object.
     """
-    content = message.content
+    content: Any = message.content
     if isinstance(content, list):
-        content = "".join(part.text or part.refusal or "" for part in content)
+        content = content_of([_part(part, f"{field}.content.{i}") for i, part in enumerate(content)])
     found: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": content or "",
@@ -100,6 +101,12 @@ def message_of(message: Message, field: str) -> dict[str, Any]:
             )
         found["tool_calls"] = calls
     return found
+
+
+def _part(part: Part, field: str) -> dict[str, str]:
+    if part.image_url is not None:
+        return picture_part(part.image_url.url, f"{field}.image_url.url")
+    return {"type": "text", "text": part.text or part.refusal or ""}
 
 
 def arguments_of(arguments: str | dict[str, Any], field: str) -> dict[str, Any]:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from mlx_flash.server.body import Body
+from mlx_flash.server.body import Body, Many
 from mlx_flash.server.openai.schemas import Count, FunctionName, Ignored, Name
 
 
-class InputText(Body, extra="ignore"):
-    """A part of a message. Images and files are not supported."""
+class InputPart(Body, extra="ignore"):
+    """A part of a message. Files are not supported."""
 
-    type: Literal["input_text", "output_text", "text"]
-    text: str
+    type: Literal["input_text", "output_text", "text", "input_image"]
+    text: str = ""
+    image_url: str | None = None
+
+    @model_validator(mode="after")
+    def _has_picture(self) -> InputPart:
+        if (self.type == "input_image") != (self.image_url is not None):
+            raise ValueError("a part of type input_image has an image_url, and no other part has one")
+        return self
 
 
 class InputItem(Body, extra="ignore"):
@@ -22,7 +29,7 @@ class InputItem(Body, extra="ignore"):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[InputText] | None = None
+    content: str | Many[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -67,13 +74,13 @@ class ResponseRequest(Ignored):
     """A request for the next items of a conversation."""
 
     model: Name = "default_model"
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[Many[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=512)] | None = None
+    tools: Annotated[Many[ResponseTool], Field(max_length=512)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

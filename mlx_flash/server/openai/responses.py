@@ -12,8 +12,9 @@ from starlette.responses import JSONResponse, Response
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.openai.chat import arguments_of
 from mlx_flash.server.openai.response_items import response_of
-from mlx_flash.server.openai.response_schemas import FunctionChoice, ResponseRequest
+from mlx_flash.server.openai.response_schemas import FunctionChoice, InputPart, ResponseRequest
 from mlx_flash.server.openai.response_stream import stream_of
+from mlx_flash.server.pictures import content_of, picture_part
 from mlx_flash.server.replies import Stream, collect_all, opened
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.service import Service
@@ -69,12 +70,19 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
         elif item.type == "message":
             if item.role is None:
                 raise RefusedError(f"{field}.role is missing.", 400, f"{field}.role")
-            content = item.content or ""
-            text = content if isinstance(content, str) else "".join(part.text for part in content)
-            messages.append({"role": "system" if item.role == "developer" else item.role, "content": text})
+            content: Any = item.content or ""
+            if not isinstance(content, str):
+                content = content_of([_part(part, f"{field}.content.{i}") for i, part in enumerate(content)])
+            messages.append({"role": "system" if item.role == "developer" else item.role, "content": content})
     if not messages:
         raise RefusedError("input has no messages.", 400, "input")
     return messages
+
+
+def _part(part: InputPart, field: str) -> dict[str, str]:
+    if part.image_url is not None:
+        return picture_part(part.image_url, f"{field}.image_url")
+    return {"type": "text", "text": part.text}
 
 
 def _grammar(body: ResponseRequest) -> str | None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mlx_flash.server.body import Body
+from mlx_flash.server.body import Body, Many
 
 MAX_CHOICES = 16
 """The most answers to one prompt."""
@@ -58,7 +58,7 @@ class SamplingFields(Ignored):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[Many[StopText], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -74,20 +74,34 @@ class Message(Body, extra="ignore"):
     """A message of a conversation. Fields of replies that clients send back are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Many[Part] | None = None
     name: str | None = None
-    tool_calls: list[MessageCall] | None = None
+    tool_calls: Many[MessageCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
 
-class Part(Body):
-    """A part of a message. Images, sounds and files are not supported."""
+class ImageUrl(Body):
+    """The place of a picture. How finely it is looked at, the model's processor decides."""
 
-    type: Literal["text", "refusal"]
+    url: str
+    detail: Any = None
+
+
+class Part(Body):
+    """A part of a message. Sounds and files are not supported."""
+
+    type: Literal["text", "refusal", "image_url"]
     text: str = ""
     refusal: str | None = None
+    image_url: ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _has_picture(self) -> Part:
+        if (self.type == "image_url") != (self.image_url is not None):
+            raise ValueError("a part of type image_url has an image_url, and no other part has one")
+        return self
 
 
 class MessageCall(Body, extra="ignore"):
@@ -159,16 +173,16 @@ class ResponseFormat(Body):
 class ChatRequest(SamplingFields):
     """A request for the next message of a conversation."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1)] | None = None
+    modalities: Annotated[Many[Literal["text"]], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> ChatRequest:
@@ -184,9 +198,9 @@ class CompletionRequest(SamplingFields):
 
     prompt: (
         str
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[Many[Token], Field(min_length=1)]
+        | Annotated[Many[str], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[Many[Annotated[Many[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None

@@ -1,0 +1,149 @@
+"""Requests with pictures: their prompts, their room in the budget, and their tokens by mlx-vlm's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_flash.compat.vlm import make_vlm_cache
+from mlx_flash.config import FlashConfig
+from mlx_flash.errors import BudgetError, PictureError, RefusedError
+from mlx_flash.residency.admission import room_bytes
+from mlx_flash.server.lone import LoneRows
+from mlx_flash.server.pictures import decoded
+from mlx_flash.server.prompts import Prompt, check_tokens, checked_options, state_of, whole
+from mlx_flash.server.request import GenerationRequest
+from mlx_flash.vision.loading import load_processor_of, load_vlm_model
+from mlx_flash.vision.model import FlashVLM
+from mlx_flash.vision.pictures import decoding_bytes, open_picture, size_of
+from mlx_flash.vision.prompts import PicturePrompt, make_prompt, of_tokens, steps
+
+
+def open_sight(path: Path, config: FlashConfig, tokenizer: Any) -> Sight:
+    """Load a model that sees, and its processor, which shares the server's tokenizer.
+
+    Args:
+        path: the model's folder.
+        config: how to stream.
+        tokenizer: mlx-lm's wrapper.
+
+    Raises:
+        FlashError: it cannot be loaded.
+    """
+    model = load_vlm_model(path, config)
+    try:
+        processor = load_processor_of(path, model)
+    except BaseException:
+        model.close()
+        raise
+    own: Any = getattr(processor, "tokenizer", None)
+    shared = tokenizer._tokenizer
+    if type(own) is type(shared):  # the vocabulary is in memory once
+        shared.chat_template = shared.chat_template or own.chat_template
+        processor.tokenizer = shared
+    return Sight(model, processor, tokenizer)
+
+
+class Sight:
+    """A model that sees, as the server uses it. Belongs to the generation thread.
+
+    Args:
+        model: the model.
+        processor: its processor.
+        tokenizer: mlx-lm's wrapper of the same tokenizer.
+    """
+
+    def __init__(self, model: FlashVLM, processor: Any, tokenizer: Any) -> None:
+        self.model = model
+        self._processor = processor
+        self._tokenizer = tokenizer
+
+    def make_cache(self) -> list[Any]:
+        """Return an empty prompt cache."""
+        found: list[Any] = make_vlm_cache(self.model.language_model)
+        return found
+
+    def prompt(self, vocab_size: int, request: GenerationRequest, options: Mapping[str, Any]) -> Prompt:
+        """Return the prompt of a request, and check that the budget has room for its pictures.
+
+        Args:
+            vocab_size: tokens of the model.
+            request: the request.
+            options: variables of the chat template.
+
+        Raises:
+            RefusedError: it has none, or a picture is broken, or too large for the budget.
+        """
+        found = self.inputs(request, options)
+        if request.pictures:
+            need, room = self.model.picture_bytes(found.keywords), room_bytes(self.model.plan)
+            if need is not None and need > room:
+                raise RefusedError(
+                    f"the pictures need {need / 1e6:.1f} MB while they are computed, and the budget leaves "
+                    f"{room / 1e6:.1f} MB. Hint: send smaller ones, or raise ram_budget_gb.",
+                    400,
+                    "messages",
+                )
+        tokens = found.tokens
+        check_tokens(tokens, vocab_size, request)
+        return whole(tokens, state_of(self._tokenizer, tokens))
+
+    def inputs(self, request: GenerationRequest, options: Mapping[str, Any]) -> PicturePrompt:
+        """Return what the model is called with for a request. Its pictures are decoded for it.
+
+        Raises:
+            RefusedError: a picture cannot be used.
+        """
+        if request.tokens is not None:
+            return of_tokens(list(request.tokens))
+        options = {"enable_thinking": False, **options, **checked_options(request.template_options or {})}
+        if request.tools is not None:
+            options["tools"] = list(request.tools)
+        messages: Any = request.prompt if request.messages is None else request.messages
+        try:
+            return make_prompt(
+                self.model,
+                self._processor,
+                messages,
+                [self._decode(data, i) for i, data in enumerate(decoded(request.pictures))],
+                is_chat=request.messages is not None,
+                **(options if request.messages is not None else {}),
+            )
+        except (PictureError, BudgetError) as error:
+            raise RefusedError(str(error), 400, "messages") from error
+
+    def _decode(self, data: bytes, index: int) -> Any:
+        name = f"picture {index + 1}"
+        self.model.towers.make_room(decoding_bytes(size_of(data, name)), f"decoding {name} for a call")
+        return open_picture(data, name)
+
+    def steps(
+        self,
+        prompt: mx.array,
+        inputs: PicturePrompt,
+        prompt_progress_callback: Callable[[int, int], None],
+        **options: Any,
+    ) -> Iterator[Any]:
+        """Yield tokens and log probabilities, by mlx-vlm's own loop.
+
+        Args:
+            prompt: the tokens.
+            inputs: the same with pictures.
+            prompt_progress_callback: called when the prompt begins and ends.
+            options: as mlx-lm's loops take them.
+        """
+        prompt_progress_callback(0, prompt.size)
+        for number, found in enumerate(steps(self.model, inputs, **options)):
+            if not number:
+                prompt_progress_callback(prompt.size, prompt.size)
+            yield found
+
+
+class SeeingRows(LoneRows):
+    """Requests of a model that sees, one after another. Their caches are not kept: the same tokens may stand for
+    other pictures."""
+
+    keeps_caches = False

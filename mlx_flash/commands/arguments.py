@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from mlx_flash import __version__
-from mlx_flash.commands.borrowed import borrow_flags, flags_of
+from mlx_flash.commands.borrowed import DRAFTED, borrow_flags, flags_of
 from mlx_flash.commands.flags import (
     ACCESS,
     BENCH,
@@ -36,6 +36,7 @@ from mlx_flash.commands.flags import (
     SHOW,
     STOP,
     VERIFY,
+    VISION,
     Flag,
 )
 from mlx_flash.commands.parser import SHOWN, Parser
@@ -203,7 +204,11 @@ def _add_generate_flags(parser: Parser) -> None:
     words = "False: text alone on stdout; without a value: print the log, too"
     add("--verbose", type=boolean, nargs="?", const=LOG, default=True, metavar="BOOL", help=words)
     add("--chat-template-config", type=json_object, default=None, metavar="JSON", help="for the chat template")
-    borrow_flags(parser, "generate", without=("--image", "--quantize-activations"))
+    words = "pictures for the prompt, in their order; needs mlx-vlm"
+    add("--image", type=Path, nargs="+", metavar="FILE", help=words)
+    add(*DRAFTED[0], **DRAFTED[1])
+    parser.add_argument(*VISION[0], **VISION[1])
+    borrow_flags(parser, "generate", without=("--quantize-activations",))
     add("--json", action="store_true", help="write one JSON object to stdout")
     add("--resident", action="store_true", help="keep everything in memory, by mlx-lm alone, to compare with")
     add("--routing-trace", type=Path, metavar="FILE", help="record the experts of each token, for benchmarks")

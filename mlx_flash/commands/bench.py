@@ -16,7 +16,9 @@ from rich.progress import DownloadColumn
 from mlx_flash.commands.common import make_config, print_json, print_rich, progress_bar, tokenizer_if_any
 from mlx_flash.commands.render import labelled_lines, roofline
 from mlx_flash.commands.report import GenerationReport, Recorder, make_report
+from mlx_flash.commands.vision import is_vision, seeing
 from mlx_flash.config import GB, FlashConfig
+from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.generation import generate_step
 from mlx_flash.loading import load_model
@@ -49,6 +51,8 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
     """
     for file in weight_files(path):
         drop_file(file)
+    if is_vision(args, path, prefers=True):
+        return _measure_seeing(args, path)
     tokenizer = tokenizer_if_any(path, args)
     began = time.perf_counter()
     with progress_bar(args, "Loading", DownloadColumn()) as progress:
@@ -63,15 +67,39 @@ def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[
         # Beyond max_tokens, mlx-lm computes one token ahead; it is not part of the measured time.
         for token, _ in generate_step(prompt, model, max_tokens=args.max_tokens, prefill_step_size=step):
             run.add(SimpleNamespace(token=token, text="", finish_reason=None))
-        cold = "the cached pages of the checkpoint were dropped before loading"
-        share = engine.reader.cached.share
-        if share:
-            cold += f"; free memory outside the budget caches {share:.0%} of it during the run"
-        else:
-            cold += ", and reads bypass the page cache" if engine.reader.is_direct else " (a hint to the system)"
+        cold = _cold(engine)
     run.finish_reason = "length"
     del tokenizer
     return make_report(run, args.model, step), model.plan, cold
+
+
+def _measure_seeing(args: argparse.Namespace, path: Path) -> tuple[GenerationReport, ResidencyPlan, str]:
+    """As :func:`measure`, of a model that sees, with a picture."""
+    from mlx_flash.commands.seen import sample_prompt, tokens_after
+
+    began = time.perf_counter()
+    with seeing(args, path) as (model, processor):
+        prompt = sample_prompt(model, processor, args.prompt_tokens)  # before the plan, which counts the process
+        model.expect(len(prompt.tokens) + args.max_tokens, prompt.keywords)
+        with progress_bar(args, "Loading", DownloadColumn()) as progress:
+            model.start(progress)
+        run = Recorder(model.language_model, len(prompt.tokens), time.perf_counter() - began)
+        for token in tokens_after(model, prompt, args.max_tokens):
+            run.add(SimpleNamespace(token=token, text="", finish_reason=None))
+        cold = _cold(model.engine)
+    run.finish_reason = "length"
+    return make_report(run, args.model, model.plan.prefill_step_size), model.plan, cold
+
+
+def _cold(engine: Engine) -> str:
+    """Return how cold a run was, in words."""
+    cold = "the cached pages of the checkpoint were dropped before loading"
+    share = engine.reader.cached.share
+    if share:
+        cold += f"; free memory outside the budget caches {share:.0%} of it during the run"
+    else:
+        cold += ", and reads bypass the page cache" if engine.reader.is_direct else " (a hint to the system)"
+    return cold
 
 
 def _lines(report: GenerationReport, plan: ResidencyPlan, cold: str) -> Iterator[tuple[str, str]]:

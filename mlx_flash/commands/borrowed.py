@@ -10,9 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.commands.ranges import OF_MLX_LM
+from mlx_flash.commands.ranges import OF_MLX_LM, count
 
 _TYPES = {"int": int, "float": float, "str": str}
+
+_WORDS = "most tokens to guess at a time with a draft model (default: as many as pay)"
+DRAFTED: tuple[list[str], dict[str, Any]] = (["--num-draft-tokens"], {"type": count, "metavar": "N", "help": _WORDS})
+"""A flag of mlx-lm that has no default here."""
 
 
 def borrow_flags(

@@ -44,7 +44,7 @@ class ByteCheck:
         stream, before = engine.stream, engine.stream.before_release
 
         def compare(index: int, memory: memoryview) -> None:
-            self._segments(stream.units[index].placement.segments, memory)
+            self.segments(stream.units[index].placement.segments, memory)
             if before is not None:
                 before(index, memory)
 
@@ -63,7 +63,7 @@ class ByteCheck:
         for number in range(len(pool.layers) if pool is not None else 0):
             assert pool is not None
             for expert in np.flatnonzero(pool.ready(number)):
-                self._segments(*pool.reads((number, int(expert))))
+                self.segments(*pool.reads((number, int(expert))))
 
     def close(self) -> None:
         """Close the files."""
@@ -74,7 +74,8 @@ class ByteCheck:
         self._fds.clear()
         self._decoded.clear()
 
-    def _segments(self, segments: Sequence[Segment], memory: memoryview) -> None:
+    def segments(self, segments: Sequence[Segment], memory: memoryview) -> None:
+        """Compare a buffer with the parts of files that were read into it."""
         for segment in segments:
             for piece in segment.pieces:
                 part = memory[piece.buffer_offset : piece.buffer_offset + piece.nbytes]

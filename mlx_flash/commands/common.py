@@ -30,6 +30,12 @@ def make_config(args: argparse.Namespace) -> FlashConfig:
     return FlashConfig.resolve(**dial(args))
 
 
+def prompt_text(args: argparse.Namespace, read: Callable[[], str]) -> str:
+    r"""Return the text of ``--prompt``; for ``-``, what is read. ``\n`` and ``\t`` are replaced, as mlx-lm does."""
+    prompt = str(args.prompt).replace("\\n", "\n").replace("\\t", "\t")
+    return read() if prompt == "-" else prompt
+
+
 def load_tokenizer(
     path: Path,
     args: argparse.Namespace,

@@ -17,9 +17,10 @@ from mlx_flash.commands.budgets import budget_rows, budgets_to_json, render_budg
 from mlx_flash.commands.common import make_config, print_json, print_rich, tokenizer_if_any
 from mlx_flash.commands.render import labelled_lines, roofline
 from mlx_flash.commands.report import GenerationReport, Json, surroundings
+from mlx_flash.commands.vision import prepare_model
 from mlx_flash.compat.require import TESTED
 from mlx_flash.config import GB, FlashConfig
-from mlx_flash.engine.prepare import prepare, resolve
+from mlx_flash.engine.prepare import resolve
 from mlx_flash.folders import cache_directory
 from mlx_flash.memory.footprint import wired_limit
 from mlx_flash.monitor.system import SystemMemory, system_memory
@@ -156,7 +157,7 @@ def _kind(disk: Disk) -> str:
 def _look_at_model(args: argparse.Namespace, path: Path, config: FlashConfig, out: TextIO) -> Json:
     """Measure a short run, then plan for several budgets with the speeds that it reached. Print, or return for JSON."""
     tokenizer = tokenizer_if_any(path, args)
-    prepared = prepare(path, config, writes=False)  # before the run, which takes memory
+    prepared = prepare_model(args, path, config)  # before the run, which takes memory
     del tokenizer
     report, plan, _ = measure(args, path, config)
     reached = load_speed(prepared.machine.speed_key) or prepared.machine.speed

@@ -21,6 +21,12 @@ def flag(*names: str, **options: Any) -> Flag:
 
 
 JSON = flag("--json", action="store_true", help="write one JSON object to stdout")
+VISION = flag(
+    "--vision",
+    action=argparse.BooleanOptionalAction,
+    default=None,
+    help="load a model that sees with mlx-vlm, and not as text alone with mlx-lm",
+)
 ACCESS = (
     flag("--api-key-file", type=Path, metavar="FILE", help="a key that clients must send (also MLX_FLASH_API_KEY)"),
     flag("--no-auth", action="store_true", help="let other machines connect without a key"),
@@ -42,6 +48,7 @@ RUN = (
     *ACCESS,
 )
 PLAN = (
+    VISION,
     JSON,
     flag("--budgets", action="store_true", help="compare budgets: peak, speed, first token, longest context"),
     flag("--ranks", type=ranks, default=1, metavar="N", help="show the layers of each of N machines like this one"),
@@ -50,6 +57,7 @@ PLAN = (
 BENCH = (
     flag("--prompt-tokens", type=prompt_tokens, default=64, metavar="N", help="length of the prompt (default: 64)"),
     flag("--max-tokens", "-m", type=count, default=16, metavar="N", help="tokens to generate (default: 16)"),
+    VISION,
     JSON,
 )
 VERIFY = (
@@ -62,6 +70,7 @@ VERIFY = (
     ),
     flag("--output", "-o", type=Path, metavar="FILE", help="save the receipt"),
     flag("--against", type=Path, metavar="FILE", help="compare with another receipt"),
+    VISION,
     JSON,
 )
 DOCTOR = (
@@ -81,6 +90,7 @@ DOCTOR = (
         metavar="N",
         help="tokens of the measured run (default: 12)",
     ),
+    VISION,
     JSON,
 )
 EXEC = (flag("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="such as: mlx_lm.generate --model MODEL"),)

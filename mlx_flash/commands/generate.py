@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,18 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import make_sampler
 from rich.progress import DownloadColumn, MofNCompleteColumn
 
-from mlx_flash.commands.common import load_tokenizer, make_config, note, print_json, print_rich, progress_bar
+from mlx_flash.commands.common import (
+    load_tokenizer,
+    make_config,
+    note,
+    print_json,
+    print_rich,
+    progress_bar,
+    prompt_text,
+)
 from mlx_flash.commands.render import render_generation
-from mlx_flash.commands.report import GenerationReport, Recorder, make_report
+from mlx_flash.commands.report import GenerationReport, Recorder, follow, make_report
+from mlx_flash.commands.vision import generate_with_pictures, is_vision
 from mlx_flash.compat.loading import makes_own_cache
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import ConfigError
@@ -44,6 +53,9 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
     if args.seed is not None:
         mx.random.seed(args.seed)
     path = resolve(args.model)
+    if is_vision(args, path, prefers=False):
+        run, step, interrupted = generate_with_pictures(args, path, out)
+        return end(args, run, step, interrupted, out)
     group = launched_group()
     if group is not None:
         out = rank_output(group, out)
@@ -64,11 +76,18 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
         progress = stack.enter_context(progress_bar(args, "Prefill", MofNCompleteColumn()))
         stack.enter_context(routing_trace(model, args))
         options = generation_options(args, tokenizer)
-        options |= {"prompt_cache": saved.cache, "draft_model": draft, "num_draft_tokens": args.num_draft_tokens}
+        options |= {"prompt_cache": saved.cache, "draft_model": draft}
+        if args.num_draft_tokens is not None:
+            options["num_draft_tokens"] = args.num_draft_tokens
         responses = stream_generate(
             model, tokenizer, prompt, prefill_step_size=step, prompt_progress_callback=progress, **options
         )
         interrupted = follow(responses, run, None if args.json else out)
+    return end(args, run, step, interrupted, out)
+
+
+def end(args: argparse.Namespace, run: Recorder, step: int, interrupted: KeyboardInterrupt | None, out: TextIO) -> int:
+    """Print the summary of a run, and pass on what interrupted it. Return the exit status."""
     if run.tokens:
         print_report(args, make_report(run, args.model, step), out)
     if interrupted is not None:
@@ -148,8 +167,7 @@ def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:
     Raises:
         ConfigError: the prompt is empty.
     """
-    prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
-    prompt = read_on_rank_0(sys.stdin) if prompt == "-" else prompt
+    prompt = prompt_text(args, lambda: read_on_rank_0(sys.stdin))
     use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
     if use_chat_template:
         prompt = apply_chat_template(tokenizer, prompt, args)
@@ -243,22 +261,6 @@ def generation_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, An
         "kv_group_size": args.kv_group_size,
         "quantized_kv_start": args.quantized_kv_start,
     }
-
-
-def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | None) -> KeyboardInterrupt | None:
-    """Record responses as they come, and write their text. Return the interrupt that ends them, if one does."""
-    try:
-        with contextlib.closing(responses):
-            for response in responses:
-                run.add(response)
-                if out is not None:
-                    print(response.text, end="", file=out, flush=True)
-    except KeyboardInterrupt as interrupt:
-        return interrupt
-    finally:
-        if out is not None and run.tokens:
-            print(file=out, flush=True)
-    return None
 
 
 def print_report(args: argparse.Namespace, report: GenerationReport, out: TextIO) -> None:

@@ -16,7 +16,8 @@ from mlx_flash.commands.preview import is_remote, preview
 from mlx_flash.commands.ranks import rank_parts, render_ranks
 from mlx_flash.commands.render import render_plan
 from mlx_flash.commands.report import planning_to_json
-from mlx_flash.engine.prepare import prepare, resolve
+from mlx_flash.commands.vision import prepare_model
+from mlx_flash.engine.prepare import resolve
 from mlx_flash.storage.probe import sample_in
 
 
@@ -35,7 +36,7 @@ def plan(args: argparse.Namespace, out: TextIO) -> int:
 def _plan(args: argparse.Namespace, path: Path, probe: Path | None, out: TextIO) -> int:
     tokenizer = tokenizer_if_any(path, args)
     config = make_config(args)
-    prepared = prepare(path, config, writes=False, probe=probe)
+    prepared = prepare_model(args, path, config, probe)
     del tokenizer
     rows = budget_rows(prepared, config) if args.budgets else []
     parts = rank_parts(prepared, args.ranks) if args.ranks > 1 else []

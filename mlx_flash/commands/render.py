@@ -12,7 +12,7 @@ from rich.table import Table
 from mlx_flash.commands.report import BATCH_SIZES, PROMPT_LENGTHS, GenerationReport
 from mlx_flash.config import GB
 from mlx_flash.layout.parts import ModelLayout, Unit
-from mlx_flash.monitor.words import DISK_LIMITS, SLOW, counted, duration, rate, size, speed
+from mlx_flash.monitor.words import ALL_CACHED, DISK_LIMITS, SLOW, counted, duration, rate, size, speed
 from mlx_flash.residency.plan import MB, Pool, ResidencyPlan, in_mb
 from mlx_flash.storage.codec import Compression, num_cores
 
@@ -85,8 +85,9 @@ def roofline(report: GenerationReport) -> Iterator[tuple[str, str]]:
         yield "Disk:", f"{words}; probed: {report.disk_bytes_per_second / GB:.2f} GB/s"
     waiting, reading = report.generation_wait_share, report.generation_read_share
     if waiting is not None and reading is not None:
-        limit = "the disk" if waiting >= DISK_LIMITS else "computing"
-        shares = f"reading {reading:.0%}, computing {1 - waiting:.0%}, waiting for the disk {waiting:.0%}"
+        source = "the page cache" if (report.cached_read_share or 0.0) >= ALL_CACHED else "the disk"
+        limit = source if waiting >= DISK_LIMITS else "computing"
+        shares = f"reading {reading:.0%}, computing {1 - waiting:.0%}, waiting for {source} {waiting:.0%}"
         yield "Time:", f"{shares} of the generation: limited by {limit}"
     if report.more_budget_bytes and report.more_tokens_per_second and report.generation_tokens_per_second:
         now, then = speed(report.generation_tokens_per_second), speed(report.more_tokens_per_second)
@@ -115,6 +116,8 @@ def _plan_lines(layout: ModelLayout, plan: ResidencyPlan) -> Iterator[tuple[str,
         yield "Head:", f"{unit.name} {_residence(unit, plan)}"
     for unit in layout.embeddings:
         yield "Embedding:", f"{unit.name} {_residence(unit, plan)}"
+    if layout.towers:
+        yield "Towers:", _towers(layout)
     yield "Read per token:", f"{size(plan.read_bytes)}, through {counted(plan.streaming.num_slots, 'slot')}"
     yield (
         "Disk:",
@@ -200,6 +203,14 @@ def _streamed_layers(layout: ModelLayout, plan: ResidencyPlan) -> str:
     partly = sum(any(share) and not all(share) for share in shares)
     text += f", {partly} of them in part" if partly else ""
     return text + (f", cut into {counted(len(streaming.layers), 'unit')}" if streaming.cut else "")
+
+
+def _towers(layout: ModelLayout) -> str:
+    nbytes = sum(unit.nbytes for unit in layout.towers)
+    return (
+        f"{counted(len(layout.towers), 'unit')}, {size(nbytes)} read for each prompt with pictures or sound, one after "
+        f"another in {size(layout.tower_bytes)} of memory"
+    )
 
 
 def _residence(unit: Unit, plan: ResidencyPlan) -> str:

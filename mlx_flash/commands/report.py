@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TextIO
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -146,6 +148,31 @@ class GenerationReport:
         return {**report, "mode": "streamed" if plan else "resident", "plan": plan, **surroundings()}
 
 
+def follow(responses: Generator[Any, None, None], run: Recorder, out: TextIO | None) -> KeyboardInterrupt | None:
+    """Record responses as they come, and write their text. Return the interrupt that ends them, if one does.
+
+    mlx-vlm's last response is of no token of its own, unless the model ended its answer with it.
+    """
+    num_tokens = 0
+    try:
+        with closing(responses):
+            for response in responses:
+                if response.generation_tokens > num_tokens:
+                    run.add(response)
+                    num_tokens = response.generation_tokens
+                else:
+                    run.texts.append(response.text)
+                    run.finish_reason = response.finish_reason or run.finish_reason
+                if out is not None:
+                    print(response.text, end="", file=out, flush=True)
+    except KeyboardInterrupt as interrupt:
+        return interrupt
+    finally:
+        if out is not None and run.tokens:
+            print(file=out, flush=True)
+    return None
+
+
 def make_report(run: Recorder, model: str, prefill_step_size: int) -> GenerationReport:
     """Return the report of a run. Call it after the model is closed, when every read is counted.
 
@@ -201,9 +228,9 @@ def _disk_numbers(run: Recorder, plan: ResidencyPlan) -> Json:
         "disk_bytes_per_second": plan.disk_bytes_per_second,
         "disk_speed_share": speed and ratio(speed, plan.disk_bytes_per_second),
         "cached_read_share": ratio(end.since(start, "read.cached_bytes"), end.since(start, "read.nbytes")),
-        "prompt_wait_share": ratio(_waited(start, first), first.clock - start.clock),
-        "generation_wait_share": ratio(_waited(first, last), last.clock - first.clock),
-        "generation_read_share": _share(last.since(first, "read.busy_seconds"), last.clock - first.clock),
+        "prompt_wait_share": _share(_waited(start, first), first.clock - start.clock),
+        "generation_wait_share": _share(_waited(first, last), last.clock - first.clock),
+        "generation_read_share": _share(_reading(first, last), last.clock - first.clock),
         **_more(run),
         "kv_bytes_read": last.since(start, "kv.read_bytes"),
         "kv_bytes_written": last.since(start, "kv.written_bytes"),
@@ -214,6 +241,11 @@ def _disk_numbers(run: Recorder, plan: ResidencyPlan) -> Json:
 def _waited(before: Sample, now: Sample) -> float:
     """Return the time that computing waited for weights, keys and values."""
     return sum(now.since(before, f"{section}.wait_seconds") for section in ("stream", "experts", "kv"))
+
+
+def _reading(before: Sample, now: Sample) -> float:
+    """Return the time with a read in flight: of weights, or of what computing waited for."""
+    return max(now.since(before, "read.busy_seconds"), _waited(before, now))
 
 
 def _share(part: float, whole: float) -> float | None:
@@ -263,7 +295,13 @@ def plan_to_json(plan: ResidencyPlan) -> Json:
 
 def planning_to_json(model: str, layout: ModelLayout, plan: ResidencyPlan) -> Json:
     """Return the output of ``mlx-flash plan --json``."""
-    return {"model": model, "num_layers": len(layout.layers), **plan_to_json(plan), **surroundings()}
+    towers = {
+        "num_units": len(layout.towers),
+        "bytes": sum(unit.nbytes for unit in layout.towers),
+        "memory_bytes": layout.tower_bytes,
+    }
+    about = {"model": model, "num_layers": len(layout.layers), "towers": towers if layout.towers else None}
+    return {**about, **plan_to_json(plan), **surroundings()}
 
 
 def surroundings() -> Json:

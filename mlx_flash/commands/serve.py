@@ -17,6 +17,7 @@ from mlx_flash.modelfile.parse import Modelfile, read_modelfile
 from mlx_flash.monitor.words import size, speed
 from mlx_flash.ranks.peers import launched_group
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan
+from mlx_flash.vision.detect import check_installed
 
 try:
     from mlx_flash.server.access import make_access
@@ -76,6 +77,10 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
         else source_of(modelfiles[base], name, _checked_config(modelfiles[base], args, config), defaults, settings)
         for name, base in models
     ]
+    if args.vision or args.image_folder is not None:
+        check_installed("--vision" if args.vision else "--image-folder")
+    vision = args.vision or (True if args.image_folder is not None else args.vision)
+    sources = [replace(source, vision=vision) for source in sources]
     if sources:
         sources[0] = replace(sources[0], adapter=args.adapter_path or sources[0].adapter, draft=args.draft_model)
     options = BatchOptions(
@@ -89,8 +94,15 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
     )
-    catalog = Catalog(sources, config, defaults, settings)
+    folder = _checked_folder(args.image_folder)
+    catalog = Catalog(sources, config, defaults, settings, vision=vision, image_folder=folder)
     return serve_catalog(catalog, _endpoint(args, args.allowed_origins), options, args.keep_alive)
+
+
+def _checked_folder(folder: Path | None) -> Path | None:
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--image-folder {folder} is no folder. Hint: name the one whose pictures requests may use.")
+    return folder
 
 
 def serve_modelfile(modelfile: Modelfile, config: FlashConfig, args: argparse.Namespace) -> int:

@@ -6,7 +6,8 @@ import argparse
 import re
 from pathlib import Path
 
-from mlx_flash.commands.borrowed import borrow_flags
+from mlx_flash.commands.borrowed import DRAFTED, borrow_flags
+from mlx_flash.commands.flags import VISION
 from mlx_flash.commands.ranges import count, json_object, seconds
 
 _OWN = ("--model", "--max-tokens", "--allowed-origins", "--chat-template-args", "--prompt-cache-bytes")
@@ -42,6 +43,10 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add("--prompt-cache-bytes", type=_size, metavar="SIZE", help=words)
     words = "seconds that an idle model stays in memory (default: until another one needs the memory)"
     add("--keep-alive", type=seconds, metavar="S", help=words)
+    parser.add_argument(*VISION[0], **VISION[1])
+    words = "a folder whose files requests may name as pictures; implies --vision"
+    add("--image-folder", type=Path, metavar="DIR", help=words)
+    add(*DRAFTED[0], **DRAFTED[1])
     borrow_flags(parser, "server", without=[*_OWN, *_WITHOUT_EFFECT])
     for name in _WITHOUT_EFFECT:
         add(name, action="store_true", help=argparse.SUPPRESS)

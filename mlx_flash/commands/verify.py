@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.progress import DownloadColumn, MofNCompleteColumn
 
@@ -26,6 +26,7 @@ from mlx_flash.commands.receipt import (
 )
 from mlx_flash.commands.render import labelled_lines
 from mlx_flash.commands.report import Json, surroundings
+from mlx_flash.commands.vision import is_vision
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert.pack import pack
 from mlx_flash.engine.prepare import resolve
@@ -57,12 +58,23 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
     began = time.perf_counter()
     with progress_bar(args, "Files", DownloadColumn()) as progress:
         digests = file_digests(files, progress)
-    plan, layout, calls, numbers = _stream(args, path, make_config(args))
+    prompt = None
+    if is_vision(args, path, prefers=True):
+        from mlx_flash.commands.seen import reference_seeing, stream_seeing
+
+        plan, layout, calls, numbers, prompt = stream_seeing(args, path)
+    else:
+        plan, layout, calls, numbers = _stream(args, path, make_config(args))
     resident = args.reference == "resident"
     if args.reference is None:
         resident = plan.model_bytes <= RESIDENT_SHARE * available_memory()
-    with _stock_copy(path) as stock, progress_bar(args, "mlx-lm", MofNCompleteColumn()) as progress:
-        expected = reference_trace(stock, layout, calls, resident=resident, report=progress).calls
+    library = "mlx-lm" if prompt is None else "mlx-vlm"
+    with _stock_copy(path) as stock, progress_bar(args, library, MofNCompleteColumn()) as progress:
+        again: dict[str, Any] = {"resident": resident, "report": progress}
+        if prompt is None:
+            expected = reference_trace(stock, layout, calls, **again).calls
+        else:
+            expected = reference_seeing(stock, layout, prompt, calls, plan.prefill_step_size, **again)
     if changed := [file.name for file, before in zip(files, identities, strict=True) if identity_of(file) != before]:
         raise FileChangedError(f"{changed[0]} was written to while it was verified. Hint: verify again.")
     receipt: Json = {
@@ -71,6 +83,7 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
         "is_exact": expected == calls and not numbers["wrong_bytes"],
         "difference": first_difference(expected, calls),
         **numbers,
+        "library": library,
         "reference": "resident" if resident else "layers",
         "seconds": time.perf_counter() - began,
         "files": digests,
@@ -189,7 +202,7 @@ def _lines(args: argparse.Namespace, receipt: Json, against: Sequence[str]) -> I
     how = "the model in memory" if receipt["reference"] == "resident" else "one layer in memory at a time"
     yield (
         "Compared:",
-        f"with mlx-lm, {how}: {len(calls)} calls, {len(calls[0]['layers'])} layers and the logits of each",
+        f"with {receipt['library']}, {how}: {len(calls)} calls, {len(calls[0]['layers'])} layers and all logits",
     )
     yield "Result:", f"DIFFERENT from {receipt['difference']} on" if receipt["difference"] else "identical"
     if args.against is not None:

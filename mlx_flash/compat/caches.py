@@ -29,8 +29,14 @@ for _entry, _names in (
 
 
 class CacheKinds:
-    """Classes of caches, of mlx-lm and of libraries that have their own of the same names."""
+    """Classes of caches, of mlx-lm and of libraries that have their own of the same names.
 
+    Attributes:
+        plain: keys and values of all tokens, with nothing else about them.
+        lists, recurrent, windows: lists of caches, states that every token replaces, and the last tokens only.
+    """
+
+    plain: tuple[type[Any], ...] = (KVCache,)
     lists: tuple[type[Any], ...] = (CacheList,)
     recurrent: tuple[type[Any], ...] = (ArraysCache,)
     windows: tuple[type[Any], ...] = (RotatingKVCache,)
@@ -38,6 +44,7 @@ class CacheKinds:
     @classmethod
     def add(cls, module: Any) -> None:
         """Add a library's classes of caches."""
+        cls.plain += (require(module, "KVCache"),)
         cls.lists += (require(module, "CacheList"),)
         cls.recurrent += (require(module, "ArraysCache"),)
         cls.windows += (require(module, "RotatingKVCache"),)

@@ -15,10 +15,10 @@ from mlx_lm.tuner import utils as tuner_utils
 
 from mlx_flash.compat.require import require
 
-_EVALUATES_STATE = "mlx_lm.generate"
-"""The module in which ``state`` is asked for in order to evaluate it, and for nothing else."""
+_EVALUATE_STATE = ("mlx_lm.generate", "mlx_vlm.generate.ar")
+"""The modules in which ``state`` is asked for in order to evaluate it, and for nothing else."""
 
-_generate = import_module(_EVALUATES_STATE)  # mlx_lm.generate is also the name of a function
+_generate = import_module(_EVALUATE_STATE[0])  # mlx_lm.generate is also the name of a function
 
 
 def _code_of(module: ModuleType, name: str, *parameters: str) -> CodeType:
@@ -61,8 +61,8 @@ def requested_kv_size(frame: FrameType) -> int | None:
 
 
 def evaluates_only() -> bool:
-    """Return whether the caller's caller is one of mlx-lm's loops, which evaluate ``state`` and let it go."""
-    return sys._getframe(2).f_globals.get("__name__") == _EVALUATES_STATE
+    """Return whether the caller's caller is one of the loops that evaluate ``state`` and let it go."""
+    return sys._getframe(2).f_globals.get("__name__") in _EVALUATE_STATE
 
 
 def is_for_a_draft() -> bool:

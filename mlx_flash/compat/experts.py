@@ -1,8 +1,10 @@
-"""mlx-lm's stacks of experts."""
+"""Stacks of experts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,27 +15,69 @@ from mlx_flash.compat.require import require, require_that
 SORTED_SIZE = 64
 """Number of indices from which mlx-lm sorts them; kernels of GPUs then choose by the number of experts."""
 
-_STACKS = (SwitchGLU, SwitchMLP)
+StackCall = Callable[[mx.array, mx.array], mx.array]
+"""Computes tokens with the experts that are chosen for them."""
 
-for _kind in _STACKS:
-    _call = require(_kind, "__call__", "x", "indices")  # calls are answered in their place
-    _sorts = SORTED_SIZE in _call.__code__.co_consts
-    require_that(_sorts, f"{_kind.__name__} does not sort from {SORTED_SIZE} indices on")
+
+class StackKinds:
+    """Classes of stacks of experts, of mlx-lm and of libraries that have their own of the same make.
+
+    Attributes:
+        stacks: the stacks.
+        linears: their matrices.
+        callers: answers to calls of stacks with more than tokens and indices.
+    """
+
+    stacks: tuple[type[nn.Module], ...] = ()
+    linears: tuple[type[nn.Module], ...] = (SwitchLinear,)
+    callers: ClassVar[dict[type[nn.Module], Callable[..., mx.array]]] = {}
+
+    @classmethod
+    def add(cls, stack: type[nn.Module], caller: Callable[..., mx.array] | None = None) -> None:
+        """Add a class of stacks.
+
+        Args:
+            stack: the class.
+            caller: called with a module, a :data:`StackCall` and the arguments of a call; None for no more arguments.
+        """
+        call = require(stack, "__call__", "x", "indices")  # calls are answered in their place
+        sorts = SORTED_SIZE in call.__code__.co_consts
+        require_that(sorts, f"{stack.__name__} does not sort from {SORTED_SIZE} indices on")
+        cls.stacks += (stack,)
+        if caller is not None:
+            cls.callers[stack] = caller
+
+
+for _kind in (SwitchGLU, SwitchMLP):
+    StackKinds.add(_kind)
+
+
+def call_stack(kind: type, module: nn.Module, run: StackCall, args: Any, kwargs: Any) -> mx.array:
+    """Return the answer to a call of a stack.
+
+    Args:
+        kind: its own class.
+        module: the stack.
+        run: computes tokens with their experts.
+        args, kwargs: of the call.
+    """
+    caller = next((found for stack, found in StackKinds.callers.items() if issubclass(kind, stack)), None)
+    return run(*args, **kwargs) if caller is None else caller(module, run, *args, **kwargs)
 
 
 def is_expert_stack(module: nn.Module) -> bool:
-    """Return whether a module is one of mlx-lm's stacks of experts, or of a class derived from them."""
-    return isinstance(module, _STACKS)
+    """Return whether a module is a known stack of experts, or of a class derived from one."""
+    return isinstance(module, StackKinds.stacks)
 
 
 def computes_as_expert_stack(module: nn.Module) -> bool:
-    """Return whether a module computes what mlx-lm's stacks do; derived classes may compute something else."""
-    return is_expert_stack(module) and any(type(module).__call__ is kind.__call__ for kind in _STACKS)
+    """Return whether a module computes what known stacks do; derived classes may compute something else."""
+    return is_expert_stack(module) and any(type(module).__call__ is kind.__call__ for kind in StackKinds.stacks)
 
 
 def has_kernel(module: nn.Module) -> bool:
     """Return whether MLX can compute a module here: its CPU back end multiplies by experts in float32 only."""
-    return not isinstance(module, SwitchLinear) or _multiplies_experts(module.weight.dtype)
+    return not isinstance(module, StackKinds.linears) or _multiplies_experts(module.weight.dtype)
 
 
 @cache

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_vlm import utils
-from mlx_vlm.models import cache
+from mlx_vlm import prompt_utils, utils
+from mlx_vlm.generate import ar, dispatch
+from mlx_vlm.models import cache, linear, switch_layers
 
 from mlx_flash.compat.caches import CacheKinds
+from mlx_flash.compat.experts import StackCall, StackKinds
 from mlx_flash.compat.require import require
 
 TESTED_VLM = ("0.7.10", "0.7.10")
@@ -37,7 +39,37 @@ require(utils, "load_image_processor", "model_path")
 get_model_path: Callable[..., Path] = require(utils, "get_model_path", "path_or_hf_repo", "revision")
 make_vlm_cache: Callable[[nn.Module], list[Any]] = require(cache, "make_prompt_cache", "model", "max_kv_size")
 
+generate_step: Callable[..., Iterator[Any]] = require(ar, "generate_step", "input_ids", "pixel_values", "mask")
+stream_generate: Callable[..., Generator[Any, None, None]] = require(dispatch, "stream_generate", "processor", "prompt")
+load_image: Callable[..., Any] = require(utils, "load_image", "image_source")
+_prepare_inputs = require(utils, "prepare_inputs", "images", "prompts", "image_token_index", "add_special_tokens")
+_should_add_special_tokens = require(utils, "should_add_special_tokens", "model_type", "processor")
+_apply_chat_template = require(prompt_utils, "apply_chat_template", "processor", "config", "prompt", "num_images")
+
 CacheKinds.add(cache)
+_combine = require(switch_layers.SwitchGLU, "_combine", "routed", "weights", "shared", "residual")
+_tokenwise = require(linear, "tokenwise", "operation", "x")
+_BLOCK_SIZE: int = require(linear, "DECODE_BLOCK_SIZE")
+
+
+def _call_stack(
+    module: nn.Module,
+    run: StackCall,
+    x: mx.array,
+    indices: mx.array,
+    weights: mx.array | None = None,
+    shared: mx.array | None = None,
+    residual: Any = None,
+) -> mx.array:
+    """Answer a call of mlx-vlm's stack of experts: it computes a few tokens as it would one after another."""
+    is_block = not module.training and x.ndim == 3 and 1 < x.shape[1] <= _BLOCK_SIZE
+    routed = _tokenwise(run, x, indices) if is_block else run(x, indices)
+    found: mx.array = _combine(routed, weights, shared, residual)
+    return found
+
+
+StackKinds.add(switch_layers.SwitchGLU, _call_stack)
+StackKinds.linears += (require(switch_layers, "SwitchLinear"),)
 
 
 def installed_vlm() -> str:
@@ -88,3 +120,32 @@ def load_processor(path: Path, model: nn.Module, **options: Any) -> Any:
     if images is not None:
         processor.image_processor = images
     return processor
+
+
+def apply_chat_template(processor: Any, config: Any, messages: Any, num_images: int, **options: Any) -> str:
+    """Return a prompt as text, as mlx-vlm's programs make it: each picture has its mark."""
+    found: str = _apply_chat_template(processor, config, messages, num_images=num_images, **options)
+    return found
+
+
+def prepare_inputs(model: nn.Module, processor: Any, prompt: str, images: list[Any]) -> dict[str, Any]:
+    """Return what a model is called with for a prompt and its pictures, as ``mlx_vlm.stream_generate`` makes it.
+
+    Args:
+        model: the model.
+        processor: its processor.
+        prompt: text with a mark for each picture.
+        images: pictures of PIL.
+
+    Raises:
+        ValueError: the pictures do not suit the prompt.
+    """
+    config: Any = model.config
+    found: dict[str, Any] = _prepare_inputs(
+        processor,
+        images=images or None,
+        prompts=prompt,
+        image_token_index=getattr(config, "image_token_index", None),
+        add_special_tokens=_should_add_special_tokens(config.model_type, processor),
+    )
+    return found

@@ -40,9 +40,10 @@ from mlx_flash.compat.weights import stop_watching, watch_weights
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.tokenizer import load_tokenizer
-from mlx_flash.errors import ConfigError, StreamedWeightsError
+from mlx_flash.errors import ConfigError
 from mlx_flash.generation import SharingGenerator, generate_step, speculative_generate_step
 from mlx_flash.integration.mlx_vlm import patch_vlm, restore_vlm
+from mlx_flash.integration.writers import refuse_writers
 from mlx_flash.layout.load import model_name
 from mlx_flash.loading import load_model
 from mlx_flash.model import FlashLLM
@@ -178,7 +179,7 @@ def _make_replacement(original: LoadModel) -> LoadModel:
         config = _State.config
         if config is None:
             return original(model_path, lazy, strict, model_config, **loading)
-        _refuse_writers()
+        refuse_writers(WRITERS)
         group = (
             None if "mlx_lm.evaluate" in calling_modules() else launched_group()
         )  # there, each rank has its own tasks
@@ -231,17 +232,3 @@ def _warn_once(module: nn.Module, nbytes: int) -> None:
             nbytes / 1e6,
             next((name for name in callers if not name.startswith(("mlx.", "mlx_lm.", "mlx_vlm."))), "?"),
         )
-
-
-def _refuse_writers() -> None:
-    """Refuses callers that load a model in order to change or to distribute it.
-
-    Raises:
-        StreamedWeightsError: one of them is on the stack.
-    """
-    for module in calling_modules():
-        if module in WRITERS:
-            raise StreamedWeightsError(
-                f"{module} needs the model's weights to change or write them; a streamed model has them for moments. "
-                "Hint: run it without the patch (remove_flash_patch(), or FlashConfig(enabled=False))."
-            )

@@ -9,10 +9,9 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_flash.compat.callers import calling_modules
 from mlx_flash.compat.imports import ImportHook
 from mlx_flash.config import FlashConfig
-from mlx_flash.errors import StreamedWeightsError
+from mlx_flash.integration.writers import refuse_writers
 
 
 class _State:
@@ -53,12 +52,7 @@ def _patch(config_in_force: Callable[[], FlashConfig | None]) -> None:
         config = config_in_force()
         if config is None:
             return original(model_path, lazy, **loading)
-        for module in calling_modules():
-            if module in VLM_WRITERS:
-                raise StreamedWeightsError(
-                    f"{module} needs the model's weights to change or write them; a streamed model has them for "
-                    "moments. Hint: run it without the patch (remove_flash_patch(), or FlashConfig(enabled=False))."
-                )
+        refuse_writers(VLM_WRITERS)
         return load_vlm_model(Path(model_path), config, original, **loading)
 
     replace_vlm_load_model(load_model, original)

@@ -39,9 +39,24 @@ def load_vlm(
     """
     path = Path(get_model_path(str(path_or_hf_repo), revision=revision))
     model = load_vlm_model(path, config or FlashConfig.resolve())
-    processor = load_processor(path, model, **options)
+    processor = load_processor_of(path, model, **options)
     model.start(progress)
     return model, processor
+
+
+def load_processor_of(path: Path, model: FlashVLM, **options: Any) -> Any:
+    """Return the processor of texts and pictures in a model's folder.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be loaded.
+    """
+    try:
+        return load_processor(path, model, **options)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"cannot load the processor of {path}. Hint: copy the tokenizer's files and preprocessor_config.json from "
+            f"the model's repository. ({' '.join(str(error).split())})"
+        ) from error
 
 
 def load_vlm_model(
@@ -59,7 +74,7 @@ def load_vlm_model(
     """
     if not config.enabled:
         raise ConfigError("enabled is False, which leaves models to mlx-vlm. Hint: load this one with mlx_vlm.load.")
-    config = settings_of_vlm(config)
+    config = _settings_of_vlm(config)
     return FlashVLM(prepare_vlm(path, config, load_model=load_model, **loading), config, model_name(path))
 
 
@@ -70,7 +85,7 @@ def prepare_vlm(path: Path | str, config: FlashConfig, **loading: Any) -> Prepar
         CheckpointError: mlx-vlm cannot build the model, or its language model cannot be called with tokens alone.
     """
     try:
-        return prepare(path, settings_of_vlm(config), loader=load_vlm_lazily, **loading)
+        return prepare(path, _settings_of_vlm(config), loader=load_vlm_lazily, **loading)
     except FlashError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -80,18 +95,16 @@ def prepare_vlm(path: Path | str, config: FlashConfig, **loading: Any) -> Prepar
         ) from error
 
 
-def settings_of_vlm(config: FlashConfig) -> FlashConfig:
-    """Return settings with the caches that models of mlx-vlm can have: their own.
+def _settings_of_vlm(config: FlashConfig) -> FlashConfig:
+    """Return settings with the caches that models of mlx-vlm can have: their own, unless others are asked for.
 
     Raises:
-        ConfigError: others are asked for.
+        ConfigError: tokens would be forgotten, or prompts remembered: the same tokens may stand for other pictures.
     """
-    settings = FlashConfig(kv_cache="stock", kv_prefixes="off")
-    for name in ("kv_cache", "kv_ram_gb", "kv_max_tokens", "kv_prefixes"):
-        value = getattr(config, name)
-        if value not in (None, getattr(settings, name)):
+    for name, unset in (("kv_max_tokens", None), ("kv_prefixes", "off")):
+        if getattr(config, name) not in (None, unset):
             raise ConfigError(
-                f"{name}={value!r} is not available for models of mlx-vlm, which have caches of their own. "
-                f"Hint: leave {name} unset."
+                f"{name}={getattr(config, name)!r} is not available for models of mlx-vlm. Hint: leave {name} unset."
             )
-    return replace(config, kv_cache="stock", kv_prefixes="off")
+    is_open = config.kv_cache is None and config.kv_ram_gb is None
+    return replace(config, kv_cache="stock" if is_open else config.kv_cache, kv_prefixes="off")

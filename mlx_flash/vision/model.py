@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_flash.compat.vlm import language_part
+from mlx_flash.compat.vlm import language_part, make_vlm_cache
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import result_is_dropped
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.module_methods import ModelFacade, OfLifecycle
 from mlx_flash.engine.prepare import Prepared
+from mlx_flash.kv.cache import make_caches
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.vision.rehearsal import TowerRehearsal, needed_bytes, weightless
 from mlx_flash.vision.towers import Towers
 
 _INPUTS = ("inputs", "input_ids", "inputs_embeds", "input_embeddings", "decoder_input_ids")
 """Names under which mlx-vlm's loops give tokens, or embeddings of them, to a language model."""
+
+
+_NOT_PICTURES = frozenset({*_INPUTS, "mask", "attention_mask"})
 
 
 class StreamedLanguage(FlashLLM):
@@ -53,8 +60,12 @@ class StreamedLanguage(FlashLLM):
 
     @property
     def make_cache(self) -> Any:
-        """The model's own, if it has one."""
-        return self._model.make_cache
+        """The model's own, if it has one; or one that makes caches as the settings say."""
+        return self._model.make_cache if self.kv is None else self._make_pooled
+
+    def _make_pooled(self) -> list[Any]:
+        assert self.kv is not None
+        return make_caches(make_vlm_cache(self._model), self.kv.options, self.kv)
 
 
 def _parse(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, wants_logits: bool) -> ForwardCall:
@@ -88,6 +99,7 @@ class FlashVLM(ModelFacade):
         language_model: the streamed language model.
         plan: what is in memory, and what is not.
         counters: what its calls did so far.
+        towers: the units beside the language model.
         name: as given.
     """
 
@@ -98,20 +110,77 @@ class FlashVLM(ModelFacade):
         language = StreamedLanguage(prepared, config, name)
         super().__init__(prepared.loaded.model, language._life)
         object.__setattr__(self, "language_model", language)
-        self._towers = Towers(prepared.layout.towers, language._life)
+        self.towers = Towers(prepared.layout.towers, language._life)
         self.name, self.counters = language.name, language.counters
 
     def start(self, progress: Progress | None = None) -> None:
         """Read the pinned weights, and begin to stream the rest. As :meth:`FlashLLM.start`."""
         self.language_model.start(progress)
 
+    def expect(self, num_tokens: int | None, inputs: Mapping[str, Any]) -> None:
+        """Plan for a prompt with pictures. Only before :meth:`start`.
+
+        Args:
+            num_tokens: of prompt and answer; None if the answer has no limit.
+            inputs: as of :meth:`picture_bytes`.
+
+        Raises:
+            BudgetError: the budget has no room for them.
+        """
+        life = self._life
+        life.prepared = life.prepared.expecting(life.config, num_tokens, self.picture_bytes(inputs) or 0)
+        life.plan = life.prepared.plan
+
+    def picture_bytes(self, inputs: Mapping[str, Any]) -> int | None:
+        """Return the memory that making embeddings takes beside weights. Computes nothing.
+
+        Args:
+            inputs: of :meth:`get_input_embeddings`, by name.
+
+        Returns:
+            None where the model decides by the numbers of a picture what it computes.
+        """
+        rehearsal, layout = TowerRehearsal(), self.layout
+        absent = [parameter for unit in layout.towers for parameter in unit.large]
+        if self.engine is None:  # nothing else is in memory either
+            absent += [parameter for unit in layout.units for parameter in (*unit.large, *unit.small)]
+            absent += layout.resident
+        has_turn = nullcontext() if self.engine is None else self._life.turn()
+        with has_turn, weightless(self._model, absent):
+            self.towers.rehearsal = rehearsal
+            try:
+                return needed_bytes(self._model.get_input_embeddings, dict(inputs), rehearsal)
+            except (ValueError, RuntimeError):
+                return None
+            finally:
+                self.towers.rehearsal = None
+
     def get_input_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the embeddings of tokens, pictures and sound, as mlx-vlm's model does."""
         with self._life.turn():
             self._look_at_logits()
-            result = self._model.get_input_embeddings(*args, **kwargs)
-            mx.eval(arrays_in(result))
-            return result
+            self.towers.has_room = self._make_room(args, kwargs)
+            try:
+                result = self._model.get_input_embeddings(*args, **kwargs)
+                mx.eval(arrays_in(result))
+                return result
+            finally:
+                self.towers.has_room = False
+
+    def _make_room(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Make room for pictures, and return whether that was possible.
+
+        Raises:
+            BudgetError: they would take the process over its budget. Nothing of them is computed yet.
+        """
+        names = [name for name in signature(self._model.get_input_embeddings).parameters if name not in kwargs]
+        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if any(value is not None for name, value in inputs.items() if name not in _NOT_PICTURES):
+            need = self.picture_bytes(inputs)
+            if need is not None:
+                self.towers.make_room(need + self.layout.tower_bytes, "computing pictures or sound in the towers")
+                return True
+        return False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a forward pass, as mlx-vlm's model does."""
@@ -134,7 +203,7 @@ class FlashVLM(ModelFacade):
 
     def close(self) -> nn.Module:
         """End streaming. Return mlx-vlm's model, lazily loaded, as if it had never been streamed."""
-        self._towers.close()
+        self.towers.close()
         return self._life.close()
 
     def __enter__(self) -> FlashVLM:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,9 @@ from mlx_flash.layout.swap import SwappedClass, own_class, restore_class, state_
 from mlx_flash.memory.arena import Arena, kernel_alignment
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.residency.plan import in_gb
-from mlx_flash.storage.placement import place_groups
+from mlx_flash.storage.placement import Segment, place_groups
 from mlx_flash.streaming.layers import compute
+from mlx_flash.vision.rehearsal import TowerRehearsal
 
 
 class Towers:
@@ -32,12 +33,19 @@ class Towers:
     Args:
         units: the layers of towers, and what is left of them.
         life: the model that they belong to.
+
+    Attributes:
+        rehearsal: takes calls while it is set, in which units have no weights.
+        has_room: whether room was made for the calls that come, after a rehearsal.
     """
 
     def __init__(self, units: list[Unit], life: Lifecycle) -> None:
         self._units = units
         self._life = life
+        self.rehearsal: TowerRehearsal | None = None
+        self.has_room = False
         self._resident: set[int] = set()
+        self._before_release: Callable[[Sequence[Segment], memoryview], None] | None = None
         for unit in units:
             swap_class(unit.module, TowerUnit, TowerState(self, unit))
 
@@ -48,6 +56,8 @@ class Towers:
             BudgetError: the unit, and what it computes, would exceed the budget.
             ReadError: its weights could not be read.
         """
+        if self.rehearsal is not None:
+            return self.rehearsal.call(unit, run, args, kwargs)
         if id(unit) in self._resident:
             return run(*args, **kwargs)
         with self._life.turn():
@@ -57,10 +67,21 @@ class Towers:
             return result
 
     @contextmanager
+    def before_release(self, check: Callable[[Sequence[Segment], memoryview], None]) -> Iterator[None]:
+        """Show the weights of each unit after its calls in a block, with the parts of files that they came from."""
+        self._before_release = check
+        try:
+            yield
+        finally:
+            self._before_release = None
+
+    @contextmanager
     def _in_memory(self, unit: Unit, given: mx.array | None) -> Iterator[None]:
         engine = self._life.engine
         assert engine is not None
-        self._make_room(unit, given)
+        if not self.has_room:
+            size = "" if given is None else f" for an input of {tuple(given.shape)}"
+            self.make_room(unit.nbytes + _activation_bytes(unit, given), f"{unit.name}{size}")
         placement = place_groups([parameter.records for parameter in unit.large], kernel_alignment())
         arena = Arena(placement.nbytes)
         engine.reader.submit(placement.segments, arena.memory, caching="found", urgent=True).wait()
@@ -71,15 +92,24 @@ class Towers:
             for parameter, view in zip(unit.large, views, strict=True):
                 parameter.bind(view)
             yield
+            if self._before_release is not None:
+                self._before_release(placement.segments, arena.memory)
         finally:
             self._resident.discard(id(unit))
             for parameter in unit.large:
                 parameter.bind(parameter.array)
 
-    def _make_room(self, unit: Unit, given: mx.array | None) -> None:
-        """End loans where memory is short."""
+    def make_room(self, need: int, words: str) -> None:
+        """End loans where memory is short.
+
+        Args:
+            need: bytes that are going to be taken.
+            words: what needs them, for an error.
+
+        Raises:
+            BudgetError: there is not enough.
+        """
         budget = self._life.plan.budget_bytes
-        need = unit.nbytes + _activation_bytes(unit, given)
         missing = footprint() + need - budget
         if missing <= 0:
             return
@@ -90,9 +120,8 @@ class Towers:
             missing -= self._life.engine.lending.recall(missing)
             release_freed_memory()
         if missing > 0 and footprint() + need > budget:
-            size = "" if given is None else f" for an input of {tuple(given.shape)}"
             raise BudgetError(
-                f"{unit.name} of {self._life.name} needs {need / 1e6:.1f} MB{size}, which takes the process to "
+                f"{words} of {self._life.name} needs {need / 1e6:.1f} MB, which takes the process to "
                 f"{in_gb(footprint() + need)} GB; the budget is {in_gb(budget)} GB. Hint: raise ram_budget_gb, or "
                 "give smaller pictures.",
                 footprint() + need,

@@ -384,7 +384,7 @@ def test_generate_takes_the_flags_and_defaults_of_mlx_lm() -> None:
     ours = vars(parse_arguments(["generate", "--model", "x"]))
     theirs = vars(setup_arg_parser().parse_args([]))
     not_supported = {"image", "quantize_activations"}
-    of_its_own = {"model", "prefill_step_size"}  # required here; chosen by the plan
+    of_its_own = {"model", "prefill_step_size", "num_draft_tokens"}  # required here; chosen by the plan, by the pace
     for name in theirs.keys() - not_supported - of_its_own:
         assert ours[name] == theirs[name], name
 
@@ -481,7 +481,7 @@ def test_errors_are_one_line(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("mlx_flash.commands.plan.prepare", fail)
+    monkeypatch.setattr("mlx_flash.commands.plan.prepare_model", fail)
     assert cli.main(["plan", "--model", str(ROOT)]) == status
     text = capsys.readouterr().err
     assert words in text and text.count("\n") == 1

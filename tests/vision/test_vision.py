@@ -92,8 +92,9 @@ def test_what_is_set_on_the_language_model_reaches_mlx_vlm(tmp_path: Path) -> No
 
 def test_settings_and_uses_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, "llava")
-    with pytest.raises(ConfigError, match=r"kv_cache='disk' is not available for models of mlx-vlm"):
-        load_vlm_model(folder, FlashConfig(kv_cache="disk"))
+    for settings in ({"kv_max_tokens": 1024, "kv_cache": "disk"}, {"kv_prefixes": "exact"}):
+        with pytest.raises(ConfigError, match=r"is not available for models of mlx-vlm"):
+            load_vlm_model(folder, FlashConfig(**settings))
     with load_vlm_model(folder, CONFIG) as model:
         model.start()
         with pytest.raises(StreamedWeightsError):
@@ -105,3 +106,46 @@ def test_mlx_vlm_is_imported_by_others_only() -> None:
         "import sys, mlx_flash; mlx_flash.apply_flash_patch(); mlx_flash.load; assert 'mlx_vlm' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
+    folder = save(tmp_path, "qwen3_vl_moe")
+    stock = utils.load_model(folder)
+    tokens, pixels, extra = inputs("qwen3_vl_moe", True)
+
+    def computed(model: Any, step: int) -> list[Any]:
+        found = generate_step(tokens, model, pixels, max_tokens=6, temperature=0, prefill_step_size=step, **extra)
+        return [array for token, logprobs in found for array in (mx.array(token), logprobs)]
+
+    with load_vlm_model(folder, CONFIG) as model:
+        for step in (1, 3, 2048):  # mlx-vlm computes 2 to 8 tokens as it computes them one after another
+            assert same(computed(model, step), computed(stock, step))
+        assert model.plan.pool is not None and model.engine is not None and model.engine.experts is not None
+        stats = model.engine.experts.pool.stats
+        assert stats.num_calls and stats.read_bytes and model.plan.pool.num_slots < 24
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "llava", "gemma3"])
+def test_keys_and_values_may_be_on_disk(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The buffers of reads and writes are larger than this model's caches.
+    monkeypatch.setattr("mlx_flash.kv.options.KVOptions.under_way_bytes", lambda *_: 4096)
+    folder = save(tmp_path / "model", name, num_layers=6)
+    stock = utils.load_model(folder)
+    tokens, pixels, extra = inputs(name, True)
+    tokens = mx.concatenate([tokens, mx.array([[5 + i % 200 for i in range(600)]])], axis=1)
+    extra["mask"] = mx.ones(tokens.shape, mx.int32)
+
+    def computed(model: Any) -> list[mx.array]:
+        found = generate_step(tokens, model, pixels, max_tokens=4, temperature=0, prefill_step_size=256, **extra)
+        return [array for token, logprobs in found for array in (mx.array(token), logprobs)]
+
+    (tmp_path / "kv").mkdir()
+    settings = {"ram_budget_gb": 1, "telemetry": False, "kv_step": 16, "kv_directory": str(tmp_path / "kv")}
+    settings |= {"context_length": 700, "prefill_step_size": 256}
+    with pytest.raises(ConfigError, match="needs at least") as found:
+        load_vlm_model(folder, FlashConfig(**settings, kv_ram_gb=1e-6))
+    least = float(str(found.value).split("at least ")[1].split(":")[0])
+    with load_vlm_model(folder, FlashConfig(**settings, kv_ram_gb=least)) as model:
+        assert same(computed(model), computed(stock))
+        kv = model.language_model.kv
+        assert kv is not None and kv.usage.written_bytes and kv.usage.read_bytes

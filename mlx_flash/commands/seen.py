@@ -1,0 +1,165 @@
+"""Runs of models that see for ``verify``, ``bench`` and ``doctor``: a prompt with a picture made here."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from rich.progress import MofNCompleteColumn
+
+from mlx_flash.commands.bytecheck import ByteCheck
+from mlx_flash.commands.common import progress_bar
+from mlx_flash.commands.receipt import Call, Notice, Report, digest_of, watching
+from mlx_flash.commands.report import Json
+from mlx_flash.commands.vision import seeing
+from mlx_flash.compat.vlm import current_vlm_load_model
+from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.parts import ModelLayout, Unit, bind
+from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.vision.model import FlashVLM
+from mlx_flash.vision.pictures import sample_picture
+from mlx_flash.vision.prompts import PicturePrompt, make_prompt, steps
+
+_WORDS = ("What", "is", "in", "this", "picture", "?")
+
+
+def sample_prompt(model: nn.Module, processor: Any, num_words: int) -> PicturePrompt:
+    """Return a prompt of so many words and a picture, the same in every run."""
+    return make_prompt(model, processor, " ".join(islice(cycle(_WORDS), num_words)), [sample_picture()])
+
+
+def stream_seeing(
+    args: argparse.Namespace, path: Path
+) -> tuple[ResidencyPlan, ModelLayout, list[Call], Json, PicturePrompt]:
+    """Return the plan, the layers, the streamed calls, what reading and comparing bytes counted, and the prompt."""
+    with (
+        seeing(args, path) as (model, processor),
+        progress_bar(args, "Streamed", MofNCompleteColumn()) as progress,
+    ):
+        prompt = sample_prompt(model, processor, args.prompt_tokens)
+        model.expect(len(prompt.tokens) + args.max_tokens, prompt.keywords)
+        model.start()
+        engine, check = model.engine, ByteCheck()
+        layers = {unit.name: unit.module for unit in _watched(model.layout)}
+        with closing(check):
+            with check.watching(engine), model.towers.before_release(check.segments):
+                calls = _trace(model, prompt, args.max_tokens, model.plan.prefill_step_size, layers, _keep, progress)
+            check.resident(engine, model.layout)
+        numbers = {
+            "bytes_read": engine.reader.stats.nbytes,
+            "bytes_compared": check.nbytes,
+            "wrong_bytes": list(check.wrong.values()),
+        }
+        return model.plan, model.layout, calls, numbers, prompt
+
+
+def reference_seeing(
+    path: Path,
+    layout: ModelLayout,
+    prompt: PicturePrompt,
+    calls: Sequence[Call],
+    step: int,
+    *,
+    resident: bool,
+    report: Report,
+) -> list[Call]:
+    """Repeat calls by mlx-vlm alone, which reads the weights itself.
+
+    Args:
+        path: the model directory.
+        layout: of the streamed model, for the names of its layers.
+        prompt: of the calls.
+        calls: to repeat.
+        step: prompt tokens in a forward call.
+        resident: keep the whole model in memory. Otherwise the weights of a layer leave after each of its calls.
+        report: progress.
+    """
+    model = current_vlm_load_model()(path, lazy=not resident)
+    modules = dict(model.named_modules())
+    layers = {unit.name: modules[unit.name] for unit in _watched(layout)}
+    then = _keep if resident else _Renewed(path, modules, _watched(layout)).renew
+    return _trace(model, prompt, len(calls), step, layers, then, report)
+
+
+def _watched(layout: ModelLayout) -> list[Unit]:
+    return [*layout.towers, *layout.layers]
+
+
+def _keep(module: nn.Module, result: Any) -> None:
+    """Leave a layer as it is."""
+
+
+def _trace(
+    model: nn.Module,
+    prompt: PicturePrompt,
+    num_tokens: int,
+    step: int,
+    layers: dict[str, nn.Module],
+    then: Notice,
+    report: Report,
+) -> list[Call]:
+    """Generate tokens by mlx-vlm's loop. Return the calls with their digests, of log probabilities in place of logits.
+
+    Args:
+        model: what to call.
+        prompt: the prompt.
+        num_tokens: tokens to generate.
+        step: prompt tokens in a forward call.
+        layers: modules whose outputs get a digest, by name.
+        then: called after each of them.
+        report: progress.
+    """
+    names = {id(module): name for name, module in layers.items()}
+    digests: dict[str, str] = {}
+    calls: list[Call] = []
+
+    def note(module: nn.Module, result: Any) -> None:
+        name = names[id(module)]
+        digests[name] = digest_of(*arrays_in(result), before=digests.get(name, ""))
+        then(module, result)
+
+    given = prompt.tokens
+    with watching(list(layers.values()), note):
+        for token, logprobs in steps(model, prompt, max_tokens=num_tokens, temperature=0.0, prefill_step_size=step):
+            calls.append(Call(given, digest_of(logprobs), dict(digests)))
+            given = [token]
+            report(len(calls), num_tokens)
+    return calls
+
+
+class _Renewed:
+    """Layers whose weights are loaded again after each call, lazily, so that those in memory leave.
+
+    Args:
+        path: the model directory.
+        modules: of the model, by name.
+        units: the layers.
+    """
+
+    def __init__(self, path: Path, modules: dict[str, nn.Module], units: Sequence[Unit]) -> None:
+        self._path = path
+        self._modules = modules
+        self._units = {id(modules[unit.name]): unit for unit in units}
+        self._fresh: dict[str, nn.Module] = {}
+
+    def renew(self, module: nn.Module, result: Any) -> None:
+        """Load the weights of a layer again after its call."""
+        for parameter in self._units[id(module)].large:
+            name, _, key = parameter.name.rpartition(".")
+            if key not in self._fresh.get(name, {}):  # taken before
+                self._fresh = dict(current_vlm_load_model()(self._path, lazy=True).named_modules())
+            bind(self._modules[name], key, dict.pop(self._fresh[name], key))
+        mx.clear_cache()
+
+
+def tokens_after(model: FlashVLM, prompt: PicturePrompt, num_tokens: int) -> Iterator[int]:
+    """Yield the most likely tokens after a prompt."""
+    step = model.plan.prefill_step_size
+    found = steps(model, prompt, max_tokens=num_tokens, temperature=0.0, prefill_step_size=step)
+    return (token for token, _ in found)

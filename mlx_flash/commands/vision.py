@@ -1,0 +1,160 @@
+"""Commands on models that see: which library loads a model, and ``mlx-flash generate --image``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.progress import DownloadColumn
+
+from mlx_flash.commands.common import make_config, progress_bar, prompt_text
+from mlx_flash.commands.report import Recorder, follow
+from mlx_flash.config import FlashConfig
+from mlx_flash.engine.prepare import Prepared, prepare
+from mlx_flash.errors import ConfigError
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
+from mlx_flash.vision.detect import check_installed, loads_with_vlm
+
+_WITHOUT = {
+    "adapter_path": None,
+    "draft_model": None,
+    "prompt_cache_file": None,
+    "prefill_response": None,
+    "routing_trace": None,
+    "xtc_probability": 0.0,
+    "min_tokens_to_keep": 1,
+}
+"""Flags that mlx-vlm's loops have nothing for, and their defaults."""
+
+
+def is_vision(args: argparse.Namespace, path: Path, *, prefers: bool) -> bool:
+    """Return whether mlx-vlm loads a model, because of ``--image``, ``--vision`` or its kind.
+
+    Args:
+        args: of the command.
+        path: the model's folder.
+        prefers: whether the command takes mlx-vlm for a model that mlx-lm could load as text alone.
+
+    Raises:
+        ConfigError: mlx-vlm is needed and not installed, or flags contradict each other.
+    """
+    has_pictures = bool(vars(args).get("image"))
+    if has_pictures and args.vision is False:
+        raise ConfigError("--image needs mlx-vlm, and --no-vision forbids it. Hint: leave one out.")
+    if has_pictures or args.vision:
+        check_installed("--image" if has_pictures else "--vision")
+        return True
+    return loads_with_vlm(path, args.vision, prefers=prefers)
+
+
+def prepare_model(args: argparse.Namespace, path: Path, config: FlashConfig, probe: Path | None = None) -> Prepared:
+    """Return a model's plan, and what it is made of; of one that sees, with its towers. Writes nothing.
+
+    Args:
+        args: of the command.
+        path: the model's folder.
+        config: how to stream.
+        probe: a file to probe the disk with; None takes the largest shard.
+    """
+    if not is_vision(args, path, prefers=True):
+        return prepare(path, config, writes=False, probe=probe)
+    from mlx_flash.vision.loading import prepare_vlm
+
+    return prepare_vlm(path, config, writes=False, probe=probe)
+
+
+@contextlib.contextmanager
+def seeing(args: argparse.Namespace, path: Path) -> Iterator[tuple[Any, Any]]:
+    """Yield a model that sees, streamed or with ``--resident`` as mlx-vlm loads it, and its processor.
+
+    Args:
+        args: of the command.
+        path: the model's folder.
+    """
+    import mlx_vlm
+
+    from mlx_flash.vision.loading import load_processor_of, load_vlm_model
+
+    config = make_config(args)
+    if not config.enabled or vars(args).get("resident"):
+        yield mlx_vlm.load(str(path))
+        return
+    with load_vlm_model(path, config) as model:
+        yield model, load_processor_of(path, model)
+
+
+def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) -> tuple[Recorder, int, Any]:
+    """Write the answer to a prompt with pictures as mlx-vlm generates it.
+
+    Returns:
+        The records of the run, the prefill step, and the interrupt that ended it, or None.
+
+    Raises:
+        ConfigError: a flag is not available here.
+        PictureError: a picture cannot be used.
+    """
+    from mlx_flash.vision.model import FlashVLM
+    from mlx_flash.vision.pictures import open_picture
+    from mlx_flash.vision.prompts import make_prompt, responses
+
+    _check_flags(args)
+    began = time.perf_counter()
+    pictures = [open_picture(file, str(file)) for file in args.image or ()]
+    with seeing(args, path) as (model, processor):
+        prompt = make_prompt(
+            model, processor, _messages(args), pictures, is_chat=not args.ignore_chat_template, **_options(args)
+        )
+        del pictures
+        tokenizer = getattr(processor, "tokenizer", processor)
+        tokenizer.stopping_criteria.add_eos_token_ids(args.extra_eos_token)
+        num_prompt = len(prompt.tokens)
+        step, language = args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE, model
+        if isinstance(model, FlashVLM):
+            model.expect(num_prompt + args.max_tokens if args.max_tokens > 0 else None, prompt.keywords)
+            with progress_bar(args, "Loading", DownloadColumn()) as progress:
+                model.start(progress)
+            step, language = min(step, model.plan.prefill_step_size), model.language_model
+        run = Recorder(language, num_prompt, time.perf_counter() - began)
+        found = responses(
+            model,
+            processor,
+            prompt,
+            max_tokens=args.max_tokens,
+            prefill_step_size=step,
+            temperature=args.temp,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            top_k=args.top_k,
+            max_kv_size=args.max_kv_size,
+            kv_bits=args.kv_bits,
+            kv_group_size=args.kv_group_size,
+            quantized_kv_start=args.quantized_kv_start,
+        )
+        interrupt = follow(found, run, None if args.json else out)
+    return run, step, interrupt
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    for name, default in _WITHOUT.items():
+        if getattr(args, name) != default:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is not available for models that see, which mlx-vlm's loops run. "
+                "Hint: leave it out."
+            )
+
+
+def _messages(args: argparse.Namespace) -> Any:
+    prompt = prompt_text(args, sys.stdin.read)
+    if args.ignore_chat_template or args.system_prompt is None:
+        return prompt
+    return [{"role": "system", "content": args.system_prompt}, {"role": "user", "content": prompt}]
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the variables of chat templates: as mlx-vlm's program, reasoning is off unless it is asked for."""
+    return {} if args.ignore_chat_template else {"enable_thinking": False, **(args.chat_template_config or {})}

@@ -7,13 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mlx_flash.engine.tuning import ReadTuner
+from mlx_flash.residency.others import OtherLoad
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.residency.speed import Speed, save_speed
+from mlx_flash.residency.speed import Speed, faster, save_speed
 from mlx_flash.storage.ranges import ReadStats
 from mlx_flash.streaming.stream import StreamStats
 
 MIN_PASSES = 8
 """Fewer decoding passes say little: the first one reads what later ones find in memory."""
+
+LEAST_PASSES = 2
+"""Passes after which a probe is corrected that found the machine slower than it is."""
 
 MIN_READ_BYTES = 64 << 20
 """Less that was read says little of a disk."""
@@ -44,6 +48,7 @@ class SpeedMeter:
         self._stream = stream
         self._tuner = tuner
         self._read_before = read()
+        self._others = OtherLoad()
         self._began = self._waited = 0.0
         self._decode_ended: float | None = None
         self._decode = _Passes()
@@ -82,11 +87,18 @@ class SpeedMeter:
         self._decode_ended = now if is_decode else None
 
     def save(self, key: str, planned: Speed) -> None:
-        """Keep the speed that the run reached for later plans, if it was long enough to tell."""
-        speed = self.speed(planned)
-        if speed is not None and self._read().cached_bytes > self._read_before.cached_bytes:
+        """Keep the speed that the run reached for later plans.
+
+        A run that was short, or beside busy processes, only shows that the machine is faster than planned.
+        """
+        speed, reached = self.speed(planned), self._reached(planned, LEAST_PASSES)
+        if reached is None:
+            return
+        if speed is None or self._others.is_high:
+            speed = faster(planned, reached)
+        if self._read().cached_bytes > self._read_before.cached_bytes:
             speed = replace(speed, disk_bytes_per_second=planned.disk_bytes_per_second)  # it is memory's in part
-        if speed is not None:
+        if speed != planned:
             save_speed(key, speed)
 
     def speed(self, planned: Speed) -> Speed | None:
@@ -95,11 +107,14 @@ class SpeedMeter:
         Args:
             planned: the speed that the plan was made with. It stands for what could not be measured.
         """
+        return self._reached(planned, MIN_PASSES)
+
+    def _reached(self, planned: Speed, least_passes: int) -> Speed | None:
         decode, prompt, plan = self._decode, self._prompt, self._plan
         read = self._read()
         nbytes = read.nbytes - self._read_before.nbytes
         seconds = read.busy_seconds - self._read_before.busy_seconds
-        if decode.num_passes < MIN_PASSES or nbytes < MIN_READ_BYTES or seconds <= 0:
+        if decode.num_passes < least_passes or nbytes < MIN_READ_BYTES or seconds <= 0:
             return None
         found = replace(planned, is_measured=True)
         if plan.pool is None:  # experts come one by one, and as fast as calls need them, not as the disk can

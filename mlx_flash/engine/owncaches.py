@@ -7,6 +7,7 @@ from functools import cached_property
 
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.refusals import no_room_for_kv
+from mlx_flash.kv.admit import admit, admit_quietly, ledger_of, quiet_width, way_within
 from mlx_flash.kv.ledger import KVLedger
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.rows import LayerRows
@@ -36,7 +37,7 @@ class OwnCaches:
         """True if all layers are in memory, with room for the new tokens. Then no sum over layers is needed."""
         if self._pool is None:
             return True
-        return len(self._pools) == 1 and self._pool.quiet_width(self._layers, self._num_new) is not None
+        return len(self._pools) == 1 and quiet_width(self._pool, self._layers, self._num_new) is not None
 
     @property
     def growth(self) -> int:
@@ -55,15 +56,15 @@ class OwnCaches:
         pool = self._pool
         if pool is None:
             return missing
-        if self.is_quiet and pool.admit_quietly(self._layers, self._num_new, self._rooms(pool, missing)[0]):
+        if self.is_quiet and admit_quietly(pool, self._layers, self._num_new, self._rooms(pool, missing)[0]):
             return 0
         while True:
-            held = self._slots_held if pool.is_on_disk else 0
+            held = self._slots_held if pool.layers.is_on_disk else 0
             room, lacking = self.room(missing, held)
             if not lacking:
-                pool.admit(*self._arguments, room)
+                admit(pool, *self._arguments, room)
                 vars(self).pop("_call", None)  # layers may have moved
-            if lacking or held or not pool.is_on_disk or not self._slots_held:
+            if lacking or held or not pool.layers.is_on_disk or not self._slots_held:
                 return lacking
 
     def room(self, missing: int, held: int = 0) -> tuple[int, int]:
@@ -81,7 +82,7 @@ class OwnCaches:
         if pool is None:
             return 0, missing
         for room in self._rooms(pool, missing, held):
-            wanted = pool.way(self._call, room).missing
+            wanted = way_within(pool, self._call, room).missing
             if not wanted:
                 break
         if wanted and plan.kv.is_fixed and room == plan.kv.limit:
@@ -102,7 +103,7 @@ class OwnCaches:
     @cached_property
     def _call(self) -> KVLedger:
         assert self._pool is not None
-        return self._pool.call(*self._arguments)
+        return ledger_of(self._pool, *self._arguments)
 
     @cached_property
     def _arguments(self) -> tuple[list[LayerRows], list[int], int, list[int]]:

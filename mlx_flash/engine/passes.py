@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -72,7 +73,7 @@ class Passes:
             ReadError: weights could not be read, and no row went on.
             PeerError: the ranks were called differently, or one was lost.
         """
-        self._put_back()
+        self.recover()
         for row in rows:
             row.error = row.error or broken(row.whole.cache)
         waiting = sorted((row for row in rows if not row.is_done), key=lambda row: len(row.left))
@@ -93,6 +94,8 @@ class Passes:
                 if lanes:
                     self._run(lanes, put_back)
                 waiting = waiting[max(1, len(lanes)) :]
+            for pending in filter(attrgetter("is_settled"), owed):
+                pending.lift()  # its mark, too
         finally:
             for pending in owed:
                 pending.put()  # if its token was not computed
@@ -213,12 +216,12 @@ class Passes:
                 else:
                     row.finish(calls, outcome)
         except BaseException:
-            self._put_back()
+            self.recover()
             raise
         self._under_way = {}
 
-    def _put_back(self) -> None:
-        """Undo a pass that was interrupted. Repeated before the next one, in case that was interrupted too."""
+    def recover(self) -> None:
+        """Undo a pass that was interrupted. Repeated before a cache is used again, in case that was interrupted too."""
         if self._under_way:
             for undo in self._under_way.values():
                 undo()
@@ -230,26 +233,27 @@ class Passes:
         call = row.left[0]
         self._session.engine.drop_logits(not call.wants_logits)
         try:
-            output = self._call(call, is_alone=True)
+            output = self._call(call, is_alone=True, coming=row.coming)
             if len(row.left) > 1:  # lets the intermediate results go
                 mx.eval(arrays_in(call.cache), arrays_in(output if call.wants_logits else ()))
         except CALL_ERRORS as error:
             return error
         return [output]
 
-    def _call(self, call: ForwardCall, *, is_alone: bool = False) -> Any:
+    def _call(self, call: ForwardCall, *, is_alone: bool = False, coming: Sequence[mx.array] = ()) -> Any:
         """Call the model, for the tokens that the prefix cache does not answer.
 
         Args:
             call: the call.
             is_alone: whether the call is a pass of its own, which is counted if the model is called.
+            coming: tokens of the calls after it.
         """
         prefixes, chain, cached = self._session.prefixes, self._session.chain, None
         if prefixes is not None and call.cache is not None:
             if call.tokens is None or not call.is_plain:
                 forget(call.cache)
             else:
-                cached = prefixes.begin(call.tokens, call.cache, is_prompt=not call.wants_logits)
+                cached = prefixes.begin(call.tokens, call.cache, is_prompt=not call.wants_logits, coming=coming)
         rest = call if cached is None or not cached.num_restored else call.part(cached.num_restored)
 
         def run() -> Any:

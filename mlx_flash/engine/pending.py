@@ -3,6 +3,9 @@
 When mlx-lm hands a token out, it has begun to compute the next one, so the caller's cache holds the token. Here a token
 is computed when the next one is asked for, and guesses may be ahead. Until then each entry of the cache has a class
 that tells mlx-lm's length, and takes an owed token back for nothing. What looks at the contents has them made right.
+
+Each entry is marked as long as something is pending, whatever its class: where interrupts have cut a change of classes
+in two, the next call of the model still finds the mark, and goes on from there.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any, cast
 from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_flash.compat.caches import entries_of
+from mlx_flash.compat.callers import frames
 from mlx_flash.engine.undo import is_broken
 from mlx_flash.errors import CacheError
 from mlx_flash.kv.base import PooledCache
@@ -53,16 +57,44 @@ class Pending(Opaque):
         self._settle = settle
         self._is_trimmed = False
 
+    def __deepcopy__(self, memo: object) -> Pending:
+        """Return itself: it is about the entries that it was made for, not about their copies."""
+        return self
+
+    @property
+    def is_settled(self) -> bool:
+        """True if the cache holds what it says."""
+        return not self.is_owed and self.difference >= 0
+
+    def check_is_of(self, entry: Any) -> None:
+        """Refuse a copy of an entry that was made while interrupts had cut a change in two.
+
+        Raises:
+            CacheError: the entry is such a copy.
+        """
+        if not any(entry is each for each in self._entries):
+            raise CacheError(
+                "a prompt cache was copied after generate_step was interrupted, and its copy lacks a token. Hint: use "
+                "the cache itself, or start again with a fresh one."
+            )
+
+    def mark(self) -> None:
+        """Have the next call of the model settle this first, unless it was told of it."""
+        for entry in self._entries:
+            vars(entry)[_NAME] = self
+
     def put(self) -> None:
         """Make the entries say what mlx-lm's would. Harmless when repeated, and when nothing is owed any more."""
-        if not self._is_trimmed and (self.is_owed or self.difference < 0):
+        if not self._is_trimmed and not self.is_settled:
+            self.mark()
             for entry in self._entries:
                 if not is_broken(entry) and not hasattr(type(entry), _OWN):
-                    vars(entry)[_NAME] = self
                     entry.__class__ = _pending(cast(Hashable, type(entry)))
 
     def lift(self) -> None:
-        """Make the entries what they were, for whoever makes them right. Harmless when repeated.
+        """Make the entries what they were, for whoever makes them right; until then they stay marked.
+
+        Harmless when repeated.
 
         Raises:
             CacheError: the caller has trimmed some entries meanwhile.
@@ -76,13 +108,18 @@ class Pending(Opaque):
             self._lift(entry)
 
     def _lift(self, entry: Any) -> None:
-        own = getattr(type(entry), _OWN, None)
-        if own is not None and vars(entry)[_NAME] is self:
-            entry.__class__ = own
-            vars(entry).pop(_NAME)
+        if vars(entry).get(_NAME) is self:
+            entry.__class__ = getattr(type(entry), _OWN, type(entry))
+            if self.is_settled or self._is_trimmed:
+                vars(entry).pop(_NAME)
 
     def settle(self) -> None:
-        """Make the cache hold what it says. An interrupt leaves it owed, or takes the guesses back."""
+        """Make the cache hold what it says. An interrupt leaves it owed, or takes the guesses back.
+
+        Does nothing where the model is called for this: a draft model computes what its cache lacks.
+        """
+        if self._is_under_way:
+            return
         try:
             self._settle_all()
         except KeyboardInterrupt:
@@ -92,11 +129,18 @@ class Pending(Opaque):
                 self.put()
             raise
 
+    @property
+    def _is_under_way(self) -> bool:
+        """True if a caller settles it. An interrupt could leave a flag standing, but not a frame."""
+        name = Pending._settle_all.__name__
+        return any(frame.f_code.co_name == name and frame.f_locals.get("self") is self for frame in frames())
+
     def _settle_all(self) -> None:
         self.lift()
-        if self.is_owed or self.difference < 0:
+        if not self.is_settled:
             self.found = self._settle()
             self.is_owed, self.difference = False, 0
+            self.lift()
 
     @property
     def can_be_taken_over(self) -> bool:
@@ -117,10 +161,14 @@ class Pending(Opaque):
 
 def pending_in(cache: Sequence[Any] | None) -> Pending | None:
     """Return what is pending for a prompt cache; None if nothing is."""
-    entries = entries_of(cache or ())
-    if not any(hasattr(kind, _OWN) for kind in set(map(type, entries))):
-        return None
-    return next(cast(Pending, vars(entry)[_NAME]) for entry in entries if hasattr(type(entry), _OWN))
+    for entry in entries_of(cache or ()):
+        pending: Pending | None = getattr(entry, "__dict__", {}).get(_NAME)
+        if pending is not None and pending.is_settled:
+            pending.lift()  # an interrupt has kept it from doing so
+        elif pending is not None:
+            pending.check_is_of(entry)
+            return pending
+    return None
 
 
 def owed_token(cache: Sequence[Any]) -> Pending | None:

@@ -19,7 +19,7 @@ from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.manager import free_closed_models
 from mlx_flash.engine.tokenizer import reached_bytes
-from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError, ConfigError
+from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError
 from mlx_flash.layout import hub
 from mlx_flash.layout.fingerprint import fingerprint_of, state_of
 from mlx_flash.layout.identity import ModelIdentity
@@ -35,7 +35,7 @@ from mlx_flash.ranks.peers import Peers
 from mlx_flash.ranks.shares import RankSpeed, follow_files, share_layers
 from mlx_flash.ranks.spread import Spread
 from mlx_flash.ranks.tensor import Shards, divide
-from mlx_flash.residency.kv import for_context
+from mlx_flash.residency.kv import for_context, with_stock_caches
 from mlx_flash.residency.machine import has_grown, look_at_machine, look_at_memory
 from mlx_flash.residency.plan import Machine, ResidencyPlan
 from mlx_flash.residency.planner import make_plan
@@ -113,6 +113,24 @@ class Prepared:
             plan = replace(make_plan(self.sizes, same, machine), minimum_bytes=plan.minimum_bytes)
         return replace(self, plan=plan, machine=machine)
 
+    def expecting(self, config: FlashConfig, num_tokens: int | None, extra_bytes: int) -> Prepared:
+        """Return it with a plan for a prompt that is known now, and memory as it is now.
+
+        Args:
+            config: how to stream.
+            num_tokens: of prompt and answer; None if the answer has no limit.
+            extra_bytes: what is computed before the prompt takes so much, while its caches are empty.
+
+        Raises:
+            BudgetError: the budget has no room for them.
+        """
+        found = replace(self, machine=look_at_memory(self.machine, 0), needed_context=num_tokens)
+        settings = found._settings(config)
+        plan = make_plan(found.sizes, settings, found.machine)
+        if (more := extra_bytes - plan.kv_bytes - plan.activation_bytes) > 0:
+            found = replace(found, machine=replace(found.machine, runtime_bytes=found.machine.runtime_bytes + more))
+        return replace(found, plan=make_plan(found.sizes, settings, found.machine))
+
     def _settings(self, config: FlashConfig) -> FlashConfig:
         config = config if self.chain is None else _settings_of_ranks(config)
         return for_context(self.sizes, config, self.needed_context)
@@ -168,14 +186,14 @@ def prepare(
     folder = None if peers is None else complete_folder(path, peers)
     path = path if folder is None else folder.path
     checkpoint = read_checkpoint(path)
-    share = ""
-    if peers is not None and folder is not None and config.ranks_mode == "tensor":
+    dividing = peers if config.ranks_mode == "tensor" else None
+    if folder is not None and dividing is not None:
         folder.check_complete()
-        share = f"-{peers.rank}of{peers.size}"
+    share = "" if dividing is None else f"-{dividing.rank}of{dividing.size}"
 
     def load() -> LoadedModel:
         loaded = loader(path, checkpoint, model_config, **loading)
-        loaded = divide(loaded, checkpoint, peers) if peers is not None and share else loaded
+        loaded = loaded if dividing is None else divide(loaded, checkpoint, dividing)
         check_direct(path, checkpoint, (record for records in loaded.sources.values() for record in records))
         return loaded
 
@@ -193,8 +211,8 @@ def prepare(
     if folder is not None and peers is not None:
         folder.let_go()
         peers.share_seed()
-        if share:
-            chain = Shards(layers_of(loaded.model), peers)
+        if dividing is not None:
+            chain = Shards(layers_of(loaded.model), dividing)
         else:
             able = folder.able_ranks(needed_files(layers_of(loaded.model), layout, checkpoint))
             chain = _share(loaded, _rank_speed(_sizes(loaded, layout), config, machine), able, peers)
@@ -209,19 +227,7 @@ def prepare(
 
 
 def _settings_of_ranks(config: FlashConfig) -> FlashConfig:
-    """Return settings with the caches that layers of other ranks can have: mlx-lm's own.
-
-    Raises:
-        ConfigError: others are asked for.
-    """
-    settings = FlashConfig(kv_cache="stock", kv_prefixes="off")
-    for name in ("kv_cache", "kv_ram_gb", "kv_max_tokens", "kv_prefixes"):
-        value = getattr(config, name)
-        if value not in (None, getattr(settings, name)):
-            raise ConfigError(
-                f"{name}={value!r} is not available when several ranks share a model. Hint: leave {name} unset."
-            )
-    return replace(config, kv_cache="stock", kv_prefixes="off")
+    return with_stock_caches(config, "when several ranks share a model")
 
 
 def _agreed(

@@ -80,6 +80,11 @@ class Row:
         return first.num_tokens // first.batch_size if first.is_plain else 0
 
     @property
+    def coming(self) -> list[mx.array]:
+        """Tokens of the parts after the next one."""
+        return [part.tokens for part in islice(self.left, 1, None) if part.tokens is not None]
+
+    @property
     def num_done(self) -> int:
         """Tokens of each sequence that are computed."""
         return (self._total - self.num_left) // self.whole.batch_size

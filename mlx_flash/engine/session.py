@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
@@ -28,6 +30,9 @@ from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import Way
 from mlx_flash.storage.selftest import reads_directly
 from mlx_flash.telemetry import Publisher
+
+_CACHED_SIZE, _CACHED_DEPTH = 2 << 20, 4
+"""Read size and queue depth where all bytes are in the page cache."""
 
 _log = logging.getLogger("mlx_flash")
 
@@ -142,17 +147,38 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
     records = [
         record for unit in [*prepared.layout.units, *prepared.layout.towers] for p in unit.large for record in p.records
     ]
+    paths = sorted({record.extent.path for record in records})
+    read_size, queue_depth = plan.read_size, plan.queue_depth
+    is_free = config.io == "auto" and config.queue_depth is None and config.read_size_mb is None
+    if is_free and plan.pool is not None and all_cached(paths, plan.budget_bytes):
+        read_size, queue_depth = cached_reads(read_size, queue_depth)
     reader = BackgroundPrefetcher(
-        sorted({record.extent.path for record in records}),
+        paths,
         direct=reads_directly(config.io),
-        read_size=plan.read_size,
-        queue_depth=plan.queue_depth,
+        read_size=read_size,
+        queue_depth=queue_depth,
         arrival=prepared.machine.arrival,
         tables=prepared.checkpoint.tables,
         room=partial(_spare_memory, plan.budget_bytes) if config.io == "auto" else lambda: 0,
     )
     reader.way = replace(reader.way, direct=not disk.through_cache)
     return reader
+
+
+def all_cached(paths: Sequence[Path], budget_bytes: int) -> bool:
+    """Return whether the machine has room for all files in its page cache."""
+    return _spare_memory(budget_bytes) >= sum(path.stat().st_size for path in paths)
+
+
+def cached_reads(read_size: int, queue_depth: int) -> tuple[int, int]:
+    """Return read size and queue depth for experts that all lie in the page cache, in no more memory.
+
+    Such reads are copies by the processor. More threads than a few, or smaller reads, cost more in handing over than
+    they win: a 4-bit mixture of 8.6 GB at 4 GB on an H100 with 16 cores made 14.5 and 15.1 tokens/s with 2 MiB and 4
+    threads, 12.5 and 13.9 with 8 threads, 11.5 and 12.4 with 1 MiB and 16. A disk is faster with more in flight.
+    """
+    size, depth = max(read_size, _CACHED_SIZE), min(queue_depth, _CACHED_DEPTH)
+    return (size, depth) if size * depth <= read_size * queue_depth else (read_size, queue_depth)
 
 
 def _tuner(reader: BackgroundPrefetcher, config: FlashConfig, plan: ResidencyPlan) -> ReadTuner | None:

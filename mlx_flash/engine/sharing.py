@@ -23,10 +23,12 @@ def waiting_bytes(plan: ResidencyPlan, parts: Sequence[ForwardCall]) -> int:
 
 
 def _waiting(plan: ResidencyPlan, parts: Sequence[ForwardCall]) -> list[int]:
-    found, num_before = [], parts[0].num_tokens
+    found: list[int] = []
+    num_before = parts[0].num_tokens
     for part in parts[1:]:
         kept = () if part.checkpoints is None else (kept_bytes(entry) for entry in entries_of(part.cache or ()))
         context = Lane(part).tokens.context + num_before // part.batch_size
-        found.append(sum(kept) + plan.ledger.part_waiting(part.num_tokens, part.batch_size, context))
+        each = plan.ledger.part_waiting(part.num_tokens, part.batch_size, context, is_first=not found)
+        found.append(sum(kept) + each)
         num_before += part.num_tokens
     return found

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
-from mlx_flash.compat.experts import SORTED_SIZE
+from mlx_flash.compat.experts import SORTED_SIZE, call_stack
 from mlx_flash.experts.eviction import Mask, Numbers
 from mlx_flash.experts.lookahead import CAREFUL_ODDS, EVEN_ODDS, Guess, GuessedError, Lookahead
 from mlx_flash.experts.rows import PooledStacks, Routing, is_whole, join_rows
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.parts import ExpertStack
-from mlx_flash.layout.swap import SwappedClass, state_of, swap_class
+from mlx_flash.layout.swap import SwappedClass, own_class, state_of, swap_class
 from mlx_flash.streaming.stream import WeightStream
 
 _MEMORY = 64
@@ -34,9 +36,9 @@ OnRouting = Callable[[int, Routing], None]
 class _Routed(SwappedClass):
     """A stack of experts whose calls go through the pool."""
 
-    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         experts, layer = cast("tuple[Experts, int]", state_of(self))
-        return experts.call(layer, x, indices)
+        return call_stack(own_class(self), cast(nn.Module, self), partial(experts.call, layer), args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,11 +135,12 @@ class _Norm(SwappedClass):
 class _Block(SwappedClass):
     """Router and experts. Their result is added to the residual."""
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         residual = cast(_Residual, state_of(self))
         before = residual.before  # the next guess takes it
-        result = own_class(self).__call__(self, x)
-        if before is not None and isinstance(result, mx.array) and result.shape == before.shape:
+        result = own_class(self).__call__(self, *args, **kwargs)
+        is_simple = len(args) == 1 and not kwargs  # else the block may have added the residual itself
+        if is_simple and before is not None and isinstance(result, mx.array) and result.shape == before.shape:
             residual.after = before + result
         return cast(mx.array, result)
 

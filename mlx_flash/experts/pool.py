@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +13,7 @@ from mlx_flash.memory.stacks import StackArena
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching, Ticket
 
 READS_PAST_CACHE = 3
-"""4 to 8 % faster than 1 with pools of middle size, 2 % slower with the smallest; 5 is like 3 (docs/lab-notes.md)."""
+"""4 to 8 % faster than 1 with pools of middle size, 2 % slower with the smallest; 5 is like 3 (docs/lab/experts.md)."""
 
 
 class ExpertPool(ExpertSlots):
@@ -157,13 +156,12 @@ class ExpertPool(ExpertSlots):
         Raises:
             ReadError: one of them could not be read. They may be requested again.
         """
-        began = time.perf_counter()
         came = [expert for expert in experts if (layer, expert) not in self._tickets]
         in_flight = [key for key in self._tickets if key[0] == layer and key[1] in experts]
         try:
             for key in in_flight:
                 if not came or self._tickets[key].done():
-                    self._tickets[key].wait()
+                    self.stats.wait_seconds += self._tickets[key].wait()
                     self.filling.discard(key)
                     del self._tickets[key]
                     came.append(key[1])
@@ -172,8 +170,6 @@ class ExpertPool(ExpertSlots):
                 if key in self._tickets:
                     self.leave(key)
             raise
-        finally:
-            self.stats.wait_seconds += time.perf_counter() - began
         return came
 
     def leave(self, key: Expert) -> None:

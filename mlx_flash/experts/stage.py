@@ -7,7 +7,6 @@ once, in the order of the file.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -188,11 +187,7 @@ class Stage:
             if matrix in self._running.waiting:
                 self._running.waiting.remove(matrix)
             self._load(matrix, region)
-        began = time.perf_counter()
-        try:
-            self._regions[region][1].wait()
-        finally:
-            self._pool.stats.wait_seconds += time.perf_counter() - began
+        self._pool.stats.wait_seconds += self._regions[region][1].wait()
 
     def leave(self, matrix: _Matrix) -> None:
         """Give a matrix's place to the next one. Everything that computes with it must be evaluated."""

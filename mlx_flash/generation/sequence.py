@@ -287,13 +287,16 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
     stats = None if model.engine is None else model.engine.stream.stats
     num_passes, began, waited = model.counters.num_passes, time.perf_counter(), stats.wait_seconds if stats else 0.0
     model.advance(rows)
+    are_tokens, is_resident = all(sequence.num_rows for sequence in sequences), model.is_resident
+    if are_tokens and is_resident:  # the device computes while the tokens before are handed out
+        with compiling():
+            mx.async_eval([row.outputs for row in rows])
     without = [each for each, row in zip(sequences, rows, strict=True) if each.num_rows > 1 and _has_no_room(row)]
     for sequence in without:
         sequence.guesses = sequence.row = None
     if without:
         model.advance([sequence.begin() for sequence in without])
-    are_tokens = all(sequence.num_rows for sequence in sequences) and not model.is_resident
-    if stats and are_tokens and model.counters.num_passes == num_passes + 1:
+    if stats and are_tokens and not is_resident and model.counters.num_passes == num_passes + 1:
         with compiling():
             mx.eval([row.outputs for row in rows])
         num_rows, seconds = sum(len(row.outputs) for row in rows), time.perf_counter() - began

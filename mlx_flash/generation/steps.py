@@ -53,8 +53,8 @@ def generate_step(
     """
     if not _is_ours(prompt, model, options):
         return stock_generate_step(prompt, model, stream, **options)
-    source = Lookup(cast("list[int]", prompt.tolist()))
-    return _without_marks(_generate(prompt, model, stream, source, MAX_GUESSES, **_ours(options)))
+    lookup = Lookup(cast("list[int]", prompt.tolist()))
+    return _without_marks(_generate(prompt, model, stream, [lookup], MAX_GUESSES, **_ours(options)))
 
 
 def speculative_generate_step(
@@ -65,7 +65,8 @@ def speculative_generate_step(
     Tokens and log probabilities are those of :func:`generate_step`, bit for bit: the draft model only guesses, and each
     guess is checked in a call of its own. That pays where calls share what a pass reads. Where they cannot, such as for
     a model that is all in memory, the draft model is not asked. mlx-lm's own loop, which checks all guesses in one
-    call, may be faster there; its last bits are others.
+    call, may be faster there; its last bits are others. Where the text itself promises more, it guesses instead. Unset,
+    ``num_draft_tokens`` is what pays.
     """
     stock = partial(stock_speculative_generate_step, prompt, model, draft_model, stream, **options)
     if not _is_ours(prompt, model, options):
@@ -77,10 +78,11 @@ def speculative_generate_step(
     if not can_be_viewed(drafted):
         _log.info("mlx-lm checks what the draft model guesses: it has a cache of its own kind")
         return stock()
-    most = options.pop("num_draft_tokens", 2)
-    options = _ours(options)
-    source = Draft(draft_model, drafted, cast("list[int]", prompt.tolist()), options.get("prefill_step_size", 2048))
-    return _generate(prompt, model, stream, source, most, prompt_cache=caches and cache, **options)
+    most = options.pop("num_draft_tokens", MAX_GUESSES)
+    options, tokens = _ours(options), cast("list[int]", prompt.tolist())
+    draft = Draft(draft_model, drafted, tokens, options.get("prefill_step_size", 2048))
+    sources: list[Source] = [Lookup(tokens), draft]
+    return _generate(prompt, model, stream, sources, most, prompt_cache=caches and cache, **options)
 
 
 def _is_ours(prompt: mx.array, model: Any, options: Mapping[str, Any]) -> bool:
@@ -108,7 +110,7 @@ def _generate(
     prompt: mx.array,
     model: FlashLLM,
     stream: Any,
-    source: Source,
+    sources: Sequence[Source],
     most: int,
     *,
     max_tokens: int = 256,
@@ -128,7 +130,7 @@ def _generate(
         Chooser(sampler, logits_processors, prompt),
         step=prefill_step_size,
         max_tokens=max_tokens,
-        guesses=Guesses(source, most),
+        guesses=Guesses(*sources, most=most),
         report=report,
     )
     pending = None
@@ -154,15 +156,15 @@ def _generate(
         if prompt_cache is not None and sequence.num_tokens:
             _compute(sequence, stream)
             with mx.stream(stream):
-                source.end()
+                sources[-1].end()
     except BaseException:  # no pass begins now: the last token stays owed
         if prompt_cache is not None and sequence.num_tokens:
             sequence.withdraw()
-            Pending(source.cache, source.leave(), source.end).put()
+            Pending(sources[-1].cache, sources[-1].leave(), sources[-1].end).put()
         if pending is not None and pending.is_owed:
             pending.put()
         elif pending is not None:
-            pending.lift()  # the guesses go now
+            pending.settle()  # the guesses go now
         raise
     finally:
         sequence.take_back()

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_flash.compat.arrays import address_of, memory_of
+from mlx_flash.memory.driver import clear, has_own_memory
 from mlx_flash.memory.footprint import total_memory
 from mlx_flash.memory.hugepages import HUGE_PAGE, PageChoice, use_huge_pages
 from mlx_flash.memory.lazy import LazyRows, commits_lazily, uncommit, untouched
@@ -232,6 +233,10 @@ def _lazy_rows(num_slots: int, capacity: int, pitch: int) -> LazyRows | None:
 
 
 def _zeros(rows: int, columns: int) -> mx.array:
+    if has_own_memory():  # a kernel's zeros are copied when their address is asked for, and are there twice for a while
+        array = untouched(rows, columns)
+        clear(memory_of(array))
+        return array
     array = mx.zeros((rows, columns), dtype=mx.uint8)
     mx.eval(array)
     return array

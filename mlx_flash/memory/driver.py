@@ -128,6 +128,20 @@ def write_zeros(memory: memoryview) -> None:
         copies.close()
 
 
+def clear(memory: memoryview) -> None:
+    """Fill managed memory with zeros. Pages that have no place yet get one on the GPU. Raises: DriverError."""
+    driver, context = load_driver(), ctypes.c_void_p()
+    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+    try:
+        _check(driver.cuCtxSetCurrent(context))
+        _check(
+            driver.cuMemsetD8_v2(ctypes.c_uint64(address_of(memory)), ctypes.c_ubyte(0), ctypes.c_size_t(len(memory)))
+        )
+        _check(driver.cuCtxSynchronize())
+    finally:
+        driver.cuDevicePrimaryCtxRelease_v2(0)
+
+
 @cache
 def load_driver() -> Any:
     """Return CUDA's driver, whose functions return 0 for success. Raises: DriverError."""

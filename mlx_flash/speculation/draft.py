@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, cast
 
@@ -26,6 +26,8 @@ class Draft:
         tokens: the prompt.
         step: how many tokens it computes at a time.
     """
+
+    expected: Mapping[int, float] = {}
 
     def __init__(self, model: Any, cache: list[Any], tokens: Sequence[int], step: int) -> None:
         self.guess_seconds = 0.0

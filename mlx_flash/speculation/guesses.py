@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from mlx_flash.speculation.pace import Acceptance, Times, num_worth_guessing
+from mlx_flash.speculation.pace import Acceptance, Times, Worth, worth_guessing
 
-MAX_GUESSES = 15
+MAX_GUESSES = 31
 """The most tokens that are guessed at a time."""
 
 
@@ -16,10 +16,12 @@ class Source(Protocol):
 
     Attributes:
         guess_seconds: time that it takes to guess a token.
+        expected: the share of right guesses of each quality, before any is known.
         cache: the prompt cache of its own; empty if it has none.
     """
 
     guess_seconds: float
+    expected: Mapping[int, float]
     cache: list[Any]
 
     def add(self, token: int) -> None:
@@ -42,23 +44,19 @@ class Guesses:
     """The guesses of one text, and how many of them were right.
 
     Args:
-        source: guesses tokens.
+        sources: guess tokens. Before each pass the one is asked that promises the most tokens a second.
         most: the most tokens to guess at a time.
     """
 
-    def __init__(self, source: Source, most: int = MAX_GUESSES) -> None:
-        self._source = source
+    def __init__(self, *sources: Source, most: int = MAX_GUESSES) -> None:
         self._most = most
-        self._acceptance = Acceptance()
-        self._quality = 0
-        self._unchecked: int | None = None
+        self._sources = [_Judged(source) for source in sources]
+        self._asked = self._sources[0]
 
     def add(self, token: int) -> None:
         """Add the next token of the text."""
-        self._source.add(token)
-        if self._unchecked is not None:
-            self._acceptance.note(self._quality, 1, int(token == self._unchecked))
-            self._unchecked = None
+        for each in self._sources:
+            each.add(token)
 
     def look(self, limit: int) -> bool:
         """Return whether there is a guess.
@@ -66,8 +64,10 @@ class Guesses:
         Args:
             limit: the most tokens to guess.
         """
-        self._quality = self._source.look() if min(limit, self._most) > 0 else 0
-        return self._quality > 0
+        has_room = min(limit, self._most) > 0
+        for each in self._sources:
+            each.quality = each.source.look() if has_room else 0
+        return any(each.quality for each in self._sources)
 
     def take(self, times: Times, limit: int, num_others: int = 0) -> Sequence[int]:
         """Return tokens that are worth computing, after :meth:`look`. Of others note the first one, if that is free.
@@ -77,19 +77,42 @@ class Guesses:
             limit: the most tokens to guess.
             num_others: rows that other texts compute in the same pass.
         """
-        seconds, acceptance = self._source.guess_seconds, self._acceptance.of(self._quality)
         limit = min(limit, self._most)
-        number = num_worth_guessing(
-            acceptance, times.pass_seconds, times.row_seconds, limit, seconds, num_others=num_others
-        )
-        if number:
-            return self._source.guess(number)
-        if seconds:
-            self._acceptance.note(self._quality, 0, 0)
-        else:
-            self._unchecked = self._source.guess(1)[0]
-        return []
+        able = [each for each in self._sources if each.quality]
+        worths = [each.worth(times, limit, num_others) for each in able]
+        best = max(range(len(able)), key=lambda i: worths[i].speed)
+        self._asked = able[best]
+        for i, each in enumerate(able):
+            if i != best or not worths[i].number:
+                each.pass_over()
+        return self._asked.source.guess(worths[best].number) if worths[best].number else []
 
     def note(self, num_tried: int, num_right: int) -> None:
         """Note how many of the tokens that were taken last were right."""
-        self._acceptance.note(self._quality, num_tried, num_right)
+        self._asked.acceptance.note(self._asked.quality, num_tried, num_right)
+
+
+class _Judged:
+    """A source, and how often it was right."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.acceptance, self.quality = source, Acceptance(source.expected), 0
+        self._unchecked: int | None = None
+
+    def add(self, token: int) -> None:
+        self.source.add(token)
+        if self._unchecked is not None:
+            self.acceptance.note(self.quality, 1, int(token == self._unchecked))
+            self._unchecked = None
+
+    def worth(self, times: Times, limit: int, num_others: int) -> Worth:
+        """Return how many of its guesses to compute."""
+        seconds, acceptance = self.source.guess_seconds, self.acceptance.of(self.quality)
+        return worth_guessing(acceptance, times.pass_seconds, times.row_seconds, limit, seconds, num_others=num_others)
+
+    def pass_over(self) -> None:
+        """Note the first guess, to compare it with the text; where that takes time, trust older guesses less."""
+        if self.source.guess_seconds:
+            self.acceptance.note(self.quality, 0, 0)
+        else:
+            self._unchecked = self.source.guess(1)[0]

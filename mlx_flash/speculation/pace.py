@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 LEAST_GAIN = 1.05
 """A smaller gain in speed is within the error of the measurements."""
@@ -17,7 +19,14 @@ _WAITS = 0.05
 """A pass that waits longer for weights, as a part of its time, takes as long as reading does."""
 
 
-def num_worth_guessing(
+class Worth(NamedTuple):
+    """The number of tokens to guess, and the tokens a second that are expected then."""
+
+    number: int
+    speed: float
+
+
+def worth_guessing(
     acceptance: float,
     pass_seconds: float,
     row_seconds: float,
@@ -25,7 +34,7 @@ def num_worth_guessing(
     guess_seconds: float = 0.0,
     *,
     num_others: int = 0,
-) -> int:
+) -> Worth:
     """Return how many tokens to guess, so that the most tokens a second are expected.
 
     A pass checks each guessed token in a row of its own. It yields the tokens that were right, and one more.
@@ -39,7 +48,8 @@ def num_worth_guessing(
         num_others: rows that other texts compute in the same pass; each yields a token.
     """
     expected, right = 1.0 + num_others, 1.0
-    best, most = 0, LEAST_GAIN * expected / max(pass_seconds, expected * row_seconds, 1e-9)
+    plain = expected / max(pass_seconds, expected * row_seconds, 1e-9)
+    best, most = 0, LEAST_GAIN * plain
     for number in range(1, limit + 1):
         right *= acceptance
         expected += right
@@ -48,7 +58,7 @@ def num_worth_guessing(
             speed = 1 / (1 / speed + number * guess_seconds / expected)
         if speed > most:
             best, most = number, speed
-    return best
+    return Worth(best, most if best else plain)
 
 
 @dataclass(slots=True)
@@ -75,8 +85,13 @@ class Times:
 
 @dataclass(slots=True)
 class Acceptance:
-    """The share of right guesses, by their quality. Before any is known it is one half."""
+    """The share of right guesses, by their quality.
 
+    Attributes:
+        expected: the shares before any guess is known; one half where there is none.
+    """
+
+    expected: Mapping[int, float] = field(default_factory=dict)
     _right: dict[int, float] = field(default_factory=dict)
     _tried: dict[int, float] = field(default_factory=dict)
 
@@ -88,4 +103,5 @@ class Acceptance:
 
     def of(self, quality: int) -> float:
         """Return the expected share of right tokens."""
-        return (1 + self._right.get(quality, 0.0)) / (2 + self._tried.get(quality, 0.0))
+        before = 2 * self.expected.get(quality, 0.5)
+        return (before + self._right.get(quality, 0.0)) / (2 + self._tried.get(quality, 0.0))

@@ -98,21 +98,26 @@ class Ticket:
         """Return whether no read is in flight."""
         return all(job.done() for job in self._jobs)
 
-    def wait(self) -> None:
-        """Wait until every byte is in the buffer.
+    def wait(self) -> float:
+        """Wait until every byte is in the buffer. Return the seconds of it in which reads were in flight.
+
+        The rest is waiting for a processor.
 
         Raises:
             ReadError: bytes could not be read, or the file changed; it names the tensor, file and offset.
             ClosedError: the prefetcher was closed meanwhile.
         """
+        reading = self._prefetcher.stats.busy_seconds
         try:
             error = self._gather()
+            reading = self._prefetcher.stats.busy_seconds - reading
             self._prefetcher._check_unchanged(self._segments)  # first: it explains a failed read
             if error is not None:
                 raise error
         except BaseException:
             self.cancel()
             raise
+        return reading
 
     def _gather(self) -> ReadError | None:
         try:

@@ -11,9 +11,9 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -52,6 +52,40 @@ class Way:
 
 _Copy = tuple[Segment, int, memoryview, memoryview]
 """A segment, an offset of its file, the bytes from there in a bounce buffer, and their place in the caller's memory."""
+
+
+class _Range(NamedTuple):
+    """A part of a segment that is to be read.
+
+    Attributes:
+        file: the segment's file.
+        fd: descriptor past the page cache; None to read through it.
+        segment: the segment.
+        start, stop: first byte of the file, and the first one after the range.
+        buffer: the buffer of the segment's offsets.
+        keep_cached: leave the pages in the page cache.
+    """
+
+    file: SourceFile
+    fd: int | None
+    segment: Segment
+    start: int
+    stop: int
+    buffer: memoryview
+    keep_cached: bool
+
+    def parts(self) -> Iterator[tuple[int, memoryview]]:
+        """Yield the file offset and the place in the buffer of each piece of the range."""
+        for piece in self.segment.pieces:
+            low, high = max(self.start, piece.offset), min(self.stop, piece.end)
+            if low < high:
+                at = piece.buffer_offset + low - piece.offset
+                yield low, self.buffer[at : at + high - low]
+
+    def drop_cached(self) -> None:
+        """Let the page cache forget it, unless it is to be kept."""
+        if not self.keep_cached:
+            drop_cached(self.file.buffered_fd, self.start, min(self.stop, self.segment.wanted_end) - self.start)
 
 
 @dataclass(slots=True)
@@ -120,19 +154,20 @@ class RangeReader:
             ReadError: bytes could not be read.
         """
         fd = None if keep_cached or not self.way.direct else file.direct_fd
+        wanted = _Range(file, fd, segment, start, stop, buffer, keep_cached)
         if file.table is not None:
-            self._read_blocks(file, file.table, fd, segment, start, stop, buffer, keep_cached)
+            self._read_blocks(wanted, file.table)
         elif self._driver is not None:
-            self._read_for_driver(file, fd, segment, start, stop, buffer, keep_cached)
+            self._read_for_driver(wanted)
         elif fd is None:
-            self._read_buffered(file.buffered_fd, segment, start, stop, buffer, keep_cached)
+            self._read_buffered(wanted)
         elif segment.buffer_offset is not None and self.in_place:
             at = segment.buffer_offset + start - segment.offset
             self._read_direct(fd, segment, start, buffer[at : at + stop - start])
         elif segment.is_scattered and self.in_place:
-            self._read_scattered(fd, segment, start, stop, buffer)
+            self._read_scattered(wanted, fd)
         else:
-            self._read_bounced(fd, segment, start, stop, buffer)
+            self._read_bounced(wanted, fd)
 
     def finish(self) -> None:
         """Wait until everything that this thread has read is in the caller's memory.
@@ -158,66 +193,48 @@ class RangeReader:
         if self._driver is not None:
             self._driver.close()
 
-    def _read_for_driver(
-        self,
-        file: SourceFile,
-        fd: int | None,
-        segment: Segment,
-        start: int,
-        stop: int,
-        buffer: memoryview,
-        keep_cached: bool,
-    ) -> None:
+    def _read_for_driver(self, wanted: _Range) -> None:
         """Read to this thread's bounce buffer, which :meth:`finish` copies."""
-        if fd is not None:
-            bounce = self._room(stop - start)
-            self._read_direct(fd, segment, start, bounce)
-            for offset, part in _parts(segment, start, stop, buffer):
+        segment, start = wanted.segment, wanted.start
+        if wanted.fd is not None:
+            bounce = self._room(wanted.stop - start)
+            self._read_direct(wanted.fd, segment, start, bounce)
+            for offset, part in wanted.parts():
                 self._local.copies.append((segment, offset, bounce[offset - start :][: len(part)], part))
             return
-        for offset, part in _parts(segment, start, stop, buffer):
+        for offset, part in wanted.parts():
             for at in range(0, len(part), self._read_size):  # what stays cached may be longer than other reads
                 target = part[at : at + self._read_size]
                 bounce = self._room(len(target))
-                self._fill(file.buffered_fd, segment, offset + at, bounce, len(target), 1)
+                self._fill(wanted.file.buffered_fd, segment, offset + at, bounce, len(target), 1)
                 self._local.copies.append((segment, offset + at, bounce, target))
-        if not keep_cached:
-            drop_cached(file.buffered_fd, start, min(stop, segment.wanted_end) - start)
+        wanted.drop_cached()
 
-    def _read_blocks(
-        self,
-        file: SourceFile,
-        table: BlockTable,
-        fd: int | None,
-        segment: Segment,
-        start: int,
-        stop: int,
-        buffer: memoryview,
-        keep_cached: bool,
-    ) -> None:
+    def _read_blocks(self, wanted: _Range, table: BlockTable) -> None:
         """Read compressed blocks, and decode them to the caller's memory, or to where the driver copies from."""
         reader: BlockReader | None = getattr(self._local, "blocks", None)
         if reader is None:
             reader = self._local.blocks = BlockReader(self._read_size)
+        file, segment = wanted.file, wanted.segment
 
         def fetch(name: str, offset: int, nbytes: int, coded: memoryview) -> None:
             piece = Piece(name, offset, nbytes, 0)
             stored = Segment(segment.path, offset, round_up(nbytes, DIRECT_ALIGNMENT), None, (piece,))
-            if fd is not None:
-                self._read_direct(fd, stored, offset, coded[: stored.nbytes])
+            if wanted.fd is not None:
+                self._read_direct(wanted.fd, stored, offset, coded[: stored.nbytes])
                 return
             self._fill(file.buffered_fd, stored, offset, coded[:nbytes], nbytes, 1)
-            if not keep_cached:
+            if not wanted.keep_cached:
                 drop_cached(file.buffered_fd, offset, nbytes)
 
         def land(part: memoryview) -> memoryview:
             if self._driver is None:
                 return part
             bounce = self._room(len(part))
-            self._local.copies.append((segment, start, bounce, part))
+            self._local.copies.append((segment, wanted.start, bounce, part))
             return bounce
 
-        for offset, part in _parts(segment, start, stop, buffer):
+        for offset, part in wanted.parts():
             reader.read(file.path, table, segment.piece_at(offset).name, offset, part, fetch, land)
 
     def _room(self, nbytes: int) -> memoryview:
@@ -232,28 +249,25 @@ class RangeReader:
     def _read_direct(self, fd: int, segment: Segment, start: int, target: memoryview) -> None:
         self._fill(fd, segment, start, target, min(len(target), segment.wanted_end - start), DIRECT_ALIGNMENT)
 
-    def _read_scattered(self, fd: int, segment: Segment, start: int, stop: int, buffer: memoryview) -> None:
-        parts = list(_parts(segment, start, stop, buffer))
+    def _read_scattered(self, wanted: _Range, fd: int) -> None:
+        parts = list(wanted.parts())
         with contextlib.suppress(OSError):
-            if os.preadv(fd, [part for _, part in parts], start) == stop - start:
+            if os.preadv(fd, [part for _, part in parts], wanted.start) == wanted.stop - wanted.start:
                 return
         for offset, part in parts:  # one by one, with retries
-            self._fill(fd, segment, offset, part, len(part), DIRECT_ALIGNMENT)
+            self._fill(fd, wanted.segment, offset, part, len(part), DIRECT_ALIGNMENT)
 
-    def _read_bounced(self, fd: int, segment: Segment, start: int, stop: int, buffer: memoryview) -> None:
-        bounce = self._bounce_buffer()[: stop - start]
-        self._read_direct(fd, segment, start, bounce)
-        for offset, part in _parts(segment, start, stop, buffer):
-            source = bounce[offset - start : offset - start + len(part)]
+    def _read_bounced(self, wanted: _Range, fd: int) -> None:
+        bounce = self._bounce_buffer()[: wanted.stop - wanted.start]
+        self._read_direct(fd, wanted.segment, wanted.start, bounce)
+        for offset, part in wanted.parts():
+            source = bounce[offset - wanted.start :][: len(part)]
             np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(source, np.uint8))  # releases the GIL
 
-    def _read_buffered(
-        self, fd: int, segment: Segment, start: int, stop: int, buffer: memoryview, keep_cached: bool
-    ) -> None:
-        for offset, part in _parts(segment, start, stop, buffer):
-            self._fill(fd, segment, offset, part, len(part), 1)
-        if not keep_cached:
-            drop_cached(fd, start, min(stop, segment.wanted_end) - start)
+    def _read_buffered(self, wanted: _Range) -> None:
+        for offset, part in wanted.parts():
+            self._fill(wanted.file.buffered_fd, wanted.segment, offset, part, len(part), 1)
+        wanted.drop_cached()
 
     def _fill(self, fd: int, segment: Segment, offset: int, target: memoryview, needed: int, alignment: int) -> None:
         """Read until ``needed`` bytes are in ``target``. More may come, up to the whole target."""
@@ -280,15 +294,6 @@ class RangeReader:
         if buffer is None:
             buffer = self._local.bounce = memoryview(mmap.mmap(-1, self._read_size))
         return buffer
-
-
-def _parts(segment: Segment, start: int, stop: int, buffer: memoryview) -> Iterable[tuple[int, memoryview]]:
-    """Yield the file offset and the place in the buffer of each piece in ``[start, stop)``."""
-    for piece in segment.pieces:
-        low, high = max(start, piece.offset), min(stop, piece.end)
-        if low < high:
-            at = piece.buffer_offset + low - piece.offset
-            yield low, buffer[at : at + high - low]
 
 
 def _read_error(segment: Segment, offset: int, reason: str) -> ReadError:

@@ -54,7 +54,7 @@ class StreamStats:
     Attributes:
         num_acquired: units that were waited for.
         num_unpredicted: those whose read had not been started ahead.
-        wait_seconds: time spent waiting for their bytes.
+        wait_seconds: time spent waiting for their bytes, with reads in flight.
         held_seconds: time from there to their release, in which the model computes with them.
     """
 
@@ -164,16 +164,13 @@ class WeightStream:
         if slot.unit != index:
             self.stats.num_unpredicted += 1
             self._fill(slot, index)
-        began = time.perf_counter()
         try:
             if slot.ticket is not None:
-                slot.ticket.wait()
+                self.stats.wait_seconds += slot.ticket.wait()
         except BaseException:
             slot.empty()
             raise
-        finally:
-            slot.ready_at = time.perf_counter()
-            self.stats.wait_seconds += slot.ready_at - began
+        slot.ready_at = time.perf_counter()
         slot.ticket, slot.held = None, True
 
     def release(self, index: int) -> None:

@@ -15,6 +15,7 @@ from mlx_flash.commands import report
 from mlx_flash.commands.render import roofline
 from mlx_flash.config import GB
 from mlx_flash.engine.forecast import Forecast
+from mlx_flash.facts import Facts, Sample
 from mlx_flash.monitor.history import History
 from mlx_flash.residency import budgets
 from mlx_flash.residency.budgets import outlook, round_number
@@ -100,6 +101,16 @@ def test_summary_shows_shares_limit_and_gain() -> None:
     assert lines["More memory:"] == "+2.00 GB: 2.000 tokens-per-sec -> 3.000 tokens-per-sec predicted"
     lines = dict(roofline(report.GenerationReport(**{**numbers, **measured, "generation_wait_share": 0.1})))
     assert lines["Time:"].endswith("limited by computing") and "More memory:" not in lines
+    cached = {**measured, "cached_read_share": 1.0}
+    lines = dict(roofline(report.GenerationReport(**{**numbers, **cached})))
+    assert lines["Time:"].endswith("waiting for the page cache 25% of the generation: limited by the page cache")
+
+
+def test_reading_takes_no_less_time_than_waiting_for_it() -> None:
+    """Keys and values have a reader of their own."""
+    facts = {"stream.wait_seconds": 1.0, "experts.wait_seconds": 0.0, "kv.wait_seconds": 2.0, "read.busy_seconds": 1.5}
+    before, now = Sample(0.0, Facts(dict.fromkeys(facts, 0.0))), Sample(4.0, Facts(facts))
+    assert report._reading(before, now) == report._waited(before, now) == 3.0
 
 
 def limit_of(**sections: Any) -> str:
@@ -117,3 +128,6 @@ def test_monitor_says_what_limits_and_what_memory_would_give() -> None:
     computing = limit_of(**busy, stream={"wait_seconds": 2.1, "held_seconds": 7.9}, outlook={})
     assert computing == "limit      computing; the disk is busy 90% of the time"
     assert limit_of(passes={"began": None}) == ""  # idle
+    busy["read"] = {"busy_seconds": 9.1, "nbytes": 50 * GB, "cached_bytes": 50 * GB}
+    cached = limit_of(**busy, stream={"wait_seconds": 5.0, "held_seconds": 5.0}, outlook={})
+    assert cached == "limit      page cache; the page cache is busy 90% of the time"

@@ -10,13 +10,20 @@ import mlx.core as mx
 import pytest
 
 from mlx_flash import FlashConfig, FlashLLM, load_model
+from mlx_flash.engine.headroom import needed
+from mlx_flash.engine.owncaches import OwnCaches
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.engine.sharing import waiting_bytes
 from models import LLAMA, save
 from streamed import streamed_whole
+from zoo import configuration
 
 CONTEXT, STEP, NUM_PARTS = 1024, 4, 10
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+KINDS = (
+    *("llama", "gemma3", "gemma3n", "mamba2", "qwen3_next", "deepseek_v3"),
+    *("afm7", "gemma4", "gemma4_text:experts", "iquestloopcoder"),
+)
 MODEL = LLAMA | SHAPE | {"head_dim": 64, "num_hidden_layers": 2, "vocab_size": 16000}
 
 
@@ -49,7 +56,8 @@ def peak_of_parts(model: FlashLLM) -> tuple[int, int, int]:
         model.advance([model.row(tokens[:, :STEP], cache, STEP, wants_logits=False)])
         mx.eval([entry.state for entry in cache])  # it grows by a step now, and not while the peak is taken
         row = model.row(tokens, cache, STEP, wants_logits=False)
-        counted, num_passes = waiting_bytes(model.plan, list(row.left)), model.counters.num_passes
+        counted = waiting_bytes(model.plan, list(row.left)) + needed(model.plan, [row.lane()]).activations
+        num_passes = model.counters.num_passes
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         model.advance([row])
@@ -71,3 +79,28 @@ def test_parts_leave_nothing_behind_in_layers_that_are_in_memory(
 def test_copies_of_keys_and_values_are_counted(directory: Path, cut: int) -> None:
     num_passes, peak, counted = peak_of_parts(streamed_whole(directory, cut=cut, context_length=4096))
     assert num_passes == 1 and peak <= counted
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "gemma3n", "mamba2", "qwen3_next", "deepseek_v3", "afm7", "gemma4", "iquestloopcoder"]
+)
+def test_parts_of_every_kind_of_model_take_no_more_than_is_counted(tmp_path: Path, name: str) -> None:
+    """Between layers, where what is counted is little more than the hidden states."""
+    with streamed_whole(save(tmp_path, configuration(name), mx.float32), context_length=1024) as model:
+        model.start()
+        model.plan = plan = replace(model.plan, budget_bytes=model.plan.budget_bytes + 500_000_000)
+        num_parts = 8
+        tokens = mx.arange(num_parts * 32)[None] % 300
+        model.advance([model.row(tokens[:, :64], model.make_cache(), 32, wants_logits=False)])  # needs no order
+        row = model.row(tokens, model.make_cache(), 32, wants_logits=False)
+        lane, waiting = row.lane(num_parts), waiting_bytes(plan, list(row.left))
+        need, growth = needed(plan, [lane]), OwnCaches(plan, [lane]).growth
+        num_passes = model.counters.num_passes
+        mx.synchronize()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        model.advance([row])
+        assert row.error is None and model.counters.num_passes == num_passes + 1
+        assert mx.get_peak_memory() - before <= waiting + need.activations + need.growth + growth
+        most = plan.activations.waiting_bytes((num_parts - 1) * 32)
+        assert waiting < most or plan.activations.held.has_keys

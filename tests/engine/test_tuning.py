@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
+from expert_pools import pooled
 from mlx_flash import load_model
-from mlx_flash.engine import tuning
+from mlx_flash.engine import session, tuning
+from mlx_flash.engine.prepare import prepare
 from mlx_flash.engine.tuning import ReadTuner
 from mlx_flash.storage.ranges import RangeReader, Way
-from models import LLAMA, run, same_bits, save, stock
+from models import LLAMA, QWEN3_MOE, run, same_bits, save, stock
 from streamed import config
 
 WAYS = [Way(4 << 20), Way(4 << 20, direct=False), Way(2 << 20)]
@@ -167,3 +169,23 @@ def test_a_model_copies_less_from_the_page_cache_where_that_is_slow(
         assert model.engine is not None
         assert model.engine.reader.cached.share == 1
         assert model.engine.reader.way.cached < 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"queue_depth": 8}, {"io": "direct"}])
+def test_few_threads_read_experts_that_the_page_cache_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    flash, planned = config(**{"io": "auto", **settings}), (1 << 20, 8)
+    prepared = prepare(save(tmp_path / "model", QWEN3_MOE, mx.float32), flash)
+    plan = pooled(prepared.plan, prepared.layout, 6, "resident")
+    prepared = replace(prepared, plan=replace(plan, read_size=planned[0], queue_depth=planned[1]))
+    for room, expected in ((1 << 40, planned if settings else (2 << 20, 4)), (0, planned)):
+        monkeypatch.setattr(session, "_spare_memory", lambda budget, room=room: room)
+        reader = session._reader(prepared, flash)
+        reader.close()
+        assert (reader.read_size, reader.queue_depth) == expected
+
+
+def test_reads_of_cached_experts_take_no_more_memory() -> None:
+    assert session.cached_reads(4 << 20, 8) == (4 << 20, 4)
+    assert session.cached_reads(1 << 20, 4) == (1 << 20, 4)

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_flash
 from mlx_flash import FlashLLM, load_model
+from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, CacheError, ReadError
 from mlx_flash.generation.batches import RowGenerator
@@ -21,10 +22,10 @@ from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.residency.plan import Pool
 from mlx_flash.residency.sizes import measure
 from mlx_flash.residency.streamed_part import Streaming
-from models import same_bits
+from models import LLAMA, same_bits, save, stock
 from shared_passes import MODELS, NUM_TOKENS, PROMPTS, STEP, Directories, solo, together
 from shared_passes import directories as directories  # a fixture
-from streamed import config, streamed_whole
+from streamed import config, failing_once, streamed_whole
 
 ENOUGH = 10**9 if mx.default_device() == mx.cpu else 10**10
 """A budget for everything; a process that uses a GPU takes more than 1 GB."""
@@ -118,20 +119,11 @@ def test_an_error_of_one_row_leaves_the_others_alone(directories: Directories) -
             assert same_bits(row.outputs, solo(directories("llama"), prompt)[:1])
 
 
-def test_a_failed_read_puts_all_caches_back(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_read_puts_all_caches_back(directories: Directories) -> None:
     with streamed_whole(directories("llama")) as model:
-        stream = model.engine.stream  # type: ignore[union-attr]
-        acquire, count = stream.acquire, iter(range(100))
-
-        def failing(index: int) -> None:
-            if next(count) == 3:
-                raise ReadError("a disk that was unplugged")
-            acquire(index)
-
         caches: list[Any] = [make_prompt_cache(model) for _ in PROMPTS]
         rows = [model.row(mx.array([p]), c, STEP) for p, c in zip(PROMPTS, caches, strict=True)]
-        monkeypatch.setattr(stream, "acquire", failing)
-        with pytest.raises(ReadError, match="unplugged"):
+        with failing_once(model), pytest.raises(ReadError, match="unplugged"):
             model.advance(rows)
         assert {entry.offset for cache in caches for entry in cache} == {0}
         while not all(row.is_done for row in rows):
@@ -174,6 +166,29 @@ def test_prompts_take_the_passes_that_the_plan_promises(directories: Directories
             promised = model.plan.prompt_passes(200)
             list(mlx_flash.generate_step(mx.array([i % 300 for i in range(200)]), model, max_tokens=1))
             assert model.counters.num_passes <= promised + 1  # the last token is a part of its own
+
+
+def test_pinned_weights_leave_room_for_parts_of_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = save(tmp_path, LLAMA | {"hidden_size": 256, "intermediate_size": 1024}, mx.float32)
+    monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: ENOUGH // 10)  # two plans of one process
+    settings: dict[str, Any] = {"prefill_step_size": STEP, "context_length": 448}
+    budget = prepare(directory, config(**settings)).plan.minimum_bytes / 1e9 + 0.01
+    prompt, found, num_passes = [(7 * i * i) % 300 for i in range(401)], [], []
+    for lends in (False, True):
+        with load_model(directory, config(ram_budget_gb=budget, lend_reserves=lends, **settings))[0] as model:
+            model.start()
+            mx.reset_peak_memory()
+            found.append(next(iter(mlx_flash.generate_step(mx.array(prompt), model, prefill_step_size=STEP))))
+            num_passes.append(model.counters.num_passes)
+            assert num_passes[-1] <= model.plan.prompt_passes(len(prompt)) + 1
+            assert model.engine is not None
+            plan, nbytes = model.plan, model.engine.reader.stats.nbytes
+            assert nbytes <= plan.pinned_bytes + (num_passes[-1] + 1) * plan.read_bytes  # which is read ahead
+            assert mx.get_peak_memory() - plan.active_bytes <= plan.budget_bytes - plan.base_bytes
+    assert num_passes[1] <= num_passes[0] // 2
+    expected = next(iter(stock_generate_step(mx.array(prompt), stock(directory), prefill_step_size=STEP)))
+    assert [int(token) for token, _ in found] == [int(expected[0])] * 2
+    assert all(same_bits([logprobs], [expected[1]]) for _, logprobs in found)
 
 
 def test_a_row_that_can_never_fit_fails_alone(directories: Directories) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_flash.speculation.guesses import Guesses
 from mlx_flash.speculation.lookup import MAX_MATCH, Lookup
-from mlx_flash.speculation.pace import LEAST_GAIN, Acceptance, Times, num_worth_guessing
+from mlx_flash.speculation.pace import LEAST_GAIN, Acceptance, Times, worth_guessing
 
 shares = st.floats(0, 1)
 seconds = st.floats(1e-6, 1e3)
@@ -24,9 +28,10 @@ def speed(number: int, acceptance: float, reading: float, row: float, guessing: 
 def test_no_other_number_of_guesses_is_faster(
     acceptance: float, reading: float, row: float, limit: int, guessing: float
 ) -> None:
-    number = num_worth_guessing(acceptance, reading, row, limit, guessing)
+    number, expected = worth_guessing(acceptance, reading, row, limit, guessing)
     assert 0 <= number <= limit
     speeds = [speed(i, acceptance, reading, row, guessing) for i in range(limit + 1)]
+    assert expected == pytest.approx(speeds[number])
     if number:
         assert speeds[number] >= max(speeds) * (1 - 1e-9)
         assert speeds[number] >= LEAST_GAIN * speeds[0] * (1 - 1e-9)
@@ -36,24 +41,24 @@ def test_no_other_number_of_guesses_is_faster(
 
 @given(shares, seconds, seconds, limits)
 def test_nothing_is_guessed_for_a_model_in_memory(acceptance: float, reading: float, more: float, limit: int) -> None:
-    assert num_worth_guessing(acceptance, reading, reading + more, limit) == 0
+    assert worth_guessing(acceptance, reading, reading + more, limit).number == 0
 
 
 @pytest.mark.parametrize(("num_others", "number"), [(0, 9), (4, 5), (8, 1), (9, 0), (20, 0)])
 def test_rows_of_others_take_the_place_of_guesses(num_others: int, number: int) -> None:
-    assert num_worth_guessing(1.0, 1.0, 0.1, 15, num_others=num_others) == number
+    assert worth_guessing(1.0, 1.0, 0.1, 15, num_others=num_others).number == number
 
 
 @given(st.floats(0.06, 1), seconds, st.integers(1, 20))
 def test_everything_is_guessed_where_rows_are_free(acceptance: float, reading: float, limit: int) -> None:
-    number = num_worth_guessing(acceptance, reading, reading / 100, limit)
+    number = worth_guessing(acceptance, reading, reading / 100, limit).number
     assert number == limit or acceptance ** (number + 1) < 1e-15  # one more adds nothing that a float can hold
 
 
 @given(shares, shares, seconds, seconds, limits)
 def test_better_guesses_are_not_fewer(one: float, other: float, reading: float, row: float, limit: int) -> None:
     low, high = sorted([one, other])
-    numbers = [num_worth_guessing(acceptance, reading, row, limit) for acceptance in (low, high)]
+    numbers = [worth_guessing(acceptance, reading, row, limit).number for acceptance in (low, high)]
     assert numbers[0] <= numbers[1]
 
 
@@ -77,6 +82,13 @@ def test_acceptance_follows_the_text_for_each_quality() -> None:
     for _ in range(400):
         acceptance.note(1, 0, 0)  # nothing was guessed
     assert acceptance.of(1) == pytest.approx(0.5, abs=0.05)
+
+
+def test_the_expected_share_counts_until_guesses_are_known() -> None:
+    acceptance = Acceptance({1: 0.1})
+    assert (acceptance.of(1), acceptance.of(2)) == (0.1, 0.5)
+    acceptance.note(1, 100, 100)
+    assert acceptance.of(1) > 0.95
 
 
 tokens = st.lists(st.integers(-3, 2**20) | st.integers(0, 3), max_size=60)
@@ -112,3 +124,60 @@ def test_tokens_may_come_one_after_another(text: list[int]) -> None:
         lookup.add(token)
     whole = Lookup(text)
     assert lookup.look() == whole.look() and (not whole.look() or lookup.guess(5) == whole.guess(5))
+
+
+class Fixed:
+    """A source whose guesses are right, or never are."""
+
+    def __init__(self, text: list[int], *, is_right: bool, guess_seconds: float = 0.0) -> None:
+        self.guess_seconds = guess_seconds
+        self.expected: dict[int, float] = {}
+        self.cache: list[Any] = []
+        self.num_asked = 0
+        self._text, self._at, self._wrong = text, 0, int(not is_right)
+
+    def add(self, token: int) -> None:
+        self._at += 1
+
+    def look(self) -> int:
+        return 1
+
+    def guess(self, number: int) -> list[int]:
+        self.num_asked += 1
+        return [token + self._wrong for token in self._text[self._at : self._at + number]]
+
+    def end(self) -> None:
+        pass
+
+    def leave(self) -> int:
+        return 0
+
+
+def passes_of(text: list[int], guesses: Guesses, times: Times) -> int:
+    """Go through a text, and return the number of passes."""
+    at = passes = 0
+    while at < len(text):
+        limit = len(text) - at - 1
+        guessed = guesses.take(times, limit) if guesses.look(limit) else []
+        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(guessed, text[at:], strict=False)))
+        for token in text[at : at + right + 1]:
+            guesses.add(token)
+        if guessed:
+            guesses.note(len(guessed), right)
+        at, passes = at + right + 1, passes + 1
+    return passes
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.001])
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_better_of_two_sources_is_asked(seconds: float, order: int) -> None:
+    text, times = list(range(300)), Times(1.0, 0.01)
+    right, wrong = Fixed(text, is_right=True, guess_seconds=seconds), Fixed(text, is_right=False)
+    assert passes_of(text, Guesses(*[right, wrong][::order]), times) < 1.2 * 300 / 16
+
+
+def test_a_slow_source_is_left_alone_where_a_free_one_is_as_good() -> None:
+    text, times = list(range(300)), Times(1.0, 0.01)
+    free, slow = Fixed(text, is_right=True), Fixed(text, is_right=True, guess_seconds=0.1)
+    passes_of(text, Guesses(slow, free), times)
+    assert slow.num_asked == 0

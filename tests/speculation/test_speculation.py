@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,36 +15,15 @@ import mlx_flash
 from mlx_flash import DiskKVCache, FlashLLM, ReadError, load_model
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.generation import speculative_generate_step
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, computed_once, guessed, same_bits, save, stock
+from models import LLAMA, computed, computed_once, guessed, same_bits, save, stock
 from oracle import Oracle, on_a_machine, with_room
 from oracle import free_rows as free_rows  # a fixture
-from streamed import LARGE_GB, config, streamed_whole
-from zoo import configuration
+from shared_passes import MODELS, Directories
+from shared_passes import directories as directories  # a fixture
+from streamed import LARGE_GB, config, failing_once, streamed_whole
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": LLAMA,
-    "gemma3": GEMMA3,
-    "mamba2": MAMBA2,
-    "qwen3_moe": QWEN3_MOE,
-    "qwen3_next": configuration("qwen3_next"),
-}
 PROMPT = [5, 17, 290, 3, 42, 64, 99, 5, 17, 290, 3, 42]
 NUM_TOKENS = 20
-
-Directories = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = save(tmp_path_factory.mktemp(name), MODELS[name], mx.float32)
-        return made[name]
-
-    return get
-
 
 Found = list[tuple[int, mx.array]]
 
@@ -219,24 +197,14 @@ def by_mlx_lm_from(model: Any, cache: list[Any]) -> Found:
     return list(stock_generate_step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS, prompt_cache=cache))
 
 
-def test_a_failed_read_puts_every_cache_back(
-    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_read_puts_every_cache_back(directories: Directories, free_rows: None) -> None:
     """Also those that cannot be trimmed: a window and recurrent states."""
     for name in ("gemma3", "mamba2", "qwen3_next"):
         with streamed_whole(directories(name)) as model:
             cache = make_prompt_cache(with_room(model))
             computed(model, mx.array([PROMPT]), cache)
             before = [mx.array(array) for array in arrays_of(cache)]
-            acquire, count = model.engine.stream.acquire, iter(range(100))  # type: ignore[union-attr]
-
-            def failing(index: int, acquire: Any = acquire, count: Any = count) -> None:
-                if next(count) == 3:
-                    raise ReadError("a disk that was unplugged")
-                acquire(index)
-
-            monkeypatch.setattr(model.engine.stream, "acquire", failing)  # type: ignore[union-attr]
-            with pytest.raises(ReadError, match="unplugged"):
+            with failing_once(model), pytest.raises(ReadError, match="unplugged"):
                 guessed(model, [1, 2, 3], cache)
             assert same_bits(arrays_of(cache), before)
 
@@ -275,6 +243,16 @@ def test_a_draft_model_changes_nothing_but_the_passes(directories: Directories, 
         assert counters.num_guessed == counters.num_right == NUM_TOKENS - counters.num_passes
         assert counters.num_passes == 1 + -(-(NUM_TOKENS - 1) // 4)
         assert sum(is_drafted for *_, is_drafted in found) == counters.num_right
+
+
+def test_an_unset_number_of_draft_tokens_is_what_pays(directories: Directories, free_rows: None) -> None:
+    expected = by_mlx_lm(directories("llama"))
+    with streamed_whole(directories("llama")) as model:
+        steps = speculative_generate_step(
+            mx.array(PROMPT), with_room(model), stock(directories("llama")), max_tokens=NUM_TOKENS
+        )
+        check_equal([(token, logprobs) for token, logprobs, _ in steps], expected)
+        assert model.counters.num_passes < 1 + -(-(NUM_TOKENS - 1) // 4), "fewer than with mlx-lm's three at a time"
 
 
 @pytest.mark.parametrize("sampler", [None, make_sampler(temp=0.7)], ids=["greedy", "sampled"])

@@ -516,6 +516,16 @@ def test_overlapping_tensors(tmp_path: Path, other: list[int]) -> None:
     _expect(HeaderError, path, "'first'", "'second'", "inside")
 
 
+def _check_read(path: Path) -> None:
+    """Check that a file is read consistently, or refused."""
+    try:
+        shard = read_shard(path)
+    except CheckpointError as error:
+        assert path.name in str(error)
+    else:
+        _assert_consistent(shard)
+
+
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_damaged_file_is_read_consistently_or_refused(scratch: Path, data: st.DataObject) -> None:
@@ -525,12 +535,7 @@ def test_damaged_file_is_read_consistently_or_refused(scratch: Path, data: st.Da
     for _ in range(data.draw(st.integers(0, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
-    try:
-        shard = read_shard(path)
-    except CheckpointError as error:
-        assert path.name in str(error)
-    else:
-        _assert_consistent(shard)
+    _check_read(path)
 
 
 _JSON = st.recursive(
@@ -552,12 +557,7 @@ def test_any_json_entry_is_read_consistently_or_refused(
 ) -> None:
     header = {"__metadata__": metadata, "x": _entry(dtype, shape, offsets)}
     path = _write(scratch / "json.safetensors", header, bytes(4))
-    try:
-        shard = read_shard(path)
-    except CheckpointError as error:
-        assert path.name in str(error)
-    else:
-        _assert_consistent(shard)
+    _check_read(path)
 
 
 # --- folders ---------------------------------------------------------------------------

@@ -42,9 +42,10 @@ def lose(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable[[memoryview
     """Make every third read of a kind spoil what it was to fill, or every so manieth."""
     read, count = getattr(RangeReader, name), iter(range(1 << 30))
 
-    def wrong(self: RangeReader, fd: int, segment: Any, start: int, *rest: Any) -> None:
-        read(self, fd, segment, start, *rest)
-        target = next(part for part in rest if isinstance(part, memoryview))
+    def wrong(self: RangeReader, *args: Any) -> None:
+        read(self, *args)
+        targets = (getattr(argument, "buffer", argument) for argument in args)
+        target = next(target for target in targets if isinstance(target, memoryview))
         is_bounce_buffer = name == "_read_direct" and isinstance(target.obj, mmap.mmap)  # no memory of MLX
         if not is_bounce_buffer and next(count) % every == 0:
             spoil(target)

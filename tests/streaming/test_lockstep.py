@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -25,22 +23,12 @@ from mlx_flash import FlashLLM, apply_flash_patch, load_model, remove_flash_patc
 from mlx_flash.compat.generation import current_generate_steps, stock_generate_step, stock_speculative_generate_step
 from mlx_flash.errors import ReadError
 from mlx_flash.generation import speculative_generate_step
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
-from streamed import config, streamed_whole
+from models import same_bits, stock
+from shared_passes import Directories
+from shared_passes import directories as directories  # a fixture
+from streamed import config, failing_once, streamed_whole
 
-MODELS: dict[str, dict[str, Any]] = {"llama": LLAMA, "gemma3": GEMMA3, "mamba2": MAMBA2, "qwen3_moe": QWEN3_MOE}
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = save(tmp_path_factory.mktemp(name), MODELS[name], mx.float32)
-        return made[name]
-
-    return get
+MODELS = ("llama", "gemma3", "mamba2", "qwen3_moe")
 
 
 def check_equal(got: list[tuple[int, mx.array]], expected: list[tuple[int, mx.array]]) -> None:
@@ -48,7 +36,7 @@ def check_equal(got: list[tuple[int, mx.array]], expected: list[tuple[int, mx.ar
     assert same_bits([logprobs for _, logprobs in got], [logprobs for _, logprobs in expected])
 
 
-def test_an_error_that_is_kept_keeps_no_greenlet(directories: Callable[[str], Path]) -> None:
+def test_an_error_that_is_kept_keeps_no_greenlet(directories: Directories) -> None:
     """The greenlet of a thread must not outlive it: Python's garbage collector would crash."""
     kept: list[Exception] = []
     hubs: list[weakref.ref[greenlet]] = []
@@ -74,7 +62,7 @@ def test_an_error_that_is_kept_keeps_no_greenlet(directories: Callable[[str], Pa
 
 @pytest.mark.parametrize("length", [1, 2, STEP, STEP + 1, len(PROMPT)])
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_and_logprobs_are_mlx_lms(directories: Callable[[str], Path], name: str, length: int) -> None:
+def test_tokens_and_logprobs_are_mlx_lms(directories: Directories, name: str, length: int) -> None:
     expected = by_mlx_lm(directories(name), PROMPT[:length], prefill_step_size=STEP)
     with streamed_whole(directories(name)) as model:
         got = list(mlx_flash.generate_step(mx.array(PROMPT[:length]), model, max_tokens=6, prefill_step_size=STEP))
@@ -83,7 +71,7 @@ def test_tokens_and_logprobs_are_mlx_lms(directories: Callable[[str], Path], nam
 
 @pytest.mark.parametrize("cut", [1, 2, "tiles"])
 @pytest.mark.parametrize("name", MODELS)
-def test_finer_cuts(directories: Callable[[str], Path], name: str, cut: int | str) -> None:
+def test_finer_cuts(directories: Directories, name: str, cut: int | str) -> None:
     expected = by_mlx_lm(directories(name), PROMPT, prefill_step_size=STEP)
     with streamed_whole(directories(name), cut=cut) as model:
         check_equal(
@@ -92,7 +80,7 @@ def test_finer_cuts(directories: Callable[[str], Path], name: str, cut: int | st
 
 
 @pytest.mark.parametrize("kv_cache", ["stock", "preallocated", "disk", None])
-def test_every_kind_of_kv_cache(directories: Callable[[str], Path], kv_cache: Any) -> None:
+def test_every_kind_of_kv_cache(directories: Directories, kv_cache: Any) -> None:
     expected = by_mlx_lm(directories("llama"), PROMPT, prefill_step_size=STEP)
     settings = config(kv_cache=kv_cache, kv_ram_gb=0.004 if kv_cache == "disk" else None, kv_step=64)
     with load_model(directories("llama"), settings)[0] as model:
@@ -107,7 +95,7 @@ def _with_step(model: FlashLLM, step: int) -> Any:
 
 
 @pytest.mark.parametrize("length", [1, 23, len(PROMPT)])
-def test_first_token_takes_one_pass_and_every_other_one_more(directories: Callable[[str], Path], length: int) -> None:
+def test_first_token_takes_one_pass_and_every_other_one_more(directories: Directories, length: int) -> None:
     with streamed_whole(directories("llama"), speculation=False) as model:
         model.plan = replace(model.plan, prefill_step_size=STEP, budget_bytes=10**10)
         passes = []
@@ -118,7 +106,7 @@ def test_first_token_takes_one_pass_and_every_other_one_more(directories: Callab
         assert model.counters.num_passes == 4
 
 
-def test_a_long_call_of_mlx_lm_takes_one_pass(directories: Callable[[str], Path]) -> None:
+def test_a_long_call_of_mlx_lm_takes_one_pass(directories: Directories) -> None:
     with streamed_whole(directories("llama")) as model:
         model.plan = _with_step(model, STEP)
         tokens = mx.array([PROMPT])
@@ -129,7 +117,7 @@ def test_a_long_call_of_mlx_lm_takes_one_pass(directories: Callable[[str], Path]
         assert model.counters.num_passes == 1
 
 
-def test_the_callers_cache_holds_every_token_that_was_handed_out(directories: Callable[[str], Path]) -> None:
+def test_the_callers_cache_holds_every_token_that_was_handed_out(directories: Directories) -> None:
     with streamed_whole(directories("llama")) as model:
         cache = make_prompt_cache(model)
         for _ in mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=3, prompt_cache=cache):
@@ -141,9 +129,7 @@ def test_the_callers_cache_holds_every_token_that_was_handed_out(directories: Ca
         assert {entry.offset for entry in cache} == {len(PROMPT) + 3 + 3}
 
 
-def test_a_failed_token_is_not_computed_again(
-    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_token_is_not_computed_again(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
     with streamed_whole(directories("llama")) as model:
         steps = mlx_flash.generate_step(mx.array([1, 2]), model, prompt_cache=make_prompt_cache(model))
         next(steps)
@@ -159,7 +145,7 @@ def test_a_failed_token_is_not_computed_again(
         assert len(calls) == 1
 
 
-def test_samplers_and_processors_see_what_mlx_lm_shows_them(directories: Callable[[str], Path]) -> None:
+def test_samplers_and_processors_see_what_mlx_lm_shows_them(directories: Directories) -> None:
     options = {
         "sampler": make_sampler(temp=0.9, top_p=0.9),
         "logits_processors": make_logits_processors(repetition_penalty=1.3, repetition_context_size=20),
@@ -171,27 +157,18 @@ def test_samplers_and_processors_see_what_mlx_lm_shows_them(directories: Callabl
         check_equal(list(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=12, **options)), expected)
 
 
-def test_a_failed_read_puts_the_cache_back(directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_read_puts_the_cache_back(directories: Directories) -> None:
     expected = by_mlx_lm(directories("llama"), PROMPT, 2)
     with streamed_whole(directories("llama")) as model:
         cache = make_prompt_cache(model)
-        stream = model.engine.stream  # type: ignore[union-attr]
-        acquire, count = stream.acquire, iter(range(100))
-
-        def failing(index: int) -> None:
-            if next(count) == 3:
-                raise ReadError("a disk that was unplugged")
-            acquire(index)
-
-        monkeypatch.setattr(stream, "acquire", failing)
-        with pytest.raises(ReadError, match="unplugged"):
+        with failing_once(model), pytest.raises(ReadError, match="unplugged"):
             list(mlx_flash.generate_step(mx.array(PROMPT), model, prompt_cache=cache, max_tokens=2))
         assert {entry.offset for entry in cache} == {0}
         got = list(mlx_flash.generate_step(mx.array(PROMPT), model, prompt_cache=cache, max_tokens=2))
     check_equal(got, expected)
 
 
-def test_progress_may_end_a_prompt(directories: Callable[[str], Path]) -> None:
+def test_progress_may_end_a_prompt(directories: Directories) -> None:
     seen: list[int] = []
 
     def stop(done: int, total: int) -> None:
@@ -209,7 +186,7 @@ def test_progress_may_end_a_prompt(directories: Callable[[str], Path]) -> None:
 
 
 def test_a_model_that_uses_an_entry_again_is_computed_in_order(
-    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    directories: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers that share keys and values would see those of later parts."""
 
@@ -239,7 +216,7 @@ def test_the_patch_replaces_mlx_lms_loop_and_puts_it_back() -> None:
     assert current_generate_steps() == stock_steps
 
 
-def test_other_models_and_options_are_left_to_mlx_lm(directories: Callable[[str], Path]) -> None:
+def test_other_models_and_options_are_left_to_mlx_lm(directories: Directories) -> None:
     expected = by_mlx_lm(directories("llama"), PROMPT, kv_bits=8, kv_group_size=32)
     with streamed_whole(directories("llama")) as model:
         options: dict[str, Any] = {"max_tokens": 6, "kv_bits": 8, "kv_group_size": 32}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,11 +69,8 @@ def title(result: dict[str, Any]) -> str:
     return f"{first}\n{disk}{speed}; MLX {versions['mlx']} on {machine['device']}; {result['date'][:10]}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("json", type=Path, help="from streaming.py --json")
-    parser.add_argument("picture", type=Path, help="file to write: .png, .svg or .pdf")
-    options = parser.parse_args()
+def write_picture(path: Path, draw: Callable[[Axes], None]) -> None:
+    """Write what a function draws, without a screen."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -81,8 +79,17 @@ def main() -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    draw(axes, json.loads(options.json.read_text()))
-    figure.savefig(options.picture, dpi=150)
+    draw(axes)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("json", type=Path, help="from streaming.py --json")
+    parser.add_argument("picture", type=Path, help="file to write: .png, .svg or .pdf")
+    options = parser.parse_args()
+    result = json.loads(options.json.read_text())
+    write_picture(options.picture, lambda axes: draw(axes, result))
 
 
 if __name__ == "__main__":

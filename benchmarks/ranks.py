@@ -26,7 +26,7 @@ from harness import ROOT, SMALL_MACHINE, describe, describe_model, in_group, slo
 
 from mlx_flash.layout.load import load_config
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts"))  # at the end: tests have modules of the same names
 
 from check_ranks import REPRODUCIBLE, environments
 

@@ -16,9 +16,12 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
+import mlx_flash
+from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import FlashConfig, parse_budget
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import peak_footprint
+from mlx_flash.memory.pagecache import round_up
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
 
@@ -28,7 +31,10 @@ PREFILL_STEP = PREFILL_STEPS[-1]
 
 @dataclass(frozen=True)
 class Job:
-    """The work of one process; without a budget it runs the resident model, which decodes one sequence."""
+    """The work of one process; without a budget it runs the resident model, which decodes one sequence.
+
+    ``own`` decodes one sequence with mlx-flash's loop, without guesses, and not with mlx-lm's.
+    """
 
     model: str
     tokens: int
@@ -38,6 +44,7 @@ class Job:
     queue_depth: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     batch: int = 1
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,9 +74,13 @@ def _resident_run(job: Job) -> Run:
 
 
 def _streamed_run(job: Job) -> Run:
+    length = job.prompt_tokens + job.tokens
+    if job.batch > 1:  # each cache grows by whole steps
+        length = round_up(length, CACHE_STEP)
     config = FlashConfig(
         ram_budget_gb=parse_budget(job.budget),
-        context_length=job.batch * (job.prompt_tokens + job.tokens),  # as the command line sets it
+        context_length=job.batch * length,  # as the command line sets it
+        speculation=not job.own,
         **{"read_size_mb": job.read_size_mb, "queue_depth": job.queue_depth, **job.settings},
     )
     began = time.perf_counter()
@@ -90,9 +101,8 @@ def _decode(model: Any, job: Job, count: Callable[[], Counters]) -> Run:
     """
     prompt = mx.array([7 + 13 * i % 89 for i in range(job.prompt_tokens)])
     if job.batch == 1:
-        steps = (
-            token for token, _ in generate_step(prompt, model, max_tokens=job.tokens, prefill_step_size=PREFILL_STEP)
-        )
+        step = mlx_flash.generate_step if job.own else generate_step
+        steps = (token for token, _ in step(prompt, model, max_tokens=job.tokens, prefill_step_size=PREFILL_STEP))
     else:
         steps = _batch(model, prompt, job)
     ids: list[int] = []

@@ -8,30 +8,20 @@ server runs in a kernel memory limit of its budget plus 5 %.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import random
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from harness import SMALL_MACHINE, describe, describe_cold, describe_model, write_json
-
-LIMIT_ROOM = 1.05
-"""Size of the kernel limit, in budgets."""
+from servers import LIMIT_ROOM, Server, serving
 
 REFUSED = 413
 
@@ -58,82 +48,30 @@ class Outcome:
     seconds: float
 
 
-@dataclass
-class Server:
-    """A running server; its peak is sampled, since it is no child of this process with a limit."""
-
-    port: int
-    log: Path
-    process: subprocess.Popen[bytes]
-    peak_bytes: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def ask(self, case: Case) -> Outcome:
-        """Send a request and wait for its answer."""
-        began = time.perf_counter()
-        url, head = f"http://127.0.0.1:{self.port}/v1/chat/completions", {"Content-Type": "application/json"}
-        try:
-            with urllib.request.urlopen(urllib.request.Request(url, case.body(), head), timeout=3600) as response:
-                choice = json.load(response)["choices"][0]
-                return Outcome(200, json.dumps(choice, sort_keys=True), time.perf_counter() - began)
-        except urllib.error.HTTPError as error:
-            return Outcome(error.code, error.read().decode(), time.perf_counter() - began)
-        except OSError as error:
-            return Outcome(0, str(error), time.perf_counter() - began)
-
-    def note_peak(self) -> None:
-        """Read the peak of the process, where the system tells it."""
-        with contextlib.suppress(psutil.Error, OSError):
-            family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-            for process in family:
-                if "mlx_flash" in process.cmdline():
-                    text = Path(f"/proc/{process.pid}/status").read_text()
-                    self.peak_bytes = max(self.peak_bytes, int(text.partition("VmHWM:")[2].split()[0]) * 1024)
-
-
-@contextlib.contextmanager
-def serving(model: Path, budget_gb: float, log: Path, *, limit: bool, flags: list[str]) -> Iterator[Server]:
-    """Run a server until the block ends, then end it as a user does."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlx_flash", "serve", "--model", model, "--ram-budget-gb", budget_gb, *flags]
-    words = [str(word) for word in (*command, "--port", port)]
-    if limit:
-        words = [str(SMALL_MACHINE), "--warm", str(int(budget_gb * LIMIT_ROOM * 1e9)), *words]
-    with log.open("wb") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=output, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    server = Server(port, log, process)
+def ask(server: Server, case: Case) -> Outcome:
+    """Send a request and wait for its answer."""
+    began = time.perf_counter()
+    url, head = f"http://127.0.0.1:{server.port}/v1/chat/completions", {"Content-Type": "application/json"}
     try:
-        _wait_until_healthy(server)
-        yield server
-        server.note_peak()
-        process.send_signal(signal.SIGTERM)
-        process.wait(600)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-
-
-def _wait_until_healthy(server: Server) -> None:
-    for _ in range(600):
-        if server.process.poll() is not None:
-            raise SystemExit(f"the server ended: {server.log.read_text().strip().splitlines()[-1]}")
-        with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=1).close()
-            return
-        time.sleep(0.1)
-    raise SystemExit("the server did not start within a minute")
+        with urllib.request.urlopen(urllib.request.Request(url, case.body(), head), timeout=3600) as response:
+            choice = json.load(response)["choices"][0]
+            return Outcome(200, json.dumps(choice, sort_keys=True), time.perf_counter() - began)
+    except urllib.error.HTTPError as error:
+        return Outcome(error.code, error.read().decode(), time.perf_counter() - began)
+    except OSError as error:
+        return Outcome(0, str(error), time.perf_counter() - began)
 
 
 def soak(args: argparse.Namespace, cases: list[Case], budget_gb: float, folder: Path) -> dict[str, Any]:
     """Return the numbers of one budget."""
-    with serving(args.model, budget_gb, folder / "alone.log", limit=False, flags=args.flags) as server:
-        alone = {case: server.ask(case) for case in cases}
-    log = folder / "soak.log"
-    with serving(args.model, budget_gb, log, limit=args.limit, flags=args.flags) as server:
+    words = ["mlx_flash", "serve", "--model", args.model, "--ram-budget-gb", budget_gb, *args.flags]
+    with serving(words, folder / "alone.log") as server:
+        alone = {case: ask(server, case) for case in cases}
+    limit = [str(SMALL_MACHINE), "--warm", str(int(budget_gb * LIMIT_ROOM * 1e9))] if args.limit else []
+    with serving(words, folder / "soak.log", limit) as server:
         outcomes = _ask_for(server, args, cases)
+        peak = server.peak_bytes
+        status = server.end(600)
     counts = Counter(_verdict(outcome, alone[case]) for case, outcome in outcomes)
     seconds = sorted(outcome.seconds for _, outcome in outcomes if outcome.status == 200)
     refused = [outcome.seconds for _, outcome in outcomes if outcome.status == REFUSED]
@@ -141,10 +79,10 @@ def soak(args: argparse.Namespace, cases: list[Case], budget_gb: float, folder: 
         "budget_bytes": round(budget_gb * 1e9),
         "requests": len(outcomes),
         **{name: counts[name] for name in ("equal", "different", "refused", "failed")},
-        "killed": int("kills=0" not in log.read_text()) if args.limit else 0,
-        "exit_status": server.process.returncode,
-        "peak_bytes": server.peak_bytes,
-        "peak_of_budget": server.peak_bytes / (budget_gb * 1e9),
+        "killed": int("kills=0" not in server.log.read_text()) if args.limit else 0,
+        "exit_status": status,
+        "peak_bytes": peak,
+        "peak_of_budget": peak / (budget_gb * 1e9),
         "median_seconds": seconds[len(seconds) // 2] if seconds else None,
         "longest_refusal_seconds": max(refused, default=None),
         "failures": [outcome.text for case, outcome in outcomes if _verdict(outcome, alone[case]) == "failed"][:5],
@@ -166,12 +104,9 @@ def _ask_for(server: Server, args: argparse.Namespace, cases: list[Case]) -> lis
 
     def work(number: int) -> None:
         choose = random.Random(number)
-        while time.monotonic() < end and server.process.poll() is None:
+        while time.monotonic() < end and server.command.poll() is None:
             case = choose.choice(cases)
-            outcome = server.ask(case)
-            with server.lock:
-                outcomes.append((case, outcome))
-                server.note_peak()
+            outcomes.append((case, ask(server, case)))
 
     clients = [threading.Thread(target=work, args=(number,)) for number in range(args.clients)]
     for client in clients:

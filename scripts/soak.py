@@ -14,26 +14,20 @@ import argparse
 import contextlib
 import http.client
 import json
-import os
 import random
 import shlex
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-from hostile_clients import ACTS, ROOT, SHAPE, Sample, growth, is_healthy, send, wait_for_no_client
-
-LIMIT_ROOM = 1.05
-"""Size of the kernel limit, in budgets."""
+import stress
+from hostile_clients import ACTS, send
+from stress import LIMIT_ROOM, Clients, Server, make_model, serving
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
@@ -113,75 +107,76 @@ WRONG: list[tuple[str, bytes]] = [
 """Requests that get an error, with a status from 400 to 501."""
 
 
-class Clients:
-    """Clients of one server, each in a thread, and their record."""
+Act = Callable[[random.Random], str]
+"""A thing to do to a server. Returns its name, and "right" or "failed" where there is something to check."""
 
-    def __init__(self, port: int, args: argparse.Namespace) -> None:
-        self.counts: Counter[str] = Counter()
-        self.began = time.monotonic()
-        self._port, self._args = port, args
-        self._lock = threading.Lock()
-        self._cases = make_cases()
-        self._alone = [self._ask(case, is_streamed=False) for case in self._cases]
-        if "{}" in self._alone:
-            raise SystemExit(f"no answer to {self._cases[self._alone.index('{}')]}")
-        self._threads = [threading.Thread(target=self._work, args=(i,)) for i in range(args.clients)]
+CHANCES = {"whole": 6, "streamed": 6, "leave": 3, "wrong": 3, "garbage": 2}
 
-    def start(self) -> None:
-        """Begin to ask."""
-        self.began = time.monotonic()
-        for thread in self._threads:
-            thread.start()
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until all clients have ended, at most so long. Return whether they have."""
-        end = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+class Visitors:
+    """The things that clients do to a server, and the answers that they expect."""
 
-    def sample(self, process: psutil.Process) -> Sample:
-        """Return the state of the server's process now."""
-        with self._lock, process.oneshot():
-            right, failed = (
-                sum(count for act, count in self.counts.items() if act.startswith(word)) for word in ("right", "failed")
-            )
-            seconds, memory = time.monotonic() - self.began, process.memory_info().rss
-            threads = process.num_threads()
-            return Sample(seconds, self.counts.total(), right, failed, memory, process.num_fds(), threads)
+    def __init__(self, port: int) -> None:
+        self._port = port
+        cases = make_cases()
+        whole: list[Act] = []
+        streamed: list[Act] = []
+        for case in cases:
+            alone = self._ask(case, is_streamed=False)
+            if alone == "{}":
+                raise SystemExit(f"no answer to {case}")
+            whole.append(partial(self._compare, case, alone, False))
+            if case.can_stream:
+                streamed.append(partial(self._compare, case, alone, True))
+        self._acts: dict[str, list[Act]] = {
+            "whole": whole,
+            "streamed": streamed,
+            "leave": [partial(self._leave, case) for case in cases],
+            "wrong": [partial(self._err, path, body) for path, body in WRONG],
+            "garbage": [partial(self._send, pieces) for pieces in ACTS.values()],
+        }
 
-    def _work(self, client: int) -> None:
-        dice = random.Random(f"{self._args.seed} {client}")
-        while time.monotonic() - self.began < self._args.seconds:
-            try:
-                result = self._act(dice)
-            except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
-                result = f"failed: {error!r}"
-                print(result, file=sys.stderr, flush=True)
-            with self._lock:
-                self.counts[result] += 1
-            time.sleep(dice.expovariate(1 / self._args.pause))
+    def act(self, number: int, dice: random.Random) -> str:
+        """Do one of all things."""
+        kind = dice.choices(list(CHANCES), list(CHANCES.values()))[0]
+        return dice.choice(self._acts[kind])(dice)
 
-    def _act(self, dice: random.Random) -> str:
-        """Do one thing to the server. Return its name, and "right" or "failed" where there is something to check."""
-        act = dice.choices(("ask", "leave", "wrong", "garbage"), (12, 3, 3, 2))[0]
-        if act == "ask":
-            number = dice.randrange(len(self._cases))
-            case = self._cases[number]
-            is_streamed = case.can_stream and dice.random() < 0.5
-            answer = self._ask(case, is_streamed=is_streamed)
-            name = f"{case.path} {'streamed' if is_streamed else 'whole'}"
-            return f"right: {name}" if answer == self._alone[number] else f"failed: {name} {case.body}: {answer}"
-        if act == "leave":
-            self._leave(dice.choice(self._cases), dice.uniform(0.001, 0.3))
-        elif act == "wrong":
-            path, body = dice.choice(WRONG)
-            status, _ = self._post(path, body)
-            return "right: refused" if 400 <= status <= 501 else f"failed: {path} {body[:80]!r}: {status}"
-        else:
-            with contextlib.suppress(OSError):  # the server may close first
-                send(self._port, ACTS[dice.choice(list(ACTS))], dice)
-        return act
+    def warm_up(self) -> None:
+        """Do every thing once.
+
+        Raises:
+            SystemExit: an answer is wrong.
+        """
+        dice = random.Random(0)
+        for acts in self._acts.values():
+            for act in acts:
+                result = act(dice)
+                if result.startswith("failed"):
+                    raise SystemExit(result)
+
+    def _compare(self, case: Case, alone: str, is_streamed: bool, dice: random.Random) -> str:
+        answer = self._ask(case, is_streamed=is_streamed)
+        name = f"{case.path} {'streamed' if is_streamed else 'whole'}"
+        return f"right: {name}" if answer == alone else f"failed: {name} {case.body}: {answer}"
+
+    def _err(self, path: str, body: bytes, dice: random.Random) -> str:
+        status, _ = self._post(path, body)
+        return "right: refused" if 400 <= status <= 501 else f"failed: {path} {body[:80]!r}: {status}"
+
+    def _send(self, pieces: list[bytes], dice: random.Random) -> str:
+        with contextlib.suppress(OSError):  # the server may close first
+            send(self._port, pieces, dice)
+        return "garbage"
+
+    def _leave(self, case: Case, dice: random.Random) -> str:
+        """Ask for a longer answer, and leave after some time."""
+        body = json.dumps({**case.body, "stream": True} if case.can_stream else case.body).encode()
+        head = f"POST {case.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with socket.create_connection(("127.0.0.1", self._port), 30) as connection, contextlib.suppress(OSError):
+            connection.sendall(head + body)
+            connection.settimeout(dice.uniform(0.001, 0.3))
+            connection.recv(1000)
+        return "leave"
 
     def _ask(self, case: Case, *, is_streamed: bool) -> str:
         """Return an answer without numbers and times, in one form for whole and streamed ones."""
@@ -200,15 +195,6 @@ class Clients:
             return reply.status, reply.read()
         finally:
             connection.close()
-
-    def _leave(self, case: Case, seconds: float) -> None:
-        """Ask for a longer answer, and leave after some time."""
-        body = json.dumps({**case.body, "stream": True} if case.can_stream else case.body).encode()
-        head = f"POST {case.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        with socket.create_connection(("127.0.0.1", self._port), 30) as connection, contextlib.suppress(OSError):
-            connection.sendall(head + body)
-            connection.settimeout(seconds)
-            connection.recv(1000)
 
 
 def _events(data: bytes) -> list[dict[str, Any]]:
@@ -253,84 +239,48 @@ def answer_in(parts: list[dict[str, Any]], path: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, args: argparse.Namespace) -> Iterator[tuple[int, subprocess.Popen[bytes], psutil.Process]]:
-    """Start a server of a tiny model. Give its port, the command, and its process."""
-    make = [sys.executable, ROOT / "scripts" / "make_random_model.py", folder / "model", *SHAPE.split()]
-    subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
-    settings = folder / "model" / "tokenizer_config.json"
+def serving_tools(folder: Path, budget_gb: float, under: str = "") -> Iterator[Server]:
+    """Run a server of a tiny model that calls tools."""
+    model = make_model(folder / "model")
+    settings = model / "tokenizer_config.json"
     tools = {"chat_template": TEMPLATE, "tool_parser_type": "json_tools"}
     settings.write_text(json.dumps(json.loads(settings.read_text()) | tools))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [sys.executable, "-m", "mlx_flash", "serve", "--model", str(folder / "model"), "--port", str(port)]
-    words += ["--ram-budget-gb", str(args.budget_gb)]
-    under = shlex.split(args.under.replace("{limit}", str(int(args.budget_gb * LIMIT_ROOM * 1e9))))
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    with (folder / "log").open("wb") as log:
-        command = subprocess.Popen([*under, *words], stdout=log, stderr=log, env=env)
-    try:
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            if command.poll() is not None:
-                raise SystemExit((folder / "log").read_text())
-            time.sleep(0.1)
-        family = [psutil.Process(command.pid), *psutil.Process(command.pid).children(recursive=True)]
-        yield port, command, next(each for each in reversed(family) if "mlx_flash" in each.cmdline())
-    finally:
-        for line in (folder / "log").read_text().splitlines()[-1:]:
-            print(line)
-        if command.poll() is None:
-            command.kill()
-        command.wait()
+    words = ["mlx_flash", "serve", "--model", model, "--ram-budget-gb", budget_gb]
+    limit = str(int(budget_gb * LIMIT_ROOM * 1e9))
+    with serving(words, folder / "log", shlex.split(under.replace("{limit}", limit))) as server:
+        yield server
+    for line in server.log.read_text().splitlines()[-1:]:
+        print(line)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return 1 when an answer was wrong, or something was left."""
     args = make_parser().parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder, serving(Path(folder), args) as (port, command, process):
-        clients = Clients(port, args)
-        wait_for_no_client(process)
-        samples = [clients.sample(process)]
-        clients.start()
-        while not clients.wait(args.interval):
-            samples.append(clients.sample(process))
-            print(samples[-1], flush=True)
-        wait_for_no_client(process)
-        samples.append(clients.sample(process))
-        is_right = samples[-1].failed == 0 and is_healthy(port)
-        peak = int(Path(f"/proc/{process.pid}/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
-        process.terminate()
-        status = command.wait(60)
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-") as folder,
+        serving_tools(Path(folder), args.budget_gb, args.under) as server,
+    ):
+        visitors = Visitors(server.port)
+        visitors.warm_up()
+        clients = Clients(server, visitors.act, args.clients, args)
+        samples = [clients.idle_sample(), *clients.run()]
+        is_right = samples[-1].failed == 0 and server.is_healthy()
+        peak = server.peak_bytes
+        status = server.end()
+    share = peak / args.budget_gb / 1e7
+    print(f"{clients.summary(samples)}, peak {share:.0f} % of the budget, exit status {status}")
+    clients.write(args.json, samples, exit_status=status, peak_bytes=peak)
     before, after = samples[0], samples[-1]
-    print(
-        f"{after.requests} requests in {after.seconds:.0f} s: {dict(sorted(clients.counts.items()))}; descriptors "
-        f"{before.descriptors} -> {after.descriptors}, threads {before.threads} -> {after.threads}, resident "
-        f"{before.resident_bytes / 1e6:.1f} -> {after.resident_bytes / 1e6:.1f} MB ({growth(samples):+.3f} kB a "
-        f"request), peak {peak / args.budget_gb / 1e7:.0f} % of the budget, exit status {status}"
-    )
-    if args.json:
-        numbers = {"settings": {**vars(args), "json": None}, "counts": clients.counts, "exit_status": status}
-        numbers |= {"peak_bytes": peak, "kb_a_request": growth(samples), "samples": [asdict(each) for each in samples]}
-        args.json.write_text(json.dumps(numbers, indent=1) + "\n")
-    early = samples[: max(1, len(samples) // 2)]  # a pool of threads grows up to its limit
-    is_more = after.descriptors > before.descriptors or after.threads > max(sample.threads for sample in early)
+    is_more = after.descriptors > before.descriptors or after.threads > before.threads
     return int(not is_right or is_more or peak > args.budget_gb * 1e9 or status != 0)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=600, help="time (default: %(default)s)")
+    parser = stress.make_parser(__doc__, seconds=600, pause=0.2)
     parser.add_argument("--clients", type=int, default=6, help="clients at once (default: %(default)s)")
-    parser.add_argument("--pause", type=float, default=0.2, help="mean seconds between two requests of a client")
     parser.add_argument("--budget-gb", type=float, default=0.2, help="budget of the server (default: %(default)s)")
     parser.add_argument("--under", default="", metavar="COMMAND", help="runs the server; {limit} is the kernel limit")
-    parser.add_argument("--interval", type=float, default=60, help="seconds between two samples (default: 60)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="file for all numbers")
     return parser
 
 

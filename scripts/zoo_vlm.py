@@ -23,7 +23,7 @@ import vlm_zoo
 FORK = multiprocessing.get_context("fork")
 """Nothing has been computed before a fork, so MLX has no threads then. Importing mlx-vlm takes long."""
 
-TIMEOUT = 60
+TIMEOUT = 240
 """Seconds for an architecture."""
 
 

@@ -8,13 +8,18 @@ BIN := $(VENV)/bin
 # MLX's back end: Metal on macOS; on Linux CUDA if its driver is there, else the CPU.
 CUDA := $(shell nvidia-smi 2>/dev/null | grep -o 'CUDA Version: [0-9]*' | grep -o '[0-9]*$$')
 BACKEND ?= $(if $(filter-out Linux,$(shell uname -s)),metal,$(if $(CUDA),$(if $(filter 12,$(CUDA)),cuda12,cuda13),cpu))
-EXTRAS := dev$(if $(filter-out metal,$(BACKEND)),$(comma)$(BACKEND))
+EXTRA := $(if $(filter-out metal,$(BACKEND)),$(comma)$(BACKEND))
 INSTALLED := $(VENV)/.installed-$(BACKEND)
+DEVELOPS := $(VENV)/.installed-dev-$(BACKEND)
 
-.PHONY: demo verify test test-quick test-optimized test-compat zoo check format clean
+# Whoever tries mlx-flash gets what it runs with; tests and checks need much more.
+.PHONY: demo bench verify test test-quick test-optimized test-compat zoo check format clean
 
 demo: $(INSTALLED)  ## run a model in a third of its size, then in memory; MODEL=DIR takes yours instead of building one
 	$(BIN)/python scripts/demo.py $(if $(MODEL),--model '$(MODEL)')
+
+bench: $(INSTALLED)  ## compare speeds and memory with mlx-lm, in some seven minutes; JSON=FILE keeps all numbers
+	$(BIN)/python benchmarks/bench.py $(if $(JSON),--json '$(JSON)')
 
 verify: $(INSTALLED)  ## compare small models of each kind with mlx-lm, bit for bit, and save receipts
 	$(BIN)/python scripts/verify.py
@@ -23,14 +28,14 @@ verify: $(INSTALLED)  ## compare small models of each kind with mlx-lm, bit for 
 # `--write-durations` notes how long each file takes, in tests/durations.json.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-test: $(INSTALLED)  ## run all tests
+test: $(DEVELOPS)  ## run all tests
 	$(PYTEST)
 
-test-quick: $(INSTALLED)  ## run a fast part of the tests, some of every folder, in a minute or so
+test-quick: $(DEVELOPS)  ## run a fast part of the tests, some of every folder, in a minute or so
 	$(PYTEST) -m quick
 
 # Assertions of the tests still run, since pytest rewrites them; those of the package do not.
-test-optimized: $(INSTALLED)  ## run some tests of generation without the package's assertions, as `python -O` does
+test-optimized: $(DEVELOPS)  ## run some tests of generation without the package's assertions, as `python -O` does
 	$(BIN)/python -O -m pytest -W 'ignore:assertions not in test modules' tests/streaming/test_loans.py tests/generation/test_generation.py -k 'trimmed or random or speculative'
 
 # The oldest release that pyproject.toml allows; `make test-compat MLX_LM=0.32.1` runs another one.
@@ -41,16 +46,16 @@ COMPAT_TESTS := $(foreach test,compat dropped layers generation patch prefixes s
 test-compat: $(COMPAT)/.installed  ## run what touches private parts of mlx-lm, with release MLX_LM of it
 	$(COMPAT)/bin/python -m pytest $(COMPAT_TESTS)
 
-zoo: $(INSTALLED)  ## run every architecture of mlx-lm, stock and streamed, and compare bit for bit
+zoo: $(DEVELOPS)  ## run every architecture of mlx-lm, stock and streamed, and compare bit for bit
 	$(BIN)/python scripts/zoo.py --jobs 2
 
-check: $(INSTALLED)  ## lint, type-check, layering
+check: $(DEVELOPS)  ## lint, type-check, layering
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layering.py
 
-format: $(INSTALLED)
+format: $(DEVELOPS)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -62,11 +67,15 @@ $(INSTALLED): pyproject.toml
 		echo "mlx-flash needs Python 3.10 or newer. Hint: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --editable '.[server$(EXTRA)]'
+	@touch $@
+
+$(DEVELOPS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable '.[dev$(EXTRA)]'
 	@touch $@
 
 $(COMPAT)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(COMPAT)
-	$(COMPAT)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(COMPAT)/bin/python -m pip install --quiet --editable '.[dev$(EXTRA)]'
 	$(COMPAT)/bin/python -m pip install --quiet mlx-lm==$(MLX_LM)
 	@touch $@

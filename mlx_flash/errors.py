@@ -3,6 +3,7 @@
     FlashError
     ├── ConfigError (ValueError)              a setting is not what it should be
     │   └── BudgetError                       the RAM budget cannot hold the plan
+    ├── PictureError (ValueError)             a picture is none, is broken, or does not suit the model
     ├── CheckpointError (ValueError)          the model directory is not a usable checkpoint
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── HeaderError                       a safetensors header breaks the format
@@ -44,6 +45,10 @@ class BudgetError(ConfigError):
     def __init__(self, message: str, minimum_bytes: int) -> None:
         super().__init__(message)
         self.minimum_bytes = minimum_bytes
+
+
+class PictureError(FlashError, ValueError):
+    """A picture is none, is broken, is too large, or does not suit the model."""
 
 
 class CheckpointError(FlashError, ValueError):

@@ -11,8 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from mlx_flash.forks import finalize
+
+Opened = TypeVar("Opened", bound="AtomicFile")
 
 PARTIAL_SUFFIX = ".partial"
 """Ends the names of files and folders that are not complete."""
@@ -146,7 +149,7 @@ class AtomicFile:
         """Remove the partial file. Does nothing after :meth:`commit` or another call, and never fails."""
         _abandon(self.partial, self._descriptors)
 
-    def __enter__(self) -> AtomicFile:
+    def __enter__(self: Opened) -> Opened:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -119,6 +119,8 @@ class FlashLLM(ModelFacade):
             ClosedError: the model was closed.
         """
         call = parse_call(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
+        with self._life.turn() as passes:
+            passes.recover()
         settle(call.cache)
         with self._life.turn() as passes:
             try:
@@ -153,7 +155,8 @@ class FlashLLM(ModelFacade):
                 memory has room for them, and :meth:`Row.keep` takes tokens back.
             owed: what the first token makes up for, if the caller has computed it for a cache that lacks it.
         """
-        self.start()
+        with self._life.turn() as passes:
+            passes.recover()
         if num_guesses:
             if owed is None:
                 settle(cache)
@@ -204,7 +207,7 @@ class FlashLLM(ModelFacade):
             lengths: the most tokens of each, prompt and answer.
         """
         chain = self._life.prepared.chain
-        has_room = rows_bytes(self.plan, lengths, may_spill=True) <= room_bytes(self.plan)
+        has_room = rows_bytes(self.plan, lengths, may_evict=True) <= room_bytes(self.plan)
         return has_room if chain is None else bool(chain.least(has_room))
 
     def refusal(self, cache: Sequence[Any]) -> str | None:

@@ -39,5 +39,6 @@ def test_a_home_that_does_not_exist_is_not_made(home: str, tmp_path: Path) -> No
     folder, is_there = done.stdout.decode().split()
     assert Path(folder).is_relative_to(tmp_path / "temporary") and is_there == "True"
     assert b"is no folder: " in done.stderr and done.stderr.count(b"Hint: set HOME") == 1
-    assert not Path(folder).exists() and not os.listdir(tmp_path / "temporary")  # noqa: PTH208
+    left = {path.name for path in (tmp_path / "temporary").iterdir()}
+    assert not Path(folder).exists() and left <= {"mlx"}  # where MLX compiles
     assert not (tmp_path / "gone").exists()

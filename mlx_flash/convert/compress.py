@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_flash.convert.rewrite import plan_shards
-from mlx_flash.convert.writer import Pieces, ShardPlan, TensorSpec, copy_buffer, read_pieces, write_errors
+from mlx_flash.convert.writer import NewFile, Pieces, ShardPlan, TensorSpec, copy_buffer, read_pieces
 from mlx_flash.errors import HeaderError
-from mlx_flash.files import AtomicFile, write_at
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.standins import whole_tensors
-from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.storage.blocks import (
     BLOCK_BYTES,
     LOGICAL_START,
@@ -118,27 +115,15 @@ class CompressedPlan:
         check: Callable[[], object] = lambda: None,
     ) -> None:
         """Write the file, on all cores. Arguments and errors are those of :meth:`ShardPlan.write`."""
-        failure = f"cannot write {folder / self.name}.partial"
         text, data_start = make_head(self._header, self._num_blocks)
-        with write_errors(failure):
-            file = AtomicFile(folder / self.name, mode=0o666, durable=True)
-        try:
-            with write_errors(failure):
-                file.write(bytes(data_start))
+        with NewFile(folder / self.name, check) as file:
+            file.write(bytes(data_start))
             sizes = array("I")
             for coded, nbytes in self._coded(pieces):
-                with write_errors(failure):
-                    file.write(coded)
+                file.write(coded)
                 sizes.append(len(coded))
                 progress(nbytes)
-            check()
-            with write_errors(failure):
-                write_at(file.fd, join_head(text, sizes, data_start), 0)
-                os.fsync(file.fd)
-                drop_cached(file.fd, 0, file.nbytes)
-                file.commit()
-        finally:
-            file.abort()
+            file.write_head(join_head(text, sizes, data_start))
 
     def _coded(self, pieces: Pieces) -> Iterator[tuple[bytes, int]]:
         """Yield each coded block, and the bytes of its contents."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_flash.errors import ReadError, TruncatedFileError, WriteError
-from mlx_flash.files import PARTIAL_SUFFIX, AtomicFile
+from mlx_flash.files import PARTIAL_SUFFIX, AtomicFile, write_at
 from mlx_flash.memory.pagecache import drop_cached, open_buffered
 from mlx_flash.storage.blocks import COMPRESSED_SUFFIX
 from mlx_flash.storage.decodedfile import DecodedFile
@@ -136,29 +136,17 @@ class ShardPlan:
             ValueError: the tensors make no valid header, or the pieces of one have another size.
             WriteError: the system could not write it.
         """
-        failure = f"cannot write {folder / self.name}{PARTIAL_SUFFIX}"
         end = len(head := self.head)
-        with write_errors(failure):
-            file = AtomicFile(folder / self.name, mode=0o666, durable=True)
-        try:
-            with write_errors(failure):
-                file.write(head)
+        with NewFile(folder / self.name, check) as file:
+            file.write(head)
             for tensor in self.tensors:
                 for piece in pieces(tensor):
-                    with write_errors(failure):
-                        file.write(piece)
+                    file.write(piece)
                     progress(len(piece))
                     del piece  # or its array stays while the next one is computed
                 got, end = file.nbytes - end, end + tensor.nbytes
                 if file.nbytes != end:
                     raise ValueError(f"{folder / self.name}: got {got} of {tensor.nbytes} bytes of {tensor.name!r}")
-            check()
-            with write_errors(failure):
-                os.fsync(file.fd)
-                drop_cached(file.fd, 0, file.nbytes)  # so that the next read comes from the disk
-                file.commit()
-        finally:
-            file.abort()
 
 
 def cut(data: memoryview) -> Iterator[memoryview]:
@@ -210,6 +198,42 @@ def _decoded_pieces(record: TensorRecord, buffer: memoryview) -> Iterator[memory
             piece = buffer[: min(len(buffer), extent.end - start)]
             file.read(record.name, start, piece)
             yield piece
+
+
+class NewFile(AtomicFile):
+    """A file of a copy, which replaces an older one at the end of a block. An error leaves that, and nothing else.
+
+    Args:
+        path: the file.
+        check: called before the file gets its name.
+
+    Raises:
+        WriteError: the system could not write it; every method raises it.
+    """
+
+    def __init__(self, path: Path, check: Callable[[], object]) -> None:
+        self._check = check
+        self._failure = f"cannot write {path}{PARTIAL_SUFFIX}"
+        with write_errors(self._failure):
+            super().__init__(path, mode=0o666, durable=True)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        with write_errors(self._failure):
+            super().write(data)
+
+    def write_head(self, head: bytes) -> None:
+        """Replace the first bytes."""
+        with write_errors(self._failure):
+            write_at(self.fd, head, 0)
+
+    def commit(self) -> None:
+        """Replace the old file by the new one."""
+        self._check()
+        with write_errors(self._failure):
+            os.fsync(self.fd)
+            drop_cached(self.fd, 0, self.nbytes)  # so that the next read comes from the disk
+            super().commit()
 
 
 @contextmanager

@@ -9,7 +9,17 @@ from mlx_flash.facts import Facts, checked
 from mlx_flash.monitor.history import ExpertRates, History, Shares
 from mlx_flash.monitor.state import Unit, entries, model_name, printable, section, units
 from mlx_flash.monitor.system import SystemMemory
-from mlx_flash.monitor.words import DISK_LIMITS, amount, duration, layer_runs, percent, rate, size, tokens_rate
+from mlx_flash.monitor.words import (
+    ALL_CACHED,
+    DISK_LIMITS,
+    amount,
+    duration,
+    layer_runs,
+    percent,
+    rate,
+    size,
+    tokens_rate,
+)
 from mlx_flash.telemetry import SILENT_SECONDS, Json
 
 Line = tuple[str | tuple[str, str], ...]
@@ -108,8 +118,9 @@ def limit_line(history: History, shares: Shares) -> Iterator[Line]:
     rates, facts, in_calls = history.rates, history.facts, 1 - shares.between
     if rates.reading_share is None or in_calls < SHORT_SHARE:
         return
-    limit = "disk" if shares.disk >= DISK_LIMITS * in_calls else "computing"
-    words = f"{limit}; the disk is busy {rates.reading_share:.0%} of the time"
+    source = "page cache" if (rates.cached_share or 0.0) >= ALL_CACHED else "disk"
+    limit = source if shares.disk >= DISK_LIMITS * in_calls else "computing"
+    words = f"{limit}; the {source} is busy {rates.reading_share:.0%} of the time"
     more, times, mean = facts["outlook.more_bytes"], facts["outlook.times"], rates.mean_tokens_per_second
     if more and times and mean:
         words += f"; +{size(more)}: {rate(mean)} -> {rate(mean * times)} tokens/s predicted"

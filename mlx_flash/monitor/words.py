@@ -36,6 +36,9 @@ def amount(number: float | None) -> str:
 DISK_LIMITS = 0.2
 """Share of the time spent waiting for the disk from which on the disk is said to limit the speed."""
 
+ALL_CACHED = 0.95
+"""Share of reads through the page cache from which on reads are said to come from there."""
+
 SLOW = 0.1
 """Speeds in tokens per second below this are shown as seconds for a token."""
 

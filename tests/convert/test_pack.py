@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import re
@@ -53,13 +54,11 @@ MODELS: dict[str, tuple[dict[str, Any], mx.Dtype, int | None]] = {
 @pytest.fixture(scope="module")
 def scattered(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Model folders by name, each written once: tensors in hash order over three files, with headers of odd length."""
-    made: dict[str, Path] = {}
 
+    @functools.cache
     def get(name: str) -> Path:
-        if name not in made:
-            config, dtype, bits = MODELS[name]
-            made[name] = save(tmp_path_factory.mktemp(name), config, dtype, bits=bits, num_shards=3, header_shift=5)
-        return made[name]
+        config, dtype, bits = MODELS[name]
+        return save(tmp_path_factory.mktemp(name), config, dtype, bits=bits, num_shards=3, header_shift=5)
 
     return get
 

@@ -61,9 +61,8 @@ def subcommand_flags(name: str) -> set[str] | None:
 
 def shared_flags() -> str:
     """Return the text of modules that add flags for several scripts and benchmarks."""
-    return "".join(
-        path.read_text() for path in (ROOT / "benchmarks").glob("*.py") if "add_argument" in path.read_text()
-    )
+    files = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "scripts" / "stress.py"]
+    return "".join(text for text in (file.read_text() for file in files) if "add_argument" in text)
 
 
 def test_every_command_of_the_documents_exists() -> None:

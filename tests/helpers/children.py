@@ -87,6 +87,7 @@ def _child(program: list[str], files: Sequence[Path], env: dict[str, str], cwd: 
     sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, range(3), ("r", "w", "w"), (-1, -1, 1), encodings)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # the server has looked it up
     os.chdir(cwd)
     kind, *sys.argv = program
     sys.path[0] = str(Path(kind).parent if kind.endswith(".py") else cwd)

@@ -41,9 +41,9 @@ from mlx_flash.modelfile.parse import parse_modelfile
 from mlx_flash.monitor import render, watch
 from mlx_flash.monitor.app import draw, make_parser, print_json
 from mlx_flash.monitor.system import system_memory
-from mlx_flash.prefixes import pages
-from mlx_flash.prefixes.folder import PageFolder
-from mlx_flash.prefixes.pages import _HEAD, _LENGTHS, MAGIC, Blob, PageFile, PageKey, encode_page
+from mlx_flash.prefixes import pagefile
+from mlx_flash.prefixes.folder import list_prefixes
+from mlx_flash.prefixes.pagefile import _HEAD, _LENGTHS, MAGIC, Blob, PageFile, PageKey, encode_page
 from mlx_flash.storage import index as storage_index
 from mlx_flash.storage import safetensors
 from mlx_flash.storage.index import absent_shards
@@ -513,7 +513,7 @@ def page(folder: Path) -> Iterator[Case]:
         valid.append((folder / "valid").read_bytes())
     line, _, table = valid[0][_HEAD.size : 4096].rstrip(b"\0").partition(b"\n")
     seeds = JsonSeeds(json.loads(line)), JsonSeeds(json.loads(table))
-    pages_folder, shim = PageFolder(folder), SimpleNamespace(**vars(os))
+    shim = SimpleNamespace(**vars(os))
 
     def case(dice: random.Random) -> None:
         data = _with_description(*(seed.damaged(dice) for seed in seeds), valid[0][4096:])
@@ -524,9 +524,9 @@ def page(folder: Path) -> Iterator[Case]:
                 opened.read_into(blob, memoryview(read))
                 assert not any(read), "another content has the right checksum"
         if dice.random() < 0.01:
-            pages_folder.models()
+            list_prefixes(folder)
 
-    with OneFile(folder / "pages" / f"{name}.page") as file, patch.object(pages, "os", shim):
+    with OneFile(folder / "pages" / f"{name}.page") as file, patch.object(pagefile, "os", shim):
         shim.open = file.opened
         yield case
 

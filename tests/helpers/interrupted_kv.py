@@ -224,7 +224,7 @@ def program(name: str, folder: Path) -> Program:
         script.all.clear()
         gc.collect()
         pool.ring.release()
-        assert bool(pool.stats.num_spilled) == ("budget_bytes" in changes or "always_on_disk" in changes)
+        assert bool(pool.stats.num_evicted) == ("budget_bytes" in changes or "always_on_disk" in changes)
         assert pool.memory_bytes == pool.reserved_bytes == pool.note().disk_bytes == 0
         pool.close()
         assert not list(folder.iterdir())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -16,6 +18,8 @@ from models import computed, guessed, run, same_bits
 
 class Strike:
     """A trace that counts the instructions of some functions, and raises ``KeyboardInterrupt`` before one of them.
+
+    Around ``with``, where Python looks for no signals, it does not: a lock would stay locked.
 
     Args:
         functions: the functions, or methods; None for every function of ``mlx_flash``.
@@ -44,6 +48,8 @@ class Strike:
             frame.f_trace_opcodes, frame.f_trace_lines = self._watches(frame.f_code), False
             return self._trace if frame.f_trace_opcodes else None
         if event == "opcode":
+            if frame.f_lasti in _around_with(frame.f_code):
+                return self._trace
             self.count += 1
             if self.count - 1 == self._at:
                 self.where = frame.f_code.co_qualname if sys.version_info >= (3, 11) else "", frame.f_lineno
@@ -67,6 +73,20 @@ class Strike:
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(self._before)
+
+
+@cache
+def _around_with(code: CodeType) -> frozenset[int]:
+    """Return the offsets of instructions between a ``with`` block and its ``__enter__`` or ``__exit__``."""
+    found, instructions = set[int](), list(dis.get_instructions(code))
+    for i, instruction in enumerate(instructions):
+        if instruction.opname == "BEFORE_WITH":
+            found.add(instructions[i + 1].offset)
+        nones = instructions[i : i + 3]
+        if [each.opname for each in nones] == ["LOAD_CONST"] * 3 and all(each.argval is None for each in nones):
+            end = next(j for j in range(i + 3, len(instructions)) if instructions[j].opname.startswith("CALL"))
+            found |= {each.offset for each in instructions[i : end + 1]}
+    return frozenset(found)
 
 
 def _code_of(function: Any) -> CodeType:

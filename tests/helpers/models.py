@@ -8,7 +8,7 @@ import importlib.util
 import io
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -183,6 +183,13 @@ def save(
     return directory
 
 
+def saved_once(
+    make_folder: Callable[[str], Path], models: Mapping[str, dict[str, Any]], **options: Any
+) -> Callable[[str], Path]:
+    """Return a function from a model's name to its directory, which is written when it is first asked for."""
+    return functools.cache(lambda name: save(make_folder(name), models[name], **options))
+
+
 def pad_header(path: Path, shift: int) -> None:
     """Rewrite a safetensors file so that its data begins ``shift`` bytes past a multiple of 64."""
     data = path.read_bytes()
@@ -202,6 +209,8 @@ def run(model: Any, chunks: Sequence[Sequence[int]]) -> list[mx.array]:
     vocab_size = getattr(getattr(model, "args", None), "vocab_size", VOCAB_SIZE)
     # MLX reads memory beyond an embedding for such a token, so a comparison would depend on what lies there.
     assert max(map(max, chunks)) < vocab_size, f"a token of {chunks} is beyond the vocabulary of {vocab_size}"
+    num_positions = getattr(getattr(model, "args", None), "n_positions", sum(map(len, chunks)))
+    assert sum(map(len, chunks)) <= num_positions, f"{chunks} are beyond the table of {num_positions} positions"
     cache = make_prompt_cache(model)
     outputs = []
     for chunk in chunks:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,7 @@ class Oracle:
     """
 
     guess_seconds = 0.0
+    expected: Mapping[int, float] = {}
 
     def __init__(self, text: list[int]) -> None:
         self._text = [token if i % 3 else token ^ 1 for i, token in enumerate(text)]

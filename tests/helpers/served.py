@@ -27,7 +27,7 @@ Answer = list[tuple[str, float]]
 FLAGS: dict[str, Any] = {
     "adapter_path": None,
     "draft_model": None,
-    "num_draft_tokens": 3,
+    "num_draft_tokens": None,
     "trust_remote_code": False,
     "chat_template": None,
     "use_default_chat_template": False,

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import FlashLLM
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed_once, save, stock
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed_once, saved_once, stock
 from zoo import configuration
 
 STEP = 16
@@ -35,14 +35,7 @@ Directories = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = save(tmp_path_factory.mktemp(name), MODELS[name], mx.float32)
-        return made[name]
-
-    return get
+    return saved_once(tmp_path_factory.mktemp, MODELS)
 
 
 @computed_once

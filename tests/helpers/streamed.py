@@ -1,15 +1,14 @@
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 
-from mlx_flash import (
-    FlashConfig,
-    FlashLLM,
-)
+from mlx_flash import FlashConfig, FlashLLM, ReadError
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.memory.arena import kernel_alignment
@@ -30,6 +29,19 @@ def config(**changes: Any) -> FlashConfig:
         "io": "direct",
     }
     return FlashConfig(**{**settings, **changes})
+
+
+def failing_once(model: FlashLLM, number: int = 3) -> AbstractContextManager[Any]:
+    """Make the read fail that a streamed model waits for after so many others."""
+    stream = model.engine.stream  # type: ignore[union-attr]
+    acquire, count = stream.acquire, iter(range(1 << 30))
+
+    def failing(index: int) -> None:
+        if next(count) == number:
+            raise ReadError("a disk that was unplugged")
+        acquire(index)
+
+    return patch.object(stream, "acquire", failing)
 
 
 def streamed_whole(

@@ -25,12 +25,13 @@ class FakeTicket:
         self.reader.started.append(self.unit)
         return self
 
-    def wait(self) -> None:
+    def wait(self) -> float:
         if self.unit in self.reader.failing:
             raise ReadError(f"unit {self.unit}")
         assert not self.cancelled
         self.reader.in_flight.discard(self)
         self.buffer[0] = self.unit
+        return 0.0
 
     def cancel(self) -> None:
         self.cancelled = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 from pathlib import Path
@@ -9,8 +10,24 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from PIL import Image
+
+from vlm_configs import QWEN_VISION
+from vocabularies import write_tokenizer
 
 IMAGE = 290
+SPECIAL = ("<|vision_start|>", "<|video_pad|>", "<|image_pad|>", "<|vision_end|>", "<|im_end|>")
+"""Tokens from 288 on, as Qwen's processors name them."""
+
+CHAT = """\
+{%- for message in messages -%}
+{{ message.role }}: {% if message.content is string %}{{ message.content }}{% else %}
+{%- for part in message.content -%}
+{%- if part.type == "text" %}{{ part.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif -%}
+{%- endfor -%}
+{%- endif %}<|im_end|>
+{% endfor -%}
+{% if add_generation_prompt %}assistant: {% endif %}"""
 TEXT = {
     "hidden_size": 128,
     "num_hidden_layers": 3,
@@ -44,6 +61,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "text_config": {},
         "vision_config": {"depth": 3, "embed_dim": 128, "hidden_size": 128, "num_heads": 4, "patch_size": 14},
     },
+    "qwen3_vl_moe": {
+        "image_token_id": IMAGE,
+        "vision_start_token_id": 288,
+        "text_config": TEXT
+        | {
+            "model_type": "qwen3_vl_moe_text",
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 1024,  # the smallest budget holds a part of the experts
+            "norm_topk_prob": True,
+            "rope_theta": 1e4,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": False,
+            "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6], "mrope_interleaved": True},
+        },
+        "vision_config": QWEN_VISION | {"model_type": "qwen3_vl_moe", "deepstack_visual_indexes": [1]},
+    },
     "gemma3": {
         "image_token_index": IMAGE,
         "hidden_size": 128,
@@ -55,10 +91,13 @@ MODELS: dict[str, dict[str, Any]] = {
 """Configurations, by mlx-vlm's names of architectures."""
 
 
-def save(directory: Path, name: str) -> Path:
+def save(directory: Path, name: str, num_layers: int = 3) -> Path:
     """Write a model with random weights. Return its folder."""
     package = importlib.import_module(f"mlx_vlm.models.{name}")
-    config = {"model_type": name, "vocab_size": 300, **MODELS[name]}
+    config = copy.deepcopy({"model_type": name, "vocab_size": 300, **MODELS[name]})
+    for part in (config, config["text_config"]):
+        if "num_hidden_layers" in part:
+            part["num_hidden_layers"] = num_layers
     text = json.dumps(config)
     args = package.ModelConfig.from_dict(config)
     args.text_config = package.TextConfig.from_dict(config["text_config"])
@@ -77,7 +116,7 @@ def inputs(name: str, has_picture: bool) -> tuple[mx.array, mx.array | None, dic
     if not has_picture:
         return mx.array([[1, 2, 3, 4, 5, 6, 7]]), None, {"mask": mx.ones((1, 7), mx.int32)}
     mx.random.seed(6)
-    if name == "qwen2_vl":
+    if name.startswith("qwen"):
         tokens = [1, 288, *[IMAGE] * 4, 2, 3]
         pixels, extra = mx.random.normal((16, 3 * 2 * 14 * 14)), {"image_grid_thw": mx.array([[1, 4, 4]])}
     else:
@@ -85,3 +124,24 @@ def inputs(name: str, has_picture: bool) -> tuple[mx.array, mx.array | None, dic
         tokens = [1, *[IMAGE] * num_patches, 2, 3]
         pixels, extra = mx.random.normal((1, 3, 56, 56)), {}
     return mx.array([tokens]), pixels, {"mask": mx.ones((1, len(tokens)), mx.int32), **extra}
+
+
+def write_processor(directory: Path, min_pixels: int = 28 * 28, max_pixels: int = 4 * 112 * 112) -> Path:
+    """Write the files that make a Qwen2-VL folder whole: a tokenizer, a chat template and sizes of pictures."""
+    write_tokenizer(directory, IMAGE - 2, SPECIAL)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "chat_template.jinja").write_text(CHAT)
+    sizes = {"min_pixels": min_pixels, "max_pixels": max_pixels, "patch_size": 14, "temporal_patch_size": 2}
+    (directory / "preprocessor_config.json").write_text(json.dumps({**sizes, "merge_size": 2}))
+    return directory
+
+
+def picture(directory: Path, size: tuple[int, int] = (56, 84)) -> Path:
+    """Write a picture, the same for the same size. Return its path."""
+    colours = bytes(
+        (x * 7 + y * 13 + channel * 50) % 256 for y in range(size[1]) for x in range(size[0]) for channel in range(3)
+    )
+    path = directory / f"{size[0]}x{size[1]}.png"
+    Image.frombytes("RGB", size, colours).save(path)
+    return path

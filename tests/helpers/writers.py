@@ -30,7 +30,7 @@ from mlx_flash.experts.trace import RoutingTrace
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.layout.parts import ExpertStack
-from mlx_flash.prefixes.pages import Blob
+from mlx_flash.prefixes.pagefile import Blob
 from mlx_flash.prefixes.store import PrefixStore
 from mlx_flash.residency.speed import Speed, load_speed, save_speed
 from mlx_flash.storage import probe, selftest
@@ -85,7 +85,7 @@ class Pack(Writer):
 
     @property
     def _packed(self) -> list[Path]:
-        return sorted(path for path in self.folder.iterdir() if not path.suffix)
+        return sorted(path for path in self.folder.glob("packed-*") if not path.suffix)
 
     def write(self) -> None:
         pack(self.source, self.folder / f"packed-{len(self._packed)}")

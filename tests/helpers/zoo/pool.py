@@ -60,7 +60,7 @@ class Worker:
                     return message
                 phase = message
             reason = f"no end after {timeout:g} s"
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the latter if it had not read everything
             reason = f"crash: {self._how_it_ended()}"
         self.stop()
         status = "cannot" if phase == "stock" else "failed"

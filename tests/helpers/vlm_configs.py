@@ -1,0 +1,283 @@
+"""Entries that make mlx-vlm's architectures tiny where the names of their settings do not tell how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MROPE = {"type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
+PARTIAL_MROPE = {"type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+QWEN_VISION = {
+    "depth": 3,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "out_hidden_size": 128,
+    "num_heads": 4,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [],
+}
+LINEAR = {"full_attention_interval": 2, "linear_conv_kernel_dim": 4, "num_hidden_layers": 4, "head_dim": 32}
+DEEPSEEK = {
+    "text_config": {
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 4,
+        "qk_rope_head_dim": 16,
+        "topk_method": "greedy",
+    },
+    "vision_config": {"model_type": "vision", "layers": 3, "width": 128, "intermediate_size": 256, "image_size": 64},
+    "projector_config": {"input_dim": 128, "n_embed": 128, "projector_type": "linear"},
+}
+
+ENTRIES: dict[str, dict[str, Any]] = {
+    "aya_vision": {"text_config": {"sliding_window_pattern": 2, "num_hidden_layers": 4}},
+    "gemma3n": {
+        "text_config": {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+            "intermediate_size": [256] * 4,
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 16,
+        }
+    },
+    "gemma4": {
+        "text_config": {
+            "num_hidden_layers": 4,
+            "sliding_window_pattern": 2,
+            "_sliding_window_pattern": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 0,
+            "global_head_dim": 32,
+            "vocab_size_per_layer_input": 300,
+        },
+        "vision_config": {"head_dim": 32, "global_head_dim": 32, "num_key_value_heads": 4, "default_output_length": 4},
+    },
+    "llama4": {
+        "text_config": {"num_experts_per_tok": 1, "attention_chunk_size": 64, "no_rope_layers": [1, 1, 0]},
+        "vision_config": {
+            "pixel_shuffle_ratio": 0.5,
+            "norm_eps": 1e-5,
+            "projector_dropout": 0.0,
+            "projector_input_dim": 128,
+            "projector_output_dim": 128,
+            "vision_output_dim": 128,
+            "intermediate_size": 512,
+            "num_channels": 3,
+            "rope_theta": 1e4,
+            "initializer_range": 0.02,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "default",
+        },
+    },
+    "glm4v": {
+        "eos_token_id": [1],
+        "text_config": {"eos_token_id": [1], "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+        "vision_config": {"window_size": 112, "out_hidden_size": 128},
+    },
+    "glm4v_moe": {
+        "eos_token_id": [1],
+        "text_config": {
+            "rope_theta": 1e4,
+            "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]},
+            "partial_rotary_factor": 1.0,
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_shared_experts": 1,
+        },
+        "vision_config": {"out_hidden_size": 128},
+    },
+    "phi3_v": {"vision_config": {"image_dim_out": 128, "image_size": 56}},
+    "qwen3_5": {"text_config": {**LINEAR, "rope_parameters": PARTIAL_MROPE}, "vision_config": QWEN_VISION},
+    "qwen3_5_moe": {"text_config": {**LINEAR, "rope_parameters": PARTIAL_MROPE}, "vision_config": QWEN_VISION},
+    "qwen4_exp": {"text_config": {**LINEAR, "rope_parameters": PARTIAL_MROPE}, "vision_config": QWEN_VISION},
+    "lfm2_vl": {
+        "text_config": {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "full_attn_idxs": [1],
+            "block_dim": 128,
+            "conv_dim": 128,
+            "conv_dim_out": 128,
+            "block_ff_dim": 256,
+            "block_auto_adjust_ff_dim": False,
+        },
+        "vision_config": {"num_patches": 16},
+        "projector_hidden_size": 128,
+    },
+    "hunyuan_vl": {
+        "text_config": {
+            "attention_head_dim": 32,
+            "rope_scaling": {
+                "alpha": 1000.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "type": "xdrope",
+                "xdrope_section": [4, 4, 4, 4],
+            },
+        },
+        "vision_config": {"max_image_size": 224},
+    },
+    "minicpmv4_6": {"text_config": LINEAR, "insert_layer_id": 1, "image_size": 56},
+    "deepseek_vl_v2": DEEPSEEK,
+    "deepseekocr": DEEPSEEK,
+    "deepseekocr_2": {
+        **DEEPSEEK,
+        "vision_config": {
+            "model_type": "vision",
+            "width": {"qwen2-0-5b": {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate_size": 256}},
+        },
+    },
+    "ernie4_5_moe_vl": {
+        "hidden_size": 128,
+        "pixel_hidden_size": 128,
+        "text_config": {
+            "moe_num_experts": [4, 4],
+            "moe_layer_start_index": [1, 1],
+            "moe_layer_end_index": [2, 2],
+            "moe_intermediate_size": [64, 64],
+            "mrope_section": [6, 6, 4],
+            "freq_allocation": 4,
+            "num_hidden_layers": 3,
+        },
+        "vision_config": {"hidden_size": 128, "embed_dim": 128, "depth": 3, "num_heads": 4},
+    },
+    "molmo": {
+        "text_config": {
+            "d_model": 128,
+            "n_heads": 4,
+            "n_kv_heads": 2,
+            "n_layers": 3,
+            "mlp_hidden_size": 512,
+            "embedding_size": 300,
+            "additional_vocab_size": 8,
+        },
+        "vision_config": {
+            "d_model": 128,
+            "hidden_size": 256,
+            "image_default_input_size": [56, 56],
+            "image_emb_dim": 128,
+            "image_num_heads": 4,
+            "image_num_key_value_heads": 4,
+            "image_num_layers": 3,
+            "image_head_dim": 32,
+            "image_mlp_dim": 256,
+            "image_num_pos": 17,
+            "vit_layers": [-2, -3],
+        },
+    },
+    "molmo2": {
+        "text_config": {"additional_vocab_size": 8},
+        "vision_config": {
+            "vit_config": {
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 32,
+                "image_num_pos": 16,
+                "image_default_input_size": [56, 56],
+            },
+            "adapter_config": {
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "text_hidden_size": 128,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 32,
+                "vit_layers": [-1, -2],
+            },
+        },
+    },
+    "moondream3": {
+        "text_config": {"num_key_value_heads": 4, "rope_dim": 16, "moe_start_layer": 1, "prefix_attn": 4},
+        "vision_config": {"proj_out_dim": 128, "proj_inner_dim": 256, "crop_size": 56},
+    },
+    "multi_modality": {
+        "vision_config": {"model_type": "vision", "cls": "", "params": {"image_size": 56}},
+        "projector_config": {
+            "cls": "MlpProjector",
+            "model_type": "projector",
+            "params": {"depth": 2, "input_dim": 128, "n_embed": 128, "projector_type": "mlp_gelu"},
+        },
+    },
+    "mimo_v2": {
+        "text_config": {
+            "hybrid_layer_pattern": [0, 1, 0],
+            "moe_layer_freq": [0, 1, 1],
+            "swa_head_dim": 32,
+            "swa_v_head_dim": 32,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5,
+        },
+        "vision_config": {
+            "num_key_value_heads": 2,
+            "qk_channels": 32,
+            "fullatt_block_indexes": [0, 1, 2],
+            "vit_window_attn_types": [-1, -1, -1],
+        },
+    },
+    "kimi_k3": {
+        "text_config": {
+            "linear_attn_config": {
+                "kda_layers": [1, 2],
+                "full_attn_layers": [3],
+                "num_heads": 4,
+                "head_dim": 32,
+                "short_conv_kernel_size": 4,
+            },
+            "num_key_value_heads": 4,
+            "num_experts": None,
+        },
+        "vision_config": {
+            "vt_num_attention_heads": 4,
+            "vt_num_hidden_layers": 3,
+            "vt_hidden_size": 128,
+            "vt_intermediate_size": 256,
+            "qkv_hidden_size": 128,
+            "mm_hidden_size": 128,
+            "text_hidden_size": 128,
+            "init_pos_emb_height": 8,
+            "init_pos_emb_width": 8,
+        },
+    },
+    "nemotron_h_nano_omni": {
+        "text_config": {
+            "hybrid_override_pattern": "M*-M",
+            "num_hidden_layers": 4,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "conv_kernel": 4,
+            "n_groups": 1,
+            "layer_norm_epsilon": 1e-5,
+            "attention_bias": False,
+            "mamba_proj_bias": False,
+            "mlp_bias": False,
+            "use_bias": False,
+            "use_conv_bias": True,
+        },
+        "vit_hidden_size": 128,
+        "projector_hidden_size": 128,
+    },
+    "phi4mm": {"audio_config": {"attention_dim": 128, "attention_heads": 4, "num_blocks": 2, "linear_units": 256}},
+    "glm5_next": {"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
+    "qwen3_vl_moe": {"text_config": {"mlp_only_layers": []}},
+}
+"""By architecture: entries that replace those of the generated configuration."""
+
+
+def merged(config: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with some entries replaced, those inside of others included."""
+    found = dict(config)
+    for key, value in entries.items():
+        inner = found.get(key)
+        found[key] = merged(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
+    return found

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from hypothesis import settings
 
@@ -112,6 +113,15 @@ def _own_directories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.getbasetemp()))
     for name in [name for name in os.environ if name.startswith("MLX_FLASH_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def _no_freed_buffers() -> Iterator[None]:
+    """Let MLX keep no buffers of freed arrays. On the CPU the limit of an earlier test's model stays, however large."""
+    limit = mx.set_cache_limit(0)
+    mx.clear_cache()
+    yield
+    mx.set_cache_limit(limit)
 
 
 @pytest.fixture(autouse=True, scope="module")

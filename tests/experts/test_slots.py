@@ -89,6 +89,7 @@ def test_head_is_the_memory_of_the_first_slots(num_slots: int, data: st.DataObje
 
 
 @pytest.mark.skipif(not commits_lazily(), reason="needs memory that is committed when it is written to")
+@pytest.mark.usefixtures("_no_freed_buffers")
 def test_slots_take_memory_when_they_are_used_and_give_it_back() -> None:
     pitch = 4 << 20
     before, active = footprint(), active_memory()
@@ -148,6 +149,7 @@ def _makes_huge_pages() -> bool:
 
 @pytest.mark.skipif(not commits_lazily(), reason="needs memory that is committed when it is written to")
 @pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["quick pages", "slow pages"])
+@pytest.mark.usefixtures("_no_freed_buffers")
 def test_slots_that_are_added_keep_their_bytes(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """They get large pages if these are quick. Trying that overwrites no slot."""
     clock = count(0.0, seconds)
@@ -173,6 +175,7 @@ def test_slots_that_are_added_keep_their_bytes(seconds: float, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["quick pages", "slow pages"])
+@pytest.mark.usefixtures("_no_freed_buffers")
 def test_memory_that_is_read_once_is_committed_by_reading(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count(0.0, seconds)
     monkeypatch.setattr(time, "thread_time", lambda: next(clock))

@@ -48,12 +48,15 @@ class Shell:
             self._read()
 
     def _read(self) -> bool:
-        if select.select([self.master], [], [], 0.5)[0]:
-            try:
-                self.text += os.read(self.master, 10_000).decode(errors="replace")
-            except OSError:  # the program has closed its side
-                return False
-        return True
+        """Read what the program writes within half a second. Return False once nothing more can come."""
+        if not select.select([self.master], [], [], 0.5)[0]:
+            return True
+        try:
+            text = os.read(self.master, 10_000)
+        except OSError:  # Linux: every process has closed its side
+            return False
+        self.text += text.decode(errors="replace")
+        return bool(text)  # macOS: an empty read says the same
 
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
@@ -64,9 +67,11 @@ class Shell:
     def end(self, seconds: float = 60) -> int:
         """Read the rest. Return the exit status."""
         end = time.monotonic() + seconds
-        while self._read() and self.process.poll() is None:
+        while self.process.poll() is None and self._read():
             if time.monotonic() > end:
                 self.process.kill()
         status = self.process.wait()
+        while select.select([self.master], [], [], 0)[0] and self._read():  # written between the last read and its end
+            pass
         os.close(self.master)
         return status

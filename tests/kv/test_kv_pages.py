@@ -390,6 +390,7 @@ def make_holes() -> list[np.ndarray]:
     return top
 
 
+@pytest.mark.usefixtures("_no_freed_buffers")
 @pytest.mark.parametrize("heap", ["as it is", "with holes"])
 def test_a_slot_takes_the_counted_memory(heap: str, tmp_path: Path) -> None:
     """Of room for many tokens, what is there, on large pages too; and no more when it is released."""
@@ -416,28 +417,25 @@ def test_a_slot_takes_the_counted_memory(heap: str, tmp_path: Path) -> None:
     del top
 
 
+@pytest.mark.usefixtures("_no_freed_buffers")
 @pytest.mark.parametrize("heap", ["as it is", "with holes"])
 def test_evicted_layers_leave_the_counted_memory(heap: str, tmp_path: Path) -> None:
     """But for what may have waited to be written."""
     if not commits_lazily():
         pytest.skip("arrays take all of their memory here")
-    limit = mx.set_cache_limit(0)  # as a plan counts it besides
-    try:
-        top = make_holes() if heap == "with holes" else []
-        caches = make_caches([KVCache() for _ in range(8)], KVOptions(form="step", directory=tmp_path))
-        pool = caches[0].pool
-        for cache in caches:
-            mx.eval(cache.update_and_fetch(mx.ones((1, 4, 8192, 64)), mx.zeros((1, 4, 8192, 64))))
-        release_freed_memory()
-        before, counted = footprint(), pool.memory_bytes
-        pool.budget_bytes = counted // 2
-        pool.make_room(caches[0].rows, ())
-        gone = counted - pool.memory_bytes
-        assert len(pool.layers.on_disk) > 4 and gone > 2 * WRITE_BEHIND_BYTES
-        for disk in pool.layers.on_disk.values():
-            disk.file.flush()
-        assert before - footprint() > gone - WRITE_BEHIND_BYTES
-        pool.close()
-        del top
-    finally:
-        mx.set_cache_limit(limit)
+    top = make_holes() if heap == "with holes" else []
+    caches = make_caches([KVCache() for _ in range(8)], KVOptions(form="step", directory=tmp_path))
+    pool = caches[0].pool
+    for cache in caches:
+        mx.eval(cache.update_and_fetch(mx.ones((1, 4, 8192, 64)), mx.zeros((1, 4, 8192, 64))))
+    release_freed_memory()
+    before, counted = footprint(), pool.memory_bytes
+    pool.budget_bytes = counted // 2
+    pool.make_room(caches[0].rows, ())
+    gone = counted - pool.memory_bytes
+    assert len(pool.layers.on_disk) > 4 and gone > 2 * WRITE_BEHIND_BYTES
+    for disk in pool.layers.on_disk.values():
+        disk.file.flush()
+    assert before - footprint() > gone - WRITE_BEHIND_BYTES
+    pool.close()
+    del top

@@ -82,11 +82,18 @@ def _around_with(code: CodeType) -> frozenset[int]:
     for i, instruction in enumerate(instructions):
         if instruction.opname == "BEFORE_WITH":
             found.add(instructions[i + 1].offset)
+        if instruction.opname == "WITH_EXCEPT_START":
+            found |= {each.offset for each in instructions[i - 1 : i + 1]}
         nones = instructions[i : i + 3]
         if [each.opname for each in nones] == ["LOAD_CONST"] * 3 and all(each.argval is None for each in nones):
+            start = next(j for j in range(i, -1, -1) if instructions[j - 1].opname not in _BEFORE_EXIT)
             end = next(j for j in range(i + 3, len(instructions)) if instructions[j].opname.startswith("CALL"))
-            found |= {each.offset for each in instructions[i : end + 1]}
+            found |= {each.offset for each in instructions[start : end + 1]}
     return frozenset(found)
+
+
+_BEFORE_EXIT = ("NOP", "POP_TOP", "SWAP")
+"""Instructions after the end of a block, before the call of ``__exit__``: they put a returned value aside."""
 
 
 def _code_of(function: Any) -> CodeType:

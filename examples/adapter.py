@@ -1,4 +1,4 @@
-"""Applies a LoRA or DoRA adapter to a streamed model. Its weights stay in memory, those below it are streamed.
+"""Applies a LoRA or DoRA adapter to a streamed model. The adapter's weights stay in memory; the layers are streamed.
 
 python examples/adapter.py --model DIR_OR_REPO --adapter-path ADAPTER --ram-budget-gb 2
 """
@@ -11,7 +11,7 @@ import mlx_flash
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", required=True, help="a model directory, or a Hugging Face repository")
-parser.add_argument("--adapter-path", required=True, help="what mlx_lm.lora wrote: the folder of adapters.safetensors")
+parser.add_argument("--adapter-path", required=True, help="folder with the adapters.safetensors of mlx_lm.lora")
 parser.add_argument("--ram-budget-gb", type=mlx_flash.parse_budget, default="min", help="GB for the whole process")
 parser.add_argument("--prompt", default="Tell me about the sea.")
 parser.add_argument("--max-tokens", type=int, default=50)

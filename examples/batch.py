@@ -1,4 +1,4 @@
-"""Answers several prompts at once: one pass over the weights serves all of them.
+"""Answers several prompts at once: they share each pass over the weights.
 
 python examples/batch.py --model DIR_OR_REPO --ram-budget-gb 2 "Why is the sky blue?" "And the sea?" "And grass green?"
 """

@@ -1,4 +1,4 @@
-"""Streams the models that are loaded inside a block. Those that are loaded after it are mlx-lm's own, in memory.
+"""Streams the models that are loaded inside a block. Models that are loaded after it are mlx-lm's own, in memory.
 
 python examples/context_manager.py --model DIR_OR_REPO
 """
@@ -18,7 +18,7 @@ args = parser.parse_args()
 with apply_flash_patch(FlashConfig(ram_budget_gb="min")):
     model, tokenizer = mlx_lm.load(args.model)
 print("streamed:", mlx_lm.generate(model, tokenizer, args.prompt, max_tokens=args.max_tokens))
-model.close()  # files and slots are let go of at once, not when Python gets to it
+model.close()  # frees files and slots now, not when Python's collector runs
 
 model, tokenizer = mlx_lm.load(args.model)
 print("resident:", mlx_lm.generate(model, tokenizer, args.prompt, max_tokens=args.max_tokens))

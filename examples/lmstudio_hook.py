@@ -1,9 +1,9 @@
 """Makes every program of a Python environment stream the models that it loads through mlx-lm or mlx-vlm.
 
-For programs that cannot be changed, such as LM Studio's engine: docs/lmstudio_integration.md says where it goes. When
-Python starts it imports nothing; the import of mlx-lm or mlx-vlm brings mlx-flash in, with the settings of the
-environment variables MLX_FLASH_... and of the settings file. Where mlx-flash cannot start, a line on stderr says
-why, and the program goes on without it.
+It is for programs that cannot be changed, such as LM Studio's engine; docs/lmstudio_integration.md names its folder.
+When Python starts, the hook imports nothing. The import of mlx-lm or mlx-vlm loads mlx-flash, with the settings of the
+environment variables MLX_FLASH_... and of the settings file. If mlx-flash cannot start, a line on stderr gives the
+reason, and the program continues without it.
 """
 
 import sys
@@ -16,10 +16,10 @@ NAMES = ("mlx_lm.utils", "mlx_vlm.utils")
 
 
 class FlashFinder(MetaPathFinder):
-    """Waits for the import of a module that loads models, which the patch follows."""
+    """Waits for the import of a module that loads models, to apply the patch after it."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Is asked for every module that is imported; finds one of them, once."""
+        """Return the module's spec, with a loader that applies the patch, for the first of the modules; else None."""
         if name not in NAMES:
             return None
         sys.meta_path.remove(self)
@@ -38,7 +38,7 @@ def patched(execute: Any) -> Any:
             from mlx_flash import apply_flash_patch
 
             apply_flash_patch()
-        except Exception as error:  # noqa: BLE001  # whatever is wrong with mlx-flash, its host works without it
+        except Exception as error:  # noqa: BLE001  # the host program works without mlx-flash, whatever the error
             print(f"mlx-flash does not stream models here: {type(error).__name__}: {error}", file=sys.stderr)
 
     return exec_module

@@ -1,4 +1,4 @@
-"""Talks to a server that is running, with the openai package (pip install openai).
+"""Sends a message to a running server, with the openai package (pip install openai).
 
 mlx-flash serve --model DIR_OR_REPO --ram-budget-gb 4
 python examples/openai_client.py "Why is the sky blue?"
@@ -16,7 +16,7 @@ args = parser.parse_args()
 
 client = openai.OpenAI(base_url=f"http://127.0.0.1:{args.port}/v1", api_key="not needed", max_retries=0)
 stream = client.chat.completions.create(
-    model="default_model",  # what the server was started with
+    model="default_model",  # the first model of the server
     messages=[{"role": "user", "content": args.prompt}],
     max_tokens=args.max_tokens,
     stream=True,

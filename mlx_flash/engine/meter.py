@@ -65,6 +65,11 @@ class SpeedMeter:
         self._decode_ended = self._decode_ended if is_comparable else None
         self._began, self._waited = time.perf_counter(), self._stream.wait_seconds
 
+    def waited(self) -> None:
+        """Note that the pass has waited for reads."""
+        if self._tuner is not None:
+            self._tuner.waited(self._stream.wait_seconds - self._waited)
+
     def end(self, num_tokens: int, num_sequences: int, num_guesses: int = 0) -> None:
         """Note that the pass ended well. Not called for passes of several sequences with caches of their own.
 
@@ -74,14 +79,14 @@ class SpeedMeter:
             num_guesses: further tokens that were guessed; each was computed as the one before them.
         """
         now = time.perf_counter()
-        seconds = now - self._began
+        seconds, waited = now - self._began, self._stream.wait_seconds - self._waited
         is_decode = num_tokens == num_sequences
         if is_decode and self._tuner is not None:
-            self._tuner.end(seconds, num_sequences + num_guesses)
+            self._tuner.end(seconds, waited, num_sequences + num_guesses)
         passes = self._decode if is_decode else self._prompt
         passes.num_passes += 1
         passes.num_tokens += num_tokens
-        passes.compute_seconds += (seconds - (self._stream.wait_seconds - self._waited)) / (1 + num_guesses)
+        passes.compute_seconds += (seconds - waited) / (1 + num_guesses)
         if is_decode and self._decode_ended is not None:  # the caller evaluates what the pass returned lazily
             passes.compute_seconds += min(self._began - self._decode_ended, seconds)
         self._decode_ended = now if is_decode else None

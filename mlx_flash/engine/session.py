@@ -94,7 +94,10 @@ class Session:
     ) -> None:
         """Start what counts, caches and publishes beside the engine."""
         plan, machine, reader = prepared.plan, prepared.machine, self._reader
-        self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats, _tuner(reader, config, plan))
+        tuner = _tuner(reader, config, plan)
+        self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats, tuner)
+        if tuner is not None:
+            self.engine.stream.after_wait = self.meter.waited
         self.forecast = Forecast(prepared.sizes, config, machine, plan, self.meter)
         self._machine = machine
         self.prefixes: PrefixCache | None = None

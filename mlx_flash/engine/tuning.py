@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -24,7 +25,10 @@ _FIRST_PASSES = 2
 _CLEAR = 0.9
 
 _PASSES_BETWEEN = 32
-"""Passes before the first trial, and between two. A lost trial takes one pass, which may be twice as slow."""
+"""Passes before the first trial, and between two."""
+
+_LEAST_COMPUTING = 0.8
+"""Share of the usual time without waiting that a pass takes at least, once reads leave the processor alone."""
 
 _MOST_PASSES = 4096
 
@@ -36,11 +40,12 @@ class ReadTuner:
 
     It compares times of whole passes, so that a way that takes the processor from the computation does not win. A trial
     takes every other pass and ends with the first that it does not win. Two ways are tried in the third and the fourth
-    pass. When no other way was faster, the time until the next trials doubles.
+    pass. A pass that has waited too long to win is read in the usual way from then on. When no other way was faster, the
+    time until the next trials doubles.
 
     Args:
         ways: returns them. The first is used until another one is faster.
-        choose: called before a pass with the way to read it.
+        choose: called with the way to read in: before a pass, and within it when a trial is given up.
 
     Attributes:
         way: the fastest so far.
@@ -54,8 +59,9 @@ class ReadTuner:
         self._num_first = _FIRST_TRIALS
         self._num_between, self._num_left = _PASSES_BETWEEN, 1
         self._usual: deque[float] = deque(maxlen=_TRIAL_PASSES)
+        self._least_computing = math.inf
         self._num_won = 0
-        self._is_trying = False
+        self._is_trying = self._is_given_up = False
         self._kind = 0
 
     @property
@@ -74,23 +80,36 @@ class ReadTuner:
         Args:
             may_try: :meth:`end` will get the time of the pass. If False, the pass is read in the usual way.
         """
-        self._is_trying = self._is_trial and may_try
+        self._is_trying, self._is_given_up = self._is_trial and may_try, False
         self._choose(self._next() if self._is_trying else self.way)
 
-    def end(self, seconds: float, kind: int) -> None:
+    def waited(self, seconds: float) -> None:
+        """Give a trial up that has waited too long to win.
+
+        Args:
+            seconds: waited for reads in this pass, up to now.
+        """
+        if self._is_trying and not self._is_given_up and seconds > self._limit() - self._least_computing:
+            self._is_given_up = True
+            self._choose(self.way)
+
+    def end(self, seconds: float, waited: float, kind: int) -> None:
         """Note a decoding pass.
 
         Args:
             seconds: its time.
+            waited: those of them in which it waited for reads.
             kind: passes of other kinds are not compared with it, such as its number of sequences.
         """
         if kind != self._kind:
             self._kind, self._num_won = kind, 0
             self._usual.clear()
+            self._least_computing = math.inf
         elif not self._is_trying:
             self._usual.append(seconds)
+            self._least_computing = min(self._least_computing, _LEAST_COMPUTING * (seconds - waited))
             self._num_left = max(0, self._num_left - 1)
-        elif seconds > self._limit():
+        elif self._is_given_up or seconds > self._limit():
             self._lose()
         elif self._num_won + 1 < (_FIRST_PASSES if self._num_first else _TRIAL_PASSES):
             self._num_won += 1

@@ -37,7 +37,7 @@ class Disk:
     def run(self, num_passes: int, factor: float = 1.0) -> None:
         for _ in range(num_passes):
             self.tuner.begin(may_try=True)
-            self.tuner.end(self.seconds[self.used[-1]] * factor, 1)
+            self.tuner.end(self.seconds[self.used[-1]] * factor, 0.0, 1)
 
 
 @given(st.permutations([1.0, 1.2, 1.5]))
@@ -89,13 +89,29 @@ def test_a_slow_first_pass_decides_nothing() -> None:
     assert disk.tuner.way == WAYS[0]
 
 
+def test_a_trial_that_waits_too_long_is_given_up_within_its_pass() -> None:
+    disk = Disk([1.0, 1.0, 1.0])
+    for _ in range(2):  # which wait a fifth of their time
+        disk.tuner.begin(may_try=True)
+        disk.tuner.waited(0.5)
+        disk.tuner.end(1.0, 0.2, 1)
+    disk.tuner.begin(may_try=True)
+    disk.tuner.waited(0.25)  # 0.9 s, the time to win in, without 0.8 of the computing: 0.26 s
+    assert disk.used[-1] == WAYS[1]
+    disk.tuner.waited(0.27)
+    assert disk.used[-1] == WAYS[0]
+    disk.tuner.end(0.5, 0.27, 1)  # how fast the rest was says nothing of the other way
+    disk.tuner.begin(may_try=True)
+    assert disk.used[-1] == WAYS[2]
+
+
 def test_passes_of_another_kind_begin_a_trial_anew() -> None:
     disk = Disk([1.0, 0.5, 0.5])
     disk.run(2)
     for _ in range(20):  # calls of one and of two sequences in turn
         disk.run(1)
         disk.tuner.begin(may_try=True)
-        disk.tuner.end(9.0, 2)
+        disk.tuner.end(9.0, 0.0, 2)
     assert disk.tuner.way == WAYS[0]
     disk.run(30)
     assert disk.tuner.way != WAYS[0]

@@ -481,12 +481,12 @@ def test_a_client_that_leaves_ends_its_request(server: Live) -> None:
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_a_text_that_is_too_long_is_counted_in_pieces(model: str, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """4 MB of text took the process from 126 to 981 MB, in a budget of 300 MB, before it was refused."""
-    monkeypatch.setattr(prompts, "PIECE_CHARACTERS", 1000)
-    text, lengths = "x y " * 2500, list[int]()
+    monkeypatch.setattr(prompts, "PIECE_CHARACTERS", 100)
+    text, lengths = "x y " * 250, list[int]()
     body = {"messages": messages(text)} if path == CHAT else {"prompt": text}
 
     def decide(plan: Any, num_prompt: int, *args: Any, **options: Any) -> str:
-        if num_prompt > 4000:
+        if num_prompt > 400:
             raise RefusedError(f"a prompt of {num_prompt} tokens has no room", 413)
         return "batch"
 
@@ -499,6 +499,6 @@ def test_a_text_that_is_too_long_is_counted_in_pieces(model: str, monkeypatch: p
         status, reply = server.post(path, body)
         assert status == 413, reply
         assert reply["error"]["message"].startswith("counted in pieces: a prompt of ")
-        assert sum(lengths) == len(text) and max(lengths) == 1000
+        assert sum(lengths) == len(text) and max(lengths) == 100
         lengths.clear()
         assert server.post(path, {"prompt": "x y"} if path == TEXT else {"messages": messages("x y")})[0] == 200

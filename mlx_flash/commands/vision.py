@@ -81,11 +81,12 @@ def seeing(args: argparse.Namespace, path: Path) -> Iterator[tuple[Any, Any]]:
     from mlx_flash.vision.loading import load_processor_of, load_vlm_model
 
     config = make_config(args)
+    trusts = vars(args).get("trust_remote_code", False)  # commands without the flag do not
     if not config.enabled or vars(args).get("resident"):
-        yield mlx_vlm.load(str(path))
+        yield mlx_vlm.load(str(path), trust_remote_code=trusts)
         return
     with load_vlm_model(path, config) as model:
-        yield model, load_processor_of(path, model)
+        yield model, load_processor_of(path, model, trust_remote_code=trusts)
 
 
 def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) -> tuple[Recorder, int, Any]:

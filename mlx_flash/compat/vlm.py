@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_vlm import prompt_utils, utils
 from mlx_vlm.generate import ar, dispatch
 from mlx_vlm.models import cache, linear, switch_layers
+from transformers import dynamic_module_utils
 
 from mlx_flash.compat.caches import CacheKinds
 from mlx_flash.compat.experts import StackCall, StackKinds
@@ -36,6 +37,7 @@ require(utils, "sanitize_weights", "model_obj", "weights")
 _load_safetensors = require(utils, "_load_safetensors", "path")
 require(utils, "load_processor", "model_path", "add_detokenizer", "eos_token_ids")
 require(utils, "load_image_processor", "model_path")
+require(dynamic_module_utils, "get_class_in_module")
 get_model_path: Callable[..., Path] = require(utils, "get_model_path", "path_or_hf_repo", "revision")
 make_vlm_cache: Callable[[nn.Module], list[Any]] = require(cache, "make_prompt_cache", "model", "max_kv_size")
 
@@ -113,13 +115,43 @@ def replace_vlm_load_model(new: VlmLoadModel, old: VlmLoadModel) -> None:
             vars(module)["load_model"] = new
 
 
-def load_processor(path: Path, model: nn.Module, **options: Any) -> Any:
-    """Return the processor of texts and pictures for a model, as ``mlx_vlm.load`` does."""
-    images = utils.load_image_processor(path, **options)
-    processor = utils.load_processor(path, True, eos_token_ids=getattr(model.config, "eos_token_id", None), **options)
+def load_processor(path: Path, model: nn.Module, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """Return the processor of texts and pictures for a model, as ``mlx_vlm.load`` does.
+
+    Args:
+        path: the model's folder.
+        model: the model.
+        trust_remote_code: run code of the folder. If not, none runs, also where mlx-vlm would trust it by itself.
+        options: as of ``mlx_vlm.load``.
+
+    Raises:
+        ValueError: it needs code of the folder, which is not trusted.
+    """
+    options["trust_remote_code"] = trust_remote_code
+    with nullcontext() if trust_remote_code else _without_folder_code():
+        images = utils.load_image_processor(path, **options)
+        eos = getattr(model.config, "eos_token_id", None)
+        processor = utils.load_processor(path, True, eos_token_ids=eos, **options)
     if images is not None:
         processor.image_processor = images
     return processor
+
+
+@contextmanager
+def _without_folder_code() -> Iterator[None]:
+    """Refuse to run code of model folders in a block. Some processors of mlx-vlm trust it whatever they are told."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError(
+            "it needs code of its folder, which is not run. trust_remote_code, or --trust-remote-code, runs it"
+        )
+
+    run = dynamic_module_utils.get_class_in_module
+    dynamic_module_utils.get_class_in_module = refuse
+    try:
+        yield
+    finally:
+        dynamic_module_utils.get_class_in_module = run
 
 
 def apply_chat_template(processor: Any, config: Any, messages: Any, num_images: int, **options: Any) -> str:

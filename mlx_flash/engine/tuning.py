@@ -40,7 +40,7 @@ class ReadTuner:
 
     It compares times of whole passes, so that a way that takes the processor from the computation does not win. A trial
     takes every other pass and ends with the first that it does not win. Two ways are tried in the third and the fourth
-    pass. A pass that has waited too long to win is read in the usual way from then on. When no other way was faster, the
+    pass. A pass that has waited too long to win reads in the usual way from then on. When no other way was faster, the
     time until the next trials doubles.
 
     Args:

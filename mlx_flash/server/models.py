@@ -192,7 +192,8 @@ class Models:
                 )
         from mlx_flash.server.seeing import open_sight
 
-        return open_sight(path, source.config, tokenizer)
+        trusts = bool(source.tokenizer_settings.get("trust_remote_code"))
+        return open_sight(path, source.config, tokenizer, trust_remote_code=trusts)
 
 
 def _free() -> None:

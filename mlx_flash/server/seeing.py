@@ -22,20 +22,21 @@ from mlx_flash.vision.pictures import decoding_bytes, open_picture, size_of
 from mlx_flash.vision.prompts import PicturePrompt, make_prompt, of_tokens, steps
 
 
-def open_sight(path: Path, config: FlashConfig, tokenizer: Any) -> Sight:
+def open_sight(path: Path, config: FlashConfig, tokenizer: Any, *, trust_remote_code: bool = False) -> Sight:
     """Load a model that sees, and its processor, which shares the server's tokenizer.
 
     Args:
         path: the model's folder.
         config: how to stream.
         tokenizer: mlx-lm's wrapper.
+        trust_remote_code: run code of the folder.
 
     Raises:
         FlashError: it cannot be loaded.
     """
     model = load_vlm_model(path, config)
     try:
-        processor = load_processor_of(path, model)
+        processor = load_processor_of(path, model, trust_remote_code=trust_remote_code)
     except BaseException:
         model.close()
         raise

@@ -296,7 +296,7 @@ def check_equal(results: list[dict[str, Any]]) -> None:
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib  # an extra: `pip install mlx-flash-engine[plots]`
+    import matplotlib  # an extra: plots
 
     matplotlib.use("agg")
     from matplotlib import pyplot

@@ -74,7 +74,7 @@ def write_picture(path: Path, draw: Callable[[Axes], None]) -> None:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise SystemExit("matplotlib is missing. Hint: pip install 'mlx-flash-engine[plots]'") from None
+        raise SystemExit("matplotlib is missing. Hint: pip install matplotlib") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
 

@@ -26,7 +26,7 @@ ALIASES = {
 REFUSED = {
     "top_k": ("another number of experts changes the output", ""),
     "prefetch_layers": ("the number of slots decides how far the reader is ahead", "num_slots"),
-    "eviction": ("reads go past the page cache", "io"),
+    "eviction": ("free memory and the way of reading decide what the page cache keeps", "io"),
     "quant_warn_below": ("the checkpoint decides on the bits of weights", ""),
 }
 """Settings that are not available: the reason, and our setting for the same purpose if there is one."""

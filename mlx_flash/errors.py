@@ -83,7 +83,7 @@ class FileChangedError(ReadError):
 
 
 class WriteError(FlashError, OSError):
-    """A checkpoint could not be written, or does not hold what was written to it."""
+    """A file could not be written, or does not hold what was written to it."""
 
 
 class CacheError(FlashError, RuntimeError):
@@ -99,7 +99,7 @@ class ClosedError(FlashError, RuntimeError):
 
 
 class SelfTestError(FlashError, RuntimeError):
-    """MLX's device loses bytes that threads write to its memory, whichever way they take."""
+    """No way of reading brings all bytes to the memory of MLX's device, or the one that is needed does not."""
 
 
 class PeerError(FlashError, RuntimeError):

@@ -245,7 +245,7 @@ def report(matrix: Matrix, runs: Iterable[Run], console: Console) -> None:
         try:
             draw(of_model, f"{title}; {matrix.found['date'][:10]}", folder / f"{name}.png")
         except ModuleNotFoundError:
-            console.print("no picture: matplotlib is missing. Hint: pip install 'mlx-flash-engine[plots]'")
+            console.print("no picture: matplotlib is missing. Hint: pip install matplotlib")
         print(recommended(of_model))
 
 

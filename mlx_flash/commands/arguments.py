@@ -246,7 +246,7 @@ COMMANDS = {
     ),
     "serve": Command(
         "--model MODEL [flags]",
-        "answer requests in OpenAI's dialect",
+        "answer requests in OpenAI's, Ollama's and Anthropic's dialects",
         add_serve_flags,
         ACCESS,
         first=add_model_flags,

@@ -17,14 +17,16 @@ from mlx_flash.convert.copies import Copy, derived_directory, list_copies, remov
 from mlx_flash.files import PARTIAL_SUFFIX
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.files import sessions_directory
+from mlx_flash.layout.held import RESULTS as HELD
 from mlx_flash.monitor.words import counted, size
 from mlx_flash.prefixes.cache import prefix_directory
 from mlx_flash.prefixes.evict import clear_prefixes
 from mlx_flash.prefixes.folder import StoredModel, list_prefixes
+from mlx_flash.residency.attention import RESULTS as ATTENTION
 from mlx_flash.residency.speed import SPEEDS
 from mlx_flash.sessions import remove_orphans, remove_unheld
 from mlx_flash.storage.probe import PROFILES
-from mlx_flash.storage.selftest import RESULTS
+from mlx_flash.storage.selftest import RESULTS as SELF_TESTS
 
 DAY = 24 * 3600
 
@@ -91,11 +93,11 @@ def _clear(args: argparse.Namespace, out: TextIO) -> int:
 
 def _remove_small_files() -> None:
     """Remove what was measured, and what killed processes have left. The count of disk writes stays."""
-    for measurements in (PROFILES, SPEEDS, RESULTS):
+    for measurements in (PROFILES, SPEEDS, SELF_TESTS, ATTENTION, HELD):
         file = measurements.file
         for path in (file, file.with_name(f"{file.name}{PARTIAL_SUFFIX}")):
             path.unlink(missing_ok=True)
-    for folder in (cache_directory(), sessions_directory()):
+    for folder in (cache_directory(), cache_directory() / "verify", sessions_directory()):
         remove_orphans(folder)
     remove_unheld(derived_directory().glob("*.lock"))
 

@@ -23,7 +23,7 @@ def completion(args: argparse.Namespace, out: TextIO) -> int:
     try:
         from argcomplete.shell_integration import shellcode
     except ModuleNotFoundError as error:
-        raise ConfigError("completion needs argcomplete. Hint: pip install 'mlx-flash-engine[completion]'") from error
+        raise ConfigError("completion needs argcomplete. Hint: pip install argcomplete.") from error
     print(shellcode(["mlx-flash"], shell=args.shell), file=out)
     return 0
 

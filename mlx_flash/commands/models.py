@@ -14,13 +14,14 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from mlx_flash.commands.common import dial, make_config, note, print_json, print_rich, progress_bar
+from mlx_flash.commands.vision import prepare_folder
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, ConfigError, FlashError
 from mlx_flash.modelfile.named import named_models
 from mlx_flash.modelfile.parse import read_modelfile
 from mlx_flash.monitor.words import rate, size
 from mlx_flash.storage.shards import weight_files
+from mlx_flash.vision.detect import loads_with_vlm
 
 _PLACES = ("config.json", "*/config.json", "*/*/config.json")
 """Patterns of models in a folder: itself, its folders, and theirs."""
@@ -105,7 +106,8 @@ def expect(folder: Path, config: FlashConfig, probe: Path | None = None) -> Outc
         probe: a file to probe the disk with; None takes the largest shard.
     """
     try:
-        plan = prepare(folder, config, writes=False, probe=probe).plan
+        with_vlm = loads_with_vlm(folder, None, prefers=False)
+        plan = prepare_folder(folder, config, probe, with_vlm=with_vlm).plan
     except BudgetError as error:
         return Outcome("too large", budget_bytes=error.minimum_bytes, why=" ".join(str(error).split()))
     except _NOT_PLANNED as error:

@@ -29,7 +29,7 @@ try:
     from mlx_flash.server.serving import Server, take_port
 except ModuleNotFoundError as error:
     raise CompatibilityError(
-        f"the server needs the package {error.name}. Hint: pip install 'mlx-flash-engine[server]'."
+        f"the server needs the package {error.name}. Hint: in a checkout of mlx-flash, pip install '.[server]'."
     ) from error
 
 

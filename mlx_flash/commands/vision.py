@@ -61,7 +61,12 @@ def prepare_model(args: argparse.Namespace, path: Path, config: FlashConfig, pro
         config: how to stream.
         probe: a file to probe the disk with; None takes the largest shard.
     """
-    if not is_vision(args, path, prefers=True):
+    return prepare_folder(path, config, probe, with_vlm=is_vision(args, path, prefers=True))
+
+
+def prepare_folder(path: Path, config: FlashConfig, probe: Path | None = None, *, with_vlm: bool) -> Prepared:
+    """Return a model's plan, as :func:`prepare_model`, from mlx-vlm or from mlx-lm."""
+    if not with_vlm:
         return prepare(path, config, writes=False, probe=probe)
     from mlx_flash.vision.loading import prepare_vlm
 

@@ -1,1 +1,1 @@
-"""mlx-lm's own functions and server on streamed models."""
+"""The patch of mlx-lm and mlx-vlm, and the settings of Modelfiles for other programs."""

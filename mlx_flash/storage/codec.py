@@ -92,9 +92,7 @@ def _zstandard() -> Any:
     try:
         import zstandard
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "compressed weights need the package zstandard. Hint: pip install 'mlx-flash-engine[compress]'."
-        ) from error
+        raise ConfigError("compressed weights need the package zstandard. Hint: pip install zstandard.") from error
     return zstandard
 
 

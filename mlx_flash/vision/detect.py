@@ -61,6 +61,4 @@ def check_installed(asked: str) -> None:
         ConfigError: it is not.
     """
     if not is_installed():
-        raise ConfigError(
-            f"{asked} needs mlx-vlm, which is not installed. Hint: pip install 'mlx-flash-engine[vision]'."
-        )
+        raise ConfigError(f"{asked} needs mlx-vlm, which is not installed. Hint: pip install mlx-vlm.")

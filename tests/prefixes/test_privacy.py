@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,14 @@ def _no_umask() -> Iterator[None]:
 
 CHOSEN = (Pack, Receipt, Routing)
 """Writers of files that the user names."""
+
+
+MEASUREMENTS = [
+    name
+    for file in Path(cli.__file__).parent.rglob("*.py")
+    for name in re.findall(r' = Measurements\("([^"]+)"', file.read_text(encoding="utf-8"))
+]
+"""Every file that measurements are kept in."""
 
 
 def write_everything(cache: Path, source: Path) -> list[Writer]:
@@ -69,8 +78,14 @@ def test_clearing_the_cache_leaves_nothing_but_the_count_of_writes(
     session = sessions_directory() / "mlx-flash-session-killed"
     session.mkdir(parents=True)
     (session / "layer-0.kv").write_bytes(b"keys and values")
-    (cache / "speeds.json.partial").touch()
+    killed = cache / "verify" / "mlx-flash-session-killed"
+    killed.mkdir(parents=True)
+    (killed / "model.safetensors").write_bytes(b"an uncompressed copy")
+    for name in MEASUREMENTS:
+        (cache / name).touch()
+        (cache / f"{name}.partial").touch()
     (cache / "derived" / "0.lock").touch()
+    assert len(MEASUREMENTS) >= 5
     assert cli.main(["cache", "clear"]) == 0
     assert {path.name for path in cache.rglob("*") if path.is_file()} == {"lock", "writes.json"}
     assert not list(sessions_directory().iterdir())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -45,6 +45,8 @@ class Lifecycle:
         session: the plan in force; None before :meth:`start`.
         engine, prefixes, forecast: those of the session; None before :meth:`start`.
         passes, times: its passes, and their measured times. There from :meth:`start` on.
+        unfinished: puts back what is changed in the modules for a moment; None if nothing is. An interrupt may keep it
+            from running to its end, so each use of the model begins with it.
     """
 
     passes: Passes
@@ -58,6 +60,7 @@ class Lifecycle:
         self.engine: Engine | None = None
         self.prefixes: PrefixCache | None = None
         self.forecast: Forecast | None = None
+        self.unfinished: Callable[[], None] | None = None
         self.governor = open_governor(config)
         options = prepared.plan.kv.options
         self.kv = None if options is None else KVPool(options, self.governor.count)
@@ -88,6 +91,7 @@ class Lifecycle:
             promised_bytes: the part of the budget that other models of the process will take, or may.
             progress: called while pinned weights are loaded.
         """
+        self.recover()
         if not self._is_planned:
             self.prepared = self.prepared.renewed(self.config, promised_bytes)
         self.carry_out(self.prepared, progress)
@@ -114,8 +118,15 @@ class Lifecycle:
             with self._lock:
                 self._check_open()
                 if self.engine is not None:
+                    self.recover()
                     yield self.passes
                     return
+
+    def recover(self) -> None:
+        """Put the modules back as they were, if something is unfinished. Called while nobody else uses them."""
+        if self.unfinished is not None:
+            self.unfinished()
+            self.unfinished = None
 
     @property
     def lends(self) -> bool:
@@ -159,6 +170,7 @@ class Lifecycle:
             if not self._has_ended:  # an interrupt may have cut it in two: each step may be repeated
                 self._closed = True
                 self._manager.remove(self)
+                self.recover()
                 self._stop()
                 if self.kv is not None:
                     self.kv.close()

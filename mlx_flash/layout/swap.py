@@ -43,7 +43,7 @@ def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Notes what modules hold, and returns what puts it back.
 
     What calls leave in a module goes: a compiled function, for one, holds the arrays that it saw first. Flags and
-    numbers that were set in between stay.
+    numbers that were set in between stay. An interrupt may cut putting back in two: then it has to be repeated.
     """
     before = [(module, dict(module), dict(vars(module))) for module in modules]
 
@@ -51,7 +51,8 @@ def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
         for module, items, attributes in before:
             dict.clear(module)
             dict.update(module, items)
-            flags = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
+            found = vars(module).items()  # None in the place of an array would hide it
+            flags = {key: value for key, value in found if isinstance(value, _PLAIN) and key not in items}
             vars(module).update({**attributes, **flags})
             for key in vars(module).keys() - attributes.keys() - flags.keys():
                 del vars(module)[key]

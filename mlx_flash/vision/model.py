@@ -145,15 +145,23 @@ class FlashVLM(ModelFacade):
         if self.engine is None:  # nothing else is in memory either
             absent += [parameter for unit in layout.units for parameter in (*unit.large, *unit.small)]
             absent += layout.resident
-        has_turn = nullcontext() if self.engine is None else self._life.turn()
-        with has_turn, weightless(self._model, absent):
-            self.towers.rehearsal = rehearsal
+        with nullcontext() if self.engine is None else self._life.turn():
+            self._life.recover()
+            begin, put_back = weightless(self._model, absent)
+
+            def end() -> None:
+                self.towers.rehearsal = None
+                put_back()
+
+            self._life.unfinished = end  # before anything is changed
             try:
+                begin()
+                self.towers.rehearsal = rehearsal
                 return needed_bytes(self._model.get_input_embeddings, dict(inputs), rehearsal)
             except (ValueError, RuntimeError):
                 return None
             finally:
-                self.towers.rehearsal = None
+                self._life.recover()
 
     def get_input_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the embeddings of tokens, pictures and sound, as mlx-vlm's model does."""

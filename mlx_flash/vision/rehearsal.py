@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,14 +103,12 @@ def _zeros(array: mx.array) -> mx.array:
     return mx.broadcast_to(mx.zeros((), array.dtype), array.shape)
 
 
-@contextmanager
-def weightless(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[None]:
-    """Put zeros, which take no memory, in the place of some weights during a block, and leave a model as it was."""
+def weightless(model: nn.Module, parameters: Sequence[Parameter]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return what puts zeros, which take no memory, in the place of some weights, and what leaves a model as it was."""
     modules = {id(module): module for _, module in model.named_modules()}
-    put_back = remember(modules.values())
-    try:
+
+    def begin() -> None:
         for parameter in parameters:
             parameter.bind(_zeros(parameter.array))
-        yield
-    finally:
-        put_back()
+
+    return begin, remember(modules.values())

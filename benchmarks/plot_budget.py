@@ -44,6 +44,7 @@ def draw(axes: Axes, result: dict[str, Any]) -> None:
     axes.set_xlim(left=0)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.legend()
 
 

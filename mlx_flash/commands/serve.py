@@ -77,9 +77,10 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
         else source_of(modelfiles[base], name, _checked_config(modelfiles[base], args, config), defaults, settings)
         for name, base in models
     ]
-    if args.vision or args.image_folder is not None:
+    folder = _checked_folder(args.image_folder, args.vision)
+    if args.vision or folder is not None:
         check_installed("--vision" if args.vision else "--image-folder")
-    vision = args.vision or (True if args.image_folder is not None else args.vision)
+    vision = args.vision if folder is None else True
     sources = [replace(source, vision=vision) for source in sources]
     if sources:
         sources[0] = replace(sources[0], adapter=args.adapter_path or sources[0].adapter, draft=args.draft_model)
@@ -94,12 +95,13 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
     )
-    folder = _checked_folder(args.image_folder)
     catalog = Catalog(sources, config, defaults, settings, vision=vision, image_folder=folder)
     return serve_catalog(catalog, _endpoint(args, args.allowed_origins), options, args.keep_alive)
 
 
-def _checked_folder(folder: Path | None) -> Path | None:
+def _checked_folder(folder: Path | None, vision: bool | None) -> Path | None:
+    if folder is not None and vision is False:
+        raise ConfigError("--image-folder needs mlx-vlm, and --no-vision forbids it. Hint: leave one out.")
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--image-folder {folder} is no folder. Hint: name the one whose pictures requests may use.")
     return folder

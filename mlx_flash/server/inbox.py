@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 from mlx_flash.errors import RefusedError
+from mlx_flash.ranks.peers import launched_group
 from mlx_flash.server.answer import Answer
 from mlx_flash.server.events import Failed
 from mlx_flash.server.ranks import News
@@ -29,6 +30,7 @@ class Inbox:
         self._left: list[int] = []
         self._stops = self.is_closed = False
         self._number = 0
+        self._has_ranks = launched_group() is not None
         self._answers: WeakValueDictionary[int, Answer] = WeakValueDictionary()
 
     def submit(self, *requests: GenerationRequest) -> list[Answer]:
@@ -37,7 +39,8 @@ class Inbox:
         Raises:
             RefusedError: the thread has ended.
         """
-        texts = [request.with_seed(secrets.randbits(_SEED_BITS)).to_json() for request in requests]
+        seeded = [request.with_seed(secrets.randbits(_SEED_BITS)) for request in requests]
+        texts = [request.to_json() if self._has_ranks else request.to_text() for request in seeded]
         with self._changed:
             if self.is_closed:
                 raise RefusedError("the generation thread has ended.", 503)

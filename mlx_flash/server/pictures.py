@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.files import check_regular
@@ -21,12 +21,23 @@ MAX_PICTURES = 16
 """The most pictures of a request."""
 
 MAX_PICTURE_BYTES = 20 << 20
-"""The longest file of a picture."""
+"""The longest file of a picture, and the most bytes of all pictures of a request."""
+
+MAX_NAME = 4096
+"""The most characters of a name or URL of a picture, as of paths in Linux. Resolving a path takes quadratic time."""
+
+_MAX_HEAD = 200
+"""The most characters before the data in a data URL. Matching takes 70 bytes for each."""
 
 _MARKS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a", b"BM", b"II*\x00", b"MM\x00*")
 """First bytes of PNG, JPEG, GIF, BMP and TIFF files. WebP has its mark further on."""
 
 _DATA_URL = re.compile(r"data:(image/[\w.+-]+)?(;[\w-]+=[\w-]+)*;base64,", re.IGNORECASE)
+
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
+"""Not by ``urlsplit``, which keeps its last arguments in memory and raises errors of its own."""
+
+_FILE_URL = re.compile(r"file:(?://(?:localhost)?(?=/))?([^?#]*)", re.IGNORECASE)
 
 
 def picture_part(source: str, field: str) -> dict[str, str]:
@@ -56,6 +67,25 @@ def content_of(parts: Sequence[dict[str, str]], between: str = "") -> str | list
     return list(parts)
 
 
+def with_all_pictures(requests: Sequence[GenerationRequest], folder: Path | None) -> list[GenerationRequest]:
+    """Return requests as :func:`with_pictures` does. Requests of the same messages share their pictures.
+
+    Args:
+        requests: of one body.
+        folder: the only folder that files are read from; None for none.
+
+    Raises:
+        RefusedError: a picture cannot be used. It names the field.
+    """
+    different = {id(request.messages): request for request in requests}
+    found = {key: with_pictures(request, folder) for key, request in different.items()}
+    seen = [found[id(request.messages)] for request in requests]
+    return [
+        replace(request, messages=other.messages, pictures=other.pictures) if other.pictures else request
+        for request, other in zip(requests, seen, strict=True)
+    ]
+
+
 def with_pictures(request: GenerationRequest, folder: Path | None) -> GenerationRequest:
     """Return a request with its pictures taken out of its messages, where their places stay marked.
 
@@ -66,25 +96,31 @@ def with_pictures(request: GenerationRequest, folder: Path | None) -> Generation
     Raises:
         RefusedError: a picture cannot be used. It names the field.
     """
-    found: list[str] = []
+    sources: list[dict[str, str]] = []
     messages = []
     for message in request.messages or ():
         content = message.get("content")
         if isinstance(content, list):
-            sources = [part for part in content if part["type"] == "image"]
+            own = [part for part in content if part["type"] == "image"]
             if message["role"] != "user":
-                raise RefusedError("pictures belong to messages of the user.", 400, sources[0]["field"])
-            found += (_read(part["source"], part["field"], folder) for part in sources)
+                raise RefusedError("pictures belong to messages of the user.", 400, own[0]["field"])
+            sources += own
             content = [part if part["type"] == "text" else {"type": "image"} for part in content]
             message = {**message, "content": content}
         messages.append(message)
-    if len(found) > MAX_PICTURES:
-        raise RefusedError(f"the request has {len(found)} pictures, {MAX_PICTURES} are allowed.", 400, "messages")
-    total = sum(map(len, found)) * 3 // 4
-    if total > MAX_PICTURE_BYTES:
-        raise RefusedError(
-            f"the pictures of the request have {total} bytes, {MAX_PICTURE_BYTES} are allowed.", 413, "messages"
-        )
+    if len(sources) > MAX_PICTURES:
+        raise RefusedError(f"the request has {len(sources)} pictures, {MAX_PICTURES} are allowed.", 400, "messages")
+    found: list[str] = []
+    total = 0
+    for part in sources:
+        found.append(_read(part["source"], part["field"], folder))
+        total += len(found[-1]) * 3 // 4
+        if total > MAX_PICTURE_BYTES:
+            raise RefusedError(
+                f"the pictures of the request have {total} bytes up to this one, {MAX_PICTURE_BYTES} are allowed.",
+                413,
+                part["field"],
+            )
     return replace(request, messages=messages, pictures=tuple(found)) if found else request
 
 
@@ -97,10 +133,18 @@ def _read(source: str, field: str, folder: Path | None) -> str:
     """Return the file of a picture as base64."""
     if source[:5].lower() == "data:":
         return _of_data(source, field)
-    parts = urlsplit(source)
-    if parts.scheme not in ("", "file"):
+    if len(source) > MAX_NAME:
         raise RefusedError(
-            f"this server fetches nothing: {parts.scheme}: cannot be used. Hint: send the picture as a data URL, "
+            f"the name of the picture has {len(source)} characters, {MAX_NAME} are allowed. Hint: send the picture as "
+            "a data URL, data:image/png;base64,...",
+            400,
+            field,
+        )
+    url = _FILE_URL.match(source)
+    scheme = _SCHEME.match(source) if url is None else None
+    if scheme is not None:
+        raise RefusedError(
+            f"this server fetches nothing: {scheme[0].lower()} cannot be used. Hint: send the picture as a data URL, "
             "data:image/png;base64,...",
             400,
             field,
@@ -112,11 +156,11 @@ def _read(source: str, field: str, folder: Path | None) -> str:
             400,
             field,
         )
-    return _of_file(Path(unquote(parts.path)) if parts.scheme else Path(source), field, folder)
+    return _of_file(Path(source if url is None else unquote(url[1])), field, folder)
 
 
 def _of_data(source: str, field: str) -> str:
-    head = _DATA_URL.match(source)
+    head = _DATA_URL.match(source, 0, _MAX_HEAD)
     if head is None:
         raise RefusedError("a data URL of a picture begins with data:image/TYPE;base64,", 400, field)
     text = source[head.end() :]
@@ -133,13 +177,13 @@ def _of_file(name: Path, field: str, folder: Path) -> str:
     """Return a file of the folder. What lies outside of it is as if it did not exist, links included."""
     missing = RefusedError("there is no such file in the server's folder of pictures.", 400, field)
     try:
-        root, path = folder.resolve(), (folder / name).resolve()
+        root, path = folder.resolve(), (folder / name).resolve(strict=True)
         if not path.is_relative_to(root) or not path.is_file():
             raise missing
         check_regular(path)
         _check_length(path.stat().st_size, field)
         data = path.read_bytes()
-    except (OSError, ValueError):  # no permission, a loop of links, a name with a zero byte
+    except (OSError, ValueError, RuntimeError):  # no permission, a name with a zero byte, before 3.13 a loop of links
         raise missing from None
     _check_length(len(data), field)
     _check_kind(data, field)

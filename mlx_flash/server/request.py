@@ -8,6 +8,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 
+class RequestText(str):
+    """The JSON of a request that stays in this process. Pictures go beside it, so that requests can share them.
+
+    Attributes:
+        pictures: of the request.
+    """
+
+    pictures: Sequence[str] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """The choice of tokens. None takes the default of the model.
@@ -100,10 +110,18 @@ class GenerationRequest:
         """Return it as text for other ranks."""
         return json.dumps(asdict(self))
 
+    def to_text(self) -> RequestText:
+        """Return it as text for another thread of this process."""
+        text = RequestText(replace(self, pictures=()).to_json())
+        text.pictures = self.pictures
+        return text
+
     @classmethod
     def from_json(cls, text: str) -> GenerationRequest:
-        """Return the request that :meth:`to_json` wrote."""
+        """Return the request that :meth:`to_json` or :meth:`to_text` wrote."""
         fields = json.loads(text)
+        if isinstance(text, RequestText):
+            fields["pictures"] = text.pictures
         return cls(**{**fields, "sampling": Sampling(**fields["sampling"])})
 
     def with_seed(self, seed: int) -> GenerationRequest:

@@ -14,7 +14,7 @@ from mlx_flash.server.answer import Answer
 from mlx_flash.server.body import Bodies, Checked, read_body
 from mlx_flash.server.catalog import Catalog
 from mlx_flash.server.loaded import LoadedModel
-from mlx_flash.server.pictures import with_pictures
+from mlx_flash.server.pictures import with_all_pictures
 from mlx_flash.server.replies import ClientLeftError
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.room import EngineRoom
@@ -52,14 +52,14 @@ class Service:
         return list(self.room.models)
 
     def submit(self, *requests: GenerationRequest) -> list[Answer]:
-        """Send requests to the generation thread. Their answers end by themselves, or by ``leave()``.
+        """Send the requests of a body to the generation thread. Their answers end by themselves, or by ``leave()``.
 
         Raises:
             RefusedError: there are too many already, a picture cannot be used, or the thread has ended.
         """
         if self.room.num_answers + len(requests) > MAX_REQUESTS:
             raise RefusedError(f"{MAX_REQUESTS} answers wait already. Hint: ask again later.", 503)
-        return self.room.submit(*(with_pictures(request, self.catalog.image_folder) for request in requests))
+        return self.room.submit(*with_all_pictures(requests, self.catalog.image_folder))
 
     def endpoint(
         self, kind: type[Checked], answer: Callable[[Service, Request, Checked], Awaitable[Response]], errors: ErrorBody

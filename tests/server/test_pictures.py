@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import gc
+import io
 import json
 import os
 import shutil
+import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from live import Live, live
-from mlx_flash import FlashConfig, RefusedError
-from mlx_flash.server import pictures
+from mlx_flash import ConfigError, FlashConfig, RefusedError
+from mlx_flash.commands.arguments import parse_arguments
+from mlx_flash.commands.serve import serve
+from mlx_flash.server import inbox, pictures
 from mlx_flash.server.body import parse
 from mlx_flash.server.catalog import Source
-from mlx_flash.server.pictures import content_of, data_url, decoded, picture_part, with_pictures
+from mlx_flash.server.pictures import (
+    MAX_NAME,
+    content_of,
+    data_url,
+    decoded,
+    picture_part,
+    with_all_pictures,
+    with_pictures,
+)
 from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
 
@@ -51,6 +66,13 @@ def test_pictures_leave_messages_and_their_places_stay() -> None:
         ("ftp://example.com/cat.png", r"this server fetches nothing: ftp:"),
         ("file:///cat.png", r"this server reads no files.*--image-folder"),
         ("cat.png", r"this server reads no files"),
+        ("http://[x", r"this server fetches nothing: http:"),
+        ("http://\u2100.com/", r"this server fetches nothing: http:"),
+        ("file://[x", r"this server reads no files"),
+        ("//\u2100.com/", r"this server reads no files"),
+        ("x" * 4097, r"the name of the picture has 4097 characters, 4096 are allowed.*data URL"),
+        ("https://" + "x" * 4096, r"the name of the picture has 4104 characters"),
+        ("data:" + ";a=a" * 50 + ";base64,aGk=", r"begins with data:image/TYPE;base64,"),
         ("data:image/png,abc", r"begins with data:image/TYPE;base64,"),
         ("data:text/plain;base64,aGk=", r"begins with data:image/TYPE;base64,"),
         ("data:image/png;base64,a*b", r"is not base64"),
@@ -70,12 +92,79 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RefusedError, match="pictures belong to messages of the user"):
         with_pictures(asked(URL, role="assistant"), None)
     monkeypatch.setattr(pictures, "MAX_PICTURE_BYTES", 20)
-    with pytest.raises(RefusedError, match="the pictures of the request have 24 bytes, 20 are allowed") as found:
-        with_pictures(asked(URL, URL), None)
-    assert found.value.status == 413
+    words = "the pictures of the request have 24 bytes up to this one, 20 are allowed"
+    with pytest.raises(RefusedError, match=words) as found:
+        with_pictures(asked(URL, URL, "data:broken"), None)
+    assert (found.value.status, found.value.field) == (413, "field.1")
     monkeypatch.setattr(pictures, "MAX_PICTURE_BYTES", 9)
     with pytest.raises(RefusedError, match="the picture has 12 bytes, 9 are allowed"):
         with_pictures(asked(URL), None)
+
+
+def test_refused_pictures_take_no_memory() -> None:
+    """The head of a data URL is short, and names of pictures are not kept."""
+    request = asked("data:" + ";a=a" * 100_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RefusedError, match="begins with data:image"):
+            with_pictures(request, None)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+        for i in range(100):
+            with pytest.raises(RefusedError, match="reads no files"):
+                with_pictures(asked(f"{i:04}" + "x" * (MAX_NAME - 4)), None)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_requests_of_a_body_share_their_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = asked(data_url(base64.b64encode(PNG + bytes(100_000)).decode()))
+    monkeypatch.setattr(base64, "b64decode", counted(base64.b64decode, calls := []))
+    seen = with_all_pictures([replace(one, max_tokens=i) for i in range(16)], None)
+    assert len(calls) == 1 and [request.max_tokens for request in seen] == [*range(16)]
+    plain = [asked(), GenerationRequest(model="m", prompt="x"), GenerationRequest(model="m", prompt="y")]
+    assert with_all_pictures(plain, None) == plain and with_all_pictures([], None) == []
+
+    async def sent() -> list[str]:
+        box = inbox.Inbox()
+        answers = box.submit(*seen)
+        texts = [text for _, text in box.news([]).requests]
+        assert len(answers) == len(texts) == 16
+        return texts
+
+    for text in (texts := asyncio.run(sent())):
+        assert len(text) < 2000 and GenerationRequest.from_json(text).pictures is seen[0].pictures
+    assert len({GenerationRequest.from_json(text).sampling.seed for text in texts}) == 16
+    monkeypatch.setattr(inbox, "launched_group", lambda: "some ranks")
+    for text in asyncio.run(sent()):
+        assert type(text) is str and GenerationRequest.from_json(text).pictures == [*seen[0].pictures]
+
+
+def counted(function: Any, calls: list[Any]) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return function(*args, **options)
+
+    return call
+
+
+def test_files_are_counted_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    monkeypatch.setattr(Path, "read_bytes", counted(Path.read_bytes, calls := []))
+    with pytest.raises(RefusedError, match="17 pictures, 16 are allowed"):
+        with_pictures(asked(*["a.png"] * 17), tmp_path)
+    assert not calls
+    monkeypatch.setattr(pictures, "MAX_PICTURE_BYTES", 30)
+    with pytest.raises(RefusedError, match="have 36 bytes up to this one, 30 are allowed"):
+        with_pictures(asked(*["a.png"] * 16), tmp_path)
+    assert len(calls) == 3
+
+
+def test_image_folder_without_mlx_vlm_is_a_contradiction(tmp_path: Path) -> None:
+    args = parse_arguments(["serve", "--model", "none", "--image-folder", str(tmp_path), "--no-vision"])
+    with pytest.raises(ConfigError, match=r"--image-folder needs mlx-vlm, and --no-vision forbids it\. Hint: leave"):
+        serve(args, io.StringIO())
 
 
 def test_files_come_from_one_folder_only(tmp_path: Path) -> None:
@@ -86,12 +175,16 @@ def test_files_come_from_one_folder_only(tmp_path: Path) -> None:
         (folder / name).write_bytes(PNG)
     (folder / "link.png").symlink_to(outside)
     (folder / "good.png").symlink_to(folder / "a b.png")
+    (folder / "loop.png").symlink_to("loop2.png")
+    (folder / "loop2.png").symlink_to("loop.png")
     os.mkfifo(folder / "fifo.png")
     uri = (folder / "a b.png").as_uri()
-    for source in ("a b.png", "inner/c.png", "inner/../a b.png", "good.png", str(folder / "a b.png"), uri):
+    uris = (uri, uri.replace("file://", "FILE://localhost") + "?size=1#top", uri.replace("//", "", 1))
+    for source in ("a b.png", "inner/c.png", "inner/../a b.png", "good.png", str(folder / "a b.png"), *uris):
         assert list(decoded(with_pictures(asked(source), folder).pictures)) == [PNG], source
     (folder / "text.png").write_text("hello")
-    for source in (str(outside), outside.as_uri(), "../secret.png", "link.png", "none.png", "inner", "fifo.png", "\0"):
+    missing = ("link.png", "none.png", "inner", "fifo.png", "loop.png", "\0", "file:%00", "file://[x", "file://a b.png")
+    for source in (str(outside), outside.as_uri(), "../secret.png", *missing, "none/" * 800, "inner/../" * 400 + "x"):
         with pytest.raises(RefusedError, match="there is no such file in the server's folder"):
             with_pictures(asked(source), folder)
     with pytest.raises(RefusedError, match="is no PNG"):

@@ -18,6 +18,9 @@ from mlx_flash.kv.rows import LayerRows
 
 C = TypeVar("C", bound="PooledCache")
 
+PENDING = "pending"
+"""Attribute of an entry of a cache that lacks a token, or has guesses. :mod:`mlx_flash.engine.pending` sets it."""
+
 
 class PooledCache:
     """A cache of one layer, plain or quantized, whose rows belong to a pool.
@@ -134,6 +137,8 @@ class PooledCache:
         for name in self._form:
             setattr(other, name, getattr(self, name))
         pass_on(self, other)
+        if PENDING in vars(self):  # the copy is not right either, and the mark has it refused
+            vars(other)[PENDING] = vars(self)[PENDING]
         return other
 
 

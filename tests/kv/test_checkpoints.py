@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -13,6 +14,7 @@ from mlx_lm.models.cache import KVCache
 from interrupting import Strike
 from mlx_flash.engine.pending import Pending
 from mlx_flash.engine.pending import settle as settle_all
+from mlx_flash.errors import CacheError
 from mlx_flash.kv import checkpoints
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.checkpoints import Checkpoints, trim_to
@@ -149,3 +151,16 @@ def test_buffers_that_guesses_made_grow_are_cut(make: Callable[[], Any], kept: i
     for ours, theirs in zip(add(guessing, 254 + kept, 255 + kept), add(plain, 254 + kept, 255 + kept), strict=True):
         mx.eval(ours, theirs)
         assert mx.array_equal(ours, theirs) and strides(ours) == strides(theirs)
+
+
+@pytest.mark.parametrize("make", [KVCache, pooled])
+def test_a_copy_of_a_marked_cache_is_refused(make: Callable[[], Any]) -> None:
+    """An interrupt may leave the mark without the class that settles the cache before it is copied."""
+    cache = [make()]
+    add_tokens(cache, 1)
+    Pending(cache, 1, lambda: add_tokens(cache, 1), 7).mark()
+    with pytest.raises(CacheError, match="lacks a token"):
+        settle_all(copy.deepcopy(cache))
+    settle_all(cache)
+    settle_all(copy.deepcopy(cache))
+    assert cache[0].offset == 2

@@ -57,6 +57,7 @@ class GeneratedSequence:
         model, cache, max_tokens: as given.
         segments: those that are left.
         guesses: as given; None once nothing is guessed any more.
+        has_room: False once guesses had no room. Nothing is guessed then, but a draft model still needs the text.
         tokens: those in the cache.
         row: what is computed now, or was computed and not chosen from; None where the next row is not known.
         num_tokens: tokens that were chosen.
@@ -81,7 +82,7 @@ class GeneratedSequence:
         self.segments, self.guesses, self.tokens = segments, guesses, list(tokens)
         self.row: Row | None = None
         self.num_tokens = self.num_rows = 0
-        self.ends_segment = True
+        self.ends_segment = self.has_room = True
         self._choose, self._step, self._report = choose, step, report
         self._new: list[int] = []  # the tokens of the row
         self._num_guesses = 0  # tokens at its end that may be taken back
@@ -123,7 +124,7 @@ class GeneratedSequence:
     def _guess(self, num_others: int) -> Sequence[int]:
         """Return guesses of the tokens after the last one."""
         limit = self.max_tokens - self.num_tokens - 1 if self.max_tokens > 0 else MAX_GUESSES
-        if self.guesses is None or not self.guesses.look(limit):
+        if self.guesses is None or not self.has_room or not self.guesses.look(limit):
             return []
         before, self._reason = self._reason, self.model.refusal(self.cache)
         if self._reason is None:
@@ -293,7 +294,7 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
             mx.async_eval([row.outputs for row in rows])
     without = [each for each, row in zip(sequences, rows, strict=True) if each.num_rows > 1 and _has_no_room(row)]
     for sequence in without:
-        sequence.guesses = sequence.row = None
+        sequence.has_room, sequence.row = False, None
     if without:
         model.advance([sequence.begin() for sequence in without])
     if stats and are_tokens and not is_resident and model.counters.num_passes == num_passes + 1:

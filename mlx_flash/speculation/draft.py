@@ -57,7 +57,8 @@ class Draft:
 
     def end(self) -> None:
         """Leave the cache with the text and nothing else."""
-        self._catch_up()
+        if self.leave():
+            self._catch_up()
 
     def leave(self) -> int:
         """Take guesses back. Return the number of tokens that :meth:`end` adds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_flash
-from mlx_flash import DiskKVCache, FlashLLM, ReadError, load_model
+from mlx_flash import BudgetError, DiskKVCache, FlashLLM, ReadError, load_model
 from mlx_flash.compat.generation import stock_generate_step
+from mlx_flash.engine.row import Row
 from mlx_flash.generation import speculative_generate_step
 from models import LLAMA, computed, computed_once, guessed, same_bits, save, stock
 from oracle import Oracle, on_a_machine, with_room
@@ -293,3 +295,25 @@ def test_a_model_that_cannot_guess_decodes_plainly(directories: Directories, set
         check_equal([(token, logprobs) for token, logprobs, _ in found], expected)
         assert not any(is_drafted for *_, is_drafted in found)
         assert model.counters.num_guessed == 0
+
+
+def test_a_draft_model_whose_guesses_had_no_room_gets_the_text(
+    directories: Directories, draft_directory: Path, free_rows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance, refused = FlashLLM.advance, list[Row]()
+
+    def without_room(model: FlashLLM, rows: Sequence[Row]) -> None:
+        if not refused and rows[0].parts[0].checkpoints is not None:
+            rows[0].error = BudgetError("no room for guesses", 1)
+            refused.append(rows[0])
+        else:
+            advance(model, rows)
+
+    monkeypatch.setattr(FlashLLM, "advance", without_room)
+    draft = stock(draft_directory)
+    with streamed_whole(directories("llama")) as model:
+        caches = make_prompt_cache(with_room(model)) + make_prompt_cache(draft)
+        options: Any = {"num_draft_tokens": 3, "max_tokens": 5, "prompt_cache": caches}
+        steps = speculative_generate_step(mx.array(PROMPT), model, draft, **options)
+        assert [is_drafted for *_, is_drafted in steps] == [False] * 5 and refused
+        assert {entry.offset for entry in caches} == {len(PROMPT) + 5}

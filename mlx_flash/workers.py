@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 
@@ -46,6 +47,8 @@ class Job:
 
     Every use of a future takes its condition, which is Python code too: an interrupt may end it with the lock held, and
     then the thread that runs the task waits for ever.
+
+    Each waiting thread has a queue of its own: it may be woken twice, and does not depend on others that wait.
     """
 
     def __init__(self, function: Callable[..., object], *args: Any) -> None:
@@ -53,8 +56,7 @@ class Job:
         self._owner: dict[str, str] = {}
         self._error: BaseException | None = None
         self._is_done = False
-        self._under_way = threading.Lock()
-        self._under_way.acquire()
+        self._waiting: list[SimpleQueue[None]] = []
 
     def _belongs_to(self, who: str) -> bool:
         """Return whether the job belongs to who runs it, or who cancels it: the first one that asks, in one step."""
@@ -64,6 +66,7 @@ class Job:
         """Run the task, once, unless it was cancelled. An error is kept for :meth:`result`."""
         call, self._call = self._call, None
         if call is None or not self._belongs_to("runner"):
+            self._wake()  # an interrupt may have kept the canceller from it
             return
         try:
             call()
@@ -72,7 +75,7 @@ class Job:
             raise
         finally:
             self._is_done = True
-            self._under_way.release()
+            self._wake()
             del self, call  # the traceback of an error refers to them
 
     def cancel(self) -> bool:
@@ -80,6 +83,7 @@ class Job:
         if not self._belongs_to("canceller"):
             return False
         self._call = None
+        self._wake()
         return True
 
     def done(self) -> bool:
@@ -95,9 +99,16 @@ class Job:
     def error(self) -> BaseException | None:
         """Wait for the end of the task. Return what :meth:`result` raises."""
         if not self.done():
-            with self._under_way:
-                pass
+            end: SimpleQueue[None] = SimpleQueue()
+            self._waiting.append(end)
+            while not self.done():  # the job ends first, and then wakes those that wait
+                end.get()
         return self._error if self._is_done else CancelledError()
+
+    def _wake(self) -> None:
+        """Have all waiting threads look whether the job has ended. Harmless when repeated."""
+        for end in self._waiting:
+            end.put(None)
 
 
 class InOrder:
@@ -119,19 +130,18 @@ class InOrder:
 
     def close(self) -> None:
         """Cancel the jobs that have not begun, and end the thread."""
-        while self._jobs:
-            try:
-                self._jobs.popleft().cancel()
-            except IndexError:
-                break  # the thread took it
+        self._cancel()
         self._workers.shutdown(wait=True, cancel_futures=True)
+        self._cancel()  # those that were submitted meanwhile
+
+    def _cancel(self) -> None:
+        """Cancel all jobs in the queue. They stay in it: after an interrupt here, the thread goes on with them."""
+        for job in self._jobs.copy():
+            job.cancel()
 
     def _run(self) -> None:
         with self._one_runs:
             while self._jobs:
-                try:
-                    job = self._jobs.popleft()
-                except IndexError:
-                    return  # cancelled by close
+                job = self._jobs.popleft()
                 job.run()  # after an error another task goes on
                 del job

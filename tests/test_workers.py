@@ -97,3 +97,61 @@ def test_jobs_run_in_order_after_errors_and_interrupts() -> None:
         time.sleep(0.001)
     thread.close()
     assert begun.error() is None and isinstance(late.error(), CancelledError) and 9 not in done
+
+
+def waiting_for(job: Job, found: list[BaseException | None], number: int = 2) -> list[threading.Thread]:
+    """Return threads that wait for a job."""
+    threads = [threading.Thread(target=lambda: found.append(job.error()), daemon=True) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    while len(job._waiting) < number:
+        time.sleep(0.0001)
+    return threads
+
+
+def have_ended(threads: list[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(0.3)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def test_close_wakes_threads_that_wait_for_cancelled_jobs() -> None:
+    thread, go_on, found = InOrder("mlx-flash-test"), threading.Event(), list[BaseException | None]()
+    late = Job(int)
+    thread.submit(Job(go_on.wait, 10))
+    thread.submit(late)
+    threads = waiting_for(late, found)
+    threading.Timer(0.01, go_on.set).start()
+    thread.close()
+    assert have_ended(threads) and [type(error) for error in found] == [CancelledError] * 2
+
+
+def test_waiting_threads_end_after_an_interrupted_cancel() -> None:
+    """The thread that would have run the job wakes them then."""
+
+    def program(run: Callable[[Operation], bool]) -> None:
+        job, found = Job(int), list[BaseException | None]()
+        threads = waiting_for(job, found)
+        run(job.cancel)
+        job.run()
+        assert have_ended(threads) and len({type(error) for error in found}) == 1
+
+    for number in range(total_points(program, ("workers.py",))):
+        interrupted_in(program, number, ("workers.py",))
+
+
+def test_waiting_threads_end_after_an_interrupted_close() -> None:
+    def program(run: Callable[[Operation], bool]) -> None:
+        thread, go_on, found = InOrder("mlx-flash-test"), threading.Event(), list[BaseException | None]()
+        jobs = [Job(int) for _ in range(2)]
+        for job in (Job(go_on.wait, 10), *jobs):
+            thread.submit(job)
+        threads = [each for job in jobs for each in waiting_for(job, found, 1)]
+        timer = threading.Timer(0.001, go_on.set)
+        timer.start()
+        run(thread.close)
+        assert have_ended(threads)
+        thread.close()
+
+    for number in range(total_points(program, ("workers.py",))):
+        interrupted_in(program, number, ("workers.py",))

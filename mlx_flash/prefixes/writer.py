@@ -171,7 +171,7 @@ def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]
         claim: counts bytes that are about to be written, or returns False.
 
     Returns:
-        Why it is not cached now: ``"parent"``, ``"room"`` or ``"wear"``; empty if it is.
+        Why it is not cached now: ``"parent"``, ``"room"``, ``"wear"`` or ``"draft"``; empty if it is.
     """
     with folder.locked():
         if folder.has(page.key.page):
@@ -183,7 +183,8 @@ def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]
         if not claim(page.new_bytes):
             return "wear"
         partial = folder.path / f"{page.key.page}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
-        fd = _reserve(partial, page)
+        if (fd := _reserve(partial, page)) is None:
+            return "draft"
     try:
         page.write(fd)
         # macOS leaves it to the disk when to write what it was sent; after a loss of power checksums tell
@@ -205,10 +206,16 @@ def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]
         _give_up(partial, fd)
 
 
-def _reserve(partial: Path, page: EncodedPage) -> int:
-    """Make a file of a page's size, which other writers count as soon as they have the lock. Return it open."""
+def _reserve(partial: Path, page: EncodedPage) -> int | None:
+    """Make a file of a page's size, which other writers count as soon as they have the lock. Return it open.
+
+    Return None if the page's draft is gone: its caches were dropped.
+    """
     if page.draft is not None:
-        page.draft.path.rename(partial)
+        try:
+            page.draft.path.rename(partial)
+        except FileNotFoundError:
+            return None
     fd = open_locked(partial, create=0o600, shared=True)  # as long as its writer lives
     try:
         os.ftruncate(fd, page.nbytes)

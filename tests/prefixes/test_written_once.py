@@ -205,3 +205,26 @@ def test_a_draft_that_was_taken_is_not_written_to(tmp_path: Path, monkeypatch: p
     again.talk().feed(LONG[:96])
     assert again.prefixes.counters.num_restored == 96 and not again.prefixes.store.telemetry()["damaged"]
     again.close()
+
+
+def test_a_draft_whose_caches_were_dropped_costs_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine, rename, renamed = Machine(tmp_path), Path.rename, list[Path]()
+
+    def late(path: Path, target: Path) -> Path:
+        renamed.append(path)
+        if len(renamed) == 2:
+            path.unlink()  # with its pool
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    machine.talk().feed(LONG[:96])
+    machine.written()
+    told = machine.prefixes.store.telemetry()
+    assert (told["stored"], told["refused_draft"], told["refused_parent"]) == (1, 1, 1)
+    assert machine.prefixes.store.is_writable and not caplog.records
+    machine.talk().feed(LONG[96:192])
+    machine.written()
+    assert machine.prefixes.store.telemetry()["stored"] == 4
+    machine.close()

@@ -123,6 +123,11 @@ class InOrder:
         self._jobs: deque[Job] = deque()
         self._one_runs = threading.Lock()
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of jobs that have not begun."""
+        return len(self._jobs)
+
     def submit(self, job: Job) -> None:
         """Run a job after those before it. An interrupt may leave it queued until the next one is submitted."""
         self._jobs.append(job)

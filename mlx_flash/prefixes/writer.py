@@ -68,7 +68,7 @@ class PageWriter:
         self, key: PageKey, blobs: Mapping[str, Blob], draft: Draft | None = None, *, waits: bool, only_new: bool
     ) -> bool:
         """Queue a page, see :meth:`PrefixStore.put`."""
-        nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
+        nbytes, is_asked = sum(memoryview(blob.data).nbytes for blob in blobs.values()), False
         while True:
             with self._lock:
                 if self._has(key.page):
@@ -83,7 +83,9 @@ class PageWriter:
                         self._pending[key.page] = _Pending(key, copies, nbytes, draft)
                         self._start_writing()
                     return not reason
-                self._start_writing()
+                if not is_asked:
+                    self._start_writing()
+                is_asked = True
             time.sleep(_POLL_SECONDS)
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -105,8 +107,9 @@ class PageWriter:
         self._thread.close()
 
     def _start_writing(self) -> None:
-        for _ in self._pending:  # each writes one page, or none if all are written
-            self._thread.submit(Job(self._write_next))
+        """Have as many jobs as pages wait. Submit at least one: it also starts those whose submission was cut short."""
+        for _ in range(max(bool(self._pending), len(self._pending) - self._thread.num_waiting)):
+            self._thread.submit(Job(self._write_next))  # each writes one page, or none if all are written
 
     def telemetry(self) -> dict[str, int]:
         """Return how many pages were stored and not stored, by reason, and the bytes that wait."""

@@ -141,7 +141,8 @@ class KVPool:
             if self._closed:
                 raise _closed()
             other = self.new_rows(group, rows.index)
-            self._last_used.setdefault(group, next(self._clock))
+            if group not in self._last_used:
+                self._last_used = {**_of_layers(self._last_used, self.layers), group: next(self._clock)}
             # this may send the layer to disk
             self._make_fit(lambda: self.memory_bytes + copied_bytes(rows), group, rows, ())
             if (disk := rows.disk) is not None:
@@ -161,6 +162,7 @@ class KVPool:
         if groups == self._current_groups:
             return
         previous, self._current_groups = self._current_groups, frozenset(groups)
+        self._last_used = _of_layers(self._last_used, self.layers)
         self._last_used.update((group, next(self._clock)) for group in sorted(groups))
         if sum(self._park_idle(rows) for rows in self.layers if rows.group in previous):
             release_freed_memory()
@@ -216,6 +218,12 @@ class KVPool:
             self._closed = True
             self.ring.release()
             self.files.close()
+
+
+def _of_layers(last_used: Mapping[int, int], layers: Layers) -> dict[int, int]:
+    """Return when each list of caches was used, of those that still have a layer."""
+    groups = {rows.group for rows in layers}
+    return {group: when for group, when in last_used.items() if group in groups}
 
 
 def _closed() -> ClosedError:

@@ -80,7 +80,7 @@ class PageFolder:
         free_floor: as given; a number once the folder is open.
         path: of the folder of pages.
         is_writable: whether pages can be added and removed: from :meth:`open` until :meth:`stop`.
-        inodes: of the pages that this object has written, by name.
+        inodes: of the pages that this object has written, by name. :meth:`repair` drops those of removed pages.
     """
 
     def __init__(self, directory: Path, limit: int | None = None, free_floor: int | None = None) -> None:
@@ -201,6 +201,7 @@ class PageFolder:
         pages, useless = self.look()
         for page in reversed(useless):
             path_of(self.path, page).unlink(missing_ok=True)
+        self.inodes = {page: inode for page, inode in self.inodes.items() if page in pages}
         return pages, useless
 
     def drop(self, page: str) -> int:

@@ -323,3 +323,13 @@ def test_a_cache_trimmed_to_nothing_keeps_its_shapes(entry: Any, options: Callab
         assert not again[0].empty()
         for cache in (*other, *again):
             assert equal(cache.update_and_fetch(rows, rows), caches[0].keys_and_values())
+
+
+def test_pool_forgets_lists_of_caches_without_layers(options: Callable[..., KVOptions]) -> None:
+    pool = KVPool(options())
+    kept = Conversation(pool)
+    kept.feed(1, 4)
+    for seed in range(5):
+        Conversation(pool).feed(seed, 4)
+        kept.copy()
+    assert len(pool._last_used) <= 2

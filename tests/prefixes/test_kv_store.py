@@ -1075,3 +1075,11 @@ def test_a_put_that_waits_asks_once_for_each_page(opened: Opener, monkeypatch: p
     thread.join(60)
     assert store.flush(60) and found(store, TOKENS) == 6
     assert num_jobs <= 4
+
+
+def test_evicted_pages_are_forgotten(opened: Opener) -> None:
+    store = opened(limit_bytes=2 * PAGE_BYTES)
+    for number in range(6):
+        put(store, [number] * STEP)
+    assert len(opened.files()) == 2
+    assert len(store._folder.inodes) <= 3, "those of the last repair, and the page written then"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ _NOT_OPTIONS = {
 
 
 PIECE_CHARACTERS = 1 << 16
-"""Longer texts are counted in pieces before they become tokens."""
+"""Texts that are longer together are counted in pieces before they become tokens."""
 
 _PIECE_SHARE = 0.9
 """Share of the tokens of all pieces that the whole has at least."""
@@ -70,27 +71,25 @@ def opened_with(first: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
 
 
 def least_tokens(request: GenerationRequest, tokenizer: Any) -> int:
-    """Return a number of tokens that the prompt of a request exceeds; 0 if it has no long text.
+    """Return a number of tokens that the prompt of a request exceeds; 0 if its texts are short.
 
-    A tokenizer takes some 240 bytes of memory for each token of a text. Here it gets the text in pieces. At their ends
-    are a few tokens more than in the whole. Templates may shorten what the model said, but not what users say.
+    A tokenizer takes about 240 bytes of memory for each token of a text. Here it gets the texts of all messages in
+    pieces. The ends of pieces add a few tokens. Texts that the chat template leaves out count too.
     """
-    said = (message.get("content") for message in request.messages or () if message.get("role") == "user")
-    texts = [text for content in (request.prompt, *said) for text in _texts_of(content)]
-    pieces = (
-        text[at : at + PIECE_CHARACTERS]
-        for text in texts
-        if len(text) > PIECE_CHARACTERS
-        for at in range(0, len(text), PIECE_CHARACTERS)
-    )
+    text = request.prompt or "\n".join(map(_text_of, request.messages or ()))
+    if len(text) <= PIECE_CHARACTERS:
+        return 0
+    pieces = (text[at : at + PIECE_CHARACTERS] for at in range(0, len(text), PIECE_CHARACTERS))
     return int(_PIECE_SHARE * sum(len(tokenizer.encode(piece, add_special_tokens=False)) for piece in pieces))
 
 
-def _texts_of(content: Any) -> list[str]:
-    """Return the texts of a message, with or without pictures between them."""
+def _text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message: its content without pictures, and its tool calls as JSON."""
+    content = message.get("content") or ""
     if isinstance(content, list):
-        return [part["text"] for part in content if part["type"] == "text"]
-    return [content] if isinstance(content, str) else []
+        content = "".join(part["text"] for part in content if part["type"] == "text")
+    calls = (json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ())
+    return "\n".join((content, *calls))
 
 
 def make_prompt(request: GenerationRequest, tokenizer: Any, options: Mapping[str, Any], vocab_size: int) -> Prompt:
@@ -186,14 +185,18 @@ def state_of(tokenizer: Any, tokens: Sequence[int]) -> str:
     return "reasoning" if is_thinking else "normal"
 
 
-def checked_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
+def checked_options(options: Mapping[str, Any], taken: Collection[str] = ()) -> Mapping[str, Any]:
     """Return a request's variables of the chat template. They may not be arguments of what renders it.
+
+    Args:
+        options: the variables.
+        taken: names of further arguments of what renders it.
 
     Raises:
         RefusedError: one is.
     """
     for name in options:
-        if name in _NOT_OPTIONS or not name.isidentifier():
+        if name in _NOT_OPTIONS or name in taken or not name.isidentifier():
             raise RefusedError(
                 f"chat_template_kwargs.{name} is not taken from requests.", 400, f"chat_template_kwargs.{name}"
             )

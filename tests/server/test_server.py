@@ -23,6 +23,7 @@ from mlx_flash.errors import RefusedError
 from mlx_flash.server import grammar, loaded, prompts
 from mlx_flash.server.loop import Loop
 from mlx_flash.server.openai.schemas import ChatRequest, CompletionRequest
+from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
 
 SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
@@ -476,6 +477,30 @@ def test_a_client_that_leaves_ends_its_request(server: Live) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         assert server.model.counters.num_passes - passes < 500
+
+
+LONG = "x y " * 30
+LONG_CHATS: dict[str, list[dict[str, Any]]] = {
+    "system": [{"role": "system", "content": LONG}, {"role": "user", "content": "x"}],
+    "short messages": [{"role": role, "content": LONG[:60]} for role in ("user", "assistant", "user")],
+    "text parts": [{"role": "user", "content": [{"type": "text", "text": LONG[:60]}, {"type": "image"}] * 2}],
+    "tool result": [{"role": "user", "content": "x"}, {"role": "tool", "content": LONG}],
+    "tool call": [
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": LONG}}}]}
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", LONG_CHATS)
+def test_all_texts_of_a_chat_together_are_counted_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """59 messages of 65,000 characters took 1,107 MB of memory, in a budget of 300 MB."""
+    monkeypatch.setattr(prompts, "PIECE_CHARACTERS", 100)
+    pieces = list[str]()
+    tokenizer = SimpleNamespace(encode=lambda text, **_: pieces.append(text) or text.split())
+    request = GenerationRequest(model="m", messages=LONG_CHATS[kind])
+    assert prompts.least_tokens(request, tokenizer) >= 50
+    assert max(map(len, pieces)) == 100 and len(pieces) == 2
+    assert prompts.least_tokens(GenerationRequest(model="m", messages=[{"role": "user"}]), tokenizer) == 0
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

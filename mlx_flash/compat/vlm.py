@@ -6,6 +6,7 @@ mlx-vlm has layers and caches of its own, with mlx-lm's names and interfaces.
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -17,7 +18,7 @@ import mlx.nn as nn
 from mlx_vlm import prompt_utils, utils
 from mlx_vlm.generate import ar, dispatch
 from mlx_vlm.models import cache, linear, switch_layers
-from transformers import dynamic_module_utils
+from transformers import ProcessorMixin, dynamic_module_utils
 
 from mlx_flash.compat.caches import CacheKinds
 from mlx_flash.compat.experts import StackCall, StackKinds
@@ -47,6 +48,19 @@ load_image: Callable[..., Any] = require(utils, "load_image", "image_source")
 _prepare_inputs = require(utils, "prepare_inputs", "images", "prompts", "image_token_index", "add_special_tokens")
 _should_add_special_tokens = require(utils, "should_add_special_tokens", "model_type", "processor")
 _apply_chat_template = require(prompt_utils, "apply_chat_template", "processor", "config", "prompt", "num_images")
+
+_TEMPLATE_FUNCTIONS = (
+    _apply_chat_template,
+    require(prompt_utils, "get_message_json", "prompt", "num_audios"),
+    require(prompt_utils, "get_chat_template", "processor", "messages"),
+    require(prompt_utils.MessageFormatter, "format_message", "prompt", "num_audios"),
+    require(prompt_utils.MessageBuilder, "video_message", "max_pixels", "fps"),
+    ProcessorMixin.apply_chat_template,
+)
+TEMPLATE_ARGUMENTS = frozenset(
+    {"video", "audio_token"}.union(*(inspect.signature(function).parameters for function in _TEMPLATE_FUNCTIONS))
+)
+"""Arguments of functions that make prompts, not variables of chat templates. Two of them are in no signature."""
 
 CacheKinds.add(cache)
 _combine = require(switch_layers.SwitchGLU, "_combine", "routed", "weights", "shared", "residual")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_flash.compat.vlm import make_vlm_cache
+from mlx_flash.compat.vlm import TEMPLATE_ARGUMENTS, make_vlm_cache
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, PictureError, RefusedError
 from mlx_flash.residency.admission import room_bytes
@@ -18,7 +18,7 @@ from mlx_flash.server.prompts import Prompt, check_tokens, checked_options, stat
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.vision.loading import load_processor_of, load_vlm_model
 from mlx_flash.vision.model import FlashVLM
-from mlx_flash.vision.pictures import decoding_bytes, open_picture, size_of
+from mlx_flash.vision.pictures import open_picture, preparing_bytes, size_of
 from mlx_flash.vision.prompts import PicturePrompt, make_prompt, of_tokens, steps
 
 
@@ -100,7 +100,8 @@ class Sight:
         """
         if request.tokens is not None:
             return of_tokens(list(request.tokens))
-        options = {"enable_thinking": False, **options, **checked_options(request.template_options or {})}
+        own = checked_options(request.template_options or {}, TEMPLATE_ARGUMENTS)
+        options = {"enable_thinking": False, **options, **own}
         if request.tools is not None:
             options["tools"] = list(request.tools)
         messages: Any = request.prompt if request.messages is None else request.messages
@@ -109,17 +110,19 @@ class Sight:
                 self.model,
                 self._processor,
                 messages,
-                [self._decode(data, i) for i, data in enumerate(decoded(request.pictures))],
+                self._decode(request.pictures),
                 is_chat=request.messages is not None,
                 **(options if request.messages is not None else {}),
             )
         except (PictureError, BudgetError) as error:
             raise RefusedError(str(error), 400, "messages") from error
 
-    def _decode(self, data: bytes, index: int) -> Any:
-        name = f"picture {index + 1}"
-        self.model.towers.make_room(decoding_bytes(size_of(data, name)), f"decoding {name} for a call")
-        return open_picture(data, name)
+    def _decode(self, pictures: Sequence[str]) -> list[Any]:
+        """Return pictures of a request, once there is room for all of them in the processor."""
+        sizes = [size_of(data, f"picture {i}") for i, data in enumerate(decoded(pictures), 1)]
+        if sizes:
+            self.model.towers.make_room(preparing_bytes(sizes), "preparing the pictures for a call")
+        return [open_picture(data, f"picture {i}") for i, data in enumerate(decoded(pictures), 1)]
 
     def steps(
         self,

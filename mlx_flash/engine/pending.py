@@ -163,11 +163,12 @@ def pending_in(cache: Sequence[Any] | None) -> Pending | None:
     """Return what is pending for a prompt cache; None if nothing is."""
     for entry in entries_of(cache or ()):
         pending: Pending | None = getattr(entry, "__dict__", {}).get(_NAME)
-        if pending is not None and pending.is_settled:
-            pending.lift()  # an interrupt has kept it from doing so
-        elif pending is not None:
-            pending.check_is_of(entry)
+        if pending is None:
+            continue
+        pending.check_is_of(entry)
+        if not pending.is_settled:
             return pending
+        pending.lift()  # an interrupt has kept it from doing so
     return None
 
 

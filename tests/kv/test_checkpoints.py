@@ -159,8 +159,11 @@ def test_a_copy_of_a_marked_cache_is_refused(make: Callable[[], Any]) -> None:
     cache = [make()]
     add_tokens(cache, 1)
     Pending(cache, 1, lambda: add_tokens(cache, 1), 7).mark()
+    copied, later = copy.deepcopy(cache), copy.deepcopy(cache)
     with pytest.raises(CacheError, match="lacks a token"):
-        settle_all(copy.deepcopy(cache))
+        settle_all(copied)
     settle_all(cache)
+    with pytest.raises(CacheError, match="lacks a token"):
+        settle_all(later)
     settle_all(copy.deepcopy(cache))
     assert cache[0].offset == 2

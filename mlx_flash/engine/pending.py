@@ -20,10 +20,9 @@ from mlx_flash.compat.caches import entries_of
 from mlx_flash.compat.callers import frames
 from mlx_flash.engine.undo import is_broken
 from mlx_flash.errors import CacheError
-from mlx_flash.kv.base import PooledCache
+from mlx_flash.kv.base import PENDING, PooledCache
 from mlx_flash.layout.arrays import Opaque
 
-_NAME = "pending"
 _OWN = "_own_kind"
 
 _NUMBERS = {"__class__", "__dict__", "offset", "size", "trim", "is_trimmable", "nbytes", "empty"}
@@ -81,7 +80,7 @@ class Pending(Opaque):
     def mark(self) -> None:
         """Have the next call of the model settle this first, unless it was told of it."""
         for entry in self._entries:
-            vars(entry)[_NAME] = self
+            vars(entry)[PENDING] = self
 
     def put(self) -> None:
         """Make the entries say what mlx-lm's would. Harmless when repeated, and when nothing is owed any more."""
@@ -108,10 +107,10 @@ class Pending(Opaque):
             self._lift(entry)
 
     def _lift(self, entry: Any) -> None:
-        if vars(entry).get(_NAME) is self:
+        if vars(entry).get(PENDING) is self:
             entry.__class__ = getattr(type(entry), _OWN, type(entry))
             if self.is_settled or self._is_trimmed:
-                vars(entry).pop(_NAME)
+                vars(entry).pop(PENDING)
 
     def settle(self) -> None:
         """Make the cache hold what it says. An interrupt leaves it owed, or takes the guesses back.
@@ -162,7 +161,7 @@ class Pending(Opaque):
 def pending_in(cache: Sequence[Any] | None) -> Pending | None:
     """Return what is pending for a prompt cache; None if nothing is."""
     for entry in entries_of(cache or ()):
-        pending: Pending | None = getattr(entry, "__dict__", {}).get(_NAME)
+        pending: Pending | None = getattr(entry, "__dict__", {}).get(PENDING)
         if pending is None:
             continue
         pending.check_is_of(entry)
@@ -206,36 +205,36 @@ def _pending(own: Any) -> Any:
         return other
 
     def offset(entry: Any) -> Any:
-        return plain(entry).offset + vars(entry)[_NAME].difference
+        return plain(entry).offset + vars(entry)[PENDING].difference
 
     def size(entry: Any) -> int:
         there = plain(entry)
         if isinstance(entry, RotatingKVCache):
             return min(int(entry.offset), int(entry.max_size))
         counts = isinstance(entry, PooledCache) or there.size() == there.offset
-        return int(there.size()) + counts * int(vars(entry)[_NAME].difference)
+        return int(there.size()) + counts * int(vars(entry)[PENDING].difference)
 
     def get(entry: Any, name: str) -> Any:
         if name in _NUMBERS or isinstance(object.__getattribute__(entry, "__dict__").get(name), int):
             return object.__getattribute__(entry, name)
-        vars(entry)[_NAME].settle()
+        vars(entry)[PENDING].settle()
         return getattr(entry, name)
 
     def set_(entry: Any, name: str, value: Any) -> None:
         if name != "__class__":
-            vars(entry)[_NAME].settle()
+            vars(entry)[PENDING].settle()
         object.__setattr__(entry, name, value)
 
     def through(name: str) -> Callable[..., Any]:
         def call(entry: Any, *args: Any) -> Any:
-            vars(entry)[_NAME].settle()
+            vars(entry)[PENDING].settle()
             return getattr(entry, name)(*args)
 
         return call
 
     body: dict[str, Any] = {name: through(name) for name in ("__getitem__", "__setitem__") if hasattr(own, name)}
     body |= {"__getattribute__": get, "__setattr__": set_, _OWN: own}
-    body |= {"trim": lambda entry, n: vars(entry)[_NAME].trim(entry, n)} if hasattr(own, "trim") else {}
+    body |= {"trim": lambda entry, n: vars(entry)[PENDING].trim(entry, n)} if hasattr(own, "trim") else {}
     body |= {"size": size} if hasattr(own, "size") else {}
     body |= {"nbytes": property(lambda entry: plain(entry).nbytes), "empty": lambda entry: plain(entry).empty()}
     return type(own.__name__, (own,), {**body, "offset": property(offset)})

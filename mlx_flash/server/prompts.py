@@ -71,10 +71,11 @@ def opened_with(first: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
 
 
 def least_tokens(request: GenerationRequest, tokenizer: Any) -> int:
-    """Return a number of tokens that the prompt of a request exceeds; 0 if its texts are short.
+    """Return about the fewest tokens that the texts of a request make; 0 if they are short.
 
     A tokenizer takes about 240 bytes of memory for each token of a text. Here it gets the texts of all messages in
-    pieces. The ends of pieces add a few tokens. Texts that the chat template leaves out count too.
+    pieces. The ends of pieces add a few tokens. Texts that the chat template leaves out count too: only tokenizing the
+    finished prompt would tell, and that is what takes the memory.
     """
     text = request.prompt or "\n".join(map(_text_of, request.messages or ()))
     if len(text) <= PIECE_CHARACTERS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,5 +79,6 @@ def test_code_of_a_processor_runs_if_it_is_trusted(make: Any, tmp_path: Path) ->
 
 def test_mlx_vlm_alone_runs_the_code(make: Any, tmp_path: Path) -> None:
     """Otherwise the tests above prove nothing."""
+    importlib.import_module("mlx_vlm.models.inkling")  # as loading its model does: it registers the processor
     mlx_vlm.utils.load_processor(make("inkling"), trust_remote_code=False)
     assert (tmp_path / "ran").exists()

@@ -129,13 +129,13 @@ def test_only_passes_that_are_compared_read_in_another_way(kinds: list[str]) -> 
 
 
 def test_sequences_that_share_passes_are_read_in_the_usual_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "_PASSES_BETWEEN", 1)
+    monkeypatch.setattr(tuning, "_FIRST_TRIALS", 0)  # whose result depends on the disk
     directory = save(tmp_path / "model", LLAMA, mx.float32)
     with load_model(directory, config(io="auto", ram_budget_gb="min", num_slots=2))[0] as model:
         model.start()
         assert model.engine is not None
         usual, used = model.engine.reader.way, set()
-        run(model, [[i] for i in range(6)])  # from now on a trial is due
+        run(model, [[i] for i in range(1 + tuning._TRIAL_PASSES)])  # from now on a trial is due
         model.plan = replace(model.plan, budget_bytes=10**10)
         caches = [make_prompt_cache(model) for _ in range(2)]
         for number in range(20):

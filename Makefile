@@ -66,16 +66,16 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 		echo "mlx-flash needs Python 3.10 or newer. Hint: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[server$(EXTRA)]'
+	$(BIN)/python -m pip install -qq --upgrade pip
+	$(BIN)/python -m pip install -qq --editable '.[server$(EXTRA)]'
 	@touch $@
 
 $(DEVELOPS): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --editable '.[dev$(EXTRA)]'
+	$(BIN)/python -m pip install -qq --editable '.[dev$(EXTRA)]'
 	@touch $@
 
 $(COMPAT)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(COMPAT)
-	$(COMPAT)/bin/python -m pip install --quiet --editable '.[dev$(EXTRA)]'
-	$(COMPAT)/bin/python -m pip install --quiet mlx-lm==$(MLX_LM)
+	$(COMPAT)/bin/python -m pip install -qq --editable '.[dev$(EXTRA)]'
+	$(COMPAT)/bin/python -m pip install -qq mlx-lm==$(MLX_LM)
 	@touch $@

@@ -2,7 +2,7 @@
 
 Without ``--model``, the first run builds a model of about 1 GB, with the function of a small one that was trained on
 Python's documentation. Then ``mlx-flash generate`` runs it with a budget of a third of that, and again with everything
-in memory, each in a process of its own.
+in memory, each in a process of its own. On a terminal, ``flash-monitor`` shows below the text what the engine does.
 """
 
 from __future__ import annotations
@@ -10,17 +10,32 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import subprocess
 import sys
+import tempfile
 import textwrap
+import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from mlx_flash.monitor import glyphs
+from mlx_flash.monitor.render import Canvas, frame
+from mlx_flash.monitor.watch import Watcher
 
 ROOT = Path(__file__).resolve().parent.parent
 
 MODEL = ROOT / "models" / "demo"
 SMALL_LAYERS, LAYER_BYTES = 6, 23.6e6
 """Layers of the small model, and bytes of one when it is four times as wide."""
+
+LOOK_SECONDS = 0.15
 
 
 def build(directory: Path, size_gb: float) -> None:
@@ -33,26 +48,59 @@ def build(directory: Path, size_gb: float) -> None:
     subprocess.run([*command, "--layers", str(num_layers), "--width", "4"], check=True)
 
 
-def least_bytes(directory: Path) -> int:
-    """Return the smallest budget that the model works in."""
-    command = [sys.executable, "-m", "mlx_flash", "plan", "--model", str(directory), "--ram-budget-gb", "min", "--json"]
-    plan: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    return int(plan["budget_bytes"])
+def plan(directory: Path, budget: str) -> dict[str, Any]:
+    """Return the plan for a budget."""
+    command = [
+        sys.executable,
+        "-m",
+        "mlx_flash",
+        "plan",
+        "--model",
+        str(directory),
+        "--ram-budget-gb",
+        budget,
+        "--json",
+    ]
+    planned: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return planned
 
 
-def generate(directory: Path, args: argparse.Namespace, *how: str) -> dict[str, Any]:
-    """Run the command line once; print the command and return its report."""
+def generate(directory: Path, args: argparse.Namespace, *how: str) -> tuple[str, str]:
+    """Run the command line once, and show it. Return the text, and the summary that comes after it."""
     command = ["generate", "--model", str(directory), "--prompt", args.prompt, "--max-tokens", str(args.max_tokens)]
-    shown = " ".join(f"'{word}'" if " " in word else word for word in [*command, *how])
-    print(f"\n$ mlx-flash {shown}", flush=True)
-    run = subprocess.run(
-        [sys.executable, "-m", "mlx_flash", *command, *how, "--json"], stdout=subprocess.PIPE, check=True, text=True
-    )
-    report: dict[str, Any] = json.loads(run.stdout)
-    peak, speed = report["peak_memory_bytes"] / 1e9, report["generation_tokens_per_second"]
-    print(textwrap.indent(report["text"].strip(), "  "))
-    print(f"  [peak {peak:.2f} GB, {speed:.2f} tokens/s]")
-    return report
+    print(f"\n$ mlx-flash {shlex.join([*command, *how])}", flush=True)
+    text: list[str] = []
+    with tempfile.TemporaryFile("w+") as summary:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "mlx_flash", *command, *how], stdout=subprocess.PIPE, stderr=summary, text=True
+        )
+        assert run.stdout is not None
+        reader = threading.Thread(target=text.extend, args=[iter(partial(run.stdout.read, 1), "")])
+        reader.start()
+        watch(run, args.prompt, text, Console())
+        status = run.wait()
+        reader.join()
+        summary.seek(0)
+        words = summary.read()
+    if status:
+        sys.exit(words)
+    print(textwrap.indent(f"{args.prompt} {''.join(text).strip()}", "  "), words.rstrip(), sep="\n", flush=True)
+    return "".join(text), words
+
+
+def watch(run: subprocess.Popen[str], prompt: str, text: list[str], console: Console) -> None:
+    """Show the text so far and the monitor of the run's engine until the run ends. Do nothing without a terminal."""
+    if not console.is_terminal:
+        return
+    watcher = Watcher(run.pid)
+    canvas = Canvas(console.width, None, glyphs.choose(console.encoding))
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+        while run.poll() is None:
+            watcher.look()
+            lines = frame(watcher.histories, 0, watcher.system, canvas) if watcher.histories else []
+            words = Text.assemble(prompt, " ", ("".join(text).strip(), "bold"))
+            live.update(Group(words, "", *lines), refresh=True)
+            time.sleep(LOOK_SECONDS)
 
 
 def main() -> int:
@@ -67,16 +115,18 @@ def main() -> int:
     if args.model == MODEL:
         build(args.model, args.size_gb)
     nbytes = sum(shard.stat().st_size for shard in args.model.glob("model*.safetensors"))
-    budget = math.ceil(max(nbytes / 3, least_bytes(args.model)) / 1e6) / 1e3
-    streamed = generate(args.model, args, "--ram-budget-gb", f"{budget:.3f}")
-    resident = generate(args.model, args, "--resident")
+    least = plan(args.model, "min")["budget_bytes"]
+    budget = f"{math.ceil(max(nbytes / 3, least) / 1e6) / 1e3:.3f}"
+    planned = plan(args.model, budget)
+    print(
+        f"{nbytes / 1e9:.2f} GB of weights, a budget of {budget} GB: {planned['pinned_bytes'] / 1e9:.2f} GB of them "
+        f"stay in memory, {planned['streaming']['read_bytes'] / 1e9:.2f} GB are read for each token"
+    )
+    streamed, summary = generate(args.model, args, "--ram-budget-gb", budget)
+    resident, _ = generate(args.model, args, "--resident")
 
-    identical = streamed["tokens"] == resident["tokens"]
-    held = streamed["peak_memory_bytes"] <= budget * 1e9
-    print(f"\nmodel           {nbytes / 1e9:.2f} GB")
-    print(f"peak, streamed  {streamed['peak_memory_bytes'] / 1e9:.2f} GB of {budget:.2f} GB budget")
-    print(f"peak, resident  {resident['peak_memory_bytes'] / 1e9:.2f} GB")
-    print(f"output          {'identical' if identical else 'DIFFERENT'} ({len(streamed['tokens'])} tokens)")
+    identical, held = streamed == resident, "within the budget" in summary
+    print(f"\noutput {'identical' if identical else 'DIFFERENT'}, budget {'kept' if held else 'NOT KEPT'}")
     return 0 if identical and held else 1
 
 

@@ -35,7 +35,7 @@ NOT_RUN = {
         *["needs a GPU"] * 2,
         "minutes",
         *["needs root and minutes"] * 2,
-        *["needs a GPU"] * 2,
+        "needs a GPU",
         "needs root, and hours",
         *["minutes"] * 4,
     ],

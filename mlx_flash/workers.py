@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -148,5 +149,6 @@ class InOrder:
         with self._one_runs:
             while self._jobs:
                 job = self._jobs.popleft()
-                job.run()  # after an error another task goes on
+                with suppress(BaseException):  # the job keeps it; an interrupted submit left no other task to go on
+                    job.run()
                 del job

@@ -99,6 +99,28 @@ def test_jobs_run_in_order_after_errors_and_interrupts() -> None:
     assert begun.error() is None and isinstance(late.error(), CancelledError) and 9 not in done
 
 
+def test_jobs_run_after_an_interrupted_submit_of_one_that_fails() -> None:
+    """Its error ended the only task, and who waited for the next job waited for ever."""
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    thread = InOrder("mlx-flash-test")
+
+    def program(run: Callable[[Operation], bool]) -> None:
+        first, jobs, found = Job(int), [Job(fail), Job(int)], list[BaseException | None]()
+        thread.submit(first)
+        first.result()
+        run(lambda: thread.submit(jobs[0]))
+        threads = waiting_for(jobs[1], found, 1)
+        thread.submit(jobs[1])
+        assert have_ended(threads) and found == [None]
+
+    for number in range(total_points(program, FILES)):
+        interrupted_in(program, number, FILES)
+    thread.close()
+
+
 def waiting_for(job: Job, found: list[BaseException | None], number: int = 2) -> list[threading.Thread]:
     """Return threads that wait for a job."""
     threads = [threading.Thread(target=lambda: found.append(job.error()), daemon=True) for _ in range(number)]

@@ -9,19 +9,65 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from types import FunctionType, SimpleNamespace
+from typing import Any, cast
 
 
 class Workers(ThreadPoolExecutor):
-    """An executor that counts its idle threads without a lock.
+    """An executor that starts its threads, and counts the idle ones, without Python's conditions.
 
-    Python's semaphore for them is Python code, which an interrupt may end with its lock held: then every thread waits
-    for it at the end of its task, and the next task is never submitted.
+    These are Python code, which an interrupt may end with its lock held. Then every thread waits for it at the end of
+    its task, and the next task is never submitted; or a thread waits for it when it starts, and the process never ends.
     """
 
     def __init__(self, most: int, name: str) -> None:
         super().__init__(most, thread_name_prefix=name)
         self._idle_semaphore = _IdleThreads()  # type: ignore[assignment]  # a name of Python's, from 3.9 on
+
+    def _adjust_thread_count(self) -> None:
+        _adjust_thread_count(self)
+
+
+class _Started:
+    """The event that a thread has started, with the methods that Python's threads call. One thread waits for it."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._news: SimpleQueue[None] = SimpleQueue()
+
+    def is_set(self) -> bool:
+        """Return whether the thread has started."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Note that it has."""
+        self._is_set = True
+        self._news.put(None)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for it."""
+        while not self._is_set:
+            self._news.get(timeout=timeout)
+        return True
+
+    def _at_fork_reinit(self) -> None:
+        self._news = SimpleQueue()
+
+
+class _Thread(threading.Thread):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._started = _Started()
+
+
+def _with_threads() -> Callable[[ThreadPoolExecutor], None]:
+    """Return the method of Python's executor that starts threads, with threads of ours."""
+    method = cast(FunctionType, cast(Any, ThreadPoolExecutor)._adjust_thread_count)
+    names = {**method.__globals__, "threading": SimpleNamespace(Thread=_Thread)}
+    return FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
+
+
+_adjust_thread_count = _with_threads()
 
 
 class _IdleThreads:

@@ -29,6 +29,23 @@ def test_workers_go_on_after_an_interrupted_submit() -> None:
     assert not [thread for thread in threading.enumerate() if "mlx-flash-test" in thread.name]
 
 
+def test_threads_start_after_an_interrupted_submit() -> None:
+    """One that waited for a lock of its starter kept the process from ending."""
+
+    def program(run: Callable[[Operation], bool]) -> None:
+        workers = Workers(1, "mlx-flash-test")
+        run(lambda: workers.submit(int))
+        assert workers.submit(int).result(10) == 0
+        workers.shutdown()
+        end = time.monotonic() + 10
+        while [each for each in threading.enumerate() if "mlx-flash-test" in each.name and each.is_alive()]:
+            assert time.monotonic() < end
+            time.sleep(0.0001)
+
+    for number in range(total_points(program, FILES)):
+        interrupted_in(program, number, FILES)
+
+
 def test_jobs_end_after_an_interrupted_use() -> None:
     with Workers(1, "mlx-flash-test") as workers:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.undo import break_cache
-from mlx_flash.errors import PeerError, StreamedWeightsError
+from mlx_flash.errors import FlashError, PeerError, StreamedWeightsError
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.views import CacheViews, SharedEntryError, can_be_viewed, snapshot, trimmer
 from mlx_flash.layout.arrays import arrays_in
@@ -62,7 +63,8 @@ class _Lane:
         """Return the outcome of the calls. Put the cache back if one has failed."""
         if isinstance(found, Exception):
             undo = self.put_back or self.trim or partial(break_cache, self.cache)
-            undo()
+            with suppress(FlashError, OSError):  # the caller repeats it, and breaks a cache that cannot be put back
+                undo()
             if isinstance(found, SharedEntryError):
                 found.__traceback__ = None  # its frames refer to the error, and to the calls with their logits
                 return None if self.put_back is not None else _out_of_order(found)

@@ -7,13 +7,14 @@ every later use.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import cache as cached
 from functools import partial
 from typing import Any, cast
 
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
-from mlx_flash.errors import CacheError
+from mlx_flash.errors import CacheError, FlashError
 from mlx_flash.kv.checkpoints import trim_to
 from mlx_flash.kv.views import can_be_viewed, snapshot, trimmer
 
@@ -42,16 +43,20 @@ def undo_of(calls: Sequence[ForwardCall]) -> Callable[[], None]:
 def _trim(cache: Sequence[Any], offsets: Sequence[int], trim: Callable[[], None]) -> None:
     if broken(cache) is not None:
         return
-    trim()
+    with suppress(FlashError, OSError):  # tokens on disk, which may be full or gone, cannot be read
+        trim()
     if [entry.offset for entry in cache] != offsets:
-        break_cache(cache)  # a second interrupt ended the prefix cache's own putting back, where rows were missing
+        break_cache(cache)  # or a second interrupt ended the prefix cache's own putting back, where rows were missing
 
 
 def trim_all(cache: Sequence[Any], length: int) -> None:
     """Take the tokens after a length from all entries of a prompt cache. Harmless when repeated."""
-    if broken(cache) is None:
+
+    def trim() -> None:
         for entry in cache:
             trim_to(entry, length)
+
+    _trim(cache, [length] * len(cache), trim)
 
 
 def break_cache(cache: Sequence[Any]) -> None:

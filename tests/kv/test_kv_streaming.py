@@ -33,7 +33,17 @@ import zoo
 from children import HELPERS
 from faulty import FailingDisk
 from kv_settings import CONTEXT, FORMS, SMALL, STEP, settings
-from mlx_flash import BudgetError, ConfigError, DiskKVCache, FlashConfig, FlashLLM, ReadError, WriteError, load_model
+from mlx_flash import (
+    BudgetError,
+    CacheError,
+    ConfigError,
+    DiskKVCache,
+    FlashConfig,
+    FlashLLM,
+    ReadError,
+    WriteError,
+    load_model,
+)
 from mlx_flash.commands.generate import needed_context
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.cache import DiskQuantizedKVCache, make_caches
@@ -423,6 +433,38 @@ def test_a_disk_that_fails_ends_one_call(evicted: Any, monkeypatch: pytest.Monke
         with pytest.raises(ReadError, match=r"KV cache, tokens from \d+ on.*layer-\d+\.kv.* at offset \d+"):
             mx.eval(model(PROMPT[None, :1], cache=other))
     assert same(generated(model), generated(stock(directories("llama"))))
+
+
+def test_a_pass_that_cannot_be_undone_costs_its_cache_alone(
+    directories: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What undid it had to read tokens that were lost, and so did each later call, of any cache."""
+    directory, real, failing = directories("llama"), os.pwrite, "none"
+
+    def pwrite(fd: int, block: Any, offset: int) -> int:
+        if failing in Path(f"/proc/self/fd/{fd}").readlink().name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, block, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with load_model(directory, settings(directory, kv_step=16, kv_directory=tmp_path / "kv"))[0] as model:
+        model.start()
+        assert model.kv is not None
+        model.kv.options = replace(model.kv.options, always_on_disk=True)
+        caches = [make_prompt_cache(model) for _ in range(2)]
+        for cache in caches:
+            mx.eval(model(PROMPT[None, :10], cache=cache))
+        failing = caches[0][1].rows.disk.file.path.name
+        mx.eval(model(PROMPT[None, :11], cache=caches[0]))
+        caches[0][0].rows.disk.flush()
+        failing = "layer-"
+        rows = [model.row(PROMPT[None, :40], cache, STEP) for cache in caches]
+        model.advance(rows)
+        assert all(isinstance(row.error, WriteError) for row in rows)
+        failing = "none"
+        assert same(generated(model), generated(stock(directory)))
+        with pytest.raises(CacheError, match="Hint: start again with a fresh prompt cache"):
+            model(PROMPT[None, :1], cache=caches[0])
 
 
 def test_calls_while_every_write_fails(

@@ -53,6 +53,7 @@ class Pending(Opaque):
         self.found: Any = None
         self.difference = difference
         self._entries = entries_of(cache)
+        self._lengths = _lengths(self._entries)
         self._settle = settle
         self._is_trimmed = False
 
@@ -98,13 +99,19 @@ class Pending(Opaque):
         Raises:
             CacheError: the caller has trimmed some entries meanwhile.
         """
-        if self._is_trimmed:
+        if not self._is_trimmed:
+            for entry in self._entries:
+                self._lift(entry)
+        if self._is_trimmed or (self.is_owed and self._is_shorter):
             raise CacheError(
                 "a prompt cache was trimmed before generate_step ended, and is used by it again, or not all of its "
                 "layers were trimmed. Hint: trim all layers, and begin a new generate_step."
             )
-        for entry in self._entries:
-            self._lift(entry)
+
+    @property
+    def _is_shorter(self) -> bool:
+        """True if an entry was trimmed while it was marked and had its own class, which trims no owed token."""
+        return any(now < then for now, then in zip(_lengths(self._entries), self._lengths, strict=True))
 
     def _lift(self, entry: Any) -> None:
         if vars(entry).get(PENDING) is self:
@@ -113,7 +120,7 @@ class Pending(Opaque):
                 vars(entry).pop(PENDING)
 
     def settle(self) -> None:
-        """Make the cache hold what it says. An interrupt leaves it owed, or takes the guesses back.
+        """Make the cache hold what it says. An interrupt or an error leaves it owed, or takes the guesses back.
 
         Does nothing where the model is called for this: a draft model computes what its cache lacks.
         """
@@ -121,11 +128,11 @@ class Pending(Opaque):
             return
         try:
             self._settle_all()
-        except KeyboardInterrupt:
-            if self.difference < 0:
-                self._settle_all()
-            else:
+        except BaseException as error:
+            if not self.difference < 0:
                 self.put()
+            elif isinstance(error, KeyboardInterrupt):
+                self._settle_all()
             raise
 
     @property
@@ -156,6 +163,12 @@ class Pending(Opaque):
         self._is_trimmed = True
         self._lift(entry)
         return 1 + int(entry.trim(n - 1))
+
+
+def _lengths(entries: Sequence[Any]) -> list[int]:
+    """Return the lengths of entries; 0 for those that do not know theirs."""
+    offsets = [getattr(entry, "offset", 0) for entry in entries]
+    return [offset if isinstance(offset, int) else 0 for offset in offsets]
 
 
 def pending_in(cache: Sequence[Any] | None) -> Pending | None:

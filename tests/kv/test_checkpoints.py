@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, trim_prompt_cache
 
 from interrupting import Strike
 from mlx_flash.engine.pending import Pending
 from mlx_flash.engine.pending import settle as settle_all
-from mlx_flash.errors import CacheError
+from mlx_flash.errors import CacheError, ReadError
 from mlx_flash.kv import checkpoints
 from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.checkpoints import Checkpoints, trim_to
@@ -118,6 +118,35 @@ def test_two_interrupts_of_settling_lose_nothing(difference: int, when: str) -> 
             break
         at += 1
     assert at > 100
+
+
+def test_an_error_of_settling_leaves_a_cache_owed() -> None:
+    """Trimmed then, it got the owed token behind what was left."""
+    cache, _ = guessed()
+    fails = iter([True, False])
+
+    def settle() -> None:
+        if next(fails):
+            raise ReadError("a disk that was unplugged")
+        add_tokens(cache, 1)
+
+    Pending(cache, 1, settle, 7).put()
+    with pytest.raises(ReadError):
+        copy.deepcopy(cache)
+    assert [entry.offset for entry in cache] == [9, 9, 9]
+    assert trim_prompt_cache(cache, 3) == 3
+    settle_all(cache)
+    assert [entry.offset for entry in cache] == [6, 6, 6]
+
+
+def test_a_marked_cache_that_was_trimmed_is_refused() -> None:
+    """Interrupts may leave the mark without the class that takes the owed token first."""
+    cache, _ = guessed()
+    Pending(cache, 1, lambda: add_tokens(cache, 1), 7).mark()
+    trim_prompt_cache(cache, 2)
+    for _ in range(2):
+        with pytest.raises(CacheError, match="was trimmed before generate_step ended"):
+            settle_all(cache)
 
 
 def pooled() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -114,8 +115,9 @@ class Models:
 
     def note_end(self, model: LoadedModel) -> None:
         """Note that a model becomes idle now, or was used: its time in memory begins."""
-        seconds = model.keep_alive
-        model.expires = None if seconds is None or seconds < 0 else time.monotonic() + seconds
+        seconds = -1.0 if model.keep_alive is None else model.keep_alive
+        # a client may name more seconds than a thread can wait
+        model.expires = time.monotonic() + seconds if 0 <= seconds <= threading.TIMEOUT_MAX else None
 
     def expired(self) -> list[str]:
         """Return the names of idle models whose time is over."""

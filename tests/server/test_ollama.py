@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -160,6 +161,14 @@ def test_models_are_loaded_and_unloaded(server: Live, client: Any) -> None:
     assert client.ps().models[0].expires_at.timestamp() - time.time() > 1e9
     client.chat("sea", HELLO, options={"num_predict": 2}, keep_alive=0)
     wait_until_empty()
+
+
+@pytest.mark.parametrize("keep_alive", [1e308, 10**18, "999999999999999h", threading.TIMEOUT_MAX])
+def test_a_model_that_stays_longer_than_a_thread_can_wait(client: Any, keep_alive: Any) -> None:
+    """The generation thread died of it, and with it the server."""
+    client.generate("sea", keep_alive=keep_alive)
+    assert client.ps().models[0].expires_at.timestamp() - time.time() > 1e9
+    assert client.chat("sea", HELLO, options={"num_predict": 1}).done_reason == "length"
 
 
 def test_keep_alive_begins_at_the_end_of_the_answer(client: Any) -> None:

@@ -224,7 +224,7 @@ def _pending(own: Any) -> Any:
         there = plain(entry)
         if isinstance(entry, RotatingKVCache):
             return min(int(entry.offset), int(entry.max_size))
-        counts = isinstance(entry, PooledCache) or there.size() == there.offset
+        counts = isinstance(entry, PooledCache) or there.size() == getattr(there, "offset", None)
         return int(there.size()) + counts * int(vars(entry)[PENDING].difference)
 
     def get(entry: Any, name: str) -> Any:

@@ -9,7 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    trim_prompt_cache,
+)
 
 from interrupting import Strike
 from mlx_flash.engine.pending import Pending
@@ -137,6 +144,38 @@ def test_an_error_of_settling_leaves_a_cache_owed() -> None:
     assert trim_prompt_cache(cache, 3) == 3
     settle_all(cache)
     assert [entry.offset for entry in cache] == [6, 6, 6]
+
+
+def filled(kind: Callable[[], Any], number: int) -> Any:
+    """Return a cache with some tokens, of any kind that mlx-lm has."""
+    entry = kind()
+    for token in range(number):
+        if isinstance(entry, ArraysCache):
+            entry[0] = mx.full((1, 4), token)
+        else:
+            entry.update_and_fetch(mx.full((1, 1, 1, 64), float(token)), mx.full((1, 1, 1, 64), float(token)))
+    return entry
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "plain": KVCache,
+    "quantized": QuantizedKVCache,
+    "states": lambda: ArraysCache(1),
+    "window": lambda: RotatingKVCache(8),
+    "full window": lambda: RotatingKVCache(3),
+    "chunked": lambda: ChunkedKVCache(16),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_a_cache_that_lacks_a_token_are_mlx_lms(kind: str) -> None:
+    """The size of states was an AttributeError."""
+    entry, other = filled(KINDS[kind], 4), filled(KINDS[kind], 5)
+    Pending([entry], 1, lambda: pytest.fail("numbers need no tokens"), 7).put()
+    for name in ("size", "empty", "is_trimmable"):
+        assert getattr(entry, name)() == getattr(other, name)()
+    assert getattr(entry, "offset", None) == getattr(other, "offset", None)
+    assert hasattr(entry, "offset") == hasattr(other, "offset")
 
 
 def test_a_marked_cache_that_was_trimmed_is_refused() -> None:

@@ -3,29 +3,75 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import CancelledError
 from functools import partial
 from queue import SimpleQueue
-from types import FunctionType, SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 
-class Workers(ThreadPoolExecutor):
-    """An executor that starts its threads, and counts the idle ones, without Python's conditions.
+class Workers:
+    """A pool of threads that run tasks. Its threads start when they are needed, and end with it.
 
-    These are Python code, which an interrupt may end with its lock held. Then every thread waits for it at the end of
-    its task, and the next task is never submitted; or a thread waits for it when it starts, and the process never ends.
+    Python's executors start their threads, and count the idle ones, with conditions. These are Python code, which an
+    interrupt may end with its lock held: then the next task never runs, or the process never ends. Here each step that
+    changes anything is one call of C code.
+
+    Args:
+        most: the most threads.
+        name: of the threads.
     """
 
     def __init__(self, most: int, name: str) -> None:
-        super().__init__(most, thread_name_prefix=name)
-        self._idle_semaphore = _IdleThreads()  # type: ignore[assignment]  # a name of Python's, from 3.9 on
+        self._most, self._name = most, name
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle: deque[None] = deque()
+        self._threads: list[_Thread] = []
+        self._is_closed = False
+        weakref.finalize(self, self._tasks.put, None)
 
-    def _adjust_thread_count(self) -> None:
-        _adjust_thread_count(self)
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run a task, which raises nothing. An interrupt may leave it in the queue until the next one is submitted.
+
+        Raises:
+            RuntimeError: the pool was shut down.
+        """
+        if self._is_closed:
+            raise RuntimeError(f"the threads {self._name} have ended")
+        self._tasks.put(task)
+        try:
+            self._idle.pop()
+        except IndexError:
+            if len(self._threads) < self._most:
+                thread = _Thread(self._name, self._tasks, self._idle)
+                thread.start()
+                self._threads.append(thread)
+
+    def shutdown(self) -> None:
+        """End the threads after the tasks that were submitted, and wait for that. Harmless when repeated."""
+        self._is_closed = True
+        self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+class _Thread(threading.Thread):
+    """A thread of a pool. It refers to the queues of the pool alone, so that a pool that nobody uses ends."""
+
+    def __init__(self, name: str, tasks: SimpleQueue[Callable[[], None] | None], idle: deque[None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._tasks, self._idle = tasks, idle
+        self._started = _Started()  # a name of Python's
+
+    def run(self) -> None:
+        """Run tasks until the pool ends."""
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task
+            self._idle.append(None)
+        self._tasks.put(None)  # for the next thread
 
 
 class _Started:
@@ -52,41 +98,6 @@ class _Started:
 
     def _at_fork_reinit(self) -> None:
         self._news = SimpleQueue()
-
-
-class _Thread(threading.Thread):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._started = _Started()
-
-
-def _with_threads() -> Callable[[ThreadPoolExecutor], None]:
-    """Return the method of Python's executor that starts threads, with threads of ours."""
-    method = cast(FunctionType, cast(Any, ThreadPoolExecutor)._adjust_thread_count)
-    names = {**method.__globals__, "threading": SimpleNamespace(Thread=_Thread)}
-    return FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
-
-
-_adjust_thread_count = _with_threads()
-
-
-class _IdleThreads:
-    """The methods that an executor calls. Each has one step, the call of a deque's method, that changes anything."""
-
-    def __init__(self) -> None:
-        self._idle: deque[None] = deque()
-
-    def acquire(self, timeout: float) -> bool:
-        """Take an idle thread, if there is one; never wait."""
-        try:
-            self._idle.pop()
-        except IndexError:
-            return False
-        return True
-
-    def release(self) -> None:
-        """Note that a thread is idle."""
-        self._idle.append(None)
 
 
 class Job:
@@ -117,9 +128,8 @@ class Job:
             return
         try:
             call()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 whoever waits for the job gets it
             self._error = error
-            raise
         finally:
             self._is_done = True
             self._wake()
@@ -161,8 +171,8 @@ class Job:
 class InOrder:
     """A thread that runs jobs in the order in which they were submitted.
 
-    An executor whose start of a thread was interrupted may have two threads, or a task less. So the order is that of a
-    queue of our own, and each task runs all jobs in it.
+    A pool whose start of a thread was interrupted may have two threads, or a task that waits. So the order is that of
+    another queue, and each task runs all jobs in it.
     """
 
     def __init__(self, name: str) -> None:
@@ -183,7 +193,7 @@ class InOrder:
     def close(self) -> None:
         """Cancel the jobs that have not begun, and end the thread."""
         self._cancel()
-        self._workers.shutdown(wait=True, cancel_futures=True)
+        self._workers.shutdown()
         self._cancel()  # those that were submitted meanwhile
 
     def _cancel(self) -> None:
@@ -194,7 +204,4 @@ class InOrder:
     def _run(self) -> None:
         with self._one_runs:
             while self._jobs:
-                job = self._jobs.popleft()
-                with suppress(BaseException):  # the job keeps it; an interrupted submit left no other task to go on
-                    job.run()
-                del job
+                self._jobs.popleft().run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread
 import threading
 import time
 from collections.abc import Callable
@@ -13,20 +12,30 @@ import pytest
 from interrupt_points import Operation, interrupted_in, total_points
 from mlx_flash.workers import InOrder, Job, Workers
 
-FILES = (str(threading.__file__), str(concurrent.futures.thread.__file__), "workers.py")
+FILES = (str(threading.__file__), "workers.py")
+
+
+def run_one(workers: Workers) -> None:
+    """Run a task in a pool, and wait for it."""
+    job = Job(int)
+    workers.submit(job.run)
+    job.result()
 
 
 def test_workers_go_on_after_an_interrupted_submit() -> None:
-    with Workers(1, "mlx-flash-test") as workers:
-        assert [workers.submit(int).result(10) for _ in range(4)] == [0] * 4
+    workers = Workers(1, "mlx-flash-test")
+    for _ in range(4):
+        run_one(workers)
 
-        def program(run: Callable[[Operation], bool]) -> None:
-            run(lambda: workers.submit(int))
-            assert [workers.submit(int).result(10) for _ in range(2)] == [0, 0]
+    def program(run: Callable[[Operation], bool]) -> None:
+        run(lambda: workers.submit(Job(int).run))
+        for _ in range(2):
+            run_one(workers)
 
-        for number in range(total_points(program, FILES)):
-            assert interrupted_in(program, number, FILES) is None or len(workers._threads) == 1
-    assert not [thread for thread in threading.enumerate() if "mlx-flash-test" in thread.name]
+    for number in range(total_points(program, FILES)):
+        assert interrupted_in(program, number, FILES) is None or len(workers._threads) == 1
+    workers.shutdown()
+    assert not names_of_threads()
 
 
 def test_threads_start_after_an_interrupted_submit() -> None:
@@ -34,39 +43,68 @@ def test_threads_start_after_an_interrupted_submit() -> None:
 
     def program(run: Callable[[Operation], bool]) -> None:
         workers = Workers(1, "mlx-flash-test")
-        run(lambda: workers.submit(int))
-        assert workers.submit(int).result(10) == 0
+        run(lambda: workers.submit(Job(int).run))
+        run_one(workers)
         workers.shutdown()
-        end = time.monotonic() + 10
-        while [each for each in threading.enumerate() if "mlx-flash-test" in each.name and each.is_alive()]:
-            assert time.monotonic() < end
-            time.sleep(0.0001)
+        wait_until(lambda: not names_of_threads())
 
     for number in range(total_points(program, FILES)):
         interrupted_in(program, number, FILES)
 
 
+def test_threads_of_a_forgotten_pool_end() -> None:
+    workers = Workers(2, "mlx-flash-test")
+    run_one(workers)
+    del workers
+    wait_until(lambda: not names_of_threads())
+
+
+def test_a_pool_starts_no_more_threads_than_work() -> None:
+    workers, go_on = Workers(3, "mlx-flash-test"), threading.Event()
+    for _ in range(3):
+        run_one(workers)
+    assert len(names_of_threads()) == 1
+    jobs = [Job(go_on.wait, 10) for _ in range(5)]
+    for job in jobs:
+        workers.submit(job.run)
+    assert len(names_of_threads()) == 3
+    go_on.set()
+    workers.shutdown()
+    assert all(job.done() for job in jobs) and not names_of_threads()
+    with pytest.raises(RuntimeError, match="mlx-flash-test have ended"):
+        workers.submit(Job(int).run)
+
+
+def names_of_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if "mlx-flash-test" in each.name and each.is_alive()]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.0001)
+
+
 def test_jobs_end_after_an_interrupted_use() -> None:
-    with Workers(1, "mlx-flash-test") as workers:
+    workers = Workers(1, "mlx-flash-test")
 
-        def use(job: Job) -> None:
-            job.done()
-            if not job.cancel():
-                job.result()
+    def use(job: Job) -> None:
+        job.done()
+        if not job.cancel():
+            job.result()
 
-        def program(run: Callable[[Operation], bool]) -> None:
-            jobs = [Job(time.sleep, 0.001) for _ in range(2)]
-            for job in jobs:
-                workers.submit(job.run)
-                run(lambda job=job: use(job))  # type: ignore[misc]
-            last = Job(int)
-            workers.submit(last.run)
-            last.result()
-            assert all(job.done() for job in jobs)
+    def program(run: Callable[[Operation], bool]) -> None:
+        jobs = [Job(time.sleep, 0.001) for _ in range(2)]
+        for job in jobs:
+            workers.submit(job.run)
+            run(lambda job=job: use(job))  # type: ignore[misc]
+        run_one(workers)
+        assert all(job.done() for job in jobs)
 
-        files = (str(threading.__file__), "workers.py")
-        for number in range(total_points(program, files)):
-            interrupted_in(program, number, files)
+    for number in range(total_points(program, FILES)):
+        interrupted_in(program, number, FILES)
+    workers.shutdown()
 
 
 def test_a_job_tells_its_error_and_whether_it_was_cancelled() -> None:
@@ -74,8 +112,7 @@ def test_a_job_tells_its_error_and_whether_it_was_cancelled() -> None:
         raise ZeroDivisionError
 
     job, cancelled = Job(fail), Job(fail)
-    with pytest.raises(ZeroDivisionError):
-        job.run()
+    job.run()
     with pytest.raises(ZeroDivisionError):
         job.result()
     assert job.done() and not job.cancel()
@@ -104,9 +141,8 @@ def test_jobs_run_in_order_after_errors_and_interrupts() -> None:
         assert jobs[3].error() is None and isinstance(jobs[1].error(), ZeroDivisionError)
         assert done in ([0, 1, 2, 3], [0, 1, 3])  # the interrupt may have come first
 
-    files = (str(threading.__file__), "workers.py")
-    for number in range(total_points(program, files)):
-        interrupted_in(program, number, files)
+    for number in range(total_points(program, FILES)):
+        interrupted_in(program, number, FILES)
     begun, late = Job(time.sleep, 0.1), Job(work, 9)
     thread.submit(begun)
     thread.submit(late)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Executor
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +45,7 @@ class Ticket:
     def __init__(
         self,
         prefetcher: BackgroundPrefetcher,
-        pool: Executor,
+        pool: Workers,
         segments: Sequence[Segment],
         buffer: memoryview,
         caching: Caching,
@@ -187,7 +187,6 @@ class BackgroundPrefetcher:
             self._release()
             raise
         self.cached = CachedShare(sum(file.identity.nbytes for file in self._files.values()), room)
-        # An executor starts its threads when they are needed: an unused one costs nothing.
         self._pool = Workers(queue_depth, "mlx-flash-reader")
         self._urgent_pool = Workers(queue_depth, "mlx-flash-reader-urgent")
 
@@ -333,7 +332,7 @@ class BackgroundPrefetcher:
         self._closed = True
         self._gate.shut()  # joining the threads is not enough: CPython forgets one whose join was interrupted
         for pool in (self._pool, self._urgent_pool):
-            pool.shutdown(wait=True)  # the gate keeps out what has not begun
+            pool.shutdown()  # the gate keeps out what has not begun
         self._release()
 
     def _release(self) -> None:

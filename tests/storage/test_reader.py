@@ -12,10 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -36,6 +34,7 @@ from mlx_flash.storage.gate import Gate
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Ticket
 from mlx_flash.storage.ranges import RETRIES, Arrival
 from mlx_flash.storage.safetensors import Extent, TensorRecord
+from mlx_flash.workers import Workers
 from reading import CACHING, PAGE, Load, descriptors, num_cached_pages, packed, reader_threads, write_file
 
 # --- helpers ---------------------------------------------------------------------------
@@ -295,18 +294,18 @@ def test_buffer_that_is_too_small_is_refused(shard: Path, start: int) -> None:
 def num_tasks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many tasks the pools were given since the last time this was asked."""
     given_tasks: list[object] = []
-    real = ThreadPoolExecutor.submit
+    real = Workers.submit
 
-    def submit(pool: ThreadPoolExecutor, *args: Any) -> Future[None]:
-        given_tasks.append(args)
-        return real(pool, *args)
+    def submit(pool: Workers, task: Callable[[], None]) -> None:
+        given_tasks.append(task)
+        real(pool, task)
 
     def count() -> int:
         found = len(given_tasks)
         given_tasks.clear()
         return found
 
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    monkeypatch.setattr(Workers, "submit", submit)
     return count
 
 
@@ -672,21 +671,21 @@ def test_interrupt_while_waiting(shard: Path, replace_preadv: Replace, urgent: b
 
 
 def test_interrupt_inside_submit(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool has taken a task, but its future never came back: the interrupt struck between the two."""
+    """The pool has taken a task, and the ticket does not know it: the interrupt struck between the two."""
     load = small_load(shard, count=6)
     reader = open_reader(shard, queue_depth=3)
-    real = ThreadPoolExecutor.submit
-    taken = []
+    real = Workers.submit
+    taken: list[object] = []
 
-    def submit(pool: ThreadPoolExecutor, *args: Any) -> Future[None]:
-        taken.append(real(pool, *args))
+    def submit(pool: Workers, task: Callable[[], None]) -> None:
+        real(pool, task)
+        taken.append(task)
         if len(taken) == 3:
             time.sleep(0.05)
             raise KeyboardInterrupt
-        return taken[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ThreadPoolExecutor, "submit", submit)
+        patch.setattr(Workers, "submit", submit)
         patch.setattr(ranges_module.os, "preadv", slowly(0.15)(os.preadv))
         with pytest.raises(KeyboardInterrupt):
             load.submit(reader)

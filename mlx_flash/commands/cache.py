@@ -20,8 +20,7 @@ from mlx_flash.kv.files import sessions_directory
 from mlx_flash.layout.held import RESULTS as HELD
 from mlx_flash.monitor.words import counted, size
 from mlx_flash.prefixes.cache import prefix_directory
-from mlx_flash.prefixes.evict import clear_prefixes
-from mlx_flash.prefixes.folder import StoredModel, list_prefixes
+from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
 from mlx_flash.residency.attention import RESULTS as ATTENTION
 from mlx_flash.residency.speed import SPEEDS
 from mlx_flash.sessions import remove_orphans, remove_unheld

@@ -38,7 +38,7 @@ from mlx_flash.errors import ConfigError
 from mlx_flash.experts.trace import RoutingTrace
 from mlx_flash.generation import stream_generate
 from mlx_flash.integration.mlx_lm import apply_flash_patch
-from mlx_flash.kv.saved import load_saved
+from mlx_flash.kv.cache import load_saved
 from mlx_flash.loading import load_model
 from mlx_flash.model import FlashLLM
 from mlx_flash.ranks.peers import launched_group, rank_output, read_on_rank_0

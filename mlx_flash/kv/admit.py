@@ -47,13 +47,8 @@ def admit(
 def admit_quietly(pool: KVPool, layers: Sequence[LayerRows], num_new: Sequence[int], limit: int) -> bool:
     """Prepare a call that takes no more memory, for which :func:`admit` would do nothing else.
 
-    Most tokens are such a call: the buffers of every layer have room for them. No layer is looked at twice.
-
-    Args:
-        pool, layers, num_new, limit: as there.
-
-    Returns:
-        False, and nothing has changed, for any other call.
+    Most tokens are such a call: the buffers of every layer have room for them. No layer is looked at twice. Return
+    False, and change nothing, for any other call.
     """
     largest = quiet_width(pool, layers, num_new)
     if largest is None:
@@ -70,8 +65,7 @@ def admit_quietly(pool: KVPool, layers: Sequence[LayerRows], num_new: Sequence[i
 def quiet_width(pool: KVPool, layers: Sequence[LayerRows], num_new: Sequence[int]) -> int | None:
     """Return the most bytes of a token in a layer if the buffers of all layers have room for the new tokens.
 
-    Returns:
-        None where they have not, where a layer is on disk, and where tokens may be dropped.
+    Return None where they have not, where a layer is on disk, and where tokens may be dropped.
     """
     if pool.layers.is_on_disk or pool.options.max_tokens is not None:
         return None

@@ -26,9 +26,6 @@ class PooledCache:
     """A cache of one layer, plain or quantized, whose rows belong to a pool.
 
     Its sizes are computed from the rows, so none can contradict them.
-
-    Attributes:
-        rows: the tokens' rows.
     """
 
     rows: LayerRows
@@ -73,8 +70,7 @@ class PooledCache:
     def is_trimmable(self) -> bool:
         """Return whether any number of tokens can be trimmed. False once tokens were dropped.
 
-        Raises:
-            ConfigError: mlx-lm asks because it begins speculative decoding, and ``max_tokens`` is set.
+        Raises: ConfigError: mlx-lm asks because it begins speculative decoding, and ``max_tokens`` is set.
         """
         if self.pool.options.max_tokens is not None and is_for_a_draft():
             raise forgetful(self.pool.options.max_tokens, "used with a draft model, whose tokens are taken back")

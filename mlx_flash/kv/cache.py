@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, load_prompt_cache
 
 from mlx_flash.compat.caches import CacheKinds
-from mlx_flash.errors import StreamedWeightsError
+from mlx_flash.errors import CheckpointError, StreamedWeightsError
 from mlx_flash.kv.base import PooledCache, buffers, contents, forgetful, pair
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.rows import LayerRows
+from mlx_flash.storage.safetensors import read_shard
 
 
 class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
@@ -61,11 +62,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
         self.rows = rows or _rows_on_disk(max_tokens, None if directory is None else Path(directory).expanduser())
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add tokens, ``(batch, heads, new tokens, width)``. Return all that are kept.
-
-        Raises:
-            BudgetError, WriteError, ReadError: as :meth:`LayerRows.append`.
-        """
+        """Add tokens, ``(batch, heads, new tokens, width)``. Return all that are kept. Raises: as its rows do."""
         found = self.rows.append([keys, values])
         return found[0], found[1]
 
@@ -131,13 +128,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
 
 
 class DiskQuantizedKVCache(PooledCache, QuantizedKVCache):  # type: ignore[misc]
-    """mlx-lm's ``QuantizedKVCache`` whose tokens may be on disk.
-
-    Args:
-        rows: storage of the tokens.
-        group_size: numbers that share a scale.
-        bits: bits of a number.
-    """
+    """mlx-lm's ``QuantizedKVCache`` whose tokens may be on disk."""
 
     _form = ("group_size", "bits")
 
@@ -147,11 +138,7 @@ class DiskQuantizedKVCache(PooledCache, QuantizedKVCache):  # type: ignore[misc]
         self.bits = bits
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Quantize and add tokens, ``(batch, heads, new tokens, width)``. Return all that are kept, as triples.
-
-        Raises:
-            BudgetError, WriteError, ReadError: as :meth:`LayerRows.append`.
-        """
+        """Quantize and add tokens, ``(batch, heads, new tokens, width)``. Return all that are kept, as triples."""
         return pair(self.rows.append(_quantized([keys, values], self.group_size, self.bits)))
 
     @property
@@ -187,16 +174,10 @@ def _rows_on_disk(max_tokens: int | None, directory: Path | None) -> LayerRows:
 
 
 def make_caches(model_caches: Sequence[Any], options: KVOptions, pool: KVPool | None = None) -> list[Any]:
-    """Return a model's list of caches with the plain ones replaced.
+    """Return a new list of a model's caches with the plain ones replaced, and what is in them.
 
-    Args:
-        model_caches: as mlx-lm's ``make_prompt_cache`` or ``load_prompt_cache`` returns them. Only entries whose
-            class is exactly ``KVCache`` or ``QuantizedKVCache`` are replaced, with what is in them.
-        options: the settings; not used when a pool is given.
-        pool: shared with other caches of the same model; None makes a new one.
-
-    Returns:
-        A new list. Entries of other classes, lists of caches among them, are the same objects as before.
+    These are entries whose class is exactly ``KVCache`` or ``QuantizedKVCache``. Others, lists of caches among them,
+    are the same objects as before. The pool may be shared with other caches of the same model; None makes a new one.
     """
     pool = pool or KVPool(options)
     group = pool.new_group()
@@ -213,3 +194,30 @@ def _replaced(entry: Any, pool: KVPool, group: int, index: int) -> Any:
     if not entry.empty():
         cast(Any, cache).state = entry.state
     return cache
+
+
+_MOST_DIGITS = 5
+"""Most digits of a layer's index: caches have fewer layers."""
+
+
+def load_saved(path: Path) -> tuple[list[Any], dict[str, Any]]:
+    """Load a prompt cache and its metadata with mlx-lm's ``load_prompt_cache``.
+
+    MLX believes the shapes in a file, and makes lists as long as the largest index in a name.
+
+    Raises:
+        CheckpointError: the file is not what ``save_prompt_cache`` writes.
+    """
+    shard = read_shard(path)
+    names = [*(record.name for record in shard.tensors), *shard.metadata]
+    numbers = [part for name in names for part in name.split(".") if part.isdecimal()]
+    if any(len(number) > _MOST_DIGITS for number in numbers):
+        raise CheckpointError(f"{path} is not a saved prompt cache: a name in it has a number that is too large")
+    try:
+        cache, metadata = load_prompt_cache(str(path), return_metadata=True)
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not a saved prompt cache ({type(error).__name__}: {error}). Hint: make it with "
+            "`mlx_lm.cache_prompt`."
+        ) from error
+    return cache, metadata

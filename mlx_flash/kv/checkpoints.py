@@ -106,7 +106,7 @@ def _shrink_to(entry: Any, capacity: int) -> None:
         return
     if isinstance(entry, PooledCache):
         memory = entry.rows.memory
-        memory.buffers = Buffers.of([shortened(array, capacity) for array in memory.arrays])
+        memory.buffers = Buffers.of(memory.layout, [shortened(array, capacity) for array in memory.arrays])
     else:
         entry.keys, entry.values = tree_map(partial(shortened, length=capacity), (entry.keys, entry.values))
 

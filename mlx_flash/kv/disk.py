@@ -12,28 +12,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlx_flash.kv.layout import RowBytes
 from mlx_flash.kv.ledger import Layer
-from mlx_flash.kv.pages import FilePages, InFile, Page, cut, num_tokens, segments
+from mlx_flash.kv.pages import FilePages, InFile, Page, RowBytes, cut, num_tokens, segments
 from mlx_flash.kv.writing import Draft, LayerFile
 from mlx_flash.layout.arrays import Opaque
 from mlx_flash.memory.pagecache import round_up
 
 
 class _Held(NamedTuple):
-    """Everything that a layer on disk holds. It is replaced as a whole, so an interrupt leaves the old or the new one.
+    """Everything that a layer on disk holds, replaced as a whole: an interrupt leaves the old or the new one."""
 
-    Attributes:
-        tail: room for a page in memory. Rows behind the last token mean nothing.
-        length: number of tokens.
-        pages: the pages in the order of their tokens.
-        paged_tokens: number of tokens in them.
-    """
-
-    tail: RowBytes
+    tail: RowBytes  # room for a page in memory; rows behind the last token mean nothing
     length: int = 0
-    pages: FilePages = ()
-    paged_tokens: int = 0
+    pages: FilePages = ()  # in the order of their tokens
+    paged_tokens: int = 0  # number of tokens in them
 
     def with_pages(self, *pages: Page[InFile]) -> _Held:
         """Return this with more pages; tokens are in them."""
@@ -42,37 +34,25 @@ class _Held(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A page that the prefix cache wants.
+    """A page that the prefix cache wants."""
 
-    Attributes:
-        end: the token after its last one.
-        layer: the number of the layer in the draft.
-        draft: returns the file to write it to; None where there is none.
-    """
-
-    end: int
-    layer: int
-    draft: Callable[[], Draft | None]
+    end: int  # the token after its last one
+    layer: int  # its number in the draft
+    draft: Callable[[], Draft | None]  # returns the file to write it to; None where there is none
 
 
 NOTHING_PLANNED: Mapping[int, Planned] = MappingProxyType({})
 
 
 class DiskRows(Opaque):
-    """The tokens of one layer on disk; the last ones, which do not fill a page, in memory.
-
-    Args:
-        file: the layer's own file. A page in it is free when no layer that uses the file has it.
-        num_forgotten: number of tokens that were dropped from between them.
-    """
+    """The tokens of one layer on disk; the last ones, which do not fill a page, in memory."""
 
     def __init__(self, file: LayerFile, num_forgotten: int = 0) -> None:
-        self.file = file
+        self.file = file  # the layer's own
         self.layout = file.layout
-        self.num_forgotten = num_forgotten
+        self.num_forgotten = num_forgotten  # tokens that were dropped from between the others
         components, step = self.layout.components, self.layout.step
         self._held = _Held([np.empty((c.heads, step, c.width_bytes), np.uint8) for c in components])
-        file.users.add(self)
 
     @property
     def length(self) -> int:
@@ -127,14 +107,8 @@ class DiskRows(Opaque):
     def append(self, rows: RowBytes, planned: Mapping[int, Planned] = NOTHING_PLANNED) -> None:
         """Add tokens, ``(heads, tokens, bytes)`` for each array. Their bytes are copied.
 
-        An interrupt may leave some of them added: those that fill pages.
-
-        Args:
-            rows: the tokens.
-            planned: pages to write to drafts, by first token. Others go to the layer's own file.
-
-        Raises:
-            WriteError: the disk is full, or fails.
+        Planned pages, by first token, go to drafts; others to the layer's own file. An interrupt may leave some tokens
+        added: those that fill pages. Raises: WriteError.
         """
         begin, length, end = self.paged_tokens, self.length, self.length + rows[0].shape[1]
         while (found := _next_pages(self, begin, end, planned)) is not None:
@@ -156,11 +130,7 @@ class DiskRows(Opaque):
         self._held = held._replace(length=end)
 
     def truncate(self, length: int) -> None:
-        """Remove the tokens from ``length`` on.
-
-        Raises:
-            ReadError: tokens that do not fill a page any more could not be read.
-        """
+        """Remove the tokens from ``length`` on. Raises: ReadError: those that do not fill a page any more."""
         held = self._held
         if length < held.paged_tokens:
             pages = self.first_pages(length)
@@ -171,11 +141,7 @@ class DiskRows(Opaque):
         self._held = held._replace(length=length)
 
     def read(self, start: int, stop: int) -> RowBytes:
-        """Return copies of the rows of some tokens.
-
-        Raises:
-            ReadError: pages could not be read.
-        """
+        """Return copies of the rows of some tokens. Raises: ReadError."""
         paged = self.paged_tokens
         found = _read_pages(self, start, max(start, min(stop, paged)))
         tails = [tail[:, max(0, start - paged) : max(0, stop - paged)] for tail in self.tail]

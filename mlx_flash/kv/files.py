@@ -1,28 +1,116 @@
-"""The files of layers on disk, created when the first layer is evicted."""
+"""The files of a pool: those of layers on disk, made when the first one is evicted, and open ones of the prefix cache.
+
+Files of the prefix cache are read where they are. They are locked while a layer refers to them, so they are not
+evicted. If one is removed all the same, its open descriptors keep its bytes.
+"""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakSet, WeakValueDictionary
 
 import mlx.core as mx
 
-from mlx_flash.errors import WriteError
+from mlx_flash.errors import CheckpointError, WriteError
 from mlx_flash.files import free_bytes
 from mlx_flash.folders import cache_directory
+from mlx_flash.forks import finalize
 from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows, Planned
-from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.memory import MemoryRows
-from mlx_flash.kv.opened import PageReader, Stored, StoredFiles
 from mlx_flash.kv.options import NUM_SLOTS, QUEUE_DEPTH, READ_SIZE, KVOptions, queued_bytes
-from mlx_flash.kv.pages import Page, num_tokens
-from mlx_flash.kv.slots import row_bytes
-from mlx_flash.kv.writing import Draft, LayerFile, WriteBehind
+from mlx_flash.kv.pages import Component, InFile, Page, RowLayout, num_tokens, row_bytes
+from mlx_flash.kv.writing import Draft, LayerFile, LockedFile, PageReader, WriteBehind
 from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.ranges import Arrival
 from mlx_flash.storage.selftest import way_of_reading
+from mlx_flash.storage.source import identity_of
+
+OTHER_FILES = 128
+"""Descriptors that are left to everything else."""
+
+MOST_DESCRIPTORS = 4096
+
+
+def most_files(limit: int) -> int:
+    """Return how many files of the prefix cache may be open, with two descriptors each, of ``limit`` in the process.
+
+    The limit is 256 on macOS, and 1024 on Linux if nothing else is set; negative for none.
+    """
+    return max(16, min(limit - OTHER_FILES if limit > 0 else MOST_DESCRIPTORS, MOST_DESCRIPTORS) // 2)
+
+
+MOST_FILES = most_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""Most files of the prefix cache that are open at once."""
+
+
+class StoredRows(NamedTuple):
+    """Rows in a file of the prefix cache that may be closed, replaced or gone; places are as in :class:`InFile`."""
+
+    path: Path
+    inode: int
+    components: tuple[Component, ...]
+    offsets: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+Stored = Callable[[], StoredRows | None]
+"""Returns rows of the prefix cache once they are written; None if they are not stored."""
+
+
+class StoredFile:
+    """A file of the prefix cache that is open and locked while this object lives."""
+
+    def __init__(self, path: Path, reader: PageReader, direct: bool) -> None:
+        self.path = path
+        source = LockedFile(path, direct)
+        try:
+            self.inode = source.identity.inode
+            if identity_of(path).inode != self.inode:
+                raise FileNotFoundError(path)
+            finalize(self, reader.remove, path)
+            reader.keep(source)
+        except BaseException:
+            source.close()
+            raise
+
+    def flush(self) -> None:
+        """Do nothing: it is written."""
+
+
+class StoredFiles:
+    """The files of the prefix cache that a pool's layers refer to, and the drafts, which may become such files."""
+
+    def __init__(self, reader: PageReader, direct: bool) -> None:
+        self._reader = reader
+        self._direct = direct
+        self._open: WeakValueDictionary[Path, StoredFile] = WeakValueDictionary()
+        self.drafts: WeakSet[Draft] = WeakSet()
+
+    def open(self, page: Page[Stored], components: Sequence[Component]) -> Page[InFile] | None:
+        """Return a page of the prefix cache with these arrays, whose file is kept open.
+
+        Return None if it has others, or if its file is gone, replaced, being evicted, or one too many.
+        """
+        rows = page.where()
+        if rows is None or rows.components != components:
+            return None
+        file = self._open.get(rows.path)
+        if file is None and self.has_room:
+            with suppress(OSError, CheckpointError):
+                file = self._open[rows.path] = StoredFile(rows.path, self._reader, self._direct)
+        if file is None or file.inode != rows.inode:
+            return None
+        return Page(InFile(file, rows.components, rows.offsets, rows.strides), page.length)
+
+    @property
+    def has_room(self) -> bool:
+        """False when as many files are open as may be."""
+        return len(self._open) + len(self.drafts) < MOST_FILES
 
 
 def sessions_directory() -> Path:
@@ -45,16 +133,11 @@ class _Disk(NamedTuple):
 
 
 class KVFiles:
-    """The files of layers on disk, and the threads that read and write them.
-
-    Args:
-        options: the settings.
-        count_written: called from another thread with the number of bytes written.
-    """
+    """The files of layers on disk, and the threads that read and write them."""
 
     def __init__(self, options: KVOptions, count_written: Callable[[int], None]) -> None:
         self._options = options
-        self._count_written = count_written
+        self._count_written = count_written  # called from another thread
         self._numbers = count()
         self._num_slots = NUM_SLOTS
         self._disk: _Disk | None = None
@@ -77,23 +160,22 @@ class KVFiles:
         stored: Sequence[Page[Stored]] = (),
         planned: Mapping[int, Planned] = NOTHING_PLANNED,
     ) -> DiskRows:
-        """Write the rows of a layer to disk, page by page, without those that other files have already.
+        """Write the rows of a layer to disk, page by page, without those that files have already.
 
         Args:
             memory: the rows.
             new: arrays with the shapes of the first tokens, if there are no rows yet.
             others: rows on disk, each with the number of first tokens that are the same.
             stored: the first tokens in files of the prefix cache.
-            planned: pages to write to drafts, as for :meth:`DiskRows.append`. Larger ones than the layer's own would
-                take more memory.
+            planned: as for :meth:`DiskRows.append`. Larger pages than the layer's own would take more memory.
 
         Raises:
             WriteError: the disk is full, or fails.
         """
         step = self._options.step
-        disk = self._begun(others)
+        disk = _begun(others)
         if disk is None or disk.length < num_tokens(stored):
-            fresh = self._new_rows(RowLayout.of(memory.examples or new, step))
+            fresh = self._new_rows(memory.layout or RowLayout.of(new, step))
             all(self.refer(fresh, page) for page in stored)  # up to the first that is gone
             disk = disk if disk is not None and disk.length >= fresh.length else fresh
         disk.num_forgotten = memory.num_forgotten
@@ -107,20 +189,10 @@ class KVFiles:
             disk.flush()  # memory is short: nothing waits
         return disk
 
-    def _begun(self, others: Iterable[tuple[DiskRows, int]]) -> DiskRows | None:
-        found = [(num_tokens(disk.first_pages(length)), disk) for disk, length in others]
-        length, disk = max(found, key=lambda pair: pair[0], default=(0, None))
-        if not length or disk is None:
-            return None
-        begun = disk.fork()
-        begun.truncate(length)
-        return begun
-
     def refer(self, disk: DiskRows, page: Page[Stored]) -> bool:
-        """Add a page of the prefix cache to a layer on disk, without a copy.
+        """Add a page of the prefix cache to a layer on disk, without a copy, and return whether that was possible.
 
-        Returns:
-            Whether that was possible. It is not behind tokens that are in no page, nor from a file that is gone.
+        It is not behind tokens that are in no page, nor from a file that is gone.
         """
         if self._disk is None or disk.length > disk.paged_tokens:
             return False
@@ -130,14 +202,9 @@ class KVFiles:
         return found is not None
 
     def new_draft(self, room: int, beside: Path) -> Draft | None:
-        """Return a file for pages of all layers, which can be moved to the folder ``beside``.
+        """Return a draft with ``room`` bytes at its beginning, which can be moved to the prefix cache's folder.
 
-        Args:
-            room: bytes to leave free at its beginning.
-            beside: the folder of the prefix cache's files.
-
-        Returns:
-            None if no layer is on disk yet, too many files are open, or the folder is on another disk.
+        Return None if no layer is on disk yet, too many files are open, or that folder is on another disk.
         """
         if self._disk is None or not self._disk.stored.has_room:
             return None
@@ -153,7 +220,7 @@ class KVFiles:
     def draft_bytes(self) -> int:
         """Bytes of drafts that are no files of the prefix cache."""
         drafts = () if self._disk is None else self._disk.stored.drafts
-        return sum([draft.nbytes for draft in drafts if isinstance(draft, Draft) and not draft.is_named])
+        return sum([draft.nbytes for draft in drafts if not draft.is_named])
 
     def _new_rows(self, layout: RowLayout) -> DiskRows:
         if self._disk is None:
@@ -191,3 +258,14 @@ class KVFiles:
             self._disk.writer.close()
             self._disk.reader.close()
             self._disk.folder.close()
+
+
+def _begun(others: Iterable[tuple[DiskRows, int]]) -> DiskRows | None:
+    """Return a copy of the rows with the most common tokens in pages, cut to them; None if there are no such tokens."""
+    found = [(num_tokens(disk.first_pages(length)), disk) for disk, length in others]
+    length, disk = max(found, key=lambda pair: pair[0], default=(0, None))
+    if not length or disk is None:
+        return None
+    begun = disk.fork()
+    begun.truncate(length)
+    return begun

@@ -29,12 +29,7 @@ def make_labels(tokens: Sequence[int], begin: int, end: int, form: int) -> Label
 
 
 class History:
-    """The content of a cache, all full pages of which are stored. It is immutable, so copies of a cache share it.
-
-    Attributes:
-        length: number of tokens, unread ones included.
-        ends: with how many tokens each page ends.
-    """
+    """The content of a cache, all full pages of which are stored. It is immutable, so copies of a cache share it."""
 
     def __init__(
         self,
@@ -44,7 +39,7 @@ class History:
         num_unread: int = 0,
     ) -> None:
         self._parts = labels, unread
-        self.ends = ends
+        self.ends = ends  # with how many tokens each page ends
         self.length = len(labels) + num_unread
 
     def __deepcopy__(self, memo: dict[int, Any]) -> History:

@@ -18,10 +18,10 @@ from mlx_lm.models.cache import KVCache
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.cache import DiskKVCache
 from mlx_flash.kv.history import pass_on
-from mlx_flash.kv.holdings import park
+from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.pages import InMemory, MemoryPages, Page, cut, sizes
 from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.rows import LayerRows
+from mlx_flash.kv.rows import LayerRows, note_copy, park, relatives
 from mlx_flash.memory.footprint import release_freed_memory
 
 _COMPARED_TOKENS = 1024
@@ -46,16 +46,9 @@ class KeptCaches:
     def take(self, cache: list[Any], tokens: Sequence[int], pool: KVPool) -> KeptCache:
         """Register a cache that will be kept. Replace each ``KVCache`` of mlx-lm in it by a cache of the pool.
 
-        The new entry shares the rows that another kept entry in memory has, bit for bit. The pool's budget is raised to
-        the memory in use: the rows were in memory before, and the next call limits what may stay.
-
-        Args:
-            cache: a prompt cache of one sequence that is not computed with any more.
-            tokens: its tokens.
-            pool: the pool of the model.
-
-        Returns:
-            The list to keep, with the same entries.
+        The cache is that of one sequence that is not computed with any more. Each new entry shares the rows that
+        another kept entry in memory has, bit for bit. The pool's budget is raised to the memory in use: the rows were
+        in memory before, and the next call limits what may stay. Return the list to keep, with the same entries.
         """
         with pool.lock:
             taken, common, group = [], dict[int, int](), pool.new_group()
@@ -70,7 +63,7 @@ class KeptCaches:
         for entry in cache:
             if isinstance(entry, PooledCache):
                 self._tokens[entry.rows] = tokens
-        if any(any(rows.lineage.relatives()) for rows in taken):
+        if any(any(relatives(rows)) for rows in taken):
             release_freed_memory()
         kept = self._lists[next(self._numbers)] = KeptCache(cache)
         return kept
@@ -110,13 +103,12 @@ class KeptCaches:
                 park(nearest)
             self._split_at(nearest, length)
             known = cut(nearest.memory.pages, length)
-            nearest.lineage.copy_to(rows.lineage, length)
-            rows.lineage.cut(length)  # nothing in common with the sequences that share more with the other
+            note_copy(nearest, rows, length)
+            rows.cut(length)  # nothing in common with the sequences that share more with the other
         else:
             length = 0
-        rest = entry.offset - length
-        behind = (Page(InMemory([array[..., length:, :] for array in arrays]), rest),) if rest else ()
-        rows.memory.park((*known, *behind))
+        plain = MemoryRows(rows.options, arrays, entry.offset)
+        rows.memory.park((*known, *plain.copied(length)), plain.layout)
         cache = DiskKVCache(rows=rows)
         pass_on(entry, cache)
         return cache
@@ -163,13 +155,7 @@ def num_common(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def num_equal(rows: LayerRows, arrays: Sequence[mx.array], most: int) -> int:
-    """Return how many first tokens of a layer equal those of some arrays, bit for bit.
-
-    Args:
-        rows: the layer.
-        arrays: ``(batch, heads, tokens, width)`` each.
-        most: the most tokens to compare.
-    """
+    """Return how many of the first ``most`` tokens of a layer equal those of some arrays, bit for bit."""
     for start in range(0, most, _COMPARED_TOKENS):
         stop = min(start + _COMPARED_TOKENS, most)
         equal = mx.ones((stop - start,), mx.bool_)

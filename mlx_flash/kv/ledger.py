@@ -17,21 +17,13 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
 
 class Layer(NamedTuple):
-    """One layer of one prompt cache.
+    """One layer of one prompt cache."""
 
-    Attributes:
-        widths: bytes of a token in each array; none before the first token.
-        length: number of tokens.
-        capacity: tokens that its buffers have room for; 0 while it has none.
-        pages: (identity, bytes) of the rows that it is parked in.
-        is_on_disk: whether all but its last tokens are on disk.
-    """
-
-    widths: tuple[int, ...] = ()
-    length: int = 0
-    capacity: int = 0
-    pages: tuple[tuple[int, int], ...] = ()
-    is_on_disk: bool = False
+    widths: tuple[int, ...] = ()  # bytes of a token in each array; none before the first token
+    length: int = 0  # number of tokens
+    capacity: int = 0  # tokens that its buffers have room for; 0 while it has none
+    pages: tuple[tuple[int, int], ...] = ()  # (identity, bytes) of the rows that it is parked in
+    is_on_disk: bool = False  # all but its last tokens
 
     @property
     def token_bytes(self) -> int:
@@ -49,58 +41,34 @@ class Layer(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """Tokens that a call adds to a layer.
+    """Tokens that a call adds to a layer."""
 
-    Attributes:
-        nbytes: bytes of a token.
-        num_new: new tokens.
-        held: the most tokens that the layer holds meanwhile; fewer than all where old ones are dropped.
-    """
-
-    nbytes: int
+    nbytes: int  # of a token
     num_new: int
-    held: int
+    held: int  # the most tokens that the layer holds meanwhile; fewer than all where old ones are dropped
 
 
 class Way(NamedTuple):
-    """A way for a call to stay within a limit.
+    """A way for a call to stay within a limit."""
 
-    Attributes:
-        missing: bytes that it lacks.
-        under_way_bytes: kept free during the call: for reads and writes, or for the eviction of a layer.
-        num_slots: buffers for layers on disk; 0 where nothing goes there.
-        disk_bytes: what it adds to the files.
-    """
-
-    missing: int
-    under_way_bytes: int = 0
-    num_slots: int = 0
-    disk_bytes: int = 0
+    missing: int  # bytes that it lacks
+    under_way_bytes: int = 0  # kept free during the call: for reads and writes, or for the eviction of a layer
+    num_slots: int = 0  # buffers for layers on disk; 0 where nothing goes there
+    disk_bytes: int = 0  # what it adds to the files
 
 
 @dataclass(frozen=True)
 class KVLedger:
-    """The layers of all caches of a model, and the tokens that a call adds to some. Shared rows count once.
-
-    Attributes:
-        options: the settings.
-        layers: every layer of every cache.
-        coming: the tokens that a call, or several in lockstep, add to some of them.
-        step: how many of these go through the model at a time.
-        slots_held: bytes of the slots of layers on disk.
-        num_slots: how many slots there are.
-        commits_lazily: whether slots take memory as they are written to.
-        under_way_bytes: kept free for reads and writes of layers on disk.
-    """
+    """The layers of all caches of a model, and the tokens that a call adds to some. Shared rows count once."""
 
     options: KVOptions
-    layers: Mapping[Any, Layer]
-    coming: Mapping[Any, Coming] = field(default_factory=dict)
-    step: int = 1
-    slots_held: int = 0
+    layers: Mapping[Any, Layer]  # every layer of every cache
+    coming: Mapping[Any, Coming] = field(default_factory=dict)  # tokens of a call, or of several in lockstep
+    step: int = 1  # how many of them go through the model at a time
+    slots_held: int = 0  # bytes of the slots of layers on disk
     num_slots: int = NUM_SLOTS
-    commits_lazily: bool = True
-    under_way_bytes: int = 0
+    commits_lazily: bool = True  # slots take memory as they are written to
+    under_way_bytes: int = 0  # kept free for reads and writes of layers on disk
 
     @cached_property
     def now(self) -> int:
@@ -168,11 +136,7 @@ class KVLedger:
         return slot_memory(nbytes) if is_tight else nbytes
 
     def way(self, limit: int) -> Way:
-        """Return how the call stays within a limit.
-
-        Args:
-            limit: the most memory of all caches together, reads and writes in flight included.
-        """
+        """Return how the call stays within a limit: of all caches together, reads and writes in flight included."""
         options, sizes = self.options, [each.nbytes for each in self.coming.values()]
         needed = self.peak + (options.step * sum(sizes) if self._grows_several_times else 0)
         if options.budget_bytes is None:

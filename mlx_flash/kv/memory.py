@@ -17,10 +17,9 @@ from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
-from mlx_flash.kv.layout import RowLayout
 from mlx_flash.kv.ledger import Layer
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import InMemory, MemoryPages, Page, cut, num_tokens, slices
+from mlx_flash.kv.pages import Component, InMemory, MemoryPages, Page, RowLayout, cut, num_tokens, slices
 
 _changes = count(1)
 
@@ -37,52 +36,31 @@ class Changes:
 
 
 class Buffers(NamedTuple):
-    """The memory of a layer, with its sizes.
+    """The memory of a layer, with its sizes."""
 
-    Attributes:
-        arrays: the buffers, with room behind the tokens; empty before the first tokens and while parked.
-        pages: the tokens while parked.
-        capacity: number of tokens that the buffers have room for.
-        nbytes: bytes of the buffers, without pages.
-        widths: bytes of a token in each array; none before the first tokens.
-    """
-
-    arrays: list[mx.array]
-    pages: MemoryPages
-    capacity: int
-    nbytes: int
-    widths: tuple[int, ...]
+    arrays: list[mx.array]  # with room behind the tokens; none before the first tokens and while parked
+    pages: MemoryPages  # the tokens while parked
+    layout: RowLayout | None  # of the rows; None before the first tokens
+    capacity: int  # number of tokens that the arrays have room for
+    nbytes: int  # of the arrays
 
     @classmethod
-    def of(cls, arrays: Sequence[mx.array], pages: MemoryPages = ()) -> Buffers:
+    def of(cls, layout: RowLayout | None, arrays: Sequence[mx.array] = (), pages: MemoryPages = ()) -> Buffers:
         """Return buffers, or pages, with their sizes, to be a layer's memory."""
         Changes.note()
         capacity = int(arrays[0].shape[2]) if arrays else 0
-        examples = pages[0].where.arrays if pages else arrays
-        widths = tuple([_token_bytes(array) for array in examples])
-        return cls(list(arrays), pages, capacity, sum([array.nbytes for array in arrays]), widths)
+        return cls(list(arrays), pages, layout, capacity, sum([array.nbytes for array in arrays]))
 
 
 class MemoryRows:
-    """The arrays of one layer's cache, each ``(batch, heads, tokens, width)``, and the number of tokens in them.
-
-    Args:
-        options: the form of the cache, and its growth.
-        arrays: the buffers to begin with, which are evaluated.
-        length: number of tokens in them.
-        num_forgotten: number of tokens that were dropped from between them.
-
-    Attributes:
-        buffers: its memory, which is replaced as a whole.
-        num_forgotten: as given.
-    """
+    """The arrays of one layer's cache, each ``(batch, heads, tokens, width)``, and the number of tokens in them."""
 
     def __init__(
         self, options: KVOptions, arrays: Sequence[mx.array] = (), length: int = 0, num_forgotten: int = 0
     ) -> None:
         mx.eval(arrays)
-        self.buffers = Buffers.of(arrays)
-        self.num_forgotten = num_forgotten
+        self.buffers = Buffers.of(RowLayout.of(arrays, options.step) if arrays else None, arrays)  # replaced as a whole
+        self.num_forgotten = num_forgotten  # tokens that were dropped from between the others
         self._length = length
         self._options = options
 
@@ -97,43 +75,51 @@ class MemoryRows:
         return self.buffers.pages
 
     @property
+    def layout(self) -> RowLayout | None:
+        """Layout of the rows; None before the first ones."""
+        return self.buffers.layout
+
+    @property
     def length(self) -> int:
         """Number of tokens."""
         pages = self.buffers.pages
         return num_tokens(pages) if pages else self._length
 
     @property
-    def examples(self) -> Sequence[mx.array]:
-        """Arrays with the same types, and shapes except for tokens; empty before the first tokens."""
-        return self.pages[0].where.arrays if self.pages else self.arrays
-
-    @property
-    def layout(self) -> RowLayout | None:
-        """Layout of the rows; None before the first ones."""
-        return RowLayout.of(self.examples, self._options.step) if self.examples else None
-
-    @property
     def in_numbers(self) -> Layer:
         """The layer as the ledger sees it."""
-        buffers = self.buffers
+        buffers, layout = self.buffers, self.buffers.layout
         pages = tuple([(id(page.where), page.where.nbytes) for page in buffers.pages])
-        return Layer(buffers.widths, self.length, buffers.capacity, pages)
+        return Layer(layout.widths if layout is not None else (), self.length, buffers.capacity, pages)
 
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens take more memory. Called for each token."""
         buffers = self.buffers
-        return bool(buffers.pages) or not buffers.arrays or self._length + num_new > buffers.capacity
+        return bool(buffers.pages) or self._length + num_new > buffers.capacity
 
     def append(self, new: Sequence[mx.array]) -> None:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each buffer."""
         end = self.length + new[0].shape[2]
         if self.takes_more(new[0].shape[2]):
-            length, grown = self.length, _grown(self, new, self._options)
+            length, grown = self.length, self._grown(new)
             self._length = length
             self.buffers = grown
         for array, rows in zip(self.arrays, new, strict=True):
             array[..., self._length : end, :] = rows
         self._length = end
+
+    def _grown(self, new: Sequence[mx.array]) -> Buffers:
+        """Return buffers with all tokens, and room for new ones."""
+        layout, length = self.layout or RowLayout.of(new, self._options.step), self.length
+        room = self._options.capacity_after(length, self.buffers.capacity, new[0].shape[2]) - length
+        pieces = slices(self.pages, 0, length) if self.pages else [[a[..., :length, :]] for a in self.arrays if length]
+        arrays = [
+            _joined([*(pieces[i] if pieces else ()), component.zeros(room)], component)
+            for i, component in enumerate(layout.components)
+        ]
+        if self.pages:
+            mx.eval(arrays)  # frees unshared pages now, instead of after all layers have grown
+        return Buffers.of(layout, arrays)
 
     def fetch(self) -> list[mx.array]:
         """Return all tokens, without the room behind them. Copy them if parked."""
@@ -143,10 +129,10 @@ class MemoryRows:
 
     def read(self, start: int, stop: int) -> list[mx.array]:
         """Return the rows of some tokens. Copy them if parked."""
-        if self.pages:
-            found = slices(self.pages, start, stop)
-            return [_joined(pieces, like) for pieces, like in zip(found, self.examples, strict=True)]
-        return [array[..., start:stop, :] for array in self.arrays]
+        if self.arrays or self.layout is None:
+            return [array[..., start:stop, :] for array in self.arrays]
+        pieces = slices(self.pages, start, stop)
+        return [_joined(pieces[i] if pieces else (), c) for i, c in enumerate(self.layout.components)]
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from ``length`` on."""
@@ -161,35 +147,23 @@ class MemoryRows:
             kept = [mx.concatenate([a[..., :start, :], a[..., stop : self.length, :]], axis=2) for a in self.arrays]
             return MemoryRows(self._options, kept, self.length - stop + start, self.num_forgotten + stop - start)
         other = MemoryRows(self._options, num_forgotten=self.num_forgotten + stop - start)
-        rest = self.length - stop
-        behind = (Page(InMemory(self.read(stop, self.length)), rest),) if rest else ()
-        other.park((*cut(self.pages, start), *behind), self.examples)
+        other.park((*cut(self.pages, start), *self.copied(stop)), self.layout)
         return other
 
     def as_pages(self, known: MemoryPages) -> MemoryPages:
-        """Return all tokens as pages. Copy and evaluate those that are in none.
+        """Return all tokens as pages, ``known`` ones first unless parked. Copy and evaluate those that are in none."""
+        return self.pages or (*known, *self.copied(num_tokens(known)))
 
-        Args:
-            known: pages with the same first tokens; not used while parked.
-        """
-        length = num_tokens(known)
-        if self.pages or length == self.length:
-            return self.pages or known
-        return (*known, Page(InMemory(self.read(length, self.length)), self.length - length))
+    def copied(self, start: int) -> MemoryPages:
+        """Return a page with copies of the tokens from ``start`` on; none if there are none."""
+        rest = self.length - start
+        return (Page(InMemory(self.read(start, self.length)), rest),) if rest else ()
 
-    def park(self, pages: MemoryPages, examples: Sequence[mx.array] = ()) -> None:
-        """Replace the buffers by pages.
-
-        Args:
-            pages: all tokens.
-            examples: arrays with the same shapes except for tokens, if there were no tokens before.
-        """
-        if pages:
-            self.buffers = Buffers.of([], pages)
-        else:  # buffers without room keep the shapes
-            none = [mx.zeros((*a.shape[:2], 0, a.shape[3]), a.dtype) for a in examples or self.examples]
+    def park(self, pages: MemoryPages, layout: RowLayout | None = None) -> None:
+        """Replace the buffers by pages with all tokens, of this layout if there were no tokens before."""
+        if not pages:
             self._length = 0
-            self.buffers = Buffers.of(none)
+        self.buffers = Buffers.of(layout or self.layout, pages=pages)
 
 
 def shortened(array: mx.array, length: int) -> mx.array:
@@ -199,34 +173,7 @@ def shortened(array: mx.array, length: int) -> mx.array:
     return found
 
 
-def _token_bytes(array: mx.array) -> int:
-    batch, heads, _, width = array.shape
-    return int(batch * heads * width * array.itemsize)
-
-
-def _joined(pieces: Sequence[mx.array], like: mx.array) -> mx.array:
+def _joined(pieces: Sequence[mx.array], component: Component) -> mx.array:
     if not pieces:
-        return like[..., :0, :]
+        return component.zeros(0)
     return mx.concatenate(list(pieces), axis=2) if len(pieces) > 1 else pieces[0]
-
-
-def _longer(pieces: Sequence[mx.array], capacity: int, like: mx.array) -> mx.array:
-    """Return some pieces with room behind them."""
-    batch, heads, _, width = like.shape
-    length = sum(piece.shape[2] for piece in pieces)
-    room = mx.zeros((batch, heads, capacity - length, width), like.dtype)
-    return mx.concatenate([*pieces, room], axis=2) if length else room
-
-
-def _grown(rows: MemoryRows, new: Sequence[mx.array], options: KVOptions) -> Buffers:
-    """Return buffers with all tokens, and room for new ones."""
-    length = rows.length
-    capacity = options.capacity_after(length, rows.buffers.capacity, new[0].shape[2])
-    old = slices(rows.pages, 0, length) if rows.pages else [[a[..., :length, :]] for a in rows.arrays if length]
-    arrays = [
-        _longer(pieces, capacity, like)
-        for pieces, like in zip(old or [[] for _ in new], rows.examples or new, strict=True)
-    ]
-    if rows.pages:
-        mx.eval(arrays)  # frees unshared pages now, instead of after all layers have grown
-    return Buffers.of(arrays)

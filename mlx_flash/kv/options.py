@@ -11,54 +11,27 @@ from mlx_flash.errors import ConfigError
 from mlx_flash.memory.hugepages import HUGE_PAGE
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
-DEFAULT_STEP = 256
-"""Tokens by which a cache grows, as in mlx-lm, and tokens of one page on disk."""
-
-GROWTH = 4
-"""A buffer that was too small grows by this part of its size."""
-
+DEFAULT_STEP = 256  # tokens by which a cache grows, as in mlx-lm, and tokens of one page on disk
+GROWTH = 4  # a buffer that was too small grows by this part of its size
 CONTEXT_ALIGNMENT = 256
 
-NUM_SLOTS = 2
-"""Buffers for layers on disk."""
+NUM_SLOTS = 2  # buffers for layers on disk
+SLOT_PADDING = 6 * DIRECT_ALIGNMENT  # at most; arrays begin at a page, and there are six if rows are quantized
+LARGE_SLOT_BYTES = 16 << 20  # a slot of at least this size uses large pages, if memory is committed lazily
+ROOM_PART = 8  # a slot has additional room for this part of its tokens, if the context length is unset
+ROOM_TOKENS = 1024  # and it has at least room for so many
 
-SLOT_PADDING = 6 * DIRECT_ALIGNMENT
-"""The most padding of a slot's arrays, which begin at a page: six arrays, where keys and values are quantized."""
+WRITE_BEHIND_BYTES = 32 << 20  # the most bytes queued for writing; adding more blocks
+LEAST_WRITE_BEHIND_BYTES = 4 << 20  # the same where memory is short
+NUM_COPIES = 3  # copies of rows on their way to disk: contiguous, joined with the rest of a page, and cut by head
 
-LARGE_SLOT_BYTES = 16 << 20
-"""A slot of at least this size uses large pages, if memory is committed lazily."""
+READ_SIZE = 2 << 20  # bytes of one read
+QUEUE_DEPTH = 4  # reads in flight at once
+NUM_READERS = 2  # sets of read buffers: urgent reads have their own. With one slot all reads are urgent
 
-ROOM_PART = 8
-"""A slot has additional room for this part of its tokens, if the context length is unset."""
-
-ROOM_TOKENS = 1024
-
-WRITE_BEHIND_BYTES = 32 << 20
-"""The most bytes queued for writing; adding more blocks."""
-
-LEAST_WRITE_BEHIND_BYTES = 4 << 20
-"""The same where memory is short."""
-
-READ_SIZE = 2 << 20
-"""Bytes of one read."""
-
-QUEUE_DEPTH = 4
-"""Reads in flight at once."""
-
-NUM_READERS = 2
-"""Sets of read buffers: urgent reads have threads and buffers of their own. With one slot all reads are urgent."""
-
-NUM_COPIES = 3
-"""Copies of rows on their way to disk: contiguous, joined with the rest of a page, and cut by head."""
-
-PAGE_TOKENS = 256
-"""Tokens of a page of the prefix cache."""
-
-QUEUED_PAGES = 2
-"""Pages of the prefix cache that may wait to be written; a call that adds more waits."""
-
-PAGES_ON_THEIR_WAY = QUEUED_PAGES + 1
-"""Pages of the prefix cache in memory: one more is being copied or read."""
+PAGE_TOKENS = 256  # tokens of a page of the prefix cache
+QUEUED_PAGES = 2  # pages of the prefix cache that may wait to be written; a call that adds more waits
+PAGES_ON_THEIR_WAY = QUEUED_PAGES + 1  # pages of it in memory: one more is being copied or read
 
 Form = Literal["step", "preallocated"]
 """The form of keys and values in memory.
@@ -70,33 +43,17 @@ Form = Literal["step", "preallocated"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVOptions:
-    """Settings of the KV caches of one model.
-
-    Attributes:
-        form: form of keys and values in memory.
-        step: tokens of a page; caches of the form ``step`` grow by as many.
-        max_context_length: tokens to reserve room for, rounded up to a multiple of 256; longer contexts still grow.
-            ``preallocated`` needs it.
-        budget_bytes: the most memory of all caches together, before layers are evicted to disk; None for no limit.
-        max_tokens: when a cache would hold more, the older half is dropped; None keeps every token.
-        keep: number of first tokens that are never dropped, rounded up to whole pages.
-        always_on_disk: whether layers go to disk with their first tokens, whatever the budget.
-        directory: folder in which a folder for files is created; None for the cache folder.
-        direct: whether reads bypass the page cache.
-
-    Raises:
-        ConfigError: a value is out of range, or contradicts another one.
-    """
+    """Settings of the KV caches of one model. Raises: ConfigError: a value is out of range, or contradicts another."""
 
     form: Form = "step"
-    step: int = DEFAULT_STEP
-    max_context_length: int | None = None
-    budget_bytes: int | None = None
-    max_tokens: int | None = None
-    keep: int = 0
-    always_on_disk: bool = False
-    directory: Path | None = None
-    direct: bool = True
+    step: int = DEFAULT_STEP  # tokens of a page; caches of the form ``step`` grow by as many
+    max_context_length: int | None = None  # tokens to reserve room for; longer contexts still grow
+    budget_bytes: int | None = None  # the most memory of all caches together; beyond it layers are evicted to disk
+    max_tokens: int | None = None  # when a cache would hold more, the older half is dropped
+    keep: int = 0  # number of first tokens that are never dropped, rounded up to whole pages
+    always_on_disk: bool = False  # whether layers go to disk with their first tokens, whatever the budget
+    directory: Path | None = None  # in which a folder for files is created; None for the cache folder
+    direct: bool = True  # whether reads bypass the page cache
 
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
@@ -146,13 +103,7 @@ class KVOptions:
         return round_up(tokens + tokens // GROWTH, self.step)
 
     def capacity_after(self, length: int, capacity: int, num_new: int) -> int:
-        """Return the capacity of buffers in memory after new tokens came.
-
-        Args:
-            length: tokens before.
-            capacity: tokens that the buffers have room for; 0 if there are none.
-            num_new: new tokens.
-        """
+        """Return the capacity of buffers in memory, 0 if there are none, after new tokens came to ``length``."""
         end = length + num_new
         if capacity and end <= capacity:
             return capacity
@@ -180,7 +131,7 @@ class KVOptions:
 
         Args:
             token_bytes: bytes of a token in each layer.
-            tokens: tokens of each layer, or of all.
+            tokens: of each layer, or of all.
             num_slots: buffers for layers on disk.
             is_tight: whether slots take no memory for tokens to come; one slot never does.
         """
@@ -192,11 +143,7 @@ class KVOptions:
     def under_way_bytes(self, token_bytes: Sequence[int], tokens: int, num_new: int, num_slots: int = NUM_SLOTS) -> int:
         """Return the additional memory while layers are written and read: rows queued for writing, read buffers.
 
-        Args:
-            token_bytes: bytes of a token in each layer.
-            tokens: tokens in the context.
-            num_new: the most new tokens of one call.
-            num_slots: buffers for layers on disk; with one, the queue is short.
+        ``num_new`` are the most new tokens of one call. With one slot for layers on disk, the queue is short.
         """
         waiting = min(queued_bytes(num_slots), sum(token_bytes) * tokens)
         buffers = min(NUM_READERS, num_slots) * QUEUE_DEPTH * READ_SIZE if self.direct else 0
@@ -207,13 +154,9 @@ class KVOptions:
         return (NUM_COPIES + 1) * self.step * max(token_bytes, default=0)
 
     def forgotten_tokens(self, length: int, num_new: int) -> int:
-        """Return how many tokens, after the first :attr:`kept_tokens`, are dropped before new ones come.
+        """Return how many of ``length`` tokens, after the first :attr:`kept_tokens`, are dropped before new ones come.
 
         These are whole pages, so that no page is written again. Tokens of one call are never dropped in it.
-
-        Args:
-            length: number of tokens in the cache.
-            num_new: number of new tokens.
         """
         if self.max_tokens is None or length + num_new <= self.max_tokens:
             return 0

@@ -1,24 +1,136 @@
-"""Pages: immutable rows of consecutive tokens of one layer. A page is in memory or in a file, and sequences share it.
+"""Pages: immutable rows of consecutive tokens of one layer, and their places in memory, in files, and in slots.
 
-Tokens of a sequence that are in no page follow its pages: see :mod:`mlx_flash.kv.memory` and :mod:`mlx_flash.kv.disk`.
-Python's reference counts free pages in memory, and close files that nobody refers to.
+A page is in memory or in a file, and sequences share it. Tokens of a sequence that are in no page follow its pages: see
+:mod:`mlx_flash.kv.memory` and :mod:`mlx_flash.kv.disk`. Python's reference counts free pages, in memory and in files,
+and close files that nobody refers to.
+
+In a slot the tokens of each head are contiguous, with room for more behind them. The file of a layer has chunks of many
+pages. In a chunk the tokens of each head are contiguous too, so that reads are large.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
+import numpy as np
 
-from mlx_flash.kv.layout import Component, RowLayout
+from mlx_flash.compat.arrays import memory_of
 from mlx_flash.kv.options import READ_SIZE
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.placement import Piece, Segment
 
 W = TypeVar("W")
+
+CHUNK_TOKENS = 8192
+"""Tokens of a chunk: 2 MiB for each head of 128 numbers of 16 bits."""
+
+RowBytes = Sequence["np.ndarray[Any, np.dtype[np.uint8]]"]
+"""Rows of tokens as bytes, ``(heads, tokens, bytes)`` for each array of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One array of a layer's cache."""
+
+    shape: tuple[int, int]  # (batch, heads)
+    width: int  # items of a head's row
+    dtype: mx.Dtype
+
+    @property
+    def heads(self) -> int:
+        """Heads of all sequences."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def width_bytes(self) -> int:
+        """Bytes of a head's row."""
+        return self.width * int(self.dtype.size)
+
+    def zeros(self, num_tokens: int) -> mx.array:
+        """Return empty rows."""
+        return mx.zeros((*self.shape, num_tokens, self.width), self.dtype)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Positions of rows: of the layer's arrays, in pages of ``step`` tokens."""
+
+    components: tuple[Component, ...]
+    step: int
+
+    @classmethod
+    def of(cls, arrays: Sequence[mx.array], step: int) -> RowLayout:
+        """Return the layout of arrays ``(batch, heads, tokens, width)``."""
+        return cls(tuple(Component((a.shape[0], a.shape[1]), a.shape[3], a.dtype) for a in arrays), step)
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of a token in all arrays."""
+        return sum(self.widths)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Bytes of a token in each array."""
+        return tuple([component.heads * component.width_bytes for component in self.components])
+
+    @property
+    def chunk_pages(self) -> int:
+        """Pages of a chunk."""
+        return -(-CHUNK_TOKENS // self.step)
+
+    @cached_property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk in a file."""
+        return sum(c.heads * stride for c, stride in zip(self.components, self.strides, strict=True))
+
+    def slot_offsets(self, capacity: int) -> list[int]:
+        """Return the offset of each array in a slot for so many tokens."""
+        offsets, cursor = [], 0
+        for component in self.components:
+            offsets.append(cursor)
+            cursor += round_up(component.heads * capacity * component.width_bytes, DIRECT_ALIGNMENT)
+        return offsets
+
+    def slot_bytes(self, capacity: int) -> int:
+        """Return the size of a slot for so many tokens."""
+        return sum(round_up(c.heads * capacity * c.width_bytes, DIRECT_ALIGNMENT) for c in self.components)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from a head of each array to the next one, in a file."""
+        tokens = self.chunk_pages * self.step
+        return tuple([round_up(tokens * component.width_bytes, DIRECT_ALIGNMENT) for component in self.components])
+
+    def file_offsets(self, page: int) -> tuple[int, ...]:
+        """Return the offsets of each array's first head in the page of this number of a file."""
+        chunk, within = divmod(page, self.chunk_pages)
+        at, found = chunk * self.chunk_bytes, list[int]()
+        for component, stride in zip(self.components, self.strides, strict=True):
+            found.append(at + within * self.step * component.width_bytes)
+            at += component.heads * stride
+        return tuple(found)
+
+    def to_arrays(self, rows: RowBytes) -> list[mx.array]:
+        """Return rows as arrays ``(batch, heads, tokens, width)``, copied."""
+        return [
+            mx.array(part).view(c.dtype).reshape(*c.shape, part.shape[1], c.width) if part.size else c.zeros(0)
+            for part, c in zip(rows, self.components, strict=True)
+        ]
+
+
+def row_bytes(arrays: Sequence[mx.array]) -> RowBytes:
+    """Return the bytes of evaluated, contiguous arrays as ``(heads, tokens, bytes)``, the heads of all sequences."""
+    found = []
+    for array in arrays:
+        batch, heads, length, width = array.shape
+        memory = memory_of(array)
+        found.append(np.frombuffer(memory, np.uint8).reshape(batch * heads, length, width * array.itemsize))
+    return found
 
 
 class File(Protocol):
@@ -33,42 +145,26 @@ class File(Protocol):
 
 
 class InMemory:
-    """Rows in memory.
-
-    Args:
-        arrays: ``(batch, heads, tokens, width)`` each. They may be slices of a longer buffer; they are copied.
-
-    Attributes:
-        arrays: the copies, evaluated.
-        length: number of tokens.
-        nbytes: bytes in memory.
-    """
+    """Rows in memory: evaluated copies of arrays ``(batch, heads, tokens, width)``, with one more token behind them."""
 
     __slots__ = ("arrays", "length", "nbytes")
 
     def __init__(self, arrays: Sequence[mx.array]) -> None:
-        # with one more token behind them: a plain copy of one head would be a view, and hold the buffer
+        # a plain copy of one head would be a view, and hold the buffer
         self.arrays = [mx.concatenate([array, array[..., :1, :]], axis=2) for array in arrays]
         mx.eval(self.arrays)
         self.length = int(arrays[0].shape[2])
         self.nbytes = sum(array.nbytes for array in self.arrays)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: its file refers to it weakly
 class InFile:
-    """Rows in a file, in which the tokens of a head follow one another.
-
-    Attributes:
-        file: the file.
-        components: the arrays.
-        offsets: bytes from the beginning of the file to each array's first head.
-        strides: bytes from a head of each array to the next one.
-    """
+    """Rows in a file, in which the tokens of a head follow one another."""
 
     file: File
     components: tuple[Component, ...]
-    offsets: tuple[int, ...]
-    strides: tuple[int, ...]
+    offsets: tuple[int, ...]  # bytes from the beginning of the file to each array's first head
+    strides: tuple[int, ...]  # bytes from a head of each array to the next one
 
     def is_followed_by(self, length: int, other: InFile) -> bool:
         """Return whether other rows lie behind so many tokens of these, for every head."""
@@ -80,14 +176,9 @@ class InFile:
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[W]):
-    """The first tokens of some rows.
+    """The first tokens of some rows."""
 
-    Attributes:
-        where: the rows: :class:`InMemory` or :class:`InFile`.
-        length: number of tokens.
-    """
-
-    where: W
+    where: W  # :class:`InMemory`, :class:`InFile`, or what finds it
     length: int
 
 
@@ -119,7 +210,7 @@ def sizes(holders: Iterable[MemoryPages]) -> dict[int, int]:
 
 def slices(pages: MemoryPages, start: int, stop: int) -> list[list[mx.array]]:
     """Return for each array of a layer its pieces with the tokens from ``start`` to ``stop``, in order."""
-    found: list[list[mx.array]] = [[] for _ in pages[0].where.arrays]
+    found: list[list[mx.array]] = [[] for _ in pages[0].where.arrays] if pages else []
     begin = 0
     for page in pages:
         first, last = max(start - begin, 0), min(stop - begin, page.length)
@@ -148,16 +239,7 @@ def joined(pages: Iterable[Page[InFile]]) -> Iterator[Page[InFile]]:
 def segments(
     pages: Iterable[Page[InFile]], layout: RowLayout, start: int, stop: int, capacity: int, base: int = 0
 ) -> list[Segment]:
-    """Return the reads that put some tokens of a sequence in a slot.
-
-    Args:
-        pages: the sequence.
-        layout: layout of its rows.
-        start: the first token.
-        stop: the token after the last one.
-        capacity: tokens that the slot has room for.
-        base: the token at its beginning.
-    """
+    """Return the reads that put the tokens ``[start, stop)`` of a sequence in a slot, which begins with ``base``."""
     targets, begin, found = layout.slot_offsets(capacity), 0, list[Segment]()
     for run in joined(pages):
         first, last = max(start, begin), min(stop, begin + run.length)

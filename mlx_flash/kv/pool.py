@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from math import inf
 from types import MappingProxyType
@@ -18,47 +19,43 @@ import mlx.core as mx
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.files import KVFiles
-from mlx_flash.kv.holdings import Layers, as_pages, copied_bytes, park, parking_pays
 from mlx_flash.kv.ledger import Coming, KVLedger, no_room
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.ring import SlotRing
-from mlx_flash.kv.rows import LayerRows
-from mlx_flash.kv.stats import KVStats, KVUsage
+from mlx_flash.kv.rows import LayerRows, Layers, as_pages, copied_bytes, note_copy, park, parking_pays
+from mlx_flash.kv.slots import KVStats, SlotRing
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.lazy import commits_lazily
+
+
+@dataclass(frozen=True, slots=True)
+class KVUsage:
+    """Sizes of a pool's caches at one moment, and what they cost so far."""
+
+    memory_bytes: int = 0  # keys and values in memory, slots included
+    disk_bytes: int = 0
+    reserved_bytes: int = 0  # what MLX counts as active for them
+    read_bytes: int = 0
+    written_bytes: int = 0
+    num_evicted: int = 0  # layers evicted to disk
+    wait_seconds: float = 0.0
 
 
 class KVPool:
     """The caches of a model, their budget, and the order in which they are used.
 
-    :mod:`mlx_flash.kv.admit` prepares calls.
-
-    Args:
-        options: the settings.
-        count_written: called from another thread with the number of bytes written.
-
-    Attributes:
-        options: the settings.
-        budget_bytes: the most memory of all caches together; None for no limit. May be changed.
-        under_way_bytes: the part of it that is kept free: for reads and writes, or for the eviction of a layer.
-        layers: every layer of every cache.
-        ring: the slots that layers on disk are computed from.
-        files: the files of layers on disk.
-        stats: counters.
-        usage: sizes at the last :meth:`note`. Any thread may read it.
-        lock: held while caches change. Callers run one forward pass at a time.
+    :mod:`mlx_flash.kv.admit` prepares calls. ``count_written`` is called from another thread with the number of bytes.
     """
 
     def __init__(self, options: KVOptions, count_written: Callable[[int], None] = lambda _: None) -> None:
         self.options = options
-        self.budget_bytes = options.budget_bytes
-        self.under_way_bytes = 0
+        self.budget_bytes = options.budget_bytes  # the most memory of all caches together; may be changed
+        self.under_way_bytes = 0  # the part of it that is kept free: for reads and writes, or to evict a layer
         self.stats = KVStats()
-        self.usage = KVUsage()
+        self.usage = KVUsage()  # at the last :meth:`note`; any thread may read it
         self.layers = Layers(options.step)
         self.ring = SlotRing(options, self.stats)
         self.files = KVFiles(options, count_written)
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
         self._groups = count()
         self._current_groups: frozenset[int] = frozenset()
         self._clock = count(1)
@@ -93,12 +90,7 @@ class KVPool:
         return inf if self.budget_bytes is None else self.budget_bytes - self.under_way_bytes
 
     def ledger(self, coming: Mapping[LayerRows, Coming] = MappingProxyType({}), step: int = 1) -> KVLedger:
-        """Return the layers in numbers, and those of a call.
-
-        Args:
-            coming: the tokens that it adds.
-            step: how many of them go through the model at a time.
-        """
+        """Return the layers in numbers, and the tokens of a call, of which ``step`` go through the model at a time."""
         layers = {rows: rows.store.in_numbers for rows in self.layers}
         slots = self.ring.held, len(self.ring.slots), commits_lazily(), self.under_way_bytes
         return KVLedger(self.options, layers, coming, step, *slots)
@@ -115,9 +107,7 @@ class KVPool:
     def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
         """Evict layers to disk until the memory, with new tokens of one layer, fits the budget.
 
-        Raises:
-            BudgetError: it does not fit even with every layer on disk.
-            WriteError: the disk is full, or fails.
+        Raises: BudgetError: it does not fit even with every layer on disk; WriteError.
         """
         self.begin(self._current_groups if rows.group in self._current_groups else {rows.group})
         if self.options.always_on_disk and rows.disk is None and (new or rows.memory.length):
@@ -132,11 +122,7 @@ class KVPool:
             self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)
 
     def fork(self, rows: LayerRows, group: int) -> LayerRows:
-        """Return a copy of a layer in another list of caches that shares the pages.
-
-        Raises:
-            BudgetError, WriteError: as :meth:`make_room`.
-        """
+        """Return a copy of a layer in another list of caches that shares the pages. Raises: as :meth:`make_room`."""
         with self.lock:
             if self._closed:
                 raise _closed()
@@ -148,10 +134,10 @@ class KVPool:
             if (disk := rows.disk) is not None:
                 other.replace(disk.fork())
             else:
-                other.memory.park(as_pages(rows), rows.memory.examples)
+                other.memory.park(as_pages(rows), rows.memory.layout)
                 other.memory.num_forgotten = rows.memory.num_forgotten
                 other.stored = rows.stored
-            rows.lineage.copy_to(other.lineage, rows.length)
+            note_copy(rows, other, rows.length)
             self._park_idle(rows)
             return other
 
@@ -190,16 +176,13 @@ class KVPool:
     def free(
         self, needed: Callable[[], int], group: int, asking: LayerRows | None = None, new: Sequence[mx.array] = ()
     ) -> None:
-        """Free memory until a need fits, or nothing is left that can go to disk.
+        """Free memory until a need fits, or nothing is left that can go to disk. Raises: WriteError.
 
         Args:
             needed: returns the need, with layers where they are.
             group: the list of caches that needs it, which is not parked.
             asking: the layer that new tokens come to; None before a call.
             new: its new tokens.
-
-        Raises:
-            WriteError: the disk is full, or fails.
         """
         while needed() > self.limit:
             if self.ring.held and not self.layers.is_on_disk:

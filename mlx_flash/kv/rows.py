@@ -1,22 +1,24 @@
-"""The rows of one layer's cache: where they are, what else begins with them, and what changes them."""
+"""The rows of each layer of each cache: where they are, what changes them, and which other ones begin with them.
+
+Copies of a sequence share memory while they are idle: their layers are parked, as pages that others hold, too. Origins
+record which layers begin with the same tokens, because one is a copy of the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows
-from mlx_flash.kv.files import KVFiles
-from mlx_flash.kv.lineage import Lineage
+from mlx_flash.kv.files import KVFiles, Stored
 from mlx_flash.kv.memory import Changes, MemoryRows
-from mlx_flash.kv.opened import Stored
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pages import Page, cut, num_tokens
-from mlx_flash.kv.ring import SlotRing
-from mlx_flash.kv.stats import KVStats
+from mlx_flash.kv.pages import MemoryPages, Page, cut, num_tokens, sizes
+from mlx_flash.kv.slots import KVStats, SlotRing
 
 
 class Pool(Protocol):
@@ -38,32 +40,20 @@ class Pool(Protocol):
 class LayerRows:
     """The rows of one layer. Made by :meth:`mlx_flash.kv.pool.KVPool.new_rows`.
 
-    Args:
-        pool: the pool that the layer belongs to.
-        group: number of the list of caches that the layer belongs to.
-        index: its place in that list.
-
-    Attributes:
-        store: the rows, in memory or on disk. What cannot change in one step is replaced as a whole, so that an
-            interrupt leaves the old rows or the new ones: see :meth:`replace`.
-        options: the settings.
-        group, index: as given.
-        lineage: the layers with the same first tokens.
-        stored: the first tokens in files of the prefix cache, while the rows are in memory. They go to disk without a
-            copy, as far as these files are still there.
-        planned: the pages that the prefix cache wants of the call under way, by first token. It takes those that are
-            written to drafts as they are.
+    What cannot change in one step is replaced as a whole, so that an interrupt leaves the old rows or the new ones: see
+    :meth:`replace`.
     """
 
     def __init__(self, pool: Pool, group: int, index: int) -> None:
         self._pool: Callable[[], Pool] = lambda: pool  # hides other caches from a search for arrays in attributes
         self.options = pool.options
         self.store: MemoryRows | DiskRows = MemoryRows(self.options)
-        self.group = group
-        self.index = index
-        self.lineage = Lineage(self)
+        self.group = group  # number of the list of caches that the layer belongs to
+        self.index = index  # its place in that list
+        self.origins: list[Origin] = []  # the layers with the same first tokens
+        # the first tokens in files of the prefix cache, while the rows are in memory: they go to disk without a copy
         self.stored: tuple[Page[Stored], ...] = ()
-        self.planned = NOTHING_PLANNED
+        self.planned = NOTHING_PLANNED  # pages that the prefix cache wants of the call under way, by first token
         self._no_rows = MemoryRows(self.options)
 
     @property
@@ -72,15 +62,11 @@ class LayerRows:
         return self._pool()
 
     def evict(self, new: Sequence[mx.array]) -> None:
-        """Go to disk, without the tokens that other layers have there. The pool decides when.
+        """Go to disk, without the tokens that other layers have there. The pool decides when. Raises: WriteError.
 
-        Args:
-            new: tokens that are about to be added; their shapes count if there are no others yet.
-
-        Raises:
-            WriteError: the disk is full, or fails.
+        The shapes of ``new`` tokens, which are about to be added, count if there are no others yet.
         """
-        others = [(disk, length) for other, length in self.lineage.relatives() if (disk := other.disk)]
+        others = [(disk, length) for other, length in relatives(self) if (disk := other.disk)]
         self.replace(self.pool.files.write(self.memory, new, others, self.stored, self.planned))
         self.stored = ()
         self.pool.stats.num_evicted += 1
@@ -92,7 +78,11 @@ class LayerRows:
 
     def cut(self, length: int) -> None:
         """Record that the tokens from ``length`` on were changed or removed."""
-        self.lineage.cut(length)
+        for origin in self.origins:
+            origin[self] = min(length, origin.get(self, 0))
+            if not length:
+                del origin[self]
+        self.origins = self.origins if length else []
         self.stored = cut(self.stored, length)
 
     @property
@@ -113,9 +103,7 @@ class LayerRows:
     def append(self, new: Sequence[mx.array], stored: Page[Stored] | None = None) -> list[mx.array]:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all that are kept.
 
-        Args:
-            new: the tokens, as the cache stores them.
-            stored: their place in a file of the prefix cache. On disk they stay there, and nothing is returned.
+        ``stored`` is their place in a file of the prefix cache: on disk they stay there, and nothing is returned.
 
         Raises:
             BudgetError: they do not fit the budget even with every layer on disk.
@@ -176,3 +164,117 @@ class LayerRows:
         """
         with self.pool.lock:
             self.replace(MemoryRows(self.options, arrays, other.length))
+
+
+class _Sums(NamedTuple):
+    """Sums over layers, and the number of the change and the number of layers that they hold for."""
+
+    held: int = 0
+    num_on_disk: int = 0
+    when: tuple[int, int] = (0, 0)
+
+
+class Layers(weakref.WeakSet[LayerRows]):
+    """Every layer of every cache. A layer leaves with the last reference to it."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._step = step  # the fewest tokens that are worth sharing
+        self._last_sums = _Sums()
+
+    @property
+    def on_disk(self) -> dict[LayerRows, DiskRows]:
+        """The layers whose rows are on disk."""
+        return {rows: disk for rows in self if (disk := rows.disk) is not None}
+
+    @property
+    def is_on_disk(self) -> bool:
+        """True if the rows of a layer are on disk."""
+        return self._sums.num_on_disk > 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of buffers and of shared rows in memory."""
+        return self._sums.held
+
+    @property
+    def _sums(self) -> _Sums:
+        """The sums. They are added up again if a layer has changed, or if there are more or fewer of them."""
+        when = Changes.last, len(self)
+        if when != self._last_sums.when:
+            layers = list(self)
+            buffers = [rows.memory.buffers for rows in layers]
+            held = sum([each.nbytes for each in buffers]) + sum(sizes([each.pages for each in buffers]).values())
+            self._last_sums = _Sums(held, sum([rows.disk is not None for rows in layers]), when)
+        return self._last_sums
+
+    def next_to_evict(self, last_used: Mapping[int, int], asking: LayerRows | None) -> LayerRows | None:
+        """Return the layer to evict next: of the sequence used longest ago, and far from those that were evicted.
+
+        ``asking`` is the layer that new tokens come to; None before a call.
+        """
+        layers = [rows for rows in self if rows.disk is None and (rows.memory.length or rows is asking)]
+        return min(layers, key=lambda r: (last_used.get(r.group, 0), _spread(r.index), r.index), default=None)
+
+    def next_to_park(self, group: int) -> LayerRows | None:
+        """Return a layer of another list of caches that frees memory when it is parked, without a copy."""
+        others = (rows for rows in self if rows.group != group)
+        return next((rows for rows in others if parking_pays(rows, self._step) and not copied_bytes(rows)), None)
+
+
+def _spread(index: int) -> int:
+    """Return a number by which to sort indices so that the first few are far apart: the bits backwards."""
+    return int(f"{index:016b}"[::-1], 2)
+
+
+def park(rows: LayerRows) -> None:
+    """Replace the buffers of a layer in memory by pages, shared ones where other layers have the same tokens."""
+    rows.memory.park(as_pages(rows))
+
+
+def as_pages(rows: LayerRows) -> MemoryPages:
+    """Return all tokens of a layer in memory as pages."""
+    return rows.memory.as_pages(_known_pages(rows))
+
+
+def parking_pays(rows: LayerRows, step: int) -> bool:
+    """Return whether others hold at least ``step`` tokens of a layer's buffers, so that parking it saves memory."""
+    return bool(rows.memory.arrays) and num_tokens(_known_pages(rows)) >= step
+
+
+def copied_bytes(rows: LayerRows) -> int:
+    """Return the bytes that a copy of a layer takes: tokens that are in no page yet, or on disk in no page."""
+    if (disk := rows.disk) is not None:
+        return disk.tail_bytes
+    memory = rows.memory
+    missing = memory.length - num_tokens(_known_pages(rows))  # a page has one more token than it holds
+    return sum(a.nbytes // memory.buffers.capacity * (missing + 1) for a in memory.arrays) if missing else 0
+
+
+def _known_pages(rows: LayerRows) -> MemoryPages:
+    """Return the first tokens of a layer as pages that another, parked layer holds."""
+    found = [(length, other) for other, length in relatives(rows) if other.memory.pages]
+    length, other = max(found, key=lambda pair: pair[0], default=(0, rows))
+    return cut(other.memory.pages, length)
+
+
+Origin = weakref.WeakKeyDictionary[LayerRows, int]
+"""Layers that begin with the same tokens, because all but one are copies: with how many of these each begins."""
+
+
+def relatives(rows: LayerRows) -> Iterator[tuple[LayerRows, int]]:
+    """Yield layers that begin with the same tokens, each with their number; the largest comes last for each."""
+    for origin in rows.origins:
+        for other, length in origin.items():
+            if other is not rows:
+                yield other, min(length, origin.get(rows, 0))
+
+
+def note_copy(rows: LayerRows, copy: LayerRows, length: int) -> None:
+    """Record that a layer begins with so many tokens of another one."""
+    rows.origins = [origin for origin in rows.origins if len(origin) > 1]  # no other layer has those any more
+    if length and length not in [origin.get(rows) for origin in rows.origins]:
+        rows.origins.append(weakref.WeakKeyDictionary({rows: length}))
+    copy.origins += rows.origins
+    for origin in rows.origins:
+        origin[copy] = origin[rows]

@@ -19,30 +19,24 @@ _PLAIN = {int, bool, type(None)}
 
 
 class Growth(NamedTuple):
-    """Memory that an update of caches takes, in bytes.
+    """Memory that an update of caches takes, in bytes more than they hold now.
 
-    Attributes:
-        added: what the caches hold afterwards, minus what they hold now. Negative when a window is cut.
-        peak: the most that they hold during the update, minus what they hold now, when entries are updated one after
-            another. An entry whose arrays grow holds the old ones, the room for new tokens, and the new ones.
+    An entry whose arrays grow holds the old ones, the room for new tokens, and the new ones.
     """
 
-    added: int
-    peak: int
+    added: int  # afterwards; negative when a window is cut
+    peak: int  # the most during the update, when entries are updated one after another
 
 
 def update_growth(cache: Sequence[Any], num_tokens: int, row_bytes: Sequence[int] = ()) -> Growth:
-    """Return the memory that an update of every entry takes. Evaluates nothing and changes no entry.
+    """Return the memory that an update of every entry of a prompt cache takes. Evaluate nothing, change no entry.
 
     The entries' own code runs, on lazy zeros with the shapes of their arrays, so the answer holds for any class with
     ``keys``, ``values``, and ``update_and_fetch``. An entry without that method has recurrent states: the new ones take
     as much as the old ones. Entries of a :class:`KVPool` add nothing here: :mod:`mlx_flash.kv.admit` counts them.
 
-    Args:
-        cache: a prompt cache, one entry for each layer.
-        num_tokens: new tokens of each sequence.
-        row_bytes: for each entry the bytes that one token of all its sequences takes; read only for entries that are
-            empty. Without it, what an empty entry will take does not count.
+    ``row_bytes`` are the bytes of one token of all sequences in each entry. They are read only for entries that are
+    empty; without them, what an empty entry will take does not count.
     """
     known: dict[Any, Growth] = {}
     sizes = row_bytes or [0] * len(cache)

@@ -1,4 +1,7 @@
-"""The buffers that pages of layers are read into, and that attention reads.
+"""Slots: the buffers that layers on disk are read into, and that attention reads.
+
+While attention reads one slot, pages of the next layer are prefetched into the other. Where memory is short there is
+one slot, and nothing is prefetched.
 
 MLX does not report when it is done with an array. But it writes in place only while nothing else refers to the array's
 memory, and into a copy otherwise. So before a slot is reused, MLX writes one byte of it: if a pending computation needs
@@ -11,50 +14,49 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_flash.compat.arrays import address_of, memory_of
-from mlx_flash.kv.layout import RowBytes, RowLayout
-from mlx_flash.kv.options import LARGE_SLOT_BYTES, slot_memory
+from mlx_flash.compat.arrays import address_of
+from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows, Planned
+from mlx_flash.kv.options import LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions, slot_memory
+from mlx_flash.kv.pages import RowBytes, RowLayout, row_bytes, segments
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.hugepages import use_huge_pages
 from mlx_flash.memory.lazy import commits_lazily, give_back, reserve
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.prefetcher import Ticket
 
-if TYPE_CHECKING:
-    from mlx_flash.kv.disk import DiskRows
+
+@dataclass(slots=True)
+class KVStats:
+    """Counters since the pool was made."""
+
+    num_evicted: int = 0  # layers evicted to disk
+    num_fetched: int = 0  # uses of a layer on disk
+    num_unpredicted: int = 0  # uses whose read had not been started ahead
+    wait_seconds: float = 0.0  # time spent waiting for reads
 
 
 class Slot:
-    """One layer's rows, with all tokens of a head one after another, as attention needs them.
-
-    Attributes:
-        tokens: number of the owner's tokens in the slot, or after :meth:`wait`.
-        capacity: number of tokens that there is room for, in the owner's layout.
-        used_at: time of the last use, in seconds.
-        touched: bytes written to since the memory was allocated.
-        num_moved: number of times that a pending computation kept the old memory.
-    """
+    """One layer's rows, with all tokens of a head one after another, as attention needs them."""
 
     def __init__(self) -> None:
-        self.tokens = 0
-        self.capacity = 0
-        self.used_at = 0.0
-        self.touched = 0
-        self.num_moved = 0
+        self.tokens = 0  # of the owner, in the slot, or there after :meth:`wait`
+        self.capacity = 0  # tokens that there is room for, in the owner's layout
+        self.used_at = 0.0  # seconds
+        self.touched = 0  # bytes written to since the memory was allocated
+        self.num_moved = 0  # times that a pending computation kept the old memory
         self._pages: mx.array | None = None
         self._arena: Arena | None = None
         self._is_handed_out = False
         self._is_large = False
         self._owner: weakref.ref[DiskRows] | None = None
         self._reading: tuple[Ticket, DiskRows] | None = None
-        self._is_torn = False
 
     @property
     def nbytes(self) -> int:
@@ -72,13 +74,7 @@ class Slot:
         return self._owner is not None and self._owner() is rows
 
     def assign(self, rows: DiskRows, capacity: int, most: int = 0) -> None:
-        """Empty the slot for another layer, or for more tokens. Wait until nothing reads or writes it.
-
-        Args:
-            rows: the layer.
-            capacity: number of tokens to make room for.
-            most: number of tokens expected soon: memory is allocated for as many.
-        """
+        """Empty the slot for some tokens of a layer; new memory is for ``most``. Wait first until nothing uses it."""
         self.clear()
         needed = rows.layout.slot_bytes(capacity)
         if self.nbytes < needed:
@@ -97,13 +93,9 @@ class Slot:
     def release(self) -> None:
         """Empty the slot, and free its memory."""
         self.clear()
-        if self._pages is None:
-            return
-        self._forget_memory()
-        release_freed_memory()
-
-    def _forget_memory(self) -> None:
-        self._arena, self._pages, self._is_handed_out, self.touched, self._is_large = None, None, False, 0, False
+        if self._pages is not None:
+            self._arena, self._pages, self._is_handed_out, self.touched, self._is_large = None, None, False, 0, False
+            release_freed_memory()
 
     def clear(self) -> None:
         """Empty the slot, and cancel reads into it."""
@@ -111,29 +103,17 @@ class Slot:
         if self._reading is not None:
             self._reading[0].cancel()
             self._reading = None
-        if self._is_torn:
-            self._forget_memory()
-            self._is_torn = False
 
-    def read(self, start: Callable[[], Ticket], rows: DiskRows, tokens: int) -> None:
-        """Start reads that fill the slot up to so many of the owner's tokens.
-
-        If an interrupt hides the ticket, the reads cannot be waited for: then they keep the memory, and the slot gets
-        other memory.
-        """
+    def read(self, reads: Ticket, rows: DiskRows, tokens: int) -> None:
+        """Start reads that fill the slot up to so many of the owner's tokens. An interrupt leaves none unknown."""
         owner, self._owner = self._owner, None
-        self._is_torn = True
-        self._reading = (start(), rows)
-        self._is_torn = False
+        self._reading = (reads, rows)
+        reads.start()
         self.tokens = tokens
         self._owner = owner
 
     def wait(self) -> float:
-        """Wait for the reads in flight. Return the seconds waited while reads were in flight.
-
-        Raises:
-            ReadError: bytes could not be read; the slot is empty then.
-        """
+        """Wait for the reads in flight. Return the seconds waited. Raises: ReadError; the slot is empty then."""
         if self._reading is None:
             return 0.0
         try:
@@ -182,11 +162,125 @@ class Slot:
         return arrays
 
 
-def row_bytes(arrays: Sequence[mx.array]) -> RowBytes:
-    """Return the bytes of evaluated, contiguous arrays as ``(heads, tokens, bytes)``, the heads of all sequences."""
-    found = []
-    for array in arrays:
-        batch, heads, length, width = array.shape
-        memory = memory_of(array)
-        found.append(np.frombuffer(memory, np.uint8).reshape(batch * heads, length, width * array.itemsize))
-    return found
+class SlotRing:
+    """The slots, and the order in which layers use them: the prefetched layer is the one that followed last time."""
+
+    def __init__(self, options: KVOptions, stats: KVStats) -> None:
+        self.slots = [Slot() for _ in range(NUM_SLOTS)]
+        self._stats = stats
+        self._options = options
+        self._successor: weakref.WeakKeyDictionary[DiskRows, weakref.ref[DiskRows]] = weakref.WeakKeyDictionary()
+        self._last: weakref.ref[DiskRows] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that MLX counts as active for the slots."""
+        return sum(slot.nbytes for slot in self.slots)
+
+    @property
+    def held(self) -> int:
+        """Bytes that the slots take."""
+        return sum(slot.touched for slot in self.slots) if commits_lazily() else self.nbytes
+
+    def resize(self, num_slots: int) -> None:
+        """Use so many slots from now on; the memory of others is freed."""
+        for slot in self.slots[num_slots:]:
+            slot.release()
+        self.slots = self.slots[:num_slots] + [Slot() for _ in range(num_slots - len(self.slots))]
+
+    def append(
+        self, disk: DiskRows, new: Sequence[mx.array], planned: Mapping[int, Planned] = NOTHING_PLANNED
+    ) -> list[mx.array]:
+        """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Evaluate them, and so the other slot's use.
+
+        Return all tokens of the layer, in a slot. ``planned`` is as for :meth:`DiskRows.append`. Raises: WriteError,
+        ReadError.
+        """
+        plain = [mx.contiguous(a.astype(c.dtype)) for a, c in zip(new, disk.layout.components, strict=True)]
+        mx.eval(plain)
+        fresh = row_bytes(plain)
+        end = disk.length + fresh[0].shape[1]
+        slot = self._filled_slot(disk, end)
+        slot.write(disk.layout, fresh, disk.length)
+        try:
+            disk.append(fresh, planned)
+        except BaseException:
+            slot.clear()
+            raise
+        slot.tokens = end
+        return self._hand_out(disk, slot, fresh[0].shape[1])
+
+    def fetch(self, disk: DiskRows) -> list[mx.array]:
+        """Return all tokens of a layer, in a slot. Raises: ReadError."""
+        return self._hand_out(disk, self._filled_slot(disk, disk.length), 0)
+
+    def forget(self, disk: DiskRows, length: int) -> None:
+        """Invalidate a layer's tokens from ``length`` on."""
+        for slot in self.slots:
+            if slot.belongs_to(disk):
+                slot.wait()
+                slot.tokens = min(slot.tokens, length)
+
+    def release(self) -> None:
+        """End reads, and free the memory of the slots."""
+        for slot in self.slots:
+            slot.release()
+
+    def _hand_out(self, disk: DiskRows, slot: Slot, num_new: int) -> list[mx.array]:
+        arrays = slot.hand_out(disk.layout, disk.length)
+        self._stats.num_fetched += 1
+        last = self._last() if self._last is not None else None
+        if last is not None:
+            self._successor[last] = weakref.ref(disk)
+        self._last = weakref.ref(disk)
+        self._read_ahead(disk, slot, num_new)
+        return arrays
+
+    def _filled_slot(self, disk: DiskRows, end: int) -> Slot:
+        """Return a slot with all tokens of a layer and room up to ``end``, which no pending computation reads."""
+        slot = next((slot for slot in self.slots if slot.belongs_to(disk)), None)
+        if slot is None:
+            slot = min(self.slots, key=lambda slot: slot.used_at)
+        if not slot.belongs_to(disk) or slot.capacity < end:
+            self._assign(slot, disk, end)
+        self._stats.wait_seconds += slot.wait()
+        slot.claim()
+        if slot.tokens < disk.length:
+            self._fill(slot, disk)
+        return slot
+
+    def _assign(self, slot: Slot, disk: DiskRows, tokens: int) -> None:
+        """Empty a slot for a layer of so many tokens."""
+        most, least = self._options.slot_tokens(tokens), round_up(max(tokens, 1), self._options.step)
+        # Lazily committed large pages would be committed for the room behind each head too.
+        has_room = not commits_lazily() or disk.layout.slot_bytes(least) < LARGE_SLOT_BYTES
+        if len(self.slots) == 1:  # memory is short
+            has_room, most = False, least
+        slot.assign(disk, most if has_room else least, most)
+
+    def _fill(self, slot: Slot, disk: DiskRows) -> None:
+        if slot.tokens < disk.paged_tokens:
+            self._stats.num_unpredicted += 1
+            self._read(slot, disk, slot.tokens, urgent=True)
+            self._stats.wait_seconds += slot.wait()
+        slot.write(disk.layout, disk.tail, disk.paged_tokens)
+        slot.tokens = disk.length
+
+    def _read(self, slot: Slot, disk: DiskRows, start: int, *, urgent: bool = False) -> None:
+        """Start reading from the page with the token ``start`` on."""
+        disk.flush()
+        reads = segments(disk.pages, disk.layout, start, disk.paged_tokens, slot.capacity)
+        ticket = disk.file.reader.submit(reads, slot.memory, urgent=urgent, starts=False)
+        slot.read(ticket, disk, disk.paged_tokens)
+
+    def _read_ahead(self, disk: DiskRows, busy: Slot, num_new: int) -> None:
+        """Prefetch the layer that is expected next into the other slot."""
+        link = self._successor.get(disk)
+        upcoming = link() if link is not None else None
+        if upcoming is None or not upcoming.paged_tokens or any(slot.belongs_to(upcoming) for slot in self.slots):
+            return
+        slot = next((slot for slot in self.slots if slot is not busy), None)
+        if slot is None:
+            return
+        self._assign(slot, upcoming, self._options.held_tokens(upcoming.length + num_new, num_new))
+        self._read(slot, upcoming, 0)

@@ -57,21 +57,16 @@ def _early(kind: Any) -> Any:
 
 
 class CacheViews:
-    """The views of one prompt cache, for calls that run in lockstep.
+    """The views of one prompt cache, for calls of some lengths that run in lockstep.
 
-    Args:
-        cache: the entries.
-        lengths: new tokens of each call, in order.
-        checkpoints: gets checkpoints of the entries before each call, if the calls may be taken back.
-
-    Attributes:
-        views: for each call, what it takes for the prompt cache.
+    ``checkpoints`` gets those of the entries before each call, if the calls may be taken back.
     """
 
     def __init__(self, cache: Sequence[Any], lengths: Sequence[int], checkpoints: Checkpoints | None = None) -> None:
         self._entries = entries_of(cache)
         starts = [sum(lengths[:call]) for call in range(len(lengths))]
         self._views = [[_advanced(entry, start) for entry in self._entries] for start in starts]
+        # for each call, what it takes for the prompt cache
         self.views = [_same_structure(cache, iter(parts)) for parts in self._views]
         self._owner = [0] * len(self._entries)
         self._seen = [_contents(entry) for entry in self._entries]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError
-from mlx_flash.files import HeldLock, locked, make_private
+from mlx_flash.files import locked, make_private
 from mlx_flash.folders import cache_directory
 
 GB = 10**9
@@ -51,11 +51,7 @@ class _Record:
 
     @classmethod
     def decode(cls, data: bytes) -> _Record:
-        """Return the record in a file; an empty file counts as no writes.
-
-        Raises:
-            ValueError: it is another file, or damaged.
-        """
+        """Return the record in a file; an empty one counts as no writes. Raises: ValueError: it is none, or damaged."""
         if not data:
             return cls()
         match json.loads(data):
@@ -72,16 +68,9 @@ class _Record:
 class WriteGovernor:
     """The counter and the cap of disk writes, shared by threads and processes.
 
-    A fault of the file costs a warning, never a run: this process then counts for itself.
-
-    Args:
-        directory: of the file; made at the first count.
-        gb_per_day: the cap of all processes together in a calendar day, in GB (10⁹ bytes); None for no cap.
-        zero_write: whether to write nothing at all; the count is not written either.
-        clock: seconds since 1970.
-
-    Raises:
-        ConfigError: the cap is not a number of 0 or more.
+    A fault of the file costs a warning, never a run: this process then counts for itself. The cap is that of all
+    processes together in a calendar day, in GB (10⁹ bytes); None for no cap. With ``zero_write`` nothing at all is
+    written, not even the count. ``clock`` returns seconds since 1970. Raises: ConfigError: the cap is no such number.
     """
 
     def __init__(
@@ -141,45 +130,32 @@ class WriteGovernor:
     def _change(self, nbytes: int, only_if_it_fits: bool) -> bool:
         with self._lock:
             if self.zero_write:
-                return self._change_unsaved(nbytes, only_if_it_fits)
+                return self._add(nbytes, not only_if_it_fits)
+            is_counted: bool | None = None
             try:
                 make_private(self._path.parent)
-                lock = HeldLock(self._path, create=0o600)
+                with locked(self._path, create=0o600) as fd:
+                    self._parse(os.pread(fd, _RECORD_BYTES, 0))
+                    is_counted = self._add(nbytes, not only_if_it_fits or self._fits(nbytes))
+                    if is_counted:
+                        os.pwrite(fd, self._record.encode(), 0)
             except OSError as error:
                 self._warn(error.strerror or str(error))
-                self._begin_day()
-                return self._change_known(nbytes, only_if_it_fits)
-            try:
-                return self._change_saved(lock.fd, nbytes, only_if_it_fits)
-            finally:
-                lock.release()
+                if is_counted is None:
+                    self._begin_day()
+                    is_counted = self._add(nbytes, not only_if_it_fits or self._fits(nbytes))
+            return is_counted
 
-    def _change_saved(self, fd: int, nbytes: int, only_if_it_fits: bool) -> bool:
-        is_counted = False
-        try:
-            self._parse(os.pread(fd, _RECORD_BYTES, 0))
-            is_counted = self._change_known(nbytes, only_if_it_fits)
-            if is_counted:
-                os.pwrite(fd, self._record.encode(), 0)
-        except OSError as error:
-            self._warn(error.strerror or str(error))
-        return is_counted
-
-    def _change_unsaved(self, nbytes: int, only_if_it_fits: bool) -> bool:
-        if only_if_it_fits:
-            self._refused_bytes += nbytes
-        else:
+    def _add(self, nbytes: int, is_written: bool) -> bool:
+        """Count bytes as written, or as refused. Return which."""
+        if is_written:
+            old = self._record
+            if not self.zero_write:
+                self._record = replace(old, day_bytes=old.day_bytes + nbytes, total_bytes=old.total_bytes + nbytes)
             self._session_bytes += nbytes
-        return not only_if_it_fits
-
-    def _change_known(self, nbytes: int, only_if_it_fits: bool) -> bool:
-        if only_if_it_fits and not self._fits(nbytes):
+        else:
             self._refused_bytes += nbytes
-            return False
-        old = self._record
-        self._record = replace(old, day_bytes=old.day_bytes + nbytes, total_bytes=old.total_bytes + nbytes)
-        self._session_bytes += nbytes
-        return True
+        return is_written
 
     def _fits(self, nbytes: int) -> bool:
         return self._cap is None or self._record.day_bytes + nbytes <= self._cap

@@ -7,6 +7,7 @@ it is never written again.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import zlib
 from collections import deque
@@ -15,74 +16,91 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
-from typing import NamedTuple, Protocol
-from weakref import WeakSet
+from typing import ClassVar, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from mlx_flash.errors import WriteError
-from mlx_flash.files import close_all
+from mlx_flash.files import close_all, write_at
 from mlx_flash.forks import finalize
-from mlx_flash.kv.layout import Component, RowBytes, RowLayout
-from mlx_flash.kv.opened import DraftSource, GrowingFile, PageReader
 from mlx_flash.kv.options import WRITE_BEHIND_BYTES
-from mlx_flash.kv.pages import InFile, Page, joined
+from mlx_flash.kv.pages import Component, InFile, Page, RowBytes, RowLayout, joined
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
-from mlx_flash.storage.source import SourceFile
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+from mlx_flash.storage.source import FileIdentity, SourceFile, identity_of
 from mlx_flash.workers import InOrder, Job
-
-
-class PageUser(Protocol):
-    """A layer that has pages in a file."""
-
-    @property
-    def pages(self) -> Sequence[Page[InFile]]:
-        """The pages."""
-
 
 Blocks = Sequence[tuple[int, memoryview]]
 """Blocks of bytes, each with its offset in a file."""
 
 
+class _GrowingFile(SourceFile):
+    """A file that this process still writes to: a new size or time does not make it another file."""
+
+    def _is_same(self, found: FileIdentity) -> bool:
+        return (found.device, found.inode) == (self.identity.device, self.identity.inode)
+
+
+class LockedFile(SourceFile):
+    """A locked file, which is read on after it was moved or removed. Raises: OSError: it is being evicted."""
+
+    def __init__(self, path: Path, direct: bool) -> None:
+        super().__init__(path, direct)
+        try:
+            fcntl.flock(self.buffered_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BaseException:
+            self.close()
+            raise
+
+    def check_unchanged(self, tensor: str) -> None:
+        found = identity_of(self.buffered_fd)
+        if found.nbytes < self.identity.nbytes:
+            self._refuse(tensor, found)
+
+
+class PageReader(BackgroundPrefetcher):
+    """A reader of files that are created, grow, and are removed while it is open."""
+
+    def keep(self, file: SourceFile) -> None:
+        """Take an open file, which :meth:`remove` closes."""
+        self._files[file.path] = file
+
+    def remove(self, path: Path) -> None:
+        """Close a file that will not be read any more."""
+        if (file := self._files.pop(path, None)) is not None:
+            file.close()
+
+
 class Write(Job):
-    """Blocks that are written behind.
+    """Blocks that are written behind. The job keeps their file open."""
 
-    Args:
-        file: the file; the job keeps it open.
-        blocks: the blocks, with their offsets.
-        count: called from the thread with the number of bytes written.
-        is_checked: whether to compute checksums.
-
-    Attributes:
-        checksums: CRC-32 of the blocks, once they are written.
-    """
-
-    def __init__(
-        self,
-        file: WrittenFile,
-        blocks: Blocks,
-        count: Callable[[int], None],
-        is_checked: bool,
-    ) -> None:
+    def __init__(self, file: WrittenFile, blocks: Blocks, count: Callable[[int], None], is_checked: bool) -> None:
         self.nbytes = sum(len(block) for _, block in blocks)
-        self.checksums: list[int] = []
+        self.checksums: list[int] = []  # CRC-32 of each block, once they are written
         super().__init__(_write_blocks, file, blocks, count, self.checksums if is_checked else None)
 
 
+def _write_blocks(file: WrittenFile, blocks: Blocks, count: Callable[[int], None], checksums: list[int] | None) -> None:
+    for offset, block in blocks:
+        try:
+            write_at(file.fd, block, offset)
+        except OSError as error:
+            raise WriteError(
+                f"cannot write {len(block)} bytes of the KV cache at offset {offset} of {file.path}: "
+                f"{error.strerror}. Hint: make room on that disk, or set max_tokens."
+            ) from error
+    count(sum(len(block) for _, block in blocks))
+    if checksums is not None:
+        checksums += [zlib.crc32(block) for _, block in blocks]
+
+
 class WriteBehind:
-    """A thread that writes blocks in order.
-
-    Args:
-        count: called from the thread with the number of bytes written.
-
-    Attributes:
-        nbytes: bytes written, or queued for it.
-        limit_bytes: the most bytes queued; adding more blocks.
-    """
+    """A thread that writes blocks in order. It calls ``count`` with the number of bytes written."""
 
     def __init__(self, count: Callable[[int], None] = lambda _: None) -> None:
-        self.nbytes = 0
-        self.limit_bytes = WRITE_BEHIND_BYTES
+        self.nbytes = 0  # written, or queued for it
+        self.limit_bytes = WRITE_BEHIND_BYTES  # the most bytes queued; adding more blocks
         self._count = count
         self._thread = InOrder("mlx-flash-kv-writer")
         self._waiting: deque[Write] = deque()
@@ -106,48 +124,18 @@ class WriteBehind:
         self._thread.close()
 
 
-def _write_blocks(
-    file: WrittenFile,
-    blocks: Blocks,
-    count: Callable[[int], None],
-    checksums: list[int] | None,
-) -> None:
-    for offset, block in blocks:
-        done = 0
-        while done < len(block):
-            try:
-                done += os.pwrite(file.fd, block[done:], offset + done)
-            except OSError as error:
-                raise WriteError(
-                    f"cannot write {len(block)} bytes of the KV cache at offset {offset} of {file.path}: "
-                    f"{error.strerror} after {done} bytes. Hint: make room on that disk, or set max_tokens."
-                ) from error
-    count(sum(len(block) for _, block in blocks))
-    if checksums is not None:
-        checksums += [zlib.crc32(block) for _, block in blocks]
-
-
 class WrittenFile:
-    """A file of pages that this process writes. It is removed with the object.
+    """A new file of pages that this process writes. It is removed with the object. Raises: WriteError."""
 
-    Args:
-        path: the file, which must not exist.
-        reader: the reader that reads it.
-        writer: the thread that writes it.
-        source: opens it for the reader.
+    _source: ClassVar[type[SourceFile]] = _GrowingFile
+    """Opens it for the reader."""
 
-    Raises:
-        WriteError: the file cannot be created.
-    """
-
-    def __init__(
-        self, path: Path, reader: PageReader, writer: WriteBehind, source: Callable[[Path], SourceFile]
-    ) -> None:
+    def __init__(self, path: Path, reader: PageReader, writer: WriteBehind, direct: bool) -> None:
         self.path = path
         self.reader = reader
         self._descriptors = [_create(path)]
         self._close = finalize(self, _remove_file, path, self._descriptors, reader)
-        reader.keep(source(path))
+        reader.keep(self._source(path, direct))
         self._writer = writer
         self._pending: deque[Write] = deque()
 
@@ -157,11 +145,7 @@ class WrittenFile:
         return self._descriptors[0]
 
     def submit(self, blocks: Blocks, *, is_checked: bool = False) -> Write:
-        """Write blocks at their offsets. Their memory must not change any more.
-
-        Raises:
-            WriteError: an earlier write failed.
-        """
+        """Write blocks, whose memory must not change any more. Raises: WriteError: an earlier write failed."""
         while self._pending and self._pending[0].done():
             self._finish_first()
         write = self._writer.submit(self, blocks, is_checked=is_checked)
@@ -169,11 +153,7 @@ class WrittenFile:
         return write
 
     def flush(self) -> None:
-        """Wait until all pages can be read.
-
-        Raises:
-            WriteError: a write failed.
-        """
+        """Wait until all pages can be read. Raises: WriteError: a write failed."""
         while self._pending:
             self._finish_first()
 
@@ -191,41 +171,29 @@ class WrittenFile:
 
 
 class LayerFile(WrittenFile):
-    """A file of pages of one layer, whose size is a multiple of chunks.
-
-    Args:
-        path, reader, writer: as for :class:`WrittenFile`.
-        layout: layout of its rows.
-        direct: whether reads bypass the page cache.
-
-    Attributes:
-        users: the layers that have pages in it.
-    """
+    """A file of pages of one layer, whose size is a multiple of chunks."""
 
     def __init__(self, path: Path, layout: RowLayout, reader: PageReader, writer: WriteBehind, direct: bool) -> None:
-        super().__init__(path, reader, writer, lambda path: GrowingFile(path, direct))
+        super().__init__(path, reader, writer, direct)
         self.layout = layout
-        self.users: WeakSet[PageUser] = WeakSet()
+        self._used: WeakValueDictionary[int, InFile] = WeakValueDictionary()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pages that are in use."""
-        return len(self._used) * self.layout.step * self.layout.token_bytes
-
-    @property
-    def _used(self) -> set[int]:
-        """Offsets of the pages in use."""
-        return {page.where.offsets[0] for user in self.users for page in user.pages if page.where.file is self}
+        return len(list(self._used.values())) * self.layout.step * self.layout.token_bytes
 
     def allocate(self, num_pages: int) -> list[Page[InFile]]:
-        """Return the first free pages of the file. They are free until a layer has them."""
-        used, layout = self._used, self.layout
-        free = (offsets for offsets in map(layout.file_offsets, count()) if offsets[0] not in used)
-        places = (InFile(self, layout.components, offsets, layout.strides) for offsets in islice(free, num_pages))
-        return [Page(where, layout.step) for where in places]
+        """Return the first free pages of the file. Each is free again when nothing refers to it."""
+        layout, found = self.layout, list[Page[InFile]]()
+        free = (offsets for offsets in map(layout.file_offsets, count()) if offsets[0] not in self._used)
+        for offsets in islice(free, num_pages):
+            where = self._used[offsets[0]] = InFile(self, layout.components, offsets, layout.strides)
+            found.append(Page(where, layout.step))
+        return found
 
     def write(self, pages: Sequence[Page[InFile]], rows: RowBytes) -> None:
-        """Write rows ``(heads, tokens, bytes)`` that fill pages. Arguments and errors are as for :meth:`submit`."""
+        """Write rows ``(heads, tokens, bytes)`` that fill pages. Raises: WriteError: an earlier write failed."""
         begin = 0
         for run in joined(pages):
             blocks, end = [], begin + run.length
@@ -236,47 +204,39 @@ class LayerFile(WrittenFile):
             begin = end
 
 
-class DraftBlob(NamedTuple):
-    """One array of one layer's page in a draft. The checksum is known once it is written."""
+class WrittenBlob(NamedTuple):
+    """One array of a layer's page in a draft: its name there, and the CRC-32 of its bytes."""
 
+    name: str
     component: Component
-    length: int
+    shape: tuple[int, ...]
+    nbytes: int
+    checksum: int
+
+
+class _WrittenPage(NamedTuple):
+    """A layer's page in a draft."""
+
     offset: int
+    components: Sequence[Component]
+    length: int
     write: Write
-    number: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array."""
-        return self.component.heads * self.length * self.component.width_bytes
-
-    @property
-    def checksum(self) -> int:
-        """CRC-32 of the array."""
-        return self.write.checksums[self.number]
 
 
 class Draft(WrittenFile):
     """A file for the pages of all layers with some tokens, laid out as the prefix cache wants it.
 
-    Args:
-        path, reader, writer: as for :class:`WrittenFile`.
-        room: bytes to leave free at the beginning.
-        direct: whether reads bypass the page cache.
-
-    Attributes:
-        room: as given.
-        is_taken: whether the prefix cache has it, and nothing more may be written to it. Set by the caller.
-        is_named: whether it became a file of the prefix cache, which has another path.
+    ``room`` bytes are left free at its beginning.
     """
 
+    _source = LockedFile
+
     def __init__(self, path: Path, room: int, reader: PageReader, writer: WriteBehind, direct: bool) -> None:
-        super().__init__(path, reader, writer, lambda path: DraftSource(path, direct))
+        super().__init__(path, reader, writer, direct)
         self.room = room
-        self.is_taken = False
-        self.is_named = False
+        self.is_taken = False  # whether the prefix cache has it, and nothing more may be written. Set by the caller
         self._end = room
-        self._blobs: dict[tuple[int, int], DraftBlob] = {}
+        self._pages: dict[int, _WrittenPage] = {}
 
     @property
     def nbytes(self) -> int:
@@ -285,36 +245,40 @@ class Draft(WrittenFile):
 
     def add(self, layer: int, components: Sequence[Component], rows: RowBytes) -> Page[InFile]:
         """Write the page of a layer, ``(heads, tokens, bytes)`` for each array. Errors are as for :meth:`submit`."""
-        offsets, blocks, end, length = list[int](), [], self._end, rows[0].shape[1]
+        offsets, blocks, begin, end, length = list[int](), [], self._end, self._end, rows[0].shape[1]
         for part in rows:
             offsets.append(end)
             blocks.append((end, np.ascontiguousarray(part).data.cast("B")))
             end += round_up(part.nbytes, DIRECT_ALIGNMENT)
         self._end = end
-        write = self.submit(blocks, is_checked=True)
-        for index, (component, offset) in enumerate(zip(components, offsets, strict=True)):
-            self._blobs[layer, index] = DraftBlob(component, length, offset, write, index)
+        self._pages[layer] = _WrittenPage(begin, components, length, self.submit(blocks, is_checked=True))
         strides = tuple(length * component.width_bytes for component in components)
         return Page(InFile(self, tuple(components), tuple(offsets), strides), length)
 
+    @property
+    def is_named(self) -> bool:
+        """True once it is a file of the prefix cache, to which nothing is written."""
+        return not self._descriptors
+
     def name(self) -> None:
-        """Note that it became a file of the prefix cache, to which nothing is written."""
-        self.is_named = True
+        """Note that it became a file of the prefix cache, which has another path."""
         close_all(self._descriptors)
 
-    def finished(self) -> dict[tuple[int, int], DraftBlob] | None:
-        """Wait until it is written. Any thread may.
+    def finished(self) -> list[WrittenBlob] | None:
+        """Wait until it is written, in any thread. Return its arrays as they follow one another.
 
-        Returns:
-            All arrays by layer and number, as they follow one another; None if something else is between them, or a
-            write failed.
+        Return None if something else is between them, or a write failed.
         """
-        end = self.room
-        for blob in (blobs := dict(self._blobs)).values():
-            if blob.offset != end or blob.write.error() is not None:
+        end, found = self.room, list[WrittenBlob]()
+        for layer, page in dict(self._pages).items():
+            if page.offset != end or page.write.error() is not None:
                 return None
-            end += round_up(blob.nbytes, DIRECT_ALIGNMENT)
-        return blobs if end == self._end else None
+            for index, (component, checksum) in enumerate(zip(page.components, page.write.checksums, strict=True)):
+                shape = (*component.shape, page.length, component.width)
+                nbytes = component.heads * page.length * component.width_bytes
+                found.append(WrittenBlob(f"{layer}.{index}", component, shape, nbytes, checksum))
+                end += round_up(nbytes, DIRECT_ALIGNMENT)
+        return found if end == self._end else None
 
 
 def _create(path: Path) -> int:

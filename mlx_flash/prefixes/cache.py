@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache as cached
 from functools import partial
@@ -22,16 +22,14 @@ import numpy as np
 
 from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.folders import cache_directory
-from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.disk import Planned
+from mlx_flash.kv.files import Stored
 from mlx_flash.kv.history import History, Labels, make_labels
-from mlx_flash.kv.opened import Stored, StoredRows
 from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.writing import Draft
-from mlx_flash.prefixes.call import Call
-from mlx_flash.prefixes.leaves import Leaf, RowLeaf, forget, forget_plans, form_of, leaves_of, new_array, rows_in
+from mlx_flash.prefixes.leaves import Call, Leaf, RowLeaf, forget, forget_plans, form_of, leaves_of, new_array, rows_in
 from mlx_flash.prefixes.pagefile import Blob, Place, full_pages
 from mlx_flash.prefixes.store import Prefix, PrefixStore
 
@@ -60,11 +58,11 @@ class PrefixCache:
     def begin(
         self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool, coming: Sequence[mx.array] = ()
     ) -> Call | None:
-        """Restore the cached part of a call.
+        """Restore the cached part of a call on mlx-lm's prompt cache.
 
         Args:
             tokens: the new ones, ``(sequences, length)``.
-            cache: mlx-lm's prompt cache.
+            cache: the prompt cache.
             is_prompt: whether the logits are dropped; otherwise nothing is restored.
             coming: tokens of later calls, if they are known. They tell the page that this call ends in.
 
@@ -103,7 +101,7 @@ class PrefixCache:
 
     def _plan(self, call: Call) -> None:
         """Plan a draft for each page that the call completes."""
-        pooled = [(i, leaf.entry.rows) for i, leaf in enumerate(call.rows) if isinstance(leaf.entry, PooledCache)]
+        pooled = [(i, leaf.own) for i, leaf in enumerate(call.rows) if leaf.own is not None]
         num_blobs = sum(leaf.num_arrays for leaf in call.rows)
         restored, drafts = call.history.length + call.num_restored, {}
         for begin, end in zip((_last(call.history.ends), *call.ends), call.ends, strict=False):
@@ -207,7 +205,7 @@ class PrefixCache:
         places: list[Stored] = []
 
         def allocate(place: Place) -> dict[str, memoryview]:
-            places.extend(partial(rows_in, place, leaf) for leaf in range(num_leaves))
+            places.extend(partial(rows_in, lambda: place, leaf) for leaf in range(num_leaves))
             for name, blob in place.blobs.items():
                 leaf, _, key = name.partition(".")
                 arrays[int(leaf)][key], views[name] = new_array(blob.dtype, blob.shape)
@@ -242,7 +240,7 @@ class PrefixCache:
         if name := self._put(history, number, blobs, draft):
             place = cached(partial(self.store.place, name))
             for i, leaf in rest.items():
-                leaf.note_stored(start, Page(partial(_found, place, i), end - start))
+                leaf.note_stored(start, Page(partial(rows_in, place, i), end - start))
         return bool(name)
 
     def _put(
@@ -265,23 +263,12 @@ def _last(ends: Sequence[int]) -> int:
     return ends[-1] if ends else 0
 
 
-def _found(place: Callable[[], Place | None], leaf: int) -> StoredRows | None:
-    """Return the rows of a leaf in a page that is known when it is needed."""
-    found = place()
-    return None if found is None else rows_in(found, leaf)
-
-
 def open_prefixes(
     config: FlashConfig, model: str, title: str, prefix_bytes: int, governor: WriteGovernor
 ) -> PrefixCache | None:
-    """Return the prefix cache of a model; None where the settings want none.
+    """Return the prefix cache of a model with a fingerprint and a title; None where the settings want none.
 
-    Args:
-        config: its settings.
-        model: fingerprint of everything that decides what it computes.
-        title: its name, for people.
-        prefix_bytes: memory for pages on their way.
-        governor: of writes.
+    ``prefix_bytes`` is the memory for pages on their way.
     """
     mode = config.kv_prefixes
     if mode == "off":

@@ -2,7 +2,8 @@
 
 A page is cached when its file exists, so every process sees at once what others store and remove. Files are added and
 removed under one lock, the last page of a prefix first, so prefixes have no holes. A process that uses a prefix holds a
-shared lock on its last page: see :mod:`mlx_flash.prefixes.evict`.
+shared lock on its last page. Where there is no room for another page, those go that nobody holds and that no page
+follows, the least recently used first.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import logging
 import os
 import shutil
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_flash.errors import ReadError
+from mlx_flash.errors import ReadError, WriteError
 from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, locked, make_private
-from mlx_flash.prefixes.pagefile import SUFFIX, PageFile, PageKey, Place, path_of
+from mlx_flash.prefixes.pagefile import SUFFIX, EncodedPage, PageFile, PageKey, Place, path_of
 
 LOCK_SECONDS = 10.0
 """Longest wait for the lock. Others hold it for milliseconds, so a longer wait is for a stopped process."""
@@ -52,15 +53,7 @@ class StoredModel:
 
 
 class Hold(HeldLock):
-    """A shared lock on a page file.
-
-    Args:
-        path: the file.
-        pages: the names of the pages that it keeps from being evicted.
-
-    Raises:
-        OSError: the page is being evicted, or cannot be read.
-    """
+    """A shared lock on a page file, which keeps some pages. Raises: OSError: it is being evicted, or cannot be read."""
 
     def __init__(self, path: Path, pages: Sequence[str]) -> None:
         self.pages = pages
@@ -70,26 +63,17 @@ class Hold(HeldLock):
 class PageFolder:
     """The page files in a directory. A description is read once. Threads and processes may share the folder.
 
-    Args:
-        directory: of the prefix cache, which need not exist.
-        limit: the most bytes of all pages; None for no limit.
-        free_floor: bytes of the disk that are left free; None for a tenth of it.
-
-    Attributes:
-        directory, limit: as given.
-        free_floor: as given; a number once the folder is open.
-        path: of the folder of pages.
-        is_writable: whether pages can be added and removed: from :meth:`open` until :meth:`stop`.
-        inodes: of the pages that this object has written, by name. :meth:`repair` drops those of removed pages.
+    The directory need not exist. ``limit`` is the most bytes of all pages; None for no limit. ``free_floor`` are bytes
+    of the disk that are left free; None for a tenth of it, which :meth:`open` finds out.
     """
 
     def __init__(self, directory: Path, limit: int | None = None, free_floor: int | None = None) -> None:
         self.path = directory / "pages"
-        self.is_writable = False
+        self.is_writable = False  # whether pages can be added and removed: from :meth:`open` until :meth:`stop`
         self.directory = directory
         self.limit = limit
         self.free_floor = free_floor
-        self.inodes: dict[str, int] = {}
+        self.inodes: dict[str, int] = {}  # of the pages that this object has written, by name
         self._known: dict[str, CachedPage] = {}
         self._hidden: set[str] = set()
 
@@ -126,9 +110,9 @@ class PageFolder:
         return next((i for i, page in enumerate(pages) if not self.has(page)), len(pages))
 
     def hold(self, pages: Sequence[str]) -> Hold | None:
-        """Keep pages that follow one another, up to the first that is not cached, from being evicted.
+        """Keep pages that follow one another, up to the first that is not cached, and note that they were used.
 
-        Note that they were used. Return None if none is cached.
+        Return None if none is cached.
         """
         while count := self.num_leading(pages):
             pages = pages[:count]
@@ -242,3 +226,81 @@ def list_prefixes(directory: Path) -> list[StoredModel]:
         for model, pages in groups.items()
     ]
     return sorted(models, key=lambda model: model.last_used, reverse=True)
+
+
+def make_room(folder: PageFolder, page: EncodedPage) -> bool:
+    """Evict pages until another one fits. Return whether it does. The caller has the lock."""
+    excess = page.new_bytes - _spare_bytes(folder)
+    if folder.limit is None and excess <= 0:
+        return True
+    pages, _ = folder.repair()
+    taken = sum(other.nbytes for other in pages.values())
+    if folder.limit is not None:
+        excess = max(excess, taken + _unfinished_bytes(folder.path) + page.nbytes - folder.limit)
+    if excess > taken:
+        return False  # evicting all would not be enough
+    freed = _evict(folder, pages, excess, lambda key: key.page != page.key.parent)
+    return freed >= excess and page.new_bytes <= _spare_bytes(folder)
+
+
+def clear_prefixes(directory: Path, model: str | None = None) -> list[StoredModel]:
+    """Remove the pages of all models, or of one, that nobody uses. Return what is left. Raises: WriteError."""
+    folder = PageFolder(directory)
+    if not folder.path.is_dir():
+        return []
+    try:
+        folder.open()
+        with folder.locked():
+            pages, _ = folder.repair()
+            nbytes = sum(page.nbytes for page in pages.values())
+            _evict(folder, pages, nbytes, lambda key: model in (None, key.model))
+        return list_prefixes(directory)
+    except OSError as error:
+        raise WriteError(f"cannot clear {directory}: {error}. Hint: check who may write there.") from error
+
+
+def _evict(folder: PageFolder, pages: dict[str, CachedPage], excess: int, may_go: Callable[[PageKey], bool]) -> int:
+    """Remove pages, least recently used first, until so many bytes are gone. Return how many are.
+
+    A page counts as used whenever a page that follows it was used.
+    """
+    for page in reversed(pages.values()):
+        if parent := pages.get(page.key.parent):
+            parent.last_used = max(parent.last_used, page.last_used)
+    num_children = Counter(page.key.parent for page in pages.values())
+    freed = 0
+    for page in sorted(pages.values(), key=lambda page: (page.last_used, -page.key.depth)):
+        key = page.key
+        if freed >= excess:
+            break
+        if num_children[key.page] or not may_go(key) or not _remove_unheld(path_of(folder.path, key.page)):
+            continue
+        freed += page.nbytes
+        num_children[key.parent] -= 1
+        if key.parent:
+            folder.touch(key.parent, pages[key.parent].last_used)
+    return freed
+
+
+def _remove_unheld(path: Path) -> bool:
+    try:
+        lock = HeldLock(path, wait=False)
+    except BlockingIOError:
+        return False
+    try:
+        path.unlink(missing_ok=True)
+    finally:
+        lock.release()
+    return True
+
+
+def _spare_bytes(folder: PageFolder) -> int:
+    return shutil.disk_usage(folder.path).free - (folder.free_floor or 0)
+
+
+def _unfinished_bytes(folder: Path) -> int:
+    nbytes = 0
+    for path in folder.glob(f"*{PARTIAL_SUFFIX}"):
+        with suppress(FileNotFoundError):  # its writer has failed meanwhile
+            nbytes += path.stat().st_size
+    return nbytes

@@ -1,10 +1,14 @@
-"""The entries of a prompt cache, seen alike: rows of tokens that are appended, and states that are replaced."""
+"""A forward call and its prompt cache, as the prefix cache sees them.
+
+Entries are seen alike: rows of tokens that are appended, and states that are replaced.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -25,11 +29,11 @@ from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.checkpoints import PutBack, checkpoint
 from mlx_flash.kv.disk import NOTHING_PLANNED, draft_of
+from mlx_flash.kv.files import Stored, StoredRows
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
-from mlx_flash.kv.layout import Component
-from mlx_flash.kv.opened import Stored, StoredRows
-from mlx_flash.kv.pages import Page
+from mlx_flash.kv.pages import Component, Page
 from mlx_flash.kv.pages import num_tokens as count_in
+from mlx_flash.kv.rows import LayerRows
 from mlx_flash.kv.writing import Draft
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.prefixes.pagefile import Blob, Place, dtype_name
@@ -61,8 +65,8 @@ def forget(cache: Sequence[Any]) -> None:
 def forget_plans(leaves: Sequence[RowLeaf]) -> None:
     """Forget which pages a call was to complete."""
     for leaf in leaves:
-        if isinstance(leaf.entry, PooledCache):
-            leaf.entry.rows.planned = NOTHING_PLANNED
+        if leaf.own is not None:
+            leaf.own.planned = NOTHING_PLANNED
 
 
 class Leaf:
@@ -125,6 +129,11 @@ class RowLeaf(Leaf):
     """Keys and values, a row each for every token."""
 
     @property
+    def own(self) -> LayerRows | None:
+        """The rows of our own cache; None for mlx-lm's."""
+        return self.entry.rows if isinstance(self.entry, PooledCache) else None
+
+    @property
     def is_empty(self) -> bool:
         return self.length == 0
 
@@ -137,15 +146,10 @@ class RowLeaf(Leaf):
         return {str(i): to_blob(array) for i, array in enumerate(self._read(start, stop))}
 
     def append(self, arrays: Sequence[mx.array], stored: Page[Stored] | None = None) -> None:
-        """Add rows as :meth:`read` returned them, and evaluate them.
-
-        Args:
-            arrays: the rows.
-            stored: the place that they were read from. On disk they stay there, and are not written again.
-        """
-        if isinstance(self.entry, PooledCache):
-            self.entry.rows.append(arrays, stored)
-            mx.eval(self.entry.rows.memory.arrays)
+        """Add rows as :meth:`read` returned them, and evaluate them. On disk they stay where they are ``stored``."""
+        if (own := self.own) is not None:
+            own.append(arrays, stored)
+            mx.eval(own.memory.arrays)
             return
         entry, count, length = self.entry, arrays[0].shape[2], self.length or 0
         room = round_up(count, entry.step) - count  # as much as mlx-lm's caches have when they grow
@@ -162,14 +166,14 @@ class RowLeaf(Leaf):
 
     def draft_of(self, start: int, stop: int) -> Draft | None:
         """Return the draft that has some tokens as a page, and may be taken; None if none has."""
-        disk = self.entry.rows.disk if isinstance(self.entry, PooledCache) else None
-        return None if disk is None else draft_of(disk, start, stop)
+        own = self.own
+        return None if own is None or own.disk is None else draft_of(own.disk, start, stop)
 
     def note_stored(self, start: int, page: Page[Stored]) -> None:
         """Note that tokens in memory are in a page: when the layer goes to disk, they are not written again."""
-        rows = self.entry.rows if isinstance(self.entry, PooledCache) else None
-        if rows is not None and rows.disk is None and count_in(rows.stored) == start:
-            rows.stored += (page,)
+        own = self.own
+        if own is not None and own.disk is None and count_in(own.stored) == start:
+            own.stored += (page,)
 
     @property
     def num_arrays(self) -> int:
@@ -193,9 +197,8 @@ class RowLeaf(Leaf):
         return put_back
 
     def _read(self, start: int, stop: int) -> list[mx.array]:
-        if isinstance(self.entry, PooledCache):
-            return self.entry.rows.read(start, stop)
-        return [array[..., start:stop, :] for array in self._arrays()]
+        own = self.own
+        return [array[..., start:stop, :] for array in self._arrays()] if own is None else own.read(start, stop)
 
     def _arrays(self) -> list[mx.array]:
         entry = self.entry
@@ -223,6 +226,39 @@ class StateLeaf(Leaf):
         return checkpoint(self.entry)
 
 
+@dataclass(slots=True)
+class Call:
+    """A forward call on a cache whose content is known."""
+
+    leaves: list[Leaf]  # the entries of the cache
+    history: History  # their content when the call began
+    tokens: mx.array  # the new ones
+    form: int  # a number for the form of the cache
+    is_prompt: bool  # the logits are dropped
+    ends: list[int]  # ends of the pages that the call completes
+    num_restored: int = 0  # tokens that were not computed
+
+    @property
+    def end(self) -> int:
+        """Tokens in the cache after the call."""
+        return self.history.length + int(self.tokens.shape[1])
+
+    @property
+    def is_answered(self) -> bool:
+        """True when nothing is left to be computed."""
+        return self.num_restored == self.tokens.shape[1]
+
+    @property
+    def rows(self) -> list[RowLeaf]:
+        """Leaves with a row for each token."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, RowLeaf)]
+
+    @property
+    def states(self) -> list[StateLeaf]:
+        """Leaves with a state."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, StateLeaf)]
+
+
 def _is_zero(padding: mx.array | None) -> bool:
     return padding is None or padding.tolist() == [0]
 
@@ -234,8 +270,10 @@ def to_blob(array: mx.array) -> Blob:
     return Blob(memory_of(flat), dtype_name(array.dtype), tuple(array.shape))
 
 
-def rows_in(place: Place, leaf: int) -> StoredRows | None:
-    """Return the rows of a leaf in a page file; None if it has a state."""
+def rows_in(find: Callable[[], Place | None], leaf: int) -> StoredRows | None:
+    """Return the rows of a leaf in a page file that is known when it is needed; None if that is gone, or has states."""
+    if (place := find()) is None:
+        return None
     blobs = [blob for name, blob in place.blobs.items() if name.partition(".")[0] == str(leaf)]
     if not all(len(blob.shape) == 4 for blob in blobs):
         return None

@@ -81,25 +81,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageKey:
-    """The identity of a page.
+    """The identity of a page."""
 
-    Attributes:
-        page: its name, 64 hexadecimal digits.
-        parent: name of the page before it, or of the page at whose end the snapshot was taken; empty for a first one.
-        kind: of a snapshot; empty for a page.
-        number: how many pages come before it.
-        tokens: how many it holds.
-        model: fingerprint of the model.
-        title: name of the model, for people.
-    """
-
-    page: str
-    parent: str
-    kind: str
-    number: int
-    tokens: int
-    model: str
-    title: str
+    page: str  # its name, 64 hexadecimal digits
+    parent: str  # the page before it, or that at whose end the snapshot was taken; empty for a first one
+    kind: str  # of a snapshot; empty for a page
+    number: int  # how many pages come before it
+    tokens: int  # how many it holds
+    model: str  # fingerprint of the model
+    title: str  # name of the model, for people
 
     @property
     def depth(self) -> int:
@@ -140,21 +130,13 @@ def path_of(folder: Path, page: str) -> Path:
 
 
 class EncodedPage(NamedTuple):
-    """The content of a page file.
-
-    Attributes:
-        key: of the page.
-        nbytes: the length of the file.
-        head: everything before the blobs.
-        blobs: the blobs to write, with their offsets.
-        draft: the file, in which the other blobs are already; None for a new one.
-    """
+    """The content of a page file."""
 
     key: PageKey
-    nbytes: int
-    head: bytes
-    blobs: Sequence[tuple[int, memoryview]]
-    draft: Draft | None = None
+    nbytes: int  # the length of the file
+    head: bytes  # everything before the blobs
+    blobs: Sequence[tuple[int, memoryview]]  # those to write, with their offsets
+    draft: Draft | None  # the file, in which the other blobs are already; None for a new one
 
     @property
     def new_bytes(self) -> int:
@@ -167,53 +149,27 @@ class EncodedPage(NamedTuple):
             write_at(fd, data.cast("B") if data.nbytes else memoryview(b""), offset)
 
 
-def encode_page(key: PageKey, blobs: Mapping[str, Blob]) -> EncodedPage:
-    """Return the file of a page. The blobs' bytes must not change until it is written."""
-    table = _table(blobs)
-    return _encoded(key, table, blobs, round_up(_HEAD.size + len(_text(key, table)), ALIGNMENT))
+def encode_page(key: PageKey, blobs: Mapping[str, Blob], draft: Draft | None = None) -> EncodedPage | None:
+    """Return the file of a page: its description, the blobs of its draft, if it has one, and the blobs behind them.
 
-
-def encode_draft(key: PageKey, draft: Draft, blobs: Mapping[str, Blob]) -> EncodedPage | None:
-    """Return the file of a page that layers have begun to write.
-
-    Args:
-        key: of the page.
-        draft: the file.
-        blobs: those that it lacks, as in :func:`encode_page`.
-
-    Returns:
-        None if the draft was not written as a whole.
+    The blobs' bytes must not change until it is written. Return None if the draft was not written as a whole.
     """
-    if (written := draft.finished()) is None:
+    written = [] if draft is None else draft.finished()
+    if written is None:
         return None
-    table = []
-    for (layer, index), blob in written.items():
-        shape = (*blob.component.shape, blob.length, blob.component.width)
-        table.append([f"{layer}.{index}", dtype_name(blob.component.dtype), shape, blob.nbytes, blob.checksum])
-    table += _table(blobs)
-    fits = _HEAD.size + len(_text(key, table)) <= draft.room
-    return _encoded(key, table, blobs, draft.room, draft) if fits else None
-
-
-def _table(blobs: Mapping[str, Blob]) -> list[Any]:
-    sizes = {name: memoryview(blob.data) for name, blob in blobs.items()}
-    return [[name, b.dtype, b.shape, sizes[name].nbytes, zlib.crc32(sizes[name])] for name, b in blobs.items()]
-
-
-def _text(key: PageKey, table: Sequence[Any]) -> bytes:
-    return f"{json.dumps(asdict(key))}\n{json.dumps(table)}".encode()
-
-
-def _encoded(
-    key: PageKey, table: Sequence[Any], blobs: Mapping[str, Blob], room: int, draft: Draft | None = None
-) -> EncodedPage:
-    """Return a page whose blobs begin after ``room`` bytes, those to write behind those of the draft."""
-    text = _text(key, table).ljust(room - _HEAD.size)
-    offset, placed = room + (0 if draft is None else draft.nbytes), []
-    for blob in blobs.values():
-        data = memoryview(blob.data)
-        placed.append((offset, data))
-        offset += round_up(data.nbytes, ALIGNMENT)
+    data = {name: memoryview(blob.data) for name, blob in blobs.items()}
+    table: list[Any] = [[b.name, dtype_name(b.component.dtype), b.shape, b.nbytes, b.checksum] for b in written]
+    table += [[name, b.dtype, b.shape, data[name].nbytes, zlib.crc32(data[name])] for name, b in blobs.items()]
+    text = f"{json.dumps(asdict(key))}\n{json.dumps(table)}".encode()
+    offset = room = round_up(_HEAD.size + len(text), ALIGNMENT) if draft is None else draft.room
+    if _HEAD.size + len(text) > room:
+        return None
+    placed = []
+    offset += 0 if draft is None else draft.nbytes
+    for view in data.values():
+        placed.append((offset, view))
+        offset += round_up(view.nbytes, ALIGNMENT)
+    text = text.ljust(room - _HEAD.size)
     head = _HEAD.pack(MAGIC, offset, len(text), zlib.crc32(_LENGTHS.pack(offset, len(text)) + text))
     return EncodedPage(key, offset, head + text, placed, draft)
 
@@ -255,10 +211,7 @@ class PageFile:
     def read_into(self, name: str, into: memoryview) -> None:
         """Read a blob into writable memory of its length, and check it.
 
-        Raises:
-            KeyError: there is no such blob.
-            ValueError: the memory has another length.
-            ReadError: the file is damaged.
+        Raises: KeyError: there is no such blob; ValueError: the memory has another length; ReadError: it is damaged.
         """
         blob = self.blobs[name]
         view = into.cast("B") if into.nbytes else memoryview(b"")

@@ -42,19 +42,12 @@ _log = logging.getLogger("mlx_flash")
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A cached prefix of a prompt.
+    """A cached prefix of a prompt."""
 
-    Attributes:
-        ends: with how many tokens its pages end.
-        pages: their names.
-        snapshot: name of its snapshot, if any.
-        hold: keeps them from being evicted.
-    """
-
-    ends: tuple[int, ...] = ()
-    pages: tuple[str, ...] = ()
-    snapshot: str = ""
-    hold: Hold | None = field(default=None, compare=False, repr=False)
+    ends: tuple[int, ...] = ()  # with how many tokens its pages end
+    pages: tuple[str, ...] = ()  # their names
+    snapshot: str = ""  # name of its snapshot, if any
+    hold: Hold | None = field(default=None, compare=False, repr=False)  # keeps them from being evicted
 
     @property
     def num_tokens(self) -> int:
@@ -72,33 +65,21 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
 
     Threads may share a store. Close it; a process that ends without closing does no harm. After :meth:`close`, methods
     raise :class:`ClosedError`.
-
-    Args:
-        directory: of the prefix cache; made if it is missing.
-        model: fingerprint of all that decides what the model computes.
-        settings: digest of all that decides how its cache keeps it: dtype, quantization, step.
-        tenant: different tenants share nothing.
-        title: name of the model, for people.
-        limit_bytes: the most that all pages in the directory may take; None for no limit but the disk.
-        free_space_floor: bytes of the disk that are left free; None for a tenth of it.
-        governor: counts writes and caps them.
-        page_tokens: tokens of a page.
-        queue_bytes: the most that may wait to be written; pages beyond it are not stored.
     """
 
     def __init__(
         self,
         directory: Path,
         *,
-        model: str,
-        settings: str,
+        model: str,  # fingerprint of all that decides what it computes
+        settings: str,  # all that decides how its cache keeps it: dtype, quantization, step
         governor: WriteGovernor,
-        tenant: str = "",
-        title: str = "",
-        limit_bytes: int | None = None,
-        free_space_floor: int | None = None,
+        tenant: str = "",  # different ones share nothing
+        title: str = "",  # name of the model, for people
+        limit_bytes: int | None = None,  # the most that all pages in the directory may take
+        free_space_floor: int | None = None,  # bytes of the disk that are left free; None for a tenth of it
         page_tokens: int = PAGE_TOKENS,
-        queue_bytes: int = QUEUE_BYTES,
+        queue_bytes: int = QUEUE_BYTES,  # the most that may wait to be written; pages beyond it are not stored
     ) -> None:
         self.page_tokens = page_tokens
         self._root = root_name(model, settings, tenant, page_tokens)
@@ -124,12 +105,9 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
         return self._folder.is_writable
 
     def find(self, tokens: Tokens, *, snapshot: str = "", ends: Sequence[int] | None = None) -> Prefix:
-        """Return the longest cached prefix of a prompt.
+        """Return the longest cached prefix of a prompt, which ends with a kind of ``snapshot`` if that is given.
 
-        Args:
-            tokens: of the prompt.
-            snapshot: a kind of snapshot that the prefix must end with.
-            ends: with how many tokens each page ends; None for pages of ``page_tokens``.
+        ``ends`` are with how many tokens each page ends; None for pages of ``page_tokens``.
         """
         self._check_open()
         ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
@@ -196,32 +174,19 @@ class PrefixStore(AbstractContextManager["PrefixStore"]):
     def put(
         self,
         tokens: Tokens,
-        page_index: int,
+        page_index: int,  # how many pages come before it
         blobs: Mapping[str, Blob],
         *,
-        draft: Draft | None = None,
-        snapshot: str = "",
-        ends: Sequence[int] | None = None,
-        waits: bool = False,
-        only_new: bool = False,
+        draft: Draft | None = None,  # a file with the other blobs, which becomes the file of the page
+        snapshot: str = "",  # the kind of snapshot; empty for the page itself
+        ends: Sequence[int] | None = None,  # with how many tokens each page ends; None for pages of ``page_tokens``
+        waits: bool = False,  # for room in the queue, unless it is too small for this page alone
+        only_new: bool = False,  # a page that is there counts as not stored: it may have been computed in another way
     ) -> str:
-        """Store a page, or a snapshot at its end, in the background.
+        """Store a page, or a snapshot at its end, in the background. Return its name if it is cached, or queued.
 
-        A page that exceeds the queue, the limits or the day's writes is not stored, nor are those that follow it.
-
-        Args:
-            tokens: of the sequence, at least up to the page's last one.
-            page_index: how many pages come before it.
-            blobs: what to store, by name; copied unless they are ``bytes``.
-            draft: a file with the other blobs, which becomes the file of the page.
-            snapshot: the kind of snapshot; empty for the page itself.
-            ends: with how many tokens each page ends; None for pages of ``page_tokens``.
-            waits: whether to wait for room in the queue, unless it is too small for this page alone.
-            only_new: whether a page that is cached or queued already counts as not stored, because the same name may
-                stand for bytes that were computed in another way.
-
-        Returns:
-            Its name if it is cached, or queued; otherwise an empty text.
+        A page that exceeds the queue, the limits or the day's writes is not stored, nor are those that follow it: then
+        the name is empty. Blobs are copied unless they are ``bytes``.
         """
         self._check_open()
         ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends

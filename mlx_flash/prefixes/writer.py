@@ -18,9 +18,8 @@ from mlx_flash.files import PARTIAL_SUFFIX, flush_folder, open_locked
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.writing import Draft
 from mlx_flash.memory.pagecache import drop_cached
-from mlx_flash.prefixes.evict import make_room
-from mlx_flash.prefixes.folder import PageFolder
-from mlx_flash.prefixes.pagefile import Blob, EncodedPage, PageKey, encode_draft, encode_page, path_of
+from mlx_flash.prefixes.folder import PageFolder, make_room
+from mlx_flash.prefixes.pagefile import Blob, EncodedPage, PageKey, encode_page, path_of
 from mlx_flash.workers import InOrder, Job
 
 REASONS = ("stopped", "parent", "queue", "room", "wear", "draft")
@@ -39,12 +38,12 @@ _log = logging.getLogger("mlx_flash")
 
 
 class _Pending(NamedTuple):
-    """A page that waits: its key, the blobs to write, their bytes, and the draft with the others."""
+    """A page that waits."""
 
     key: PageKey
-    blobs: Mapping[str, Blob]
-    nbytes: int
-    draft: Draft | None
+    blobs: Mapping[str, Blob]  # those to write
+    nbytes: int  # of these
+    draft: Draft | None  # the file with the others
 
 
 class PageWriter:
@@ -73,16 +72,16 @@ class PageWriter:
             with self._lock:
                 if self._has(key.page):
                     return not only_new
-                reason = self._reason_against(key, nbytes)
-                has_room = self._fits(nbytes) and not self._is_closed
-                if reason or has_room or not waits or self._is_closed or nbytes > self._queue_bytes:
-                    reason = reason or ("" if has_room else "queue")
+                is_full = self._is_closed or self._queued_bytes + nbytes > self._queue_bytes
+                may_wait = waits and not self._is_closed and nbytes <= self._queue_bytes
+                if reason := self._reason_against(key, nbytes) or ("queue" if is_full and not may_wait else ""):
                     self._count(reason)
-                    if not reason:
-                        copies = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
-                        self._pending[key.page] = _Pending(key, copies, nbytes, draft)
-                        self._start_writing()
-                    return not reason
+                    return False
+                if not is_full:
+                    copies = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
+                    self._pending[key.page] = _Pending(key, copies, nbytes, draft)
+                    self._start_writing()
+                    return True
                 if not is_asked:
                     self._start_writing()
                 is_asked = True
@@ -124,9 +123,6 @@ class PageWriter:
     def _queued_bytes(self) -> int:
         return sum(pending.nbytes for pending in self._pending.values())
 
-    def _fits(self, nbytes: int) -> bool:
-        return self._queued_bytes + nbytes <= self._queue_bytes
-
     def _reason_against(self, key: PageKey, nbytes: int) -> str:
         if not self._folder.is_writable:
             return "stopped"
@@ -151,7 +147,7 @@ class PageWriter:
             if not self._folder.is_writable:
                 reason = "stopped"
             else:
-                page = encode_page(key, blobs) if draft is None else encode_draft(key, draft, blobs)
+                page = encode_page(key, blobs, draft)
                 reason = "draft" if page is None else add_page(self._folder, page, self._governor.claim) or "stored"
         except OSError as error:
             self._folder.stop(error)
@@ -168,13 +164,8 @@ class PageWriter:
 def add_page(folder: PageFolder, page: EncodedPage, claim: Callable[[int], bool]) -> str:
     """Write a page, unless it is cached. After an error nothing is left of it.
 
-    Args:
-        folder: where to write it.
-        page: what to write.
-        claim: counts bytes that are about to be written, or returns False.
-
-    Returns:
-        Why it is not cached now: ``"parent"``, ``"room"``, ``"wear"`` or ``"draft"``; empty if it is.
+    ``claim`` counts bytes that are about to be written, or returns False. Return why it is not cached now:
+    ``"parent"``, ``"room"``, ``"wear"`` or ``"draft"``; an empty text if it is.
     """
     with folder.locked():
         if folder.has(page.key.page):

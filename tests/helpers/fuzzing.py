@@ -34,7 +34,7 @@ from mlx_flash import FlashConfig, telemetry
 from mlx_flash import config as config_module
 from mlx_flash.config import variables_of_fields
 from mlx_flash.errors import CheckpointError, ConfigError, FlashError, ReadError
-from mlx_flash.kv.saved import load_saved
+from mlx_flash.kv.cache import load_saved
 from mlx_flash.layout import load
 from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.modelfile.parse import parse_modelfile

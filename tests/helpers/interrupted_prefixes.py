@@ -16,7 +16,7 @@ from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.views import trimmer
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes.cache import PrefixCache
-from mlx_flash.prefixes.evict import clear_prefixes
+from mlx_flash.prefixes.folder import clear_prefixes
 from mlx_flash.prefixes.store import PrefixStore
 
 PAGE, HEADS, WIDTH = 8, 2, 16

@@ -24,7 +24,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, LRUPromptCache, Quantized
 from kv_rows import address, bits, equal, evict_all, rows_of
 from mlx_flash.errors import BudgetError, ClosedError, ConfigError, StreamedWeightsError
 from mlx_flash.kv import options as kv_options
-from mlx_flash.kv import ring, slots
+from mlx_flash.kv import slots
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache, make_caches
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
@@ -500,7 +500,7 @@ def test_slots_on_large_pages_have_equal_contents(
     settings: dict[str, Any], options: Callable[..., KVOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There heads follow one another closely, and what a layer needs is laid out anew as it grows."""
-    for module in (ring, slots, kv_options):
+    for module in (slots, kv_options):
         monkeypatch.setattr(module, "LARGE_SLOT_BYTES", 4096)
     mine, theirs = filled(options(step=16, **settings), (100, 1), 4)
     evict_all(mine[0].pool)

@@ -33,8 +33,7 @@ from mlx_flash.loading import load_model
 from mlx_flash.monitor import app as monitor
 from mlx_flash.monitor.words import size
 from mlx_flash.prefixes.cache import prefix_directory
-from mlx_flash.prefixes.evict import clear_prefixes
-from mlx_flash.prefixes.folder import list_prefixes
+from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
 from prefix_runs import PROMPT, STEP, Logits, config_of, generated, loaded, restored
 

@@ -14,15 +14,14 @@ import pytest
 
 import children
 from interrupted_prefixes import HEADS, WIDTH, Talk
-from mlx_flash.kv import opened
+from mlx_flash.kv import files as kv_files
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
 from mlx_flash.kv.writing import Draft
 from mlx_flash.prefixes import folder as page_folder
 from mlx_flash.prefixes.cache import PrefixCache
-from mlx_flash.prefixes.evict import clear_prefixes
-from mlx_flash.prefixes.folder import list_prefixes
+from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
 from mlx_flash.prefixes.store import PrefixStore
 
 PAGE = 32
@@ -92,13 +91,13 @@ def test_a_prompt_is_written_once(kind: str, mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "count"), [(-1, 2048), (64, 16), (256, 64), (1024, 448), (1 << 20, 2048)])
 def test_most_files_follow_the_limit_of_descriptors(limit: int, count: int) -> None:
-    assert opened.most_files(limit) == count
+    assert kv_files.most_files(limit) == count
 
 
 @pytest.mark.parametrize("reason", ["too many files", "another disk", "a page larger than the rest of a call"])
 def test_pages_without_a_draft_are_copied(reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason == "too many files":
-        monkeypatch.setattr(opened, "MOST_FILES", 3)
+        monkeypatch.setattr(kv_files, "MOST_FILES", 3)
     elif reason == "another disk":
         monkeypatch.setattr("mlx_flash.kv.files.are_on_one_disk", lambda *_: False)
     machine = Machine(tmp_path, "longest", step=PAGE // (2 if reason.startswith("a page") else 1))
@@ -197,7 +196,7 @@ def test_a_draft_that_was_taken_is_not_written_to(tmp_path: Path, monkeypatch: p
     assert all(entry.rows.planned for entry in talk.cache)
     for entry in talk.cache:
         entry.trim(entry.offset)
-    monkeypatch.setattr(opened, "MOST_FILES", 0)
+    monkeypatch.setattr(kv_files, "MOST_FILES", 0)
     talk.feed(LONG[:96])
     assert machine.prefixes.counters.num_restored == 96
     machine.close()

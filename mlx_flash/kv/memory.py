@@ -150,10 +150,6 @@ class MemoryRows:
         other.park((*cut(self.pages, start), *self.copied(stop)), self.layout)
         return other
 
-    def as_pages(self, known: MemoryPages) -> MemoryPages:
-        """Return all tokens as pages, ``known`` ones first unless parked. Copy and evaluate those that are in none."""
-        return self.pages or (*known, *self.copied(num_tokens(known)))
-
     def copied(self, start: int) -> MemoryPages:
         """Return a page with copies of the tokens from ``start`` on; none if there are none."""
         rest = self.length - start

@@ -233,8 +233,9 @@ def park(rows: LayerRows) -> None:
 
 
 def as_pages(rows: LayerRows) -> MemoryPages:
-    """Return all tokens of a layer in memory as pages."""
-    return rows.memory.as_pages(_known_pages(rows))
+    """Return all tokens of a layer in memory as pages. Copy and evaluate those that are in none."""
+    memory, known = rows.memory, _known_pages(rows)
+    return memory.pages or (*known, *memory.copied(num_tokens(known)))
 
 
 def parking_pays(rows: LayerRows, step: int) -> bool:

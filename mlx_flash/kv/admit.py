@@ -15,19 +15,10 @@ def admit(
 ) -> int:
     """Prepare a call, or several in lockstep: evict layers before it takes memory, and set what it may take.
 
-    Args:
-        pool: the caches.
-        layers: the layers that tokens are added to.
-        num_new: new tokens of each layer.
-        step: how many of them go through the model at a time.
-        row_bytes: bytes of a token in each layer; not used where there are tokens already.
-        limit: the most memory of all caches together, reads and writes in flight included.
-
-    Returns:
-        The number of bytes that are missing: 0 when the call can begin.
-
-    Raises:
-        WriteError: there is no room on the disk.
+    The call adds ``num_new`` tokens to each layer, of which ``step`` go through the model at a time. ``row_bytes`` are
+    those of a token in each layer; not used where there are tokens already. ``limit`` is the most memory of all caches
+    together, reads and writes in flight included. Return the bytes that are missing: 0 when the call can begin. Raises:
+    WriteError: there is no room on the disk.
     """
     if layers:
         pool.begin({rows.group for rows in layers})

@@ -203,10 +203,8 @@ _MOST_DIGITS = 5
 def load_saved(path: Path) -> tuple[list[Any], dict[str, Any]]:
     """Load a prompt cache and its metadata with mlx-lm's ``load_prompt_cache``.
 
-    MLX believes the shapes in a file, and makes lists as long as the largest index in a name.
-
-    Raises:
-        CheckpointError: the file is not what ``save_prompt_cache`` writes.
+    MLX believes the shapes in a file, and makes lists as long as the largest index in a name. Raises: CheckpointError:
+    the file is not what ``save_prompt_cache`` writes.
     """
     shard = read_shard(path)
     names = [*(record.name for record in shard.tensors), *shard.metadata]

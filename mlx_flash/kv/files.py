@@ -155,23 +155,12 @@ class KVFiles:
     def write(
         self,
         memory: MemoryRows,
-        new: Sequence[mx.array],
-        others: Iterable[tuple[DiskRows, int]],
-        stored: Sequence[Page[Stored]] = (),
+        new: Sequence[mx.array],  # arrays with the shapes of the first tokens, if there are no rows yet
+        others: Iterable[tuple[DiskRows, int]],  # rows on disk, each with the number of first tokens that are the same
+        stored: Sequence[Page[Stored]] = (),  # the first tokens in files of the prefix cache
         planned: Mapping[int, Planned] = NOTHING_PLANNED,
     ) -> DiskRows:
-        """Write the rows of a layer to disk, page by page, without those that files have already.
-
-        Args:
-            memory: the rows.
-            new: arrays with the shapes of the first tokens, if there are no rows yet.
-            others: rows on disk, each with the number of first tokens that are the same.
-            stored: the first tokens in files of the prefix cache.
-            planned: as for :meth:`DiskRows.append`. Larger pages than the layer's own would take more memory.
-
-        Raises:
-            WriteError: the disk is full, or fails.
-        """
+        """Write the rows of a layer to disk, page by page, without those that files have. Raises: WriteError."""
         step = self._options.step
         disk = _begun(others)
         if disk is None or disk.length < num_tokens(stored):
@@ -179,6 +168,7 @@ class KVFiles:
             all(self.refer(fresh, page) for page in stored)  # up to the first that is gone
             disk = disk if disk is not None and disk.length >= fresh.length else fresh
         disk.num_forgotten = memory.num_forgotten
+        # larger pages than the layer's own would take more memory
         small = {begin: page for begin, page in planned.items() if page.end - begin <= step}
         while disk.length < memory.length:
             start = disk.length

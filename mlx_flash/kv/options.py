@@ -121,20 +121,13 @@ class KVOptions:
 
     def least_bytes(
         self,
-        token_bytes: Sequence[int],
-        tokens: int | Sequence[int],
+        token_bytes: Sequence[int],  # of each layer
+        tokens: int | Sequence[int],  # of all layers, or of each
         num_slots: int = NUM_SLOTS,
         *,
-        is_tight: bool = False,
+        is_tight: bool = False,  # slots take no memory for tokens to come; one slot never does
     ) -> int:
-        """Return the smallest ``budget_bytes`` for some layers: with every one of them on disk.
-
-        Args:
-            token_bytes: bytes of a token in each layer.
-            tokens: of each layer, or of all.
-            num_slots: buffers for layers on disk.
-            is_tight: whether slots take no memory for tokens to come; one slot never does.
-        """
+        """Return the smallest ``budget_bytes`` for some layers: with every one of them on disk."""
         lengths = [tokens] * len(token_bytes) if isinstance(tokens, int) else tokens
         rooms = [round_up(n, self.step) if is_tight or num_slots == 1 else self.slot_tokens(n) for n in lengths]
         largest = max([room * nbytes for room, nbytes in zip(rooms, token_bytes, strict=True)], default=0)

@@ -123,6 +123,11 @@ class RowLayout:
         ]
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return the name of a type in files."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def row_bytes(arrays: Sequence[mx.array]) -> RowBytes:
     """Return the bytes of evaluated, contiguous arrays as ``(heads, tokens, bytes)``, the heads of all sequences."""
     found = []

@@ -178,11 +178,8 @@ class KVPool:
     ) -> None:
         """Free memory until a need fits, or nothing is left that can go to disk. Raises: WriteError.
 
-        Args:
-            needed: returns the need, with layers where they are.
-            group: the list of caches that needs it, which is not parked.
-            asking: the layer that new tokens come to; None before a call.
-            new: its new tokens.
+        The list of caches that needs it is not parked. ``asking`` is the layer that new tokens come to; None before a
+        call.
         """
         while needed() > self.limit:
             if self.ring.held and not self.layers.is_on_disk:

@@ -104,11 +104,7 @@ class LayerRows:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each array. Return all that are kept.
 
         ``stored`` is their place in a file of the prefix cache: on disk they stay there, and nothing is returned.
-
-        Raises:
-            BudgetError: they do not fit the budget even with every layer on disk.
-            WriteError: the disk is full, or fails.
-            ReadError: pages could not be read.
+        Raises: BudgetError: they do not fit even with every layer on disk; WriteError, ReadError.
         """
         with self.pool.lock:
             if forgotten := self.options.forgotten_tokens(self.length, new[0].shape[2]):

@@ -25,7 +25,7 @@ from mlx_flash.errors import WriteError
 from mlx_flash.files import close_all, write_at
 from mlx_flash.forks import finalize
 from mlx_flash.kv.options import WRITE_BEHIND_BYTES
-from mlx_flash.kv.pages import Component, InFile, Page, RowBytes, RowLayout, joined
+from mlx_flash.kv.pages import Component, InFile, Page, RowBytes, RowLayout, dtype_name, joined
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.source import FileIdentity, SourceFile, identity_of
@@ -205,13 +205,13 @@ class LayerFile(WrittenFile):
 
 
 class WrittenBlob(NamedTuple):
-    """One array of a layer's page in a draft: its name there, and the CRC-32 of its bytes."""
+    """One array in a file of the prefix cache, as the file describes it."""
 
     name: str
-    component: Component
+    dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    checksum: int
+    checksum: int  # CRC-32
 
 
 class _WrittenPage(NamedTuple):
@@ -276,7 +276,7 @@ class Draft(WrittenFile):
             for index, (component, checksum) in enumerate(zip(page.components, page.write.checksums, strict=True)):
                 shape = (*component.shape, page.length, component.width)
                 nbytes = component.heads * page.length * component.width_bytes
-                found.append(WrittenBlob(f"{layer}.{index}", component, shape, nbytes, checksum))
+                found.append(WrittenBlob(f"{layer}.{index}", dtype_name(component.dtype), shape, nbytes, checksum))
                 end += round_up(nbytes, DIRECT_ALIGNMENT)
         return found if end == self._end else None
 

@@ -58,16 +58,10 @@ class PrefixCache:
     def begin(
         self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool, coming: Sequence[mx.array] = ()
     ) -> Call | None:
-        """Restore the cached part of a call on mlx-lm's prompt cache.
+        """Restore the cached part of a call with new tokens, ``(sequences, length)``, on mlx-lm's prompt cache.
 
-        Args:
-            tokens: the new ones, ``(sequences, length)``.
-            cache: the prompt cache.
-            is_prompt: whether the logits are dropped; otherwise nothing is restored.
-            coming: tokens of later calls, if they are known. They tell the page that this call ends in.
-
-        Returns:
-            The call, for :meth:`end` when the rest was computed. None if the content of the cache is not known.
+        Nothing is restored unless the logits are dropped. Known tokens of later calls tell the page that this call ends
+        in. Return the call, for :meth:`end` when the rest was computed; None if the content of the cache is not known.
         """
         leaves = leaves_of(cache)
         history = self._history(leaves) if leaves and len(tokens) == 1 and tokens.shape[1] else None

@@ -27,12 +27,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_flash.errors import ReadError
 from mlx_flash.files import write_at
-from mlx_flash.kv.writing import Draft
+from mlx_flash.kv.writing import Draft, WrittenBlob
 from mlx_flash.memory.pagecache import drop_cached, round_up
 
 MAGIC = b"MLXFKV\x00\x04"
@@ -158,9 +157,8 @@ def encode_page(key: PageKey, blobs: Mapping[str, Blob], draft: Draft | None = N
     if written is None:
         return None
     data = {name: memoryview(blob.data) for name, blob in blobs.items()}
-    table: list[Any] = [[b.name, dtype_name(b.component.dtype), b.shape, b.nbytes, b.checksum] for b in written]
-    table += [[name, b.dtype, b.shape, data[name].nbytes, zlib.crc32(data[name])] for name, b in blobs.items()]
-    text = f"{json.dumps(asdict(key))}\n{json.dumps(table)}".encode()
+    rest = [WrittenBlob(n, b.dtype, b.shape, data[n].nbytes, zlib.crc32(data[n])) for n, b in blobs.items()]
+    text = f"{json.dumps(asdict(key))}\n{json.dumps([*written, *rest])}".encode()
     offset = room = round_up(_HEAD.size + len(text), ALIGNMENT) if draft is None else draft.room
     if _HEAD.size + len(text) > room:
         return None
@@ -177,11 +175,6 @@ def encode_page(key: PageKey, blobs: Mapping[str, Blob], draft: Draft | None = N
 def room_for_head(title: str, num_blobs: int) -> int:
     """Return the bytes to leave free at the beginning of a draft."""
     return round_up(_MOST_KEY_BYTES + len(json.dumps(title)) + num_blobs * _MOST_BLOB_BYTES, ALIGNMENT)
-
-
-def dtype_name(dtype: mx.Dtype) -> str:
-    """Return the name of a type in page files."""
-    return str(dtype).removeprefix("mlx.core.")
 
 
 class PageFile:

@@ -94,8 +94,8 @@ class MemoryRows:
 
     def takes_more(self, num_new: int) -> bool:
         """Return whether so many new tokens take more memory. Called for each token."""
-        buffers = self.buffers
-        return bool(buffers.pages) or self._length + num_new > buffers.capacity
+        capacity = self.buffers.capacity
+        return not capacity or self._length + num_new > capacity
 
     def append(self, new: Sequence[mx.array]) -> None:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each buffer."""

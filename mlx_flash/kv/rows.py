@@ -274,4 +274,4 @@ def note_copy(rows: LayerRows, copy: LayerRows, length: int) -> None:
         rows.origins.append(weakref.WeakKeyDictionary({rows: length}))
     copy.origins += rows.origins
     for origin in rows.origins:
-        origin[copy] = origin[rows]
+        origin[copy] = origin.get(rows, 0)

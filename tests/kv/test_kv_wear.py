@@ -147,12 +147,15 @@ def test_a_file_that_cannot_be_opened_costs_a_warning(tmp_path: Path, caplog: py
     assert counted(running) == (GB, GB, GB), "the process counts for itself"
 
 
-def test_a_disk_without_room_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
+@pytest.mark.parametrize("call", ["pread", "pwrite"])
+def test_a_disk_that_fails_costs_a_warning(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room to write the count, or none that can be read: the process counts for itself."""
+
+    def fail(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     running = governor(tmp_path)
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, call, fail)
     assert running.claim(GB) and not running.claim(1)
     assert running.telemetry()["session_bytes"] == GB
 

@@ -16,7 +16,7 @@ from mlx_flash.kv.base import PooledCache, buffers, contents, forgetful, pair
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.rows import LayerRows
+from mlx_flash.kv.rows import Group, LayerRows
 from mlx_flash.storage.safetensors import read_shard
 
 
@@ -184,7 +184,7 @@ def make_caches(model_caches: Sequence[Any], options: KVOptions, pool: KVPool | 
     return [_replaced(entry, pool, group, index) for index, entry in enumerate(model_caches)]
 
 
-def _replaced(entry: Any, pool: KVPool, group: int, index: int) -> Any:
+def _replaced(entry: Any, pool: KVPool, group: Group, index: int) -> Any:
     if type(entry) in CacheKinds.plain:
         cache: Any = DiskKVCache(rows=pool.new_rows(group, index))
     elif type(entry) is QuantizedKVCache:

@@ -21,7 +21,7 @@ from mlx_flash.forks import finalize
 from mlx_flash.kv.files import KVFiles
 from mlx_flash.kv.ledger import Coming, KVLedger, no_room
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.rows import LayerRows, Layers, as_pages, copied_bytes, note_copy, park, parking_pays
+from mlx_flash.kv.rows import Group, LayerRows, Layers, as_pages, copied_bytes, note_copy, park, parking_pays
 from mlx_flash.kv.slots import KVStats, SlotRing
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.lazy import commits_lazily
@@ -56,19 +56,18 @@ class KVPool:
         self.ring = SlotRing(options, self.stats)
         self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
-        self._groups = count()
-        self._current_groups: frozenset[int] = frozenset()
+        self._numbers = count()
+        self._current_groups: frozenset[Group] = frozenset()
         self._clock = count(1)
-        self._last_used: dict[int, int] = {}
         self._closed = False
         if options.always_on_disk:  # nobody closes these pools
             finalize(self, self.files.close, waits=True)
 
-    def new_group(self) -> int:
-        """Return a number for another list of caches."""
-        return next(self._groups)
+    def new_group(self) -> Group:
+        """Return another list of caches."""
+        return Group(next(self._numbers))
 
-    def new_rows(self, group: int, index: int) -> LayerRows:
+    def new_rows(self, group: Group, index: int) -> LayerRows:
         """Return empty rows for the layer at ``index`` of a list."""
         rows = LayerRows(self, group, index)
         self.layers.add(rows)
@@ -121,14 +120,13 @@ class KVPool:
             coming = {rows: Coming(nbytes, num_new, rows.length + num_new)}
             self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)
 
-    def fork(self, rows: LayerRows, group: int) -> LayerRows:
+    def fork(self, rows: LayerRows, group: Group) -> LayerRows:
         """Return a copy of a layer in another list of caches that shares the pages. Raises: as :meth:`make_room`."""
         with self.lock:
             if self._closed:
                 raise _closed()
             other = self.new_rows(group, rows.index)
-            if group not in self._last_used:
-                self._last_used = {**_of_layers(self._last_used, self.layers), group: next(self._clock)}
+            group.used_at = group.used_at or next(self._clock)
             # this may send the layer to disk
             self._make_fit(lambda: self.memory_bytes + copied_bytes(rows), group, rows, ())
             if (disk := rows.disk) is not None:
@@ -141,15 +139,15 @@ class KVPool:
             self._park_idle(rows)
             return other
 
-    def begin(self, groups: Collection[int]) -> None:
+    def begin(self, groups: Collection[Group]) -> None:
         """Note which sequences are computed now, in lockstep if there are several, and park the previous ones."""
         if self._closed:
             raise _closed()
         if groups == self._current_groups:
             return
         previous, self._current_groups = self._current_groups, frozenset(groups)
-        self._last_used = _of_layers(self._last_used, self.layers)
-        self._last_used.update((group, next(self._clock)) for group in sorted(groups))
+        for group in sorted(groups, key=lambda group: group.number):
+            group.used_at = next(self._clock)
         if sum(self._park_idle(rows) for rows in self.layers if rows.group in previous):
             release_freed_memory()
 
@@ -162,7 +160,7 @@ class KVPool:
         park(rows)
         return True
 
-    def _make_fit(self, needed: Callable[[], int], group: int, rows: LayerRows, new: Sequence[mx.array]) -> None:
+    def _make_fit(self, needed: Callable[[], int], group: Group, rows: LayerRows, new: Sequence[mx.array]) -> None:
         """Free memory until a need fits. Raises: BudgetError, WriteError."""
         self.free(needed, group, rows, new)
         num_new = new[0].shape[2] if new else 0
@@ -174,7 +172,7 @@ class KVPool:
             raise no_room(nbytes, rows.length + num_new, self.budget_bytes or 0)
 
     def free(
-        self, needed: Callable[[], int], group: int, asking: LayerRows | None = None, new: Sequence[mx.array] = ()
+        self, needed: Callable[[], int], group: Group, asking: LayerRows | None = None, new: Sequence[mx.array] = ()
     ) -> None:
         """Free memory until a need fits, or nothing is left that can go to disk. Raises: WriteError.
 
@@ -186,7 +184,7 @@ class KVPool:
                 self.ring.release()
             elif (idle := self.layers.next_to_park(group)) is not None:
                 park(idle)
-            elif (victim := self.layers.next_to_evict(self._last_used, asking)) is not None:
+            elif (victim := self.layers.next_to_evict(asking)) is not None:
                 victim.evict(new if victim is asking else ())
                 release_freed_memory()
             else:
@@ -198,12 +196,6 @@ class KVPool:
             self._closed = True
             self.ring.release()
             self.files.close()
-
-
-def _of_layers(last_used: Mapping[int, int], layers: Layers) -> dict[int, int]:
-    """Return when each list of caches was used, of those that still have a layer."""
-    groups = {rows.group for rows in layers}
-    return {group: when for group, when in last_used.items() if group in groups}
 
 
 def _closed() -> ClosedError:

@@ -7,8 +7,9 @@ record which layers begin with the same tokens, because one is a copy of the oth
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -37,6 +38,14 @@ class Pool(Protocol):
         """Evict layers until new tokens of one fit."""
 
 
+@dataclass(eq=False)
+class Group:
+    """A list of caches: its number, and when it was used last; 0 for never."""
+
+    number: int
+    used_at: int = 0
+
+
 class LayerRows:
     """The rows of one layer. Made by :meth:`mlx_flash.kv.pool.KVPool.new_rows`.
 
@@ -44,11 +53,11 @@ class LayerRows:
     :meth:`replace`.
     """
 
-    def __init__(self, pool: Pool, group: int, index: int) -> None:
+    def __init__(self, pool: Pool, group: Group, index: int) -> None:
         self._pool: Callable[[], Pool] = lambda: pool  # hides other caches from a search for arrays in attributes
         self.options = pool.options
         self.store: MemoryRows | DiskRows = MemoryRows(self.options)
-        self.group = group  # number of the list of caches that the layer belongs to
+        self.group = group  # the list of caches that the layer belongs to
         self.index = index  # its place in that list
         self.origins: list[Origin] = []  # the layers with the same first tokens
         # the first tokens in files of the prefix cache, while the rows are in memory: they go to disk without a copy
@@ -204,17 +213,17 @@ class Layers(weakref.WeakSet[LayerRows]):
             self._last_sums = _Sums(held, sum([rows.disk is not None for rows in layers]), when)
         return self._last_sums
 
-    def next_to_evict(self, last_used: Mapping[int, int], asking: LayerRows | None) -> LayerRows | None:
+    def next_to_evict(self, asking: LayerRows | None) -> LayerRows | None:
         """Return the layer to evict next: of the sequence used longest ago, and far from those that were evicted.
 
         ``asking`` is the layer that new tokens come to; None before a call.
         """
         layers = [rows for rows in self if rows.disk is None and (rows.memory.length or rows is asking)]
-        return min(layers, key=lambda r: (last_used.get(r.group, 0), _spread(r.index), r.index), default=None)
+        return min(layers, key=lambda rows: (rows.group.used_at, _spread(rows.index), rows.index), default=None)
 
-    def next_to_park(self, group: int) -> LayerRows | None:
+    def next_to_park(self, group: Group) -> LayerRows | None:
         """Return a layer of another list of caches that frees memory when it is parked, without a copy."""
-        others = (rows for rows in self if rows.group != group)
+        others = (rows for rows in self if rows.group is not group)
         return next((rows for rows in others if parking_pays(rows, self._step) and not copied_bytes(rows)), None)
 
 

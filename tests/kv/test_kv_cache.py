@@ -567,7 +567,7 @@ def test_evicted_layers_are_spread_over_the_depth(options: Callable[..., KVOptio
     pool = mine[0].pool
     order = []
     for _ in range(4):
-        victim = pool.layers.next_to_evict(pool._last_used, mine[0].rows)
+        victim = pool.layers.next_to_evict(mine[0].rows)
         assert victim is not None
         victim.evict(())
         order.append(victim.index)
@@ -581,7 +581,7 @@ def test_the_conversation_used_longest_ago_is_evicted_first(options: Callable[..
         feed(caches, [KVCache(), KVCache()], seed, 64)
     victims = []
     for _ in old:
-        victim = pool.layers.next_to_evict(pool._last_used, new[0].rows)
+        victim = pool.layers.next_to_evict(new[0].rows)
         assert victim is not None
         victim.evict(())
         victims.append(victim)

@@ -86,11 +86,7 @@ def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: s
     elif name == "trim":
         for cache in caches:
             cache.trim(count)
-    elif (
-        name == "evict"
-        and (victim := pool.layers.next_to_evict(pool._last_used, layers[0])) is not None
-        and victim.memory.length
-    ):
+    elif name == "evict" and (victim := pool.layers.next_to_evict(layers[0])) is not None and victim.memory.length:
         victim.evict(())
 
 

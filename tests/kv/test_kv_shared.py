@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -329,7 +330,11 @@ def test_pool_forgets_lists_of_caches_without_layers(options: Callable[..., KVOp
     pool = KVPool(options())
     kept = Conversation(pool)
     kept.feed(1, 4)
+    groups = []
     for seed in range(5):
-        Conversation(pool).feed(seed, 4)
-        kept.copy()
-    assert len(pool._last_used) <= 2
+        for conversation in (Conversation(pool), kept.copy()):
+            conversation.feed(seed, 4)
+            groups.append(weakref.ref(conversation.mine[0].rows.group))
+    del conversation
+    gc.collect()
+    assert sum(group() is not None for group in groups) <= 1, "the current one"

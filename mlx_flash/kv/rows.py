@@ -1,6 +1,6 @@
 """The rows of each layer of each cache: where they are, what changes them, and which other ones begin with them.
 
-Copies of a sequence share memory while they are idle: their layers are parked, as pages that others hold, too. Origins
+Copies of a sequence share memory while they are idle: their layers are parked, as pages that others hold, too. Lineages
 record which layers begin with the same tokens, because one is a copy of the other.
 """
 
@@ -59,7 +59,7 @@ class LayerRows:
         self.store: MemoryRows | DiskRows = MemoryRows(self.options)
         self.group = group  # the list of caches that the layer belongs to
         self.index = index  # its place in that list
-        self.origins: list[Origin] = []  # the layers with the same first tokens
+        self.lineages: list[Lineage] = []  # the layers with the same first tokens
         # the first tokens in files of the prefix cache, while the rows are in memory: they go to disk without a copy
         self.stored: tuple[Page[Stored], ...] = ()
         self.planned = NOTHING_PLANNED  # pages that the prefix cache wants of the call under way, by first token
@@ -87,11 +87,11 @@ class LayerRows:
 
     def cut(self, length: int) -> None:
         """Record that the tokens from ``length`` on were changed or removed."""
-        for origin in self.origins:
-            origin[self] = min(length, origin.get(self, 0))
+        for lineage in self.lineages:
+            lineage[self] = min(length, lineage.get(self, 0))
             if not length:
-                del origin[self]
-        self.origins = self.origins if length else []
+                del lineage[self]
+        self.lineages = self.lineages if length else []
         self.stored = cut(self.stored, length)
 
     @property
@@ -264,23 +264,23 @@ def _known_pages(rows: LayerRows) -> MemoryPages:
     return cut(other.memory.pages, length)
 
 
-Origin = weakref.WeakKeyDictionary[LayerRows, int]
+Lineage = weakref.WeakKeyDictionary[LayerRows, int]
 """Layers that begin with the same tokens, because all but one are copies: with how many of these each begins."""
 
 
 def relatives(rows: LayerRows) -> Iterator[tuple[LayerRows, int]]:
     """Yield layers that begin with the same tokens, each with their number; the largest comes last for each."""
-    for origin in rows.origins:
-        for other, length in origin.items():
+    for lineage in rows.lineages:
+        for other, length in lineage.items():
             if other is not rows:
-                yield other, min(length, origin.get(rows, 0))
+                yield other, min(length, lineage.get(rows, 0))
 
 
 def note_copy(rows: LayerRows, copy: LayerRows, length: int) -> None:
     """Record that a layer begins with so many tokens of another one."""
-    rows.origins = [origin for origin in rows.origins if len(origin) > 1]  # no other layer has those any more
-    if length and length not in [origin.get(rows) for origin in rows.origins]:
-        rows.origins.append(weakref.WeakKeyDictionary({rows: length}))
-    copy.origins += rows.origins
-    for origin in rows.origins:
-        origin[copy] = origin.get(rows, 0)
+    rows.lineages = [lineage for lineage in rows.lineages if len(lineage) > 1]  # no other layer has those any more
+    if length and length not in [lineage.get(rows) for lineage in rows.lineages]:
+        rows.lineages.append(weakref.WeakKeyDictionary({rows: length}))
+    copy.lineages += rows.lineages
+    for lineage in rows.lineages:
+        lineage[copy] = lineage.get(rows, 0)

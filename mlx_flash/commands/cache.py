@@ -16,7 +16,7 @@ from mlx_flash.commands.report import Json
 from mlx_flash.convert.copies import Copy, derived_directory, list_copies, remove
 from mlx_flash.files import PARTIAL_SUFFIX
 from mlx_flash.folders import cache_directory
-from mlx_flash.kv.files import sessions_directory
+from mlx_flash.kv.kvfiles import sessions_directory
 from mlx_flash.layout.held import RESULTS as HELD
 from mlx_flash.monitor.words import counted, size
 from mlx_flash.prefixes.cache import prefix_directory

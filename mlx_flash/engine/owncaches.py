@@ -8,9 +8,9 @@ from functools import cached_property
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.refusals import no_room_for_kv
 from mlx_flash.kv.admit import admit, admit_quietly, ledger_of, quiet_width, way_within
+from mlx_flash.kv.layerrows import LayerRows
 from mlx_flash.kv.ledger import KVLedger
 from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.rows import LayerRows
 from mlx_flash.residency.plan import ResidencyPlan
 
 

@@ -23,8 +23,8 @@ import numpy as np
 from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.disk import Planned
-from mlx_flash.kv.files import Stored
 from mlx_flash.kv.history import History, Labels, make_labels
+from mlx_flash.kv.kvfiles import Stored
 from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
 from mlx_flash.kv.pages import Page
 from mlx_flash.kv.wear import WriteGovernor

@@ -29,11 +29,11 @@ from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache
 from mlx_flash.kv.checkpoints import PutBack, checkpoint
 from mlx_flash.kv.disk import NOTHING_PLANNED, draft_of
-from mlx_flash.kv.files import Stored, StoredRows
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
+from mlx_flash.kv.kvfiles import Stored, StoredRows
+from mlx_flash.kv.layerrows import LayerRows
 from mlx_flash.kv.pages import Component, Page, dtype_name
 from mlx_flash.kv.pages import num_tokens as count_in
-from mlx_flash.kv.rows import LayerRows
 from mlx_flash.kv.writing import Draft
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.prefixes.pagefile import Blob, Place

@@ -15,7 +15,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 from mlx_flash.errors import ClosedError, ReadError
-from mlx_flash.kv.files import KVFiles
+from mlx_flash.kv.kvfiles import KVFiles
 from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.kv.writing import Draft
@@ -32,7 +32,7 @@ from mlx_flash.prefixes.pagefile import (
     root_name,
     snapshot_name,
 )
-from mlx_flash.prefixes.writer import PageWriter
+from mlx_flash.prefixes.pagewriter import PageWriter
 
 QUEUE_BYTES = 64 << 20
 """Two pages of an 8B model at 16 bits."""

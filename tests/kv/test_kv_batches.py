@@ -23,7 +23,7 @@ from kv_settings import SMALL, least_share, settings
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.engine.row import Row
 from mlx_flash.generation import RowGenerator
-from mlx_flash.kv import files as kv_files
+from mlx_flash.kv import kvfiles
 from mlx_flash.kv.disk import DiskRows
 from mlx_flash.kv.wear import FILE_NAME
 from mlx_flash.prefixes.cache import prefix_directory
@@ -344,7 +344,7 @@ def test_what_cannot_be_referred_to_is_written(
 ) -> None:
     with with_prefixes(directory) as model:
         run(model, BRANCHES)
-    monkeypatch.setattr(kv_files, "MOST_FILES", most)
+    monkeypatch.setattr(kvfiles, "MOST_FILES", most)
     with with_prefixes(directory) as model:
         check_branches(directory, run(model, BRANCHES)[0])
         assert model.kv is not None and model.prefixes is not None

@@ -24,12 +24,12 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, LRUPromptCache, Quantized
 from kv_rows import address, bits, equal, evict_all, rows_of
 from mlx_flash.errors import BudgetError, ClosedError, ConfigError, StreamedWeightsError
 from mlx_flash.kv import options as kv_options
-from mlx_flash.kv import slots
+from mlx_flash.kv import ring
 from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache, make_caches
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.slots import Slot
+from mlx_flash.kv.ring import Slot
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.storage.ranges import RangeReader
 from models import GEMMA3, LLAMA, build
@@ -470,7 +470,7 @@ def test_unaligned_pages_are_read_through_bounce_buffers(
             lambda *args, read=read, is_bounced=is_bounced: (bounced.append(is_bounced), read(*args))[1],
         )
     for way in ("in place", "bounced"):
-        monkeypatch.setattr("mlx_flash.kv.files.way_of_reading", lambda way=way: way)
+        monkeypatch.setattr("mlx_flash.kv.kvfiles.way_of_reading", lambda way=way: way)
         mine, theirs = filled(options(), (600,), 4)
         evict_all(mine[0].pool)
         bounced.clear()
@@ -500,7 +500,7 @@ def test_slots_on_large_pages_have_equal_contents(
     settings: dict[str, Any], options: Callable[..., KVOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There heads follow one another closely, and what a layer needs is laid out anew as it grows."""
-    for module in (slots, kv_options):
+    for module in (ring, kv_options):
         monkeypatch.setattr(module, "LARGE_SLOT_BYTES", 4096)
     mine, theirs = filled(options(step=16, **settings), (100, 1), 4)
     evict_all(mine[0].pool)

@@ -14,7 +14,7 @@ import pytest
 
 import children
 from interrupted_prefixes import HEADS, WIDTH, Talk
-from mlx_flash.kv import files as kv_files
+from mlx_flash.kv import kvfiles
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
@@ -91,15 +91,15 @@ def test_a_prompt_is_written_once(kind: str, mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "count"), [(-1, 2048), (64, 16), (256, 64), (1024, 448), (1 << 20, 2048)])
 def test_most_files_follow_the_limit_of_descriptors(limit: int, count: int) -> None:
-    assert kv_files.most_files(limit) == count
+    assert kvfiles.most_files(limit) == count
 
 
 @pytest.mark.parametrize("reason", ["too many files", "another disk", "a page larger than the rest of a call"])
 def test_pages_without_a_draft_are_copied(reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason == "too many files":
-        monkeypatch.setattr(kv_files, "MOST_FILES", 3)
+        monkeypatch.setattr(kvfiles, "MOST_FILES", 3)
     elif reason == "another disk":
-        monkeypatch.setattr("mlx_flash.kv.files.are_on_one_disk", lambda *_: False)
+        monkeypatch.setattr("mlx_flash.kv.kvfiles.are_on_one_disk", lambda *_: False)
     machine = Machine(tmp_path, "longest", step=PAGE // (2 if reason.startswith("a page") else 1))
     talk = machine.talk()
     for start in range(0, len(LONG), 24):
@@ -196,7 +196,7 @@ def test_a_draft_that_was_taken_is_not_written_to(tmp_path: Path, monkeypatch: p
     assert all(entry.rows.planned for entry in talk.cache)
     for entry in talk.cache:
         entry.trim(entry.offset)
-    monkeypatch.setattr(kv_files, "MOST_FILES", 0)
+    monkeypatch.setattr(kvfiles, "MOST_FILES", 0)
     talk.feed(LONG[:96])
     assert machine.prefixes.counters.num_restored == 96
     machine.close()

@@ -1,4 +1,4 @@
-"""Slots: the buffers that layers on disk are read into, and that attention reads.
+"""The ring of slots: the buffers that layers on disk are read into, and that attention reads.
 
 While attention reads one slot, pages of the next layer are prefetched into the other. Where memory is short there is
 one slot, and nothing is prefetched.

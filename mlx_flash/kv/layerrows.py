@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 
 from mlx_flash.kv.disk import NOTHING_PLANNED, DiskRows
-from mlx_flash.kv.files import KVFiles, Stored
+from mlx_flash.kv.kvfiles import KVFiles, Stored
 from mlx_flash.kv.memory import Changes, MemoryRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import MemoryPages, Page, cut, num_tokens, sizes
-from mlx_flash.kv.slots import KVStats, SlotRing
+from mlx_flash.kv.ring import KVStats, SlotRing
 
 
 class Pool(Protocol):

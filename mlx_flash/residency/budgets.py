@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mlx_flash.config import GB, FlashConfig
+from mlx_flash.config import GB, FlashConfig, KVMode
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.residency.kv import PROMISED_CONTEXT, promised_bytes
 from mlx_flash.residency.plan import Machine, ResidencyPlan, round_up_to_mb
@@ -69,12 +69,15 @@ def plan_with(sizes: ModelSizes, config: FlashConfig, machine: Machine, budget: 
 
 def _like(plan: ResidencyPlan, config: FlashConfig, num_slots: int) -> FlashConfig:
     """Return settings that leave little to search: what the plan chose is kept."""
+    place: KVMode | None = "disk" if plan.kv.num_on_disk else "stock"
+    if config.kv_ram_gb is not None or config.kv_max_tokens is not None:
+        place = None  # mlx-lm's own caches keep to neither
     return replace(
         config,
         context_length=plan.context_length,
         prefill_step_size=plan.prefill_step_size,
         num_slots=config.num_slots or num_slots or None,
-        kv_cache=config.kv_cache or ("disk" if plan.kv.num_on_disk else "stock"),
+        kv_cache=config.kv_cache or place,
     )
 
 

@@ -16,6 +16,7 @@ from mlx_flash.commands.render import roofline
 from mlx_flash.config import GB
 from mlx_flash.engine.forecast import Forecast
 from mlx_flash.facts import Facts, Sample
+from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.monitor.history import History
 from mlx_flash.residency import budgets
 from mlx_flash.residency.budgets import outlook, round_number
@@ -57,6 +58,16 @@ def test_no_gain_is_told_where_there_is_none() -> None:
     assert outlook(MODEL, FIXED, replace(SLOW_DISK, total_memory=plan.budget_bytes), plan) is None
     processor = make_machine(compute_bytes_per_second=1e8)
     assert outlook(MODEL, FIXED, processor, plan_at(0.3, processor)) is None  # the disk is not what limits it
+
+
+@pytest.mark.parametrize("limit", [{"kv_max_tokens": 512}, {"kv_ram_gb": 0.5}])
+def test_limits_of_the_kv_cache_have_a_forecast_too(limit: dict[str, Any]) -> None:
+    config = replace(FIXED, **limit)
+    rows = CacheSizes(constant_bytes=0, token_bytes=24 * 1700, rows=(1700,) * 24)
+    sizes = replace(MODEL, cache=rows)
+    plan = make_plan(sizes, with_budget(config, minimum_of(sizes, config, SLOW_DISK) + 500_000_000), SLOW_DISK)
+    found = outlook(sizes, config, SLOW_DISK, plan)
+    assert found is not None and found.times > 1.02
 
 
 class Meter:

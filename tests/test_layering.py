@@ -116,11 +116,12 @@ def test_the_design_document_shows_the_floors() -> None:
     assert [re.findall(r"`(\w+)", names) for _, names in rows] == FLOORS
 
 
-def test_the_ways_of_a_token_and_a_page_name_functions_that_exist() -> None:
-    text = (ROOT / "docs" / "design.md").read_text()
+def test_the_ways_of_a_token_a_page_and_a_plan_name_functions_that_exist() -> None:
+    text, plans = [(ROOT / "docs" / name).read_text() for name in ("design.md", "decisions/budget.md")]
     section = text[text.index("### One token") : text.index("## Decisions")]
+    section += plans[plans.index("## One plan") : plans.index("## 7. ")]
     steps = [line.split("|")[2] for line in section.splitlines() if "`" in line and line.startswith("|")]
-    assert len(steps) > 25
+    assert len(steps) > 40
     for step in steps:
         path = None
         for name in re.findall(r"`([^`]+)`", step):

@@ -8,8 +8,9 @@ from typing import Any
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.meter import SpeedMeter
 from mlx_flash.residency.budgets import Outlook, outlook
-from mlx_flash.residency.plan import Machine, ResidencyPlan
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.sizes import ModelSizes
+from mlx_flash.residency.speed import Machine
 
 
 class Forecast:

@@ -37,9 +37,10 @@ from mlx_flash.ranks.spread import Spread
 from mlx_flash.ranks.tensor import Shards, divide
 from mlx_flash.residency.kv import for_context, with_stock_caches
 from mlx_flash.residency.machine import has_grown, look_at_machine, look_at_memory
-from mlx_flash.residency.plan import Machine, ResidencyPlan
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes, measure
+from mlx_flash.residency.speed import Machine
 from mlx_flash.storage.safetensors import Checkpoint, read_checkpoint
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from mlx_flash.config import GB, FlashConfig, KVMode
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.residency.kv import PROMISED_CONTEXT, promised_bytes
-from mlx_flash.residency.plan import Machine, ResidencyPlan, round_up_to_mb
+from mlx_flash.residency.plan import ResidencyPlan, round_up_to_mb
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
+from mlx_flash.residency.speed import Machine
 
 WORTH_SAYING = 1.02
 """A smaller gain of speed is within what a plan can tell."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from mlx_flash.residency.costs import Reserve, Task, most_slots, pool_of
 from mlx_flash.residency.machine import BASE_STEP
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.sizes import CACHE_STEP
+from mlx_flash.residency.task import Reserve, Task
+from mlx_flash.residency.timing import pool_of
 
 TOKENS_AHEAD = 32
 """Tokens whose keys and values are not lent: the next ones must not wait for memory."""
@@ -22,13 +23,6 @@ def unlent_bytes(plan: ResidencyPlan) -> int:
     return max(BASE_STEP, int(UNLENT_SHARE * plan.budget_bytes)) + TOKENS_AHEAD * plan.kv_bytes_per_token
 
 
-def lent_bytes(task: Task, plan: ResidencyPlan) -> int:
-    """Return the memory that weights have beyond the plan when a conversation begins, in bytes."""
-    kv, activations, _ = task.for_tokens(Reserve(1, CACHE_STEP))
-    unused = plan.budget_bytes - plan.peak_bytes + plan.reserved_bytes - kv.nbytes - activations
-    return max(0, unused - unlent_bytes(plan))
-
-
 def opening_seconds(task: Task, plan: ResidencyPlan) -> float:
     """Return the predicted time of a pass that decodes one token when a conversation begins.
 
@@ -41,7 +35,9 @@ def opening_seconds(task: Task, plan: ResidencyPlan) -> float:
         plan: a plan with its budget.
     """
     machine, streaming, experts = task.machine, plan.streaming, task.sizes.experts
-    lent = lent_bytes(task, plan)
+    first = task.bare(Reserve(1, CACHE_STEP))
+    unused = plan.budget_bytes - plan.peak_bytes + plan.reserved_bytes - first.kv_bytes - first.activation_bytes
+    lent = max(0, unused - unlent_bytes(plan))
     of_weights = min(lent, streaming.read_bytes)
     read_bytes = streaming.read_bytes - of_weights
     seconds = max(streaming.compute_seconds, streaming.seconds - of_weights / machine.disk.bytes_per_second)
@@ -49,8 +45,8 @@ def opening_seconds(task: Task, plan: ResidencyPlan) -> float:
         return seconds
     grows = not machine.has_buffer_cache and not task.pool_slots  # GPU drivers commit whole buffers
     more = (lent - of_weights) // experts.slot_bytes if grows else 0
-    most = max(plan.pool.num_slots, most_slots(task, experts))
-    pool = pool_of(task, experts, min(plan.pool.num_slots + more, most))
+    most = max(plan.pool.num_slots, task.most_slots(experts))
+    pool = pool_of(machine, experts, min(plan.pool.num_slots + more, most))
     seconds += (experts.token_bytes - pool.read_bytes) / machine.kept_bytes_per_second
     seconds += len(experts.num_experts) * machine.barrier_seconds
     waiting = UNFORESEEN_SHARE * pool.read_bytes / machine.disk.bytes_per_second

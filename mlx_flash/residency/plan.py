@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 
 from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
+from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.residency.kv import KVShare
 from mlx_flash.residency.ledger import Ledger
 from mlx_flash.residency.sizes import ActivationSizes
-from mlx_flash.residency.speed import Speed
-from mlx_flash.residency.streamed_part import Streaming
 from mlx_flash.storage.codec import Compression
-from mlx_flash.storage.probe import DiskProfile
-from mlx_flash.storage.ranges import Arrival
 
 MB = 1_000_000
 
@@ -27,79 +24,41 @@ PREFILL_STEPS = (DEFAULT_PREFILL_STEP_SIZE, 1024, 512, 256, 128, 64, 32, 16)
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """The machine that a plan is made for.
+class Streaming:
+    """The weights that pass through the slots on every pass.
 
     Attributes:
-        total_memory: bytes this process could ever have.
-        available_memory: bytes that are free now.
-        base_bytes: footprint of the process before any weight.
-        active_bytes: the part of it that MLX arrays of others take.
-        runtime_bytes: what a running model adds to it beside its arrays: code pages touched first, thread stacks, heap.
-        disk: how the checkpoint's disk reads.
-        compute_bytes_per_second: weight bytes the processor works through when decoding, fresh from the reader.
-        barrier_seconds: what it costs to wait for a layer's result before the next layer is begun.
-        has_buffer_cache: whether MLX keeps freed buffers (GPU back ends do).
-        exact_tiles: whether some rows of a matrix product are, bit for bit, those rows of the whole product. If not, a
-            head that is streamed passes through a slot whole.
-        arrival: how bytes get to MLX's memory, as the self-test found. If not in place, reads need bounce buffers.
-        kv_disk_bytes: free where files of the KV cache are put.
-        largest_array: the most bytes of one array: Metal's buffers have a limit below the memory of the machine.
-        prompt_seconds_per_token: computing one token of a prompt, as a run measured it; 0 while unknown.
-        is_measured: True when the speeds are those of a run, False when a short probe found them.
-        prompt_speedup: time to compute a token that is decoded, over that of a token in a call of many.
-        speed_key: the name under which the speeds of this model on this disk are kept.
-        resident_bytes_per_second, operation_seconds: as in :class:`Speed`.
-        reached_bytes: the peak of the process while it loaded the tokenizer; 0 for none that counts.
-        compression: of the checkpoint; None where nothing is compressed.
+        layers: of each layer that is not in memory whole, its name and the names of the parameters that are read.
+        heads: rows a tile of each head, or embedding table serving as head, that is computed tile by tile.
+        tables: names of the embedding tables of which rows are read on demand.
+        is_tiled: whether linear layers of the layers are in ``heads``.
+        cut: the cut whose units ``layers`` names: 0 for whole layers, ``i`` for ``finer[i - 1]`` of the layout.
+        num_units: number of units that take turns in the slots: layers, and tiles of heads.
+        num_slots: number of slots.
+        slot_bytes: size of each.
+        read_bytes: bytes read on a pass that decodes one token, embedding rows aside.
+        seconds: predicted time of that pass.
+        compute_seconds: the part of it that is not spent reading.
     """
 
-    total_memory: int
-    available_memory: int
-    base_bytes: int
-    active_bytes: int
-    runtime_bytes: int
-    disk: DiskProfile
-    compute_bytes_per_second: float
-    barrier_seconds: float
-    has_buffer_cache: bool
-    exact_tiles: bool
-    arrival: Arrival = "in place"
-    kv_disk_bytes: int = 1 << 62
-    largest_array: int = 1 << 62
-    prompt_seconds_per_token: float = 0.0
-    is_measured: bool = False
-    prompt_speedup: float = 1.0
-    speed_key: str = ""
-    resident_bytes_per_second: float = 0.0
-    operation_seconds: float = 0.0
-    reached_bytes: int = 0
-    compression: Compression | None = None
+    layers: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    heads: tuple[tuple[str, int], ...] = ()
+    tables: tuple[str, ...] = ()
+    num_units: int = 0
+    num_slots: int = 0
+    slot_bytes: int = 0
+    read_bytes: int = 0
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    cut: int = 0
+    is_tiled: bool = False
 
-    @property
-    def kept_bytes_per_second(self) -> float:
-        """Weight bytes that it works through when they stay in memory."""
-        return self.resident_bytes_per_second or self.compute_bytes_per_second
-
-    @property
-    def speed(self) -> Speed:
-        """The speeds that plans are made with."""
-        return Speed(
-            self.disk.bytes_per_second,
-            self.compute_bytes_per_second,
-            self.barrier_seconds,
-            self.prompt_seconds_per_token,
-            self.is_measured,
-            self.prompt_speedup,
-            self.resident_bytes_per_second,
-            self.operation_seconds,
-        )
-
-    def at_speed(self, speed: Speed) -> Machine:
-        """Return the machine with other speeds."""
-        speeds = asdict(speed)
-        disk = replace(self.disk, bytes_per_second=speeds.pop("disk_bytes_per_second"))
-        return replace(self, disk=disk, **speeds)
+    def parameters(self, layout: ModelLayout) -> set[str]:
+        """Return the names of the parameters that are read on every pass, or by rows."""
+        apart = {*dict(self.heads), *self.tables}
+        units = [*layout.cut(self.cut), *layout.heads, *layout.embeddings]
+        partly = {name for _, names in self.layers for name in names}
+        return partly | {parameter.name for unit in units if unit.name in apart for parameter in unit.large}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,15 @@ from mlx_flash.config import GB, FlashConfig, Profile
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.memory.pressure import MemoryReading
-from mlx_flash.residency.candidates import best, smallest
-from mlx_flash.residency.costs import Reserve, Task, cache_limit_of, everything_pinned, most_slots, timed
 from mlx_flash.residency.kv import KV_SHARE, check_kv, most_on_disk
 from mlx_flash.residency.lent import opening_seconds
 from mlx_flash.residency.machine import BASE_STEP
-from mlx_flash.residency.plan import MB, Machine, ResidencyPlan, in_gb
+from mlx_flash.residency.plan import MB, ResidencyPlan, in_gb
 from mlx_flash.residency.reserve import least_reserve, reserves
-from mlx_flash.residency.shared import with_room_for_parts
+from mlx_flash.residency.search import best, everything, smallest, with_room_for_parts
 from mlx_flash.residency.sizes import ModelSizes
+from mlx_flash.residency.speed import Machine
+from mlx_flash.residency.task import Reserve, Task, cache_limit_of
 
 PROFILE_SHARES: dict[Profile, tuple[float, float]] = {
     "safe": (0.5, 0.4),
@@ -137,14 +137,14 @@ def _options(task: Task) -> list[Option]:
         return [(task, smallest(task, reserve))]
     by_expert = _with_experts(task, trunk)
     # A pool that was asked for is left out only if everything fits.
-    by_layer = timed(task, everything_pinned(task, reserve)) if config.expert_pool_gb else smallest(task, reserve)
+    by_layer = everything(task, reserve).plan() if config.expert_pool_gb else smallest(task, reserve)
     return [(by_expert, smallest(by_expert, reserve)), (task, by_layer)]
 
 
 def _usable(options: Sequence[Option], budget: int, reserve: Reserve) -> list[Option]:
     """Return the options to choose from within a budget: layer by layer, if all weights fit beside a reserve."""
     usable = [(task, least) for task, least in options if least.peak_bytes <= budget]
-    if usable and everything_pinned(options[-1][0], reserve).peak_bytes <= budget:
+    if usable and everything(options[-1][0], reserve).peak_bytes <= budget:
         return [options[-1]]
     return usable[:1] if options[0][0].config.expert_pool_gb else usable
 
@@ -159,7 +159,7 @@ def _with_experts(task: Task, trunk: ModelSizes) -> Task:
     assert experts is not None
     if pool_gb is None:
         return replace(task, sizes=trunk)
-    num_slots = min(round(pool_gb * GB) // experts.slot_bytes, most_slots(task, experts))
+    num_slots = min(round(pool_gb * GB) // experts.slot_bytes, task.most_slots(experts))
     if num_slots < experts.least_slots:
         raise ConfigError(
             f"expert_pool_gb is {pool_gb:g}, but this model needs at least "

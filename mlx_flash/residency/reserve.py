@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mlx_flash.config import GB, FlashConfig
-from mlx_flash.residency.costs import Reserve, Task, activation_bytes, heads_of
 from mlx_flash.residency.kv import KV_SHARE, least_bytes, most_on_disk
 from mlx_flash.residency.plan import PREFILL_STEPS
 from mlx_flash.residency.sizes import CACHE_STEP
+from mlx_flash.residency.task import Reserve, Task
 
 ACTIVATION_SHARE = 0.2
 """Share of the budget that a forward call's activations may take when the plan chooses the prefill step."""
@@ -70,7 +70,7 @@ def _is_modest(task: Task, budget: int, reserve: Reserve) -> bool:
     sizes, config, context = task.sizes, task.config, reserve.context_length
     if not config.prefill_step_size:
         states = sizes.cache.call_bytes * reserve.prefill_step_size
-        if activation_bytes(task, reserve) + states > ACTIVATION_SHARE * budget:
+        if task.activation_bytes(reserve) + states > ACTIVATION_SHARE * budget:
             return False
     if config.context_length or context <= CONTEXT_LENGTHS[-1]:
         return True
@@ -92,7 +92,7 @@ def _read_bytes(task: Task, budget: int, reserve: Reserve) -> float:
         tables = [table.unit for table in sizes.tables]
         weights = sizes.layer_bytes + sum(unit.nbytes for unit in [*sizes.heads, *tables])
         return min(weights, max(0, weights - room))
-    trunk = sizes.layer_bytes + sum(unit.nbytes for unit in heads_of(sizes))
+    trunk = sizes.layer_bytes + sum(unit.nbytes for unit in sizes.all_heads)
     least = experts.least_slots * experts.slot_bytes
     pool = max(least, room - trunk)
     missing = (1 - experts.hit_rate(task.pool_slots or pool // experts.slot_bytes)) * experts.token_bytes
@@ -107,5 +107,5 @@ def _room(task: Task, budget: int, reserve: Reserve) -> int:
 
 def _token_bytes(task: Task, reserve: Reserve) -> int:
     """Return the memory that a plan sets aside for tokens. The promised context counts in any case."""
-    kv, activations, prefixes = task.for_tokens(reserve)
-    return max(kv.nbytes + activations, task.promised_bytes) + prefixes
+    bare = task.bare(reserve)
+    return bare.reserved_bytes + bare.prefix_bytes

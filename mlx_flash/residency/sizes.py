@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,8 +15,15 @@ from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.activations import ActivationSizes as ActivationSizes
 from mlx_flash.residency.activations import measure_activations
-from mlx_flash.residency.pool_hits import expected_hits
 from mlx_flash.storage.placement import must_copy, padded_bytes
+
+DEFAULT_HITS = (0.0, 0.33, 0.55, 0.7, 0.8, 0.87, 0.93, 0.97, 1.0)
+"""Expected hit rates of pools of 0, 1/8, 2/8 ... of many experts. Measured with random models whose routing is as
+skewed as that of trained ones."""
+
+EVEN_EXPERTS, UNEVEN_EXPERTS = 8, 32
+"""Experts of a layer up to which all are chosen about equally often, and from which some are chosen far more often than
+others. Measured with models of 8, 32 and 64 experts: docs/benchmarks.md, "The matrix of settings"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,22 @@ class ExpertSizes:
         return expected_hits(num_slots / sum(self.num_experts), max(self.num_experts))
 
 
+def expected_hits(share: float, num_experts: int) -> float:
+    """Return the share of the experts of a token that a pool is expected to hold.
+
+    Args:
+        share: the share of all experts that the pool has slots for; more than 1 is as good as 1.
+        num_experts: experts of a layer.
+    """
+    share = min(1.0, share)
+    at = share * (len(DEFAULT_HITS) - 1)
+    low = min(int(at), len(DEFAULT_HITS) - 2)
+    uneven = DEFAULT_HITS[low] + (at - low) * (DEFAULT_HITS[low + 1] - DEFAULT_HITS[low])
+    even, many = math.log2(EVEN_EXPERTS), math.log2(UNEVEN_EXPERTS)
+    unevenness = min(1.0, max(0.0, (math.log2(num_experts) - even) / (many - even)))
+    return share + unevenness * (uneven - share)
+
+
 @dataclass(frozen=True)
 class ModelSizes:
     """A model in numbers.
@@ -161,6 +185,11 @@ class ModelSizes:
         others = tuple(unit for unit in finest if not unit.num_rows)
         kept = tuple(unit for unit in self.linears if unit.name not in names)
         return replace(self.cut(finest), layers=others, heads=(*streamed, *self.heads), kept=kept)
+
+    @cached_property
+    def all_heads(self) -> tuple[UnitSize, ...]:
+        """The units that every output needs whole: heads, and embedding tables that serve as one."""
+        return (*self.heads, *(table.unit for table in self.tables if table.is_head))
 
     @cached_property
     def layer_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Speeds that runs of a model reached on this machine, kept in the cache folder for later plans."""
+"""The machine in numbers that plans use, and the speeds that runs reached on it, kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import math
 import time
 from dataclasses import asdict, dataclass, replace
 
+from mlx_flash.storage.codec import Compression
 from mlx_flash.storage.measured import Measurements
+from mlx_flash.storage.probe import DiskProfile
+from mlx_flash.storage.ranges import Arrival
 
 MAX_AGE_SECONDS = 30 * 24 * 3600
 MAX_PROBE_AGE_SECONDS = 24 * 3600
@@ -47,6 +50,82 @@ class Speed:
         return all(0 < value < math.inf for value in speeds) and all(
             0 <= value < math.inf for value in (*others, self.operation_seconds)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine that a plan is made for.
+
+    Attributes:
+        total_memory: bytes this process could ever have.
+        available_memory: bytes that are free now.
+        base_bytes: footprint of the process before any weight.
+        active_bytes: the part of it that MLX arrays of others take.
+        runtime_bytes: what a running model adds to it beside its arrays: code pages touched first, thread stacks, heap.
+        disk: how the checkpoint's disk reads.
+        compute_bytes_per_second: weight bytes the processor works through when decoding, fresh from the reader.
+        barrier_seconds: what it costs to wait for a layer's result before the next layer is begun.
+        has_buffer_cache: whether MLX keeps freed buffers (GPU back ends do).
+        exact_tiles: whether some rows of a matrix product are, bit for bit, those rows of the whole product. If not, a
+            head that is streamed passes through a slot whole.
+        arrival: how bytes get to MLX's memory, as the self-test found. If not in place, reads need bounce buffers.
+        kv_disk_bytes: free where files of the KV cache are put.
+        largest_array: the most bytes of one array: Metal's buffers have a limit below the memory of the machine.
+        prompt_seconds_per_token: computing one token of a prompt, as a run measured it; 0 while unknown.
+        is_measured: True when the speeds are those of a run, False when a short probe found them.
+        prompt_speedup: time to compute a token that is decoded, over that of a token in a call of many.
+        speed_key: the name under which the speeds of this model on this disk are kept.
+        resident_bytes_per_second, operation_seconds: as in :class:`Speed`.
+        reached_bytes: the peak of the process while it loaded the tokenizer; 0 for none that counts.
+        compression: of the checkpoint; None where nothing is compressed.
+    """
+
+    total_memory: int
+    available_memory: int
+    base_bytes: int
+    active_bytes: int
+    runtime_bytes: int
+    disk: DiskProfile
+    compute_bytes_per_second: float
+    barrier_seconds: float
+    has_buffer_cache: bool
+    exact_tiles: bool
+    arrival: Arrival = "in place"
+    kv_disk_bytes: int = 1 << 62
+    largest_array: int = 1 << 62
+    prompt_seconds_per_token: float = 0.0
+    is_measured: bool = False
+    prompt_speedup: float = 1.0
+    speed_key: str = ""
+    resident_bytes_per_second: float = 0.0
+    operation_seconds: float = 0.0
+    reached_bytes: int = 0
+    compression: Compression | None = None
+
+    @property
+    def kept_bytes_per_second(self) -> float:
+        """Weight bytes that it works through when they stay in memory."""
+        return self.resident_bytes_per_second or self.compute_bytes_per_second
+
+    @property
+    def speed(self) -> Speed:
+        """The speeds that plans are made with."""
+        return Speed(
+            self.disk.bytes_per_second,
+            self.compute_bytes_per_second,
+            self.barrier_seconds,
+            self.prompt_seconds_per_token,
+            self.is_measured,
+            self.prompt_speedup,
+            self.resident_bytes_per_second,
+            self.operation_seconds,
+        )
+
+    def at_speed(self, speed: Speed) -> Machine:
+        """Return the machine with other speeds."""
+        speeds = asdict(speed)
+        disk = replace(self.disk, bytes_per_second=speeds.pop("disk_bytes_per_second"))
+        return replace(self, disk=disk, **speeds)
 
 
 def faster(one: Speed, other: Speed) -> Speed:

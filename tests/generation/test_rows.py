@@ -19,9 +19,8 @@ from mlx_flash.errors import BudgetError, CacheError, ReadError
 from mlx_flash.generation.batches import RowGenerator
 from mlx_flash.generation.member import Member
 from mlx_flash.memory.arena import kernel_alignment
-from mlx_flash.residency.plan import Pool
+from mlx_flash.residency.plan import Pool, Streaming
 from mlx_flash.residency.sizes import measure
-from mlx_flash.residency.streamed_part import Streaming
 from models import LLAMA, same_bits, save, stock
 from shared_passes import MODELS, NUM_TOKENS, PROMPTS, STEP, Directories, solo, together
 from shared_passes import directories as directories  # a fixture

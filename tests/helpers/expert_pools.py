@@ -16,9 +16,8 @@ from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.driver import has_own_memory
-from mlx_flash.residency.plan import Pool, ResidencyPlan
+from mlx_flash.residency.plan import Pool, ResidencyPlan, Streaming
 from mlx_flash.residency.sizes import measure
-from mlx_flash.residency.streamed_part import Streaming
 from models import QWEN3_MOE, stock
 from streamed import config, streamed_whole
 from zoo.compare import trace

@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.residency.plan import (
-    Machine,
-    ResidencyPlan,
-)
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import (
     ActivationSizes,
@@ -24,6 +21,7 @@ from mlx_flash.residency.sizes import (
     TensorSize,
     UnitSize,
 )
+from mlx_flash.residency.speed import Machine
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.probe import DiskProfile
 

@@ -30,7 +30,7 @@ from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine import prepare
 from mlx_flash.layout.units import layers_of
 from mlx_flash.ranks import peers
-from mlx_flash.residency.streamed_part import Streaming
+from mlx_flash.residency.plan import Streaming
 from models import same_bits, stock
 from shared_passes import PROMPTS, STEP, solo, together
 from streamed import config, streamed_whole

@@ -15,9 +15,10 @@ from mlx_lm.models.cache import make_prompt_cache
 import children
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.residency.plan import Machine, ResidencyPlan, round_up_to_mb
+from mlx_flash.residency.plan import ResidencyPlan, round_up_to_mb
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
+from mlx_flash.residency.speed import Machine
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save, saved_once
 from zoo import configuration
 

@@ -22,9 +22,10 @@ from machines import (
     with_budget,
 )
 from mlx_flash.config import FlashConfig
-from mlx_flash.residency.plan import Machine, ResidencyPlan
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
+from mlx_flash.residency.speed import Machine
 from mlx_flash.storage.probe import DiskProfile
 
 factors = st.floats(-1, 1).map(lambda power: 10**power)

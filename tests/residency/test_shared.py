@@ -9,9 +9,9 @@ import pytest
 from machines import MB, MIB, make_machine, make_mixture, make_model
 from mlx_flash.config import FlashConfig
 from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.residency.plan import Machine
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ActivationSizes, ModelSizes
+from mlx_flash.residency.speed import Machine
 from mlx_flash.storage.probe import DiskProfile
 
 LAYER = tuple(8192 * n for n in (4096, 1024, 1024, 4096, 14336, 14336, 14336))

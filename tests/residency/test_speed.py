@@ -21,10 +21,10 @@ from mlx_flash.loading import load_model
 from mlx_flash.residency import machine, others
 from mlx_flash.residency import speed as speeds
 from mlx_flash.residency.others import BUSY, OtherLoad
-from mlx_flash.residency.plan import Machine, Pool, ResidencyPlan
+from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
-from mlx_flash.residency.speed import Speed, load_speed, save_speed
+from mlx_flash.residency.speed import Machine, Speed, load_speed, save_speed
 from mlx_flash.storage.ranges import ReadStats
 from mlx_flash.streaming.stream import StreamStats
 from models import LLAMA, run, save

@@ -1,0 +1,130 @@
+"""A candidate for a plan: one choice of pinned and streamed weights. Its memory is added up before its plan is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
+from mlx_flash.residency.plan import ResidencyPlan, Streaming
+from mlx_flash.residency.selection import Streamed, spread
+from mlx_flash.residency.sizes import UnitSize
+from mlx_flash.residency.task import Reserve, Task
+from mlx_flash.residency.timing import num_tiles, pool_of, with_times
+
+MAX_TILES = 60
+"""Each tile is waited for."""
+
+TILE_ROW_MULTIPLE = 64
+TILE_SLACK_BYTES = 12 * DIRECT_ALIGNMENT
+"""Padding to pages and alignment that a tile may need beside its rows."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One choice of pinned and streamed weights.
+
+    Attributes:
+        task: the model, its layers cut in some way.
+        reserve: tokens that memory is set aside for.
+        num_slots: slots at most.
+        whole_layers: whether a layer is streamed whole or not at all.
+        tile_bytes: the smallest slot for tiles of the heads; None pins heads.
+        target: bytes of the layers to stream, spread evenly over them.
+        pins_tables: whether embedding tables that are no heads stay in memory.
+    """
+
+    task: Task
+    reserve: Reserve
+    num_slots: int = 0
+    whole_layers: bool = True
+    tile_bytes: int | None = None
+    target: int = 0
+    pins_tables: bool = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of its plan, with the smallest pool of experts."""
+        streaming = self.streaming
+        return self.task.bare(self.reserve).peak_bytes + self.pinned_bytes + streaming.num_slots * streaming.slot_bytes
+
+    @cached_property
+    def pinned_bytes(self) -> int:
+        """Memory of the layers, heads and tables that stay."""
+        layers = self.task.sizes.layer_buffer_bytes - self._layers.buffer_bytes
+        return layers + sum([unit.buffer_bytes for unit in self._pinned])
+
+    @cached_property
+    def streaming(self) -> Streaming:
+        """The part that passes through the slots, without the names of tensors of layers."""
+        task, layers = self.task, self._layers
+        heads = [] if self.tile_bytes is None else task.sizes.all_heads
+        slot_bytes = _slot_bytes(layers.largest, heads, self.tile_bytes or 0, is_exact=task.machine.exact_tiles)
+        rows = [tile_rows(head, slot_bytes) for head in heads]
+        num_units = layers.num_layers + sum(map(num_tiles, heads, rows))
+        pinned = {unit.name for unit in self._pinned}
+        return Streaming(
+            heads=tuple(zip([head.name for head in heads], rows, strict=True)),
+            tables=tuple([table.unit.name for table in task.sizes.tables if table.unit.name not in pinned]),
+            num_units=num_units,
+            num_slots=min(self.num_slots, num_units),
+            slot_bytes=slot_bytes if num_units else 0,
+            read_bytes=layers.nbytes + sum([head.nbytes for head in heads]),
+            cut=task.cut,
+            is_tiled=task.is_tiled,
+        )
+
+    def plan(self, budget: int | None = None) -> ResidencyPlan:
+        """Return its plan, with the predicted time.
+
+        Args:
+            budget: what it leaves of that goes to a pool of experts whose size is open; None for the smallest pool.
+        """
+        task, layers, experts = self.task, self.task.sizes.layers, self.task.sizes.experts
+        chosen = zip(layers, spread(layers, self.target, self.whole_layers), strict=True)
+        names = tuple([(unit.name, tuple([tensor.name for tensor in some])) for unit, some in chosen if some])
+        bare = task.bare(self.reserve)
+        pool = bare.pool
+        if pool is not None and experts is not None and not task.pool_slots and budget is not None:
+            more = max(0, budget - self.peak_bytes) // experts.slot_bytes
+            num_slots = min(pool.num_slots + more, task.most_slots(experts))
+            pool = pool_of(task.machine, experts, max(num_slots, pool.num_slots))
+        streaming = replace(self.streaming, layers=names)
+        return with_times(
+            task.sizes, task.machine, replace(bare, pinned_bytes=self.pinned_bytes, streaming=streaming, pool=pool)
+        )
+
+    @cached_property
+    def _layers(self) -> Streamed:
+        return self.task.streamed(self.target, self.whole_layers)
+
+    @cached_property
+    def _pinned(self) -> list[UnitSize]:
+        """Heads and tables that stay in memory."""
+        sizes = self.task.sizes
+        tables = [table.unit for table in sizes.tables if self.pins_tables and not table.is_head]
+        return tables if self.tile_bytes is not None else [*sizes.all_heads, *tables]
+
+
+def _slot_bytes(largest_layer: int, heads: Sequence[UnitSize], tile_bytes: int, *, is_exact: bool) -> int:
+    """Return the size of a slot: for what is streamed of a layer, and for a tile of each head."""
+    if not heads:
+        return largest_layer
+    whole = max([head.nbytes for head in heads])
+    least = max([max(TILE_ROW_MULTIPLE * _row_bytes(head), head.nbytes // MAX_TILES) for head in heads])
+    tile = max(least, min(tile_bytes, whole) if is_exact else whole)
+    return max(largest_layer, tile + TILE_SLACK_BYTES)
+
+
+def tile_rows(head: UnitSize, slot_bytes: int) -> int:
+    """Return the rows of a head in one tile: few equal tiles that fit the slot, aligned."""
+    assert head.num_rows
+    most = max(TILE_ROW_MULTIPLE, (slot_bytes - TILE_SLACK_BYTES) // _row_bytes(head))
+    rows = min(round_up(-(-head.num_rows // num_tiles(head, most)), TILE_ROW_MULTIPLE), head.num_rows)
+    return rows if rows <= most else most // TILE_ROW_MULTIPLE * TILE_ROW_MULTIPLE
+
+
+def _row_bytes(head: UnitSize) -> int:
+    assert head.num_rows
+    return -(-head.nbytes // head.num_rows)

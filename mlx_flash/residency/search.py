@@ -1,0 +1,189 @@
+"""The search for the fastest plan within a budget: which candidates are tried, and which of them is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from mlx_flash.residency.candidate import TILE_SLACK_BYTES, Candidate
+from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.selection import spread_whole
+from mlx_flash.residency.task import Reserve, Task
+from mlx_flash.residency.timing import pool_of
+
+MAX_SLOTS = 4
+
+WORTH_A_SLOT = 0.99
+"""More slots and smaller units must bring the predicted time below this share of what it is without."""
+
+NEARLY = 1.25
+"""Row tiles are tried where other plans take so many times the least that is possible."""
+
+SEARCH_STEPS = 15
+
+TILE_BYTES = (32 << 20, 8 << 20, 2 << 20, 0)
+"""Smallest tiles of a streamed head to try: small ones leave memory, but each is waited for."""
+
+LEAST_TILE_BYTES = 8 << 20
+"""Smallest tile of a layer: small reads are slow, and each tile is waited for."""
+
+PARTS_SHARE = 0.75
+"""Share of their memory that pinned weights leave to parts at most: lent memory is copied to, and read again later."""
+
+
+def smallest(task: Task, reserve: Reserve) -> ResidencyPlan:
+    """Return the smallest plan: the fewest slots and no pinned layer, or a tiny model in memory."""
+    candidates = [
+        Candidate(cut, reserve, task.config.num_slots or 1, True, tile_bytes, cut.sizes.layer_bytes)
+        for cut in task.cuts
+        for tile_bytes in (0, None)
+    ]
+    if _can_be_tiled(task):  # two slots, so that reading and computing overlap, cost little here
+        candidates.append(_tiled(task, reserve, task.config.num_slots or 2))
+    return min([*candidates, everything(task, reserve)], key=lambda candidate: candidate.peak_bytes).plan()
+
+
+def everything(task: Task, reserve: Reserve) -> Candidate:
+    """Return the candidate with all weights but experts in memory."""
+    return Candidate(task, reserve, pins_tables=True)
+
+
+def best(task: Task, budget: int, reserves: Iterable[Reserve]) -> ResidencyPlan | None:
+    """Return the fastest plan with the first of some reserves that the budget has room for; None if it has for none."""
+    for reserve in reserves:
+        plans = [candidate.plan(budget) for candidate in _candidates(task, budget, reserve)]
+        is_good = plans and _fastest(plans).weights_seconds <= NEARLY * _least_seconds(task, budget)
+        if not is_good and _can_be_tiled(task):
+            plans += [candidate.plan(budget) for candidate in _tiled_candidates(task, budget, reserve)]
+        if plans:
+            return _fastest(plans)
+    return None
+
+
+def _candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[Candidate]:
+    """Yield everything in memory if that fits; else the most pinned for each cut and number of slots."""
+    whole = everything(task, reserve)
+    if whole.peak_bytes > budget:
+        for cut in task.cuts:
+            yield from _candidates_of_cut(cut, budget, reserve)
+        return
+    yield whole
+    if task.sizes.experts is not None:  # a token needs one row of a table, and more than one expert
+        yield replace(whole, pins_tables=False)
+
+
+def _candidates_of_cut(task: Task, budget: int, reserve: Reserve) -> Iterator[Candidate]:
+    """Yield the most pinned for each number of slots, of whole layers or tensors, beside heads in tiles or pinned."""
+    tilings = (None, *TILE_BYTES) if task.sizes.all_heads else (None,)
+    for num_slots in [task.config.num_slots] if task.config.num_slots else range(1, MAX_SLOTS + 1):
+        for whole_layers in (False,) if task.cut else (True, False):
+            for tile_bytes in tilings:
+                streaming = partial(Candidate, task, reserve, num_slots, whole_layers, tile_bytes)
+                found = _most_pinned(streaming, task.sizes.layer_bytes, budget)
+                if found is not None:
+                    yield found
+                    if tile_bytes and found.streaming.slot_bytes > tile_bytes + TILE_SLACK_BYTES:
+                        break  # the layers' slots are larger anyway
+
+
+def _tiled_candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[Candidate]:
+    """Yield linear layers in row tiles, as few of them as the budget allows, for each number of slots."""
+    most = sum(unit.nbytes for unit in task.sizes.linears)
+    for num_slots in [task.config.num_slots] if task.config.num_slots else range(2, MAX_SLOTS + 1):
+        found = _most_pinned(partial(_tiled, task, reserve, num_slots), most, budget)
+        if found is not None:
+            yield found
+
+
+def _most_pinned(streaming: Callable[[int], Candidate], most: int, budget: int) -> Candidate | None:
+    """Find by bisection how few bytes can be streamed within the budget; None if it cannot hold those that stay.
+
+    Args:
+        streaming: returns the candidate that streams so many bytes.
+        most: all that can be streamed.
+        budget: the budget in bytes.
+    """
+    low, high, found = 0, most, streaming(most)
+    if found.peak_bytes > budget:
+        return None
+    for _ in range(SEARCH_STEPS):
+        middle = (low + high) // 2
+        tried = streaming(middle)
+        if tried.peak_bytes <= budget:
+            high, found = middle, tried
+        else:
+            low = middle
+    return found
+
+
+def _can_be_tiled(task: Task) -> bool:
+    """Return whether there are linear layers whose row tiles are exact."""
+    return bool(task.sizes.linears) and task.machine.exact_tiles
+
+
+def _tiled(task: Task, reserve: Reserve, num_slots: int, target: int | None = None) -> Candidate:
+    """Return the candidate with linear layers in row tiles: so many bytes, spread evenly, or all of them."""
+    sizes = task.sizes
+    chosen = sizes.linears if target is None else spread_whole(sizes.linears, target)
+    tiled = sizes.tiled({unit.name for unit in chosen})
+    task = replace(task, sizes=tiled, cut=len(sizes.finer), is_tiled=True)
+    return Candidate(task, reserve, num_slots, True, LEAST_TILE_BYTES, tiled.layer_bytes)
+
+
+def _least_seconds(task: Task, budget: int) -> float:
+    """Return a time that no plan is below: all weights are computed with, and what the budget cannot hold is read."""
+    machine = task.machine
+    units = [*task.sizes.layers, *task.sizes.all_heads]
+    read = max(0, sum(unit.nbytes for unit in units) - (budget - machine.base_bytes))
+    computed = sum(unit.computed_bytes for unit in units)
+    trunk = max(computed / machine.kept_bytes_per_second, read / machine.disk.bytes_per_second)
+    experts = task.sizes.experts
+    if experts is None:
+        return trunk
+    most = max(experts.least_slots, (budget - machine.base_bytes) // experts.slot_bytes)
+    return trunk + pool_of(machine, experts, task.pool_slots or most).seconds
+
+
+def _fastest(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
+    """Return the first that is nearly as fast as the fastest: coarse cuts and few slots come first."""
+    enough = min(plan.seconds for plan in plans) / WORTH_A_SLOT
+    return next(plan for plan in plans if plan.seconds <= enough)
+
+
+def with_room_for_parts(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
+    """Return a plan with the room in which a prompt of the planned length reads least, for parts that share a pass.
+
+    Pinned weights leave that room. It holds weights between prompts, so the predicted time of a token stays. A prompt
+    reads a little more in each of its passes, and takes fewer of them. A pool of experts leaves no room, since a GPU's
+    cannot grow into it again.
+
+    Args:
+        task: what the plan was made for.
+        plan: the fastest plan for a token.
+    """
+    step, context, streaming = plan.prefill_step_size, plan.context_length, plan.streaming
+    is_apart = plan.kv.num_on_disk or plan.prefix_bytes or plan.pool is not None
+    is_tight = not streaming.num_units or not plan.pinned_bytes or streaming.is_tiled
+    if is_apart or is_tight or not task.config.lend_reserves:
+        return plan
+    num_slots = task.config.num_slots or streaming.num_slots
+    same_cut = task.cuts[streaming.cut]
+    like = replace(same_cut, config=replace(task.config, num_slots=num_slots))
+    num_parts = -(-context // step)
+    free = plan.budget_bytes - plan.peak_bytes + plan.spare_bytes
+    choices = []
+    for num_together in {-(-num_parts // num_passes) for num_passes in range(1, plan.prompt_passes(context))}:
+        reserve = Reserve(step, context, num_together)
+        taken = max(0, same_cut.parts_bytes(reserve) - free)
+        if taken <= PARTS_SHARE * plan.pinned_bytes:
+            choices.append((-(-num_parts // num_together) * (plan.read_bytes + taken), reserve))
+    for _, reserve in sorted(choices, key=lambda choice: choice[0]):
+        plans = [found.plan(plan.budget_bytes) for found in _candidates_of_cut(like, plan.budget_bytes, reserve)]
+        found = replace(_fastest(plans), budget_bytes=plan.budget_bytes) if plans else plan
+        if found.prompt_read_bytes(context) < plan.prompt_read_bytes(context):
+            saved = max(0.0, found.weights_seconds - plan.weights_seconds)
+            return replace(
+                found, minimum_bytes=plan.minimum_bytes, opening_seconds=plan.opening_seconds, lent_seconds=saved
+            )
+    return plan

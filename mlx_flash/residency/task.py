@@ -1,0 +1,137 @@
+"""The input of a plan, one way of cutting the model, and the memory that is taken before any weight is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+from mlx_flash.config import FlashConfig
+from mlx_flash.memory.pagecache import round_up
+from mlx_flash.residency.kv import in_memory, on_disk, prefix_bytes, promised_bytes
+from mlx_flash.residency.ledger import Ledger, reader_bytes
+from mlx_flash.residency.plan import MB, PREFILL_STEPS, ResidencyPlan, Streaming
+from mlx_flash.residency.selection import Streamed, add_up, choose
+from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes
+from mlx_flash.residency.speed import Machine
+from mlx_flash.residency.timing import pool_of
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Tokens that memory is set aside for, and how many parts of a prompt share a pass over the weights."""
+
+    prefill_step_size: int
+    context_length: int
+    num_parts: int = 1
+
+
+@dataclass(frozen=True)
+class Task:
+    """The input of a plan.
+
+    Attributes:
+        sizes: the model.
+        config: the settings.
+        machine: the machine.
+        cache_limit: what MLX may keep of freed buffers.
+        pool_slots: of the pool of experts that was asked for; 0 leaves that open.
+        kv_on_disk: whether the KV cache is planned to be on disk.
+        kv_room: memory that it may take then, if that is of use.
+        cut: the way its layers are cut, as in ``Streaming.cut``.
+        is_tiled: whether some linear layers pass through the slots in tiles of rows.
+    """
+
+    sizes: ModelSizes
+    config: FlashConfig
+    machine: Machine
+    cache_limit: int
+    pool_slots: int = 0
+    kv_on_disk: bool = False
+    kv_room: int = 0
+    cut: int = 0
+    is_tiled: bool = False
+
+    @cached_property
+    def cuts(self) -> tuple[Task, ...]:
+        """The task with whole layers, then with smaller and smaller units in their place."""
+        finer = enumerate(self.sizes.finer, 1)
+        return (self, *(replace(self, sizes=self.sizes.cut(units), cut=i) for i, units in finer))
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """The prices of tokens."""
+        return Ledger(self.sizes.cache, self.sizes.activations, cut=self.cut, is_tiled=self.is_tiled)
+
+    @cached_property
+    def promised_bytes(self) -> int:
+        """Memory for keys, values and activations of a long context."""
+        return promised_bytes(self.sizes, self.config)
+
+    @cached_property
+    def streamed(self) -> Callable[[int, bool], Streamed]:
+        """Sums for a number of bytes spread over the layers. Bisections ask for the same again and again."""
+        layers = self.sizes.layers
+        return cache(lambda target, whole_layers: add_up(choose(layers, target, whole_layers)))
+
+    @cached_property
+    def bare(self) -> Callable[[Reserve], ResidencyPlan]:
+        """The plan for a reserve without the weights of layers and heads, and with the smallest pool of experts."""
+        return cache(self._bare)
+
+    def _bare(self, reserve: Reserve) -> ResidencyPlan:
+        sizes, machine, experts = self.sizes, self.machine, self.sizes.experts
+        step, context = reserve.prefill_step_size, reserve.context_length
+        if self.kv_on_disk:
+            kv = on_disk(sizes, self.config, context, step, self.kv_room)
+        else:
+            kv = in_memory(sizes, self.config, context, step)
+        activations = self.activation_bytes(reserve)
+        copies = sizes.copies or machine.arrival != "in place" or (experts is not None and experts.copies)
+        bounces = machine.arrival == "copied by the driver" or (machine.disk.direct and copies)
+        num_readers = 1 if experts is None else 2  # urgent reads have threads and buffers of their own
+        decodes = machine.compression is not None
+        return ResidencyPlan(
+            budget_bytes=0,
+            minimum_bytes=0,
+            model_bytes=sizes.nbytes,
+            base_bytes=machine.base_bytes + machine.runtime_bytes,
+            active_bytes=machine.active_bytes,
+            resident_bytes=sizes.resident_bytes,
+            pinned_bytes=0,
+            streaming=Streaming(),
+            pool=None if experts is None else pool_of(machine, experts, self.pool_slots or experts.least_slots),
+            kv=kv,
+            prefix_bytes=prefix_bytes(sizes, self.config, context),
+            activation_bytes=activations,
+            spare_bytes=max(0, self.promised_bytes - kv.nbytes - activations, self.parts_bytes(reserve)),
+            bounce_bytes=num_readers * reader_bytes(machine.disk, bounces=bounces, decodes=decodes),
+            read_size=machine.disk.read_size,
+            queue_depth=machine.disk.queue_depth,
+            disk_bytes_per_second=machine.disk.bytes_per_second,
+            cache_limit=self.cache_limit,
+            prefill_step_size=step,
+            context_length=context,
+            kv_bytes_per_token=sizes.cache.token_bytes,
+            activations=sizes.activations,
+            cache=sizes.cache,
+            compression=machine.compression,
+        )
+
+    def activation_bytes(self, reserve: Reserve) -> int:
+        """Return the larger of a prefill step without logits and a short call with all of them."""
+        step = reserve.prefill_step_size
+        return self.ledger.computing(step, min(PREFILL_STEPS[-1], step), round_up(reserve.context_length, CACHE_STEP))
+
+    def parts_bytes(self, reserve: Reserve) -> int:
+        """Return the memory of the parts of a prompt that wait while another one computes."""
+        return self.ledger.parts_waiting(reserve.num_parts - 1, reserve.prefill_step_size, reserve.context_length)
+
+    def most_slots(self, experts: ExpertSizes) -> int:
+        """Return the most slots that a pool may have: it is one array."""
+        return min(sum(experts.num_experts), self.machine.largest_array // experts.slot_bytes)
+
+
+def cache_limit_of(machine: Machine, budget: int) -> int:
+    """Return the bytes of freed buffers that MLX may keep."""
+    return min(max(64 * MB, budget // 20), 256 * MB) if machine.has_buffer_cache else 0

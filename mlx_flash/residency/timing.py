@@ -1,0 +1,125 @@
+"""The predicted time of a plan: a simulation of the ring of slots, and the misses of a pool of experts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mlx_flash.residency.plan import Pool, ResidencyPlan, Streaming
+from mlx_flash.residency.sizes import ExpertSizes, ModelSizes, UnitSize
+from mlx_flash.residency.speed import Machine
+from mlx_flash.streaming.stream import take_turns
+
+DISK_UNEVENNESS = 0.3
+"""Disks do not deliver evenly; a third slot evens that out. Measured: docs/lab/weights.md."""
+
+
+def with_times(sizes: ModelSizes, machine: Machine, plan: ResidencyPlan) -> ResidencyPlan:
+    """Return the plan with the predicted time of a decoding pass.
+
+    Args:
+        sizes: the model, with its layers cut as in the plan.
+        machine: the machine.
+        plan: the plan.
+    """
+    streaming, disk = plan.streaming, machine.disk.bytes_per_second
+    steps = _steps(sizes, machine, streaming)
+    starting = sizes.num_operations * machine.operation_seconds  # while the GPU computes those before
+    seconds = max(starting, simulate(steps, streaming.num_slots, unevenness=DISK_UNEVENNESS))
+    computing = max(starting, sum([seconds for _, seconds in steps]))
+    plan = replace(
+        plan,
+        streaming=replace(streaming, seconds=seconds, compute_seconds=computing),
+        prompt_seconds_per_token=machine.prompt_seconds_per_token or _prompt_seconds(sizes, machine, streaming),
+        is_measured=machine.is_measured,
+    )
+    if not plan.kv.num_on_disk:
+        return plan
+    # Pages are read while layers compute, from the disk that weights are read from.
+    reading = (plan.read_bytes + plan.kv.disk_bytes) / disk
+    waiting = max(0.0, reading - plan.weights_seconds) + plan.kv.num_on_disk * machine.barrier_seconds
+    return replace(plan, kv_seconds=waiting)
+
+
+def _steps(sizes: ModelSizes, machine: Machine, streaming: Streaming) -> list[tuple[float, float]]:
+    """Return (seconds to read, seconds to compute) of each unit in calling order."""
+    compute, kept, barrier = machine.compute_bytes_per_second, machine.kept_bytes_per_second, machine.barrier_seconds
+    disk = machine.disk.bytes_per_second
+    late = 1 / compute - 1 / kept  # what a streamed byte takes longer
+    layers, tiles = dict(streaming.layers), dict(streaming.heads)
+    steps = []
+    for unit in sizes.layers:
+        names = layers.get(unit.name, ())
+        whole = len(names) == len(unit.tensors)
+        nbytes = unit.nbytes if whole else sum([tensor.nbytes for tensor in unit.tensors if tensor.name in names])
+        seconds = unit.computed_bytes / kept
+        if names:
+            seconds += late * unit.computed_bytes * nbytes / unit.nbytes + barrier
+        steps.append((nbytes / disk, seconds))
+    for head in sizes.all_heads:
+        if head.name in tiles:
+            count = num_tiles(head, tiles[head.name])
+            steps += [(head.nbytes / disk / count, head.nbytes / compute / count + barrier)] * count
+        else:
+            steps.append((0.0, head.nbytes / kept))
+    # The kept parts of layers are computed between the streamed units.
+    between = sum(unit.nbytes for unit in sizes.kept) / kept / max(1, len(steps))
+    return [(read, seconds + between) for read, seconds in steps]
+
+
+def simulate(
+    steps: Sequence[tuple[float, float]], num_slots: int, num_passes: int = 4, unevenness: float = 0.0
+) -> float:
+    """Return the seconds of one pass in the steady state.
+
+    Args:
+        steps: (seconds to read, seconds to compute) of each unit in calling order; nothing to read means pinned.
+        num_slots: units that are read take turns in this many slots; a slot is filled again once it was released.
+        num_passes: passes to run before the last two are taken, whose mean is returned.
+        unevenness: every other read takes longer by this share of its time, the others as much less; in the next pass
+            it is the other way round.
+    """
+    if num_slots == 0:
+        return sum(compute for _, compute in steps)
+    turns = take_turns(sum(read > 0 for read, _ in steps), num_slots)
+    released = [0.0] * num_slots
+    disk = now = 0.0
+    ends = []
+    for number in range(num_passes + 1):
+        turn = 0
+        for read, compute in steps:
+            if not read:
+                now += compute
+                continue
+            slot = turns[turn]
+            late = unevenness if (turn + number) % 2 else -unevenness
+            disk = max(disk, released[slot]) + read * (1 + late)
+            now = released[slot] = max(now, disk) + compute
+            turn += 1
+        ends.append(now)
+    return (ends[-1] - ends[-3]) / 2
+
+
+def num_tiles(head: UnitSize, rows: int) -> int:
+    """Return the tiles of a head with so many rows each."""
+    return -(-(head.num_rows or 0) // rows)
+
+
+def _prompt_seconds(sizes: ModelSizes, machine: Machine, streaming: Streaming) -> float:
+    """Return the time for each token of a prompt, from that of a token decoded with weights just read."""
+    nbytes = sum([unit.computed_bytes for unit in [*sizes.layers, *sizes.kept, *sizes.all_heads]])
+    nbytes += 0 if sizes.experts is None else sizes.experts.token_bytes
+    seconds = nbytes / machine.compute_bytes_per_second + streaming.num_units * machine.barrier_seconds
+    return seconds / machine.prompt_speedup
+
+
+def pool_of(machine: Machine, experts: ExpertSizes, num_slots: int) -> Pool:
+    """Return a pool of so many slots, with its hit rate and time."""
+    hit_rate = experts.hit_rate(num_slots)
+    read_bytes = round((1 - hit_rate) * experts.token_bytes)
+    # Experts in memory compute while the others are read.
+    there = hit_rate * experts.token_bytes / machine.kept_bytes_per_second
+    read = read_bytes / machine.disk.bytes_per_second
+    late = read_bytes / machine.compute_bytes_per_second
+    seconds = max(there, read) + late + len(experts.num_experts) * machine.barrier_seconds
+    return Pool(num_slots, experts.slot_bytes, sum(experts.num_experts), hit_rate, read_bytes, seconds)

@@ -142,6 +142,11 @@ class Facts(dict[str, float]):
         return 0.0
 
 
+def budget_of(facts: Facts) -> float:
+    """Return the budget in force."""
+    return facts["budget.bytes"] or facts["plan.budget_bytes"]
+
+
 def read(state: Any) -> Facts:
     """Return the numbers of a published state. Values of another form count as missing."""
     found = Facts()
@@ -176,6 +181,14 @@ class Sample(NamedTuple):
     def counted(self, before: Sample, name: str) -> float:
         """Return the growth of a counter; NaN when it is missing or went back."""
         return growth(before.facts.get(name, math.nan), self.facts.get(name, math.nan))
+
+    def waited(self, before: Sample) -> float:
+        """Return the time that computing waited for weights, keys and values."""
+        return sum(max(0.0, self.since(before, f"{section}.wait_seconds")) for section in ("stream", "experts", "kv"))
+
+    def reading(self, before: Sample) -> float:
+        """Return the time with a read in flight: of weights, or of what computing waited for."""
+        return max(self.since(before, "read.busy_seconds"), self.waited(before))
 
 
 def growth(before: float, now: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +26,6 @@ from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.pending import Pending, owed_token, settle
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.row import Row
-from mlx_flash.engine.warn import Warnings
 from mlx_flash.engine.wrapped import prepare_loaded
 from mlx_flash.errors import BudgetError
 from mlx_flash.kv.cache import make_caches
@@ -35,6 +35,14 @@ from mlx_flash.prefixes.cache import PrefixCache
 from mlx_flash.residency.admission import room_bytes, rows_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.speculation.pace import Times
+
+_SMALLER_STEP = "the budget has room for %d prompt tokens at a time: output is mlx-lm's own for --prefill-step-size %d"
+_NO_LIMIT = (
+    "max_kv_size=%d has no effect: mlx-lm lets %s build its own caches, which keep every token of the context. "
+    "Hint: set kv_max_tokens to bound them."
+)
+
+_log = logging.getLogger("mlx_flash")
 
 
 class FlashLLM(ModelFacade):
@@ -87,7 +95,7 @@ class FlashLLM(ModelFacade):
         self.name = life.name
         self.counters = life.counters
         self.batching = config.batching
-        self._warnings = Warnings(life.name)
+        self._warned: set[str] = set()
 
     def start(self, progress: Progress | None = None) -> None:
         """Read the pinned weights, and begin to stream the rest. Harmless when repeated.
@@ -171,7 +179,7 @@ class FlashLLM(ModelFacade):
         limit = self.plan.prefill_step_size
         num_together = tokens.shape[1] - wants_logits
         if limit < min(step, num_together):
-            self._warnings.step(limit)
+            self._warn_once(_SMALLER_STEP, limit, limit)
         starts = [start for begin, end in pairwise([0, *ends, num_together]) for start in range(begin, end, step)]
         borders = sorted({*starts, num_together, tokens.shape[1]})
         chunks = [whole.part(before + start, before + stop) for start, stop in pairwise(borders)]
@@ -218,7 +226,7 @@ class FlashLLM(ModelFacade):
     def _call(self, passes: Passes, call: ForwardCall) -> Any:
         step = call.step_within(self.plan.prefill_step_size)
         if step is not None:
-            self._warnings.step(step * call.batch_size)
+            self._warn_once(_SMALLER_STEP, step * call.batch_size, step * call.batch_size)
         row = Row(call, [call] if step is None else list(call.parts(step)), joins=call.wants_logits)
         while not row.is_done:
             passes.advance(self.plan, [row], lends=self._life.lends)
@@ -233,9 +241,14 @@ class FlashLLM(ModelFacade):
         """
         requested = requested_kv_size(sys._getframe(1))
         if requested is not None and hasattr(self._model, "make_cache"):
-            self._warnings.max_kv_size(requested)
+            self._warn_once(_NO_LIMIT, requested, self.name)
         stock = make_prompt_cache(self._model, requested)
         return stock if self.kv is None else make_caches(stock, self.kv.options, self.kv)
+
+    def _warn_once(self, text: str, *values: object) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning(text, *values)
 
     @property
     def is_batchable(self) -> bool:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from mlx_flash.commands.common import print_json, print_rich
 from mlx_flash.errors import ConfigError
+from mlx_flash.facts import budget_of
 from mlx_flash.monitor.history import History
 from mlx_flash.monitor.state import model_name, printable
 from mlx_flash.monitor.words import duration, rate, size
@@ -146,7 +147,7 @@ def _to_json(engine: Published) -> Json:
         "model": model_name(engine.state),
         "state": "idle" if history.is_idle() else "running",
         "footprint_bytes": int(facts["memory.footprint"]),
-        "budget_bytes": int(facts["budget.bytes"]),
+        "budget_bytes": int(budget_of(facts)),
         "tokens": int(facts["passes.num_tokens_out"]),
         "tokens_per_second": history.rates.mean_tokens_per_second,
         "seconds": max(0.0, time.time() - engine.started),

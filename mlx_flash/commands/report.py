@@ -228,24 +228,14 @@ def _disk_numbers(run: Recorder, plan: ResidencyPlan) -> Json:
         "disk_bytes_per_second": plan.disk_bytes_per_second,
         "disk_speed_share": speed and ratio(speed, plan.disk_bytes_per_second),
         "cached_read_share": ratio(end.since(start, "read.cached_bytes"), end.since(start, "read.nbytes")),
-        "prompt_wait_share": _share(_waited(start, first), first.clock - start.clock),
-        "generation_wait_share": _share(_waited(first, last), last.clock - first.clock),
-        "generation_read_share": _share(_reading(first, last), last.clock - first.clock),
+        "prompt_wait_share": _share(first.waited(start), first.clock - start.clock),
+        "generation_wait_share": _share(last.waited(first), last.clock - first.clock),
+        "generation_read_share": _share(last.reading(first), last.clock - first.clock),
         **_more(run),
         "kv_bytes_read": last.since(start, "kv.read_bytes"),
         "kv_bytes_written": last.since(start, "kv.written_bytes"),
         "plan": plan,
     }
-
-
-def _waited(before: Sample, now: Sample) -> float:
-    """Return the time that computing waited for weights, keys and values."""
-    return sum(now.since(before, f"{section}.wait_seconds") for section in ("stream", "experts", "kv"))
-
-
-def _reading(before: Sample, now: Sample) -> float:
-    """Return the time with a read in flight: of weights, or of what computing waited for."""
-    return max(now.since(before, "read.busy_seconds"), _waited(before, now))
 
 
 def _share(part: float, whole: float) -> float | None:

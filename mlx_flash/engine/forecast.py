@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlx_flash.config import FlashConfig
@@ -13,6 +13,7 @@ from mlx_flash.residency.sizes import ModelSizes
 from mlx_flash.residency.speed import Machine
 
 
+@dataclass(slots=True)
 class Forecast:
     """A forecast, made once, when the run has been long enough to measure. Any thread may ask; it works on numbers.
 
@@ -24,23 +25,20 @@ class Forecast:
         meter: knows the speeds that the run has reached.
     """
 
-    def __init__(
-        self, sizes: ModelSizes, config: FlashConfig, machine: Machine, plan: ResidencyPlan, meter: SpeedMeter
-    ) -> None:
-        self._sizes = sizes
-        self._config = config
-        self._machine = machine
-        self._plan = plan
-        self._meter = meter
-        self._made: tuple[Outlook | None] | None = None
+    sizes: ModelSizes
+    config: FlashConfig
+    machine: Machine
+    plan: ResidencyPlan
+    meter: SpeedMeter
+    _made: tuple[Outlook | None] | None = field(default=None, init=False)
 
     def outlook(self) -> Outlook | None:
         """Return the gain of a larger budget; None while the run is too short, and where there is no gain."""
         if self._made is None:
-            speed = self._meter.speed(self._machine.speed)
+            speed = self.meter.speed(self.machine.speed)
             if speed is None:
                 return None
-            self._made = (outlook(self._sizes, self._config, self._machine.at_speed(speed), self._plan),)
+            self._made = (outlook(self.sizes, self.config, self.machine.at_speed(speed), self.plan),)
         return self._made[0]
 
     def telemetry(self) -> dict[str, Any]:

@@ -18,12 +18,11 @@ from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.grants import Grants
 from mlx_flash.engine.group import CallGroup, Outcome
-from mlx_flash.engine.headroom import check_headroom, check_least, layers_at_once
+from mlx_flash.engine.headroom import check_headroom, check_least, layers_at_once, part_costs, waiting_bytes
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.session import Session
-from mlx_flash.engine.sharing import costs, waiting_bytes
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.engine.undo import broken
 from mlx_flash.errors import BudgetError, FlashError
@@ -113,7 +112,9 @@ class Passes:
             chosen = rows[:num_rows]
             more, can_cut = [self._more(row) for row in chosen], False
             wish = sum(
-                cost for row, parts in zip(chosen, more, strict=True) for cost in costs(plan, [row.left[0], *parts])
+                cost
+                for row, parts in zip(chosen, more, strict=True)
+                for cost in part_costs(plan, [row.left[0], *parts])
             )
             try:
                 with self._all_have_room():
@@ -146,7 +147,7 @@ class Passes:
         found = [
             (row, part, cost)
             for row, parts in zip(rows, more, strict=True)
-            for part, cost in zip(parts, costs(plan, [row.left[0], *parts]), strict=True)
+            for part, cost in zip(parts, part_costs(plan, [row.left[0], *parts]), strict=True)
         ]
         totals = accumulate(cost for _, _, cost in found)
         extra = [(row, part) for (row, part, _), total in zip(found, totals, strict=True) if total <= granted]

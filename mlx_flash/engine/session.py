@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -76,39 +77,24 @@ class Session:
         experts = ExpertOptions(machine.exact_tiles, config.expert_lookahead, grows=config.expert_pool_gb is None)
         poison = config.poison_released_slots
         self.engine = Engine(prepared.layout, plan, reader, kernel_alignment(), poison, progress, experts)
-        try:
-            self._start(prepared, config, name, counters, kv, governor, fingerprint)
-        except BaseException:
-            self.engine.close()  # modules are as they were loaded
-            raise
-
-    def _start(
-        self,
-        prepared: Prepared,
-        config: FlashConfig,
-        name: str,
-        counters: PassCounters,
-        kv: KVPool | None,
-        governor: WriteGovernor,
-        fingerprint: str | None,
-    ) -> None:
-        """Start what counts, caches and publishes beside the engine."""
-        plan, machine, reader = prepared.plan, prepared.machine, self._reader
-        tuner = _tuner(reader, config, plan)
-        self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats, tuner)
-        if tuner is not None:
-            self.engine.stream.after_wait = self.meter.waited
-        self.forecast = Forecast(prepared.sizes, config, machine, plan, self.meter)
-        self._machine = machine
-        self.prefixes: PrefixCache | None = None
-        if fingerprint is not None:
-            self.prefixes = open_prefixes(config, fingerprint, name, plan.prefix_bytes, governor)
-        limit_buffers(self, plan.cache_limit)
-        self._publisher: Publisher | None = None
-        if config.telemetry:
-            status = Status(name, plan, prepared.layout, self.engine, counters, kv)
-            status.tell("writes", governor.telemetry)
-            self._publisher = self._published(status, counters)
+        with ExitStack() as stack:
+            stack.callback(self.engine.close)  # modules are as they were loaded, if anything fails
+            tuner = _tuner(reader, config, plan)
+            self.meter = SpeedMeter(plan, lambda: reader.stats, self.engine.stream.stats, tuner)
+            if tuner is not None:
+                self.engine.stream.after_wait = self.meter.waited
+            self.forecast = Forecast(prepared.sizes, config, machine, plan, self.meter)
+            self._machine = machine
+            self.prefixes: PrefixCache | None = None
+            if fingerprint is not None:
+                self.prefixes = open_prefixes(config, fingerprint, name, plan.prefix_bytes, governor)
+            limit_buffers(self, plan.cache_limit)
+            self._publisher: Publisher | None = None
+            if config.telemetry:
+                status = Status(name, plan, prepared.layout, self.engine, counters, kv)
+                status.tell("writes", governor.telemetry)
+                self._publisher = self._published(status, counters)
+            stack.pop_all()
 
     def _published(self, status: Status, counters: PassCounters) -> Publisher:
         """Publish the state for flash-monitor."""

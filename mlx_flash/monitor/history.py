@@ -25,8 +25,8 @@ IDLE_SECONDS = 2.0
 class Shares:
     """Shares of the time; they add up to 1."""
 
-    disk: float  # waiting for weights, experts included
-    compute: float  # from the arrival of a unit's weights to their release, without waits for experts
+    disk: float  # waiting for weights, keys and values
+    compute: float  # from the arrival of a unit's weights to their release, without such waits
     calls: float  # the rest of forward calls, which is not streamed
     between: float  # between calls, such as sampling; everything when idle
 
@@ -141,7 +141,7 @@ class History:
             reading_bytes_per_second=_rate(facts["read.nbytes"], busy),
             cached_share=_part(now.since(before, "read.cached_bytes"), nbytes),
             shares=_shares(before, now) if seconds > 0 else None,
-            reading_share=_part(now.since(before, "read.busy_seconds"), seconds),
+            reading_share=_part(now.reading(before), seconds),
             experts=self._expert_rates(before) if isinstance(self.latest.state.get("experts"), dict) else None,
         )
 
@@ -209,10 +209,10 @@ def _earliest(newest_first: Iterator[Sample], end: float) -> Sample | None:
 def _shares(before: Sample, now: Sample) -> Shares:
     """Return the shares of the time. Counters move at ends, so a share can be too large: cut it to fit."""
     seconds = now.clock - before.clock
-    experts = now.counted(before, "experts.wait_seconds")
-    experts = 0.0 if math.isnan(experts) else experts
-    disk = _cut(now.since(before, "stream.wait_seconds") + experts, seconds)
-    compute = _cut(now.since(before, "stream.held_seconds") - experts, seconds - disk)
+    waited = now.waited(before)
+    within = waited - max(0.0, now.since(before, "stream.wait_seconds"))  # for experts, keys and values of a unit
+    disk = _cut(waited, seconds)
+    compute = _cut(now.since(before, "stream.held_seconds") - within, seconds - disk)
     in_calls = _cut(now.since(before, "passes.pass_seconds"), seconds)
     calls = _cut(in_calls - disk - compute, seconds - disk - compute)
     return Shares(disk / seconds, compute / seconds, calls / seconds, (seconds - disk - compute - calls) / seconds)

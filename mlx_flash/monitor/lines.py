@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from mlx_flash.facts import Facts, checked
+from mlx_flash.facts import Facts, budget_of, checked
 from mlx_flash.monitor.history import ExpertRates, History, Shares
 from mlx_flash.monitor.state import Unit, entries, model_name, printable, section, units
 from mlx_flash.monitor.system import SystemMemory
@@ -137,11 +137,6 @@ def expert_lines(facts: Facts, rates: ExpertRates) -> Iterator[Line]:
     words = f"per token {amount(rates.read_per_token)} read ({_size(rates.read_bytes_per_token)}), "
     words += f"{amount(rates.reused_per_token)} reused; waited {percent(rates.wait_share)} of the time"
     yield "experts", words
-
-
-def budget_of(facts: Facts) -> float:
-    """Return the budget in force."""
-    return facts["budget.bytes"] or facts["plan.budget_bytes"]
 
 
 def budget_words(facts: Facts) -> str:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
+from mlx_flash.facts import budget_of
 from mlx_flash.monitor.glyphs import STYLES, WORDS, Glyphs, bar, chart, strip
 from mlx_flash.monitor.history import History, Shares
 from mlx_flash.monitor.lines import (
     Line,
-    budget_of,
     budget_words,
     expert_lines,
     limit_line,

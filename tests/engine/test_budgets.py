@@ -121,7 +121,7 @@ def test_reading_takes_no_less_time_than_waiting_for_it() -> None:
     """Keys and values have a reader of their own."""
     facts = {"stream.wait_seconds": 1.0, "experts.wait_seconds": 0.0, "kv.wait_seconds": 2.0, "read.busy_seconds": 1.5}
     before, now = Sample(0.0, Facts(dict.fromkeys(facts, 0.0))), Sample(4.0, Facts(facts))
-    assert report._reading(before, now) == report._waited(before, now) == 3.0
+    assert now.reading(before) == now.waited(before) == 3.0
 
 
 def limit_of(**sections: Any) -> str:

@@ -10,10 +10,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_flash import FlashConfig, FlashLLM, load_model
-from mlx_flash.engine.headroom import needed
+from mlx_flash.engine.headroom import needed, waiting_bytes
 from mlx_flash.engine.owncaches import OwnCaches
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.engine.sharing import waiting_bytes
 from models import LLAMA, save
 from streamed import streamed_whole
 from zoo import configuration

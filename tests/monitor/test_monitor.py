@@ -78,6 +78,17 @@ def test_rates_are_differences() -> None:
     assert history.rates.shares is shares, "the same moment again tells nothing new"
 
 
+def test_waits_for_keys_and_values_are_waits_for_the_disk() -> None:
+    first = {"passes": {"began": None, "pass_seconds": 0.0}, "stream": {"wait_seconds": 1.0, "held_seconds": 2.0}}
+    then = {"passes": {"began": None, "pass_seconds": 1.8}, "stream": {"wait_seconds": 1.4, "held_seconds": 3.0}}
+    history = History(published(state(**first, kv={"wait_seconds": 0.0}, read={"busy_seconds": 1.0}), 100.0))
+    history.add(published(state(**then, kv={"wait_seconds": 0.6}, read={"busy_seconds": 1.4}), 102.0))
+    shares = history.rates.shares
+    assert shares is not None
+    assert (shares.disk, shares.compute, shares.calls, shares.between) == pytest.approx((0.5, 0.2, 0.2, 0.1))
+    assert history.rates.reading_share == pytest.approx(0.5), "they have a reader of their own"
+
+
 def test_read_rates_are_bytes_over_wall_time_and_over_reading_time() -> None:
     looks = [(100.0, 4_000_000_000, 1.0), (102.0, 6_200_000_000, 1.7), (104.0, 8_400_000_000, 2.4)]
     histories = [published(state(read={"nbytes": n, "busy_seconds": busy}), clock) for clock, n, busy in looks]

@@ -64,11 +64,7 @@ class ForwardCall:
         return (self.part(start, start + step) for start in range(0, self.tokens.shape[1], step))
 
     def step_within(self, limit: int) -> int | None:
-        """Return how many new tokens of each sequence go through at a time, so that all have at most ``limit``.
-
-        Returns:
-            None where the call need not, or cannot, be cut.
-        """
+        """Return how many new tokens of each sequence make at most ``limit``; None where a call is not to be cut."""
         if not self.is_plain or self.tokens is None:
             return None
         step = max(1, limit // max(1, self.batch_size))

@@ -125,11 +125,7 @@ class CallGroup:
     ) -> list[Outcome]:
         """Return the outcome of each lane: calls that share a prompt cache. What fails in one leaves the others alone.
 
-        Args:
-            lanes: the calls.
-            compute: calls the model.
-            progress: called with the part of the pass that is done, if all caches can be put back. What it raises ends
-                the pass.
+        Progress is told if all caches can be put back. What it raises ends the pass.
 
         Raises:
             ReadError: weights could not be read. The caller puts the caches back.

@@ -37,18 +37,11 @@ def check_headroom(
 ) -> int:
     """Refuse a pass that would take the process over its budget; only loans have changed when it raises.
 
-    Loans end as far as the pass needs their memory. What it does not need is lent.
-
-    Args:
-        plan: the plan of the model.
-        lanes: calls that share the pass.
-        loans: weights in memory that is reserved for something else; None lends nothing.
-        wish: bytes that would make the pass faster.
-        may_shrink: whether the caller tries fewer tokens when these are refused. Then nothing goes to disk to make room
-            for more activations than were planned.
+    Loans end as far as the pass needs their memory. What it does not need is lent. If it ``may_shrink``, nothing goes
+    to disk to make room for more activations than were planned: the caller tries fewer tokens.
 
     Returns:
-        The part of ``wish`` that the pass may use.
+        The part of ``wish``, bytes that would make the pass faster, that it may use.
 
     Raises:
         BudgetError: it names what to change.
@@ -76,16 +69,7 @@ def check_headroom(
 
 
 def check_least(plan: ResidencyPlan, lane: Lane, loans: Lending | None = None) -> None:
-    """Refuse a call that does not fit even token by token, with no weights lent. Changes nothing.
-
-    Args:
-        plan: the plan of the model.
-        lane: the call.
-        loans: weights in memory that is reserved for something else.
-
-    Raises:
-        BudgetError, WriteError: as :func:`check_headroom`.
-    """
+    """Refuse a call that does not fit even token by token, with no weights lent. Changes nothing."""
     lanes = [replace(lane, step=1)]
     need = needed(plan, lanes)
     missing = need.total - plan.budget_bytes - (loans.recallable if loans is not None else 0)
@@ -97,12 +81,8 @@ def check_least(plan: ResidencyPlan, lane: Lane, loans: Lending | None = None) -
 def layers_at_once(plan: ResidencyPlan, lanes: Sequence[Lane], num_layers: int) -> int | None:
     """Return the number of layers that MLX may record ahead of a GPU; None if their results fit the budget together.
 
-    MLX keeps the intermediate results of recorded layers until they are computed.
-
-    Args:
-        plan: the plan of the model. Every check before a pass counts one layer.
-        lanes: those of the pass. Several wait for each other, so each of their layers is waited for.
-        num_layers: layers that nothing else waits for.
+    MLX keeps the intermediate results of recorded layers until they are computed, and checks before a pass count one
+    layer. Lanes wait for each other, so with several each layer is waited for.
     """
     if num_layers < 2:
         return None
@@ -184,11 +164,8 @@ def most_growth(plan: ResidencyPlan, lane: Lane, new: NewTokens) -> int:
 def _settle(plan: ResidencyPlan, loans: Lending, short: int, known_bytes: int) -> int:
     """End loans where memory is short, and lend what is left over. Return the bytes that were freed.
 
-    Args:
-        plan, loans: of the model.
-        short: bytes that are missing if positive, left over if negative.
-        known_bytes: the footprint, as the plan and the arrays explain it. What the process has beyond that, such as
-            holes between arrays, is not lent.
+    What the process has beyond ``known_bytes``, the footprint as plan and arrays explain it, such as holes between
+    arrays, is not lent.
     """
     unknown = max(0, footprint() - known_bytes)
     if short + unknown > 0:

@@ -69,12 +69,7 @@ class Lending:
         return before - self.nbytes
 
     def adapt(self, plan: ResidencyPlan, budget_bytes: int) -> ResidencyPlan | None:
-        """Return the plan for another budget, with fewer experts if it is smaller; None when that is not enough.
-
-        Args:
-            plan: the plan that is carried out.
-            budget_bytes: the budget.
-        """
+        """Return the plan for another budget, with fewer experts if it is smaller; None when that is not enough."""
         over, pool = plan.peak_bytes - budget_bytes, plan.pool
         if over > 0 and pool is not None and self._experts is not None and self._experts.pool.slots.can_resize:
             num_slots = max(pool.num_slots - -(-over // pool.slot_bytes), self._experts.least_slots)

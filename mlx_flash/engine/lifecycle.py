@@ -85,12 +85,7 @@ class Lifecycle:
                 self._manager.start(self, progress)
 
     def begin(self, promised_bytes: int, progress: Progress | None) -> None:
-        """Carry out a plan of now. The manager calls this once, when the model's turn has come.
-
-        Args:
-            promised_bytes: the part of the budget that other models of the process will take, or may.
-            progress: called while pinned weights are loaded.
-        """
+        """Carry out a plan of now, beside what other models will take, or may. The manager calls this once, in turn."""
         self.recover()
         if not self._is_planned:
             self.prepared = self.prepared.renewed(self.config, promised_bytes)
@@ -191,11 +186,7 @@ class Lifecycle:
 
 
 def _check_not_forked(pid: int) -> None:
-    """Check that this is the process that loaded a model.
-
-    Raises:
-        ClosedError: it is a forked child.
-    """
+    """Check that this is the process that loaded a model. Raises: ClosedError: it is a forked child."""
     if os.getpid() != pid:
         raise ClosedError(
             f"the model was loaded in process {pid}; its fork {os.getpid()} has no threads that read. Hint: load the "

@@ -45,12 +45,7 @@ class StreamedModel(Protocol):
     engine: Engine | None
 
     def begin(self, promised_bytes: int, progress: Progress | None) -> None:
-        """Begin to stream.
-
-        Args:
-            promised_bytes: the part of the budget that the other models will take, or may.
-            progress: called while pinned weights are read.
-        """
+        """Begin to stream, beside what the other models will take, or may."""
 
     def end_loans(self) -> None:
         """Free the memory that was lent, so that another model finds what is reserved for this one."""
@@ -59,13 +54,7 @@ class StreamedModel(Protocol):
         """Count against a budget that other models raised: it stands for the process, and they are part of it."""
 
     def set_budget(self, nbytes: int, base_bytes: int, *, is_alone: bool) -> None:
-        """Change the budget between passes.
-
-        Args:
-            nbytes: the budget of the process.
-            base_bytes: the process without models, and what running adds to it.
-            is_alone: whether the model need not leave memory to others.
-        """
+        """Change the budget of the process between passes, given the process without models."""
 
     def close(self) -> nn.Module:
         """End streaming."""

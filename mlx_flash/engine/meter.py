@@ -55,11 +55,7 @@ class SpeedMeter:
         self._prompt = _Passes()
 
     def begin(self, *, is_comparable: bool) -> None:
-        """Note that a pass begins. :meth:`end` follows, unless it fails.
-
-        Args:
-            is_comparable: whether its time is compared with that of others; another way of reading is tried then.
-        """
+        """Note that a pass begins. If it is comparable with others, another way of reading may be tried."""
         if self._tuner is not None:
             self._tuner.begin(may_try=is_comparable)
         self._decode_ended = self._decode_ended if is_comparable else None
@@ -107,11 +103,7 @@ class SpeedMeter:
             save_speed(key, speed)
 
     def speed(self, planned: Speed) -> Speed | None:
-        """Return the speed that the run reached; None when it was too short to tell.
-
-        Args:
-            planned: the speed that the plan was made with. It stands for what could not be measured.
-        """
+        """Return the speed that the run reached, else as planned; None when it was too short to tell."""
         return self._reached(planned, MIN_PASSES)
 
     def _reached(self, planned: Speed, least_passes: int) -> Speed | None:

@@ -48,11 +48,7 @@ class OwnCaches:
         return growth if limit is None else min(growth, max(0, limit - self._pool.memory_bytes))
 
     def admit(self, missing: int) -> int:
-        """Evict layers as the pass needs it. Return the bytes that are missing.
-
-        Args:
-            missing: bytes that are missing while keys and values are where they are.
-        """
+        """Evict layers as the pass needs it, if so many bytes are missing. Return the bytes that are still missing."""
         pool = self._pool
         if pool is None:
             return missing
@@ -70,9 +66,7 @@ class OwnCaches:
     def room(self, missing: int, held: int = 0) -> tuple[int, int]:
         """Return a limit for keys and values, and the bytes that are missing even with all of them on disk.
 
-        Args:
-            missing: bytes that are missing while keys and values are where they are.
-            held: bytes of slots that calls hold while others compute.
+        Slots that calls hold while others compute take ``held`` bytes.
 
         Raises:
             BudgetError: a limit that the user set is too low.

@@ -194,12 +194,7 @@ class Passes:
         return "prompts are cached" if self._session.prefixes is not None else self.group.refusal(cache)
 
     def _run(self, lanes: dict[Row, list[ForwardCall]], put_back: Callable[[], None] | None = None) -> None:
-        """Compute parts of some rows in a pass. It ends with one assignment, before which an exception undoes it.
-
-        Args:
-            lanes: the next parts of each row.
-            put_back: makes the prompt cache of the only row as it was, if that is known.
-        """
+        """Compute parts of some rows in a pass. It ends with one assignment, before which an exception undoes it."""
         self._under_way = {row: row.undo(calls, put_back) for row, calls in lanes.items()}
         try:
             outcomes: Sequence[Outcome] = [None]
@@ -242,13 +237,7 @@ class Passes:
         return [output]
 
     def _call(self, call: ForwardCall, *, is_alone: bool = False, coming: Sequence[mx.array] = ()) -> Any:
-        """Call the model, for the tokens that the prefix cache does not answer.
-
-        Args:
-            call: the call.
-            is_alone: whether the call is a pass of its own, which is counted if the model is called.
-            coming: tokens of the calls after it.
-        """
+        """Call the model, for the tokens that the prefix cache does not answer. A call alone is a pass, and counted."""
         prefixes, chain, cached = self._session.prefixes, self._session.chain, None
         if prefixes is not None and call.cache is not None:
             if call.tokens is None or not call.is_plain:

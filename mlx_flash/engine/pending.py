@@ -67,11 +67,7 @@ class Pending(Opaque):
         return not self.is_owed and self.difference >= 0
 
     def check_is_of(self, entry: Any) -> None:
-        """Refuse a copy of an entry that was made while interrupts had cut a change in two.
-
-        Raises:
-            CacheError: the entry is such a copy.
-        """
+        """Refuse (CacheError) a copy of an entry that was made while interrupts had cut a change in two."""
         if not any(entry is each for each in self._entries):
             raise CacheError(
                 "a prompt cache was copied after generate_step was interrupted, and its copy lacks a token. Hint: use "
@@ -185,11 +181,7 @@ def pending_in(cache: Sequence[Any] | None) -> Pending | None:
 
 
 def owed_token(cache: Sequence[Any]) -> Pending | None:
-    """Return what is pending for a prompt cache if it is one token of the model; settle everything else.
-
-    Raises:
-        CacheError: as :func:`settle`.
-    """
+    """Return what is pending for a prompt cache if it is one token of the model; settle everything else."""
     pending = pending_in(cache)
     if pending is None or pending.can_be_taken_over:
         return pending

@@ -75,12 +75,7 @@ class Prepared:
     needed_context: int | None = None
 
     def renewed(self, config: FlashConfig, promised_bytes: int) -> Prepared:
-        """Return it as of now: adapters may have changed modules, and other models may have taken memory.
-
-        Args:
-            config: how to stream.
-            promised_bytes: the part of the budget that other models of the process will take, or may.
-        """
+        """Return it as of now: adapters may have changed modules, and other models may have taken memory, or will."""
         config = self._settings(config)
         machine = look_at_memory(self.machine, promised_bytes)
         is_unchanged = self.identity.is_unchanged
@@ -97,9 +92,7 @@ class Prepared:
     def planned(self, config: FlashConfig, base_bytes: int) -> Prepared:
         """Return it with a plan for other settings. It keeps the prefill step, on which last bits depend, if it can.
 
-        Args:
-            config: the settings.
-            base_bytes: the process without models, and what running adds to it.
+        The process without models, and what running adds to it, takes ``base_bytes``.
         """
         config = self._settings(config)
         others = max(0, self.machine.base_bytes - (base_bytes - self.machine.runtime_bytes))
@@ -304,11 +297,7 @@ def resolve(path_or_hf_repo: str, revision: str | None = None) -> Path:
 
 
 def _check_folder(path: Path) -> None:
-    """Check that a path, if it exists, is a folder, and not one of models of another kind.
-
-    Raises:
-        CheckpointError: it is a file, or a folder with GGUF files and no ``config.json``.
-    """
+    """Refuse (CheckpointError) a file, and a folder with GGUF files and no ``config.json``."""
     if (path / "config.json").is_file():
         return
     files = [path] if path.is_file() else sorted(path.glob("*.gguf"))
@@ -324,11 +313,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _check_kernels(model: nn.Module, path: Path) -> None:
-    """Check that MLX can compute the model here. Otherwise the first call would fail half-way.
-
-    Raises:
-        CheckpointError: it cannot; the message names a module.
-    """
+    """Refuse (CheckpointError) a model that MLX cannot compute here. Otherwise the first call would fail half-way."""
     for name, module in model.named_modules():
         if not has_kernel(module):
             raise CheckpointError(

@@ -11,14 +11,7 @@ from mlx_flash.residency.plan import MB, ResidencyPlan
 
 
 def too_large(plan: ResidencyPlan, lanes: Sequence[Lane], need: Need, missing: int) -> BudgetError:
-    """Return the error for a call that is too large for the budget.
-
-    Args:
-        plan: the plan of the model.
-        lanes: the calls of the pass.
-        need: its memory.
-        missing: bytes that are missing.
-    """
+    """Return the error for a pass that takes so many bytes more than the budget."""
     num_tokens, context = _sizes(lanes)
     total = plan.budget_bytes + missing
     kv = total - need.process - need.in_use - need.activations

@@ -101,12 +101,7 @@ class Row:
         return step
 
     def undo(self, calls: Sequence[ForwardCall], put_back: Callable[[], None] | None = None) -> Callable[[], None]:
-        """Return what makes the row, and its prompt cache, as they are before some of its calls.
-
-        Args:
-            calls: the calls.
-            put_back: does so for the prompt cache, if that is known.
-        """
+        """Return what makes the row, and its prompt cache, as they are before some of its calls."""
         left, num_outputs, error = deque(self.left), len(self.outputs), self.error
         self.put_back = put_back = put_back or undo_of(calls)
         was_owed = self.pending is not None and self.pending.is_owed

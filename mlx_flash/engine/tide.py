@@ -47,13 +47,7 @@ class Tide:
     fallen_at: float = -math.inf
 
     def after(self, reading: MemoryReading, held: int, now: float) -> Tide:
-        """Return the tide after a look at the machine.
-
-        Args:
-            reading: the machine's memory.
-            held: footprint of this process in bytes.
-            now: time in seconds.
-        """
+        """Return the tide after a look at the machine, given the footprint of this process and the time in seconds."""
         room = reading.room(held)
         if reading.pressure >= HIGH_PRESSURE:
             is_due = now - self.fallen_at >= PRESSURE_SECONDS

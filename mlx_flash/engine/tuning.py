@@ -75,32 +75,18 @@ class ReadTuner:
         return self._untried[0]
 
     def begin(self, *, may_try: bool) -> None:
-        """Choose the way for a pass.
-
-        Args:
-            may_try: :meth:`end` will get the time of the pass. If False, the pass is read in the usual way.
-        """
+        """Choose the way for a pass. Unless :meth:`end` will get its time, it is read in the usual way."""
         self._is_trying, self._is_given_up = self._is_trial and may_try, False
         self._choose(self._next() if self._is_trying else self.way)
 
     def waited(self, seconds: float) -> None:
-        """Give a trial up that has waited too long to win.
-
-        Args:
-            seconds: waited for reads in this pass, up to now.
-        """
+        """Give a trial up that has waited too long for reads, in seconds up to now, to win."""
         if self._is_trying and not self._is_given_up and seconds > self._limit() - self._least_computing:
             self._is_given_up = True
             self._choose(self.way)
 
     def end(self, seconds: float, waited: float, kind: int) -> None:
-        """Note a decoding pass.
-
-        Args:
-            seconds: its time.
-            waited: those of them in which it waited for reads.
-            kind: passes of other kinds are not compared with it, such as its number of sequences.
-        """
+        """Note a decoding pass, and the part of its time in which it waited. Only passes of one kind are compared."""
         if kind != self._kind:
             self._kind, self._num_won = kind, 0
             self._usual.clear()

@@ -24,11 +24,7 @@ _SPECIAL_USES = ("__getitem__", "__setitem__")
 
 
 def undo_of(calls: Sequence[ForwardCall]) -> Callable[[], None]:
-    """Return what puts a prompt cache back as it is before some calls, as often as it is called. Else it breaks it.
-
-    Args:
-        calls: calls that share a prompt cache and a pass.
-    """
+    """Return what puts the cache of some calls of a pass back as it is, as often as it is called. Else it breaks it."""
     cache = calls[0].cache
     if cache is None:
         return lambda: None

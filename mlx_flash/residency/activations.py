@@ -53,14 +53,7 @@ class ActivationSizes:
     masks_per_pair: int = 0
 
     def nbytes(self, num_tokens: int, context_length: int, *, all_logits: bool, fused: bool = True) -> int:
-        """Return the bytes for one call.
-
-        Args:
-            num_tokens: new tokens, over all sequences.
-            context_length: tokens each of them attends to.
-            all_logits: whether the head is computed for every new token, or only for the last.
-            fused: whether keys and values are not quantized.
-        """
+        """Return the bytes for one call of new tokens over all sequences, each of which attends to so many tokens."""
         rows = 4 + (num_tokens if all_logits else 1)  # sampling makes copies of the last one
         per_pair = self.scores_per_pair if fused else self.unfused_per_pair
         scores = per_pair * num_tokens * max(context_length, num_tokens) + self.copies_per_pair * num_tokens**2
@@ -74,10 +67,7 @@ class ActivationSizes:
     def held_bytes(self, num_tokens: int, context_length: int, cut: int | None) -> int:
         """Return the bytes of a call that waits for its turn in lockstep, as far as they were measured.
 
-        Args:
-            num_tokens: its tokens, over all sequences.
-            context_length: tokens each of them attends to.
-            cut: the way the layers are cut; None where it waits at other places, too, such as tiles or experts.
+        Without a ``cut`` it waits at other places, too, such as tiles or experts.
         """
         most = self.waiting_bytes(num_tokens)
         if cut is None or not self.held.per_token:

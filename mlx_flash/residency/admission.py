@@ -23,12 +23,7 @@ def room_bytes(plan: ResidencyPlan) -> int:
 
 
 def batch_bytes(plan: ResidencyPlan, lengths: Sequence[int]) -> int:
-    """Return the most memory of a batch.
-
-    Args:
-        plan: the plan of the model.
-        lengths: tokens of each request, prompt and answer.
-    """
+    """Return the most memory of a batch. Lengths are tokens of each request, prompt and answer."""
     if not lengths:
         return 0
     ledger, num_rows, longest = plan.ledger, len(lengths), _capacity(max(lengths))
@@ -39,10 +34,7 @@ def batch_bytes(plan: ResidencyPlan, lengths: Sequence[int]) -> int:
 def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_evict: bool) -> int:
     """Return the most memory of requests that share passes, each with a cache of its own length.
 
-    Args:
-        plan: the plan of the model.
-        lengths: tokens of each request, prompt and answer.
-        may_evict: whether keys and values may go to disk.
+    ``may_evict`` says that keys and values may go to disk.
     """
     if not lengths:
         return 0
@@ -59,12 +51,7 @@ def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_evict: bool) 
 
 
 def alone_bytes(plan: ResidencyPlan, length: int) -> int:
-    """Return the least memory of a request that is in no batch: token by token, with keys and values on disk.
-
-    Args:
-        plan: the plan of the model.
-        length: tokens, prompt and answer.
-    """
+    """Return the least memory of a request that is in no batch: token by token, with keys and values on disk."""
     ledger = plan.ledger
     if ledger.options is None:
         return batch_bytes(plan, [length])
@@ -76,13 +63,7 @@ def alone_bytes(plan: ResidencyPlan, length: int) -> int:
 
 
 def together_bytes(plan: ResidencyPlan, lengths: Sequence[int], batching: str) -> int:
-    """Return the most memory of requests that are answered together.
-
-    Args:
-        plan: the plan of the model.
-        lengths: tokens of each request, prompt and answer.
-        batching: the setting.
-    """
+    """Return the most memory of requests that are answered together."""
     if batching == "stock":
         return batch_bytes(plan, lengths)
     return rows_bytes(plan, lengths, may_evict=bool(plan.kv.num_on_disk))

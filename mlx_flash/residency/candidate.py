@@ -76,11 +76,7 @@ class Candidate:
         )
 
     def plan(self, budget: int | None = None) -> ResidencyPlan:
-        """Return its plan, with the predicted time.
-
-        Args:
-            budget: what it leaves of that goes to a pool of experts whose size is open; None for the smallest pool.
-        """
+        """Return its plan, with the predicted time. Of a budget, a pool of experts of open size gets what is left."""
         task, layers, experts = self.task, self.task.sizes.layers, self.task.sizes.experts
         chosen = zip(layers, spread(layers, self.target, self.whole_layers), strict=True)
         names = tuple([(unit.name, tuple([tensor.name for tensor in some])) for unit, some in chosen if some])

@@ -76,11 +76,7 @@ def check_kv(config: FlashConfig) -> None:
 
 
 def with_stock_caches(config: FlashConfig, where: str) -> FlashConfig:
-    """Return settings with mlx-lm's or mlx-vlm's own caches, where no others can be.
-
-    Args:
-        config: the settings.
-        where: completes "is not available ..." in the error.
+    """Return settings with mlx-lm's or mlx-vlm's own caches; ``where`` says in the error why there are no others.
 
     Raises:
         ConfigError: others are asked for.
@@ -94,14 +90,7 @@ def with_stock_caches(config: FlashConfig, where: str) -> FlashConfig:
 
 
 def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int) -> KVShare:
-    """Return the share with all of it in memory. A cache that grows beyond the plan may go to disk.
-
-    Args:
-        sizes: the model.
-        config: the settings.
-        context_length: tokens.
-        prefill_step_size: the most of them that come in one call.
-    """
+    """Return the share with all of it in memory. A cache that grows beyond the plan may go to disk."""
     rows = sizes.cache.rows
     if not rows or config.kv_cache == "stock":
         ledger = Ledger(sizes.cache, sizes.activations)
@@ -124,15 +113,8 @@ def on_disk(
 ) -> KVShare:
     """Return the share with as much of it in memory as there is room for, the rest on disk.
 
-    Args:
-        sizes: the model; it has caches that can be on disk.
-        config: the settings.
-        context_length: tokens.
-        prefill_step_size: the most of them that come in one call.
-        room_bytes: memory to take if it is of use; what is needed at least is taken in any case.
-
     Raises:
-        ConfigError: ``kv_ram_gb`` is below that.
+        ConfigError: ``kv_ram_gb`` is below what is needed at least.
     """
     rows, ledger = sizes.cache.rows, _ledger(sizes, config, context_length, prefill_step_size)
     tokens = ledger.held(context_length)
@@ -215,13 +197,7 @@ def _one_by_one(sizes: ModelSizes, config: FlashConfig, context: int) -> int:
 
 
 def for_context(sizes: ModelSizes, config: FlashConfig, num_tokens: int | None) -> FlashConfig:
-    """Return settings with room for a context. Where it is promised anyway, they stay as they are.
-
-    Args:
-        sizes: the model.
-        config: the settings.
-        num_tokens: prompt and answer; None for no limit.
-    """
+    """Return settings with room for so many tokens, prompt and answer. Where it is promised anyway, they stay."""
     if num_tokens is None or config.context_length is not None:
         return config
     if num_tokens <= PROMISED_CONTEXT and promised_bytes(sizes, config):

@@ -105,13 +105,7 @@ class Ledger:
         return self.options is not None and self.options.budget_bytes is not None
 
     def on_disk(self, tokens: int, num_new: int, num_slots: int = NUM_SLOTS) -> int:
-        """Return the memory of keys and values with every layer on disk.
-
-        Args:
-            tokens: tokens of the longest sequence.
-            num_new: new tokens of a call.
-            num_slots: buffers for layers on disk.
-        """
+        """Return the memory of keys and values with every layer on disk, of the longest sequence."""
         assert self.options is not None
         rows = self.cache.rows
         under_way = self.options.under_way_bytes(rows, tokens, num_new, num_slots)
@@ -137,9 +131,7 @@ class Ledger:
     def one_by_one(self, context: int, held: int) -> int:
         """Return the memory of a sequence that is computed token by token, without keys and values that may go to disk.
 
-        Args:
-            context: tokens that the last one attends to.
-            held: tokens that caches hold.
+        Its last token attends to ``context`` tokens, its caches hold ``held``.
         """
         return self.cache.others_bytes(held) + self.activations.nbytes(1, context, all_logits=True)
 
@@ -210,12 +202,6 @@ class Ledger:
 
 
 def reader_bytes(disk: DiskProfile, *, bounces: bool, decodes: bool) -> int:
-    """Return the memory of the threads that read.
-
-    Args:
-        disk: how it is read.
-        bounces: reads go to buffers of the threads first.
-        decodes: some tensors are compressed.
-    """
+    """Return the memory of the threads that read, through buffers of their own or of compressed tensors."""
     each = disk.read_size * bounces + decoding_bytes(disk.read_size) * decodes
     return each * disk.queue_depth

@@ -29,10 +29,6 @@ def opening_seconds(task: Task, plan: ResidencyPlan) -> float:
     Streamed weights get the lent memory first, and need not be read then. Experts get the rest, where the memory of the
     pool can grow. Look-ahead reads most of the missing experts while everything else computes. The others are waited
     for. Those that were missing compute last.
-
-    Args:
-        task: what the plan was made for.
-        plan: a plan with its budget.
     """
     machine, streaming, experts = task.machine, plan.streaming, task.sizes.experts
     first = task.bare(Reserve(1, CACHE_STEP))

@@ -177,12 +177,7 @@ def _speed(key: str, shard: Path, layout: ModelLayout, disk: DiskProfile) -> Spe
 
 
 def look_at_memory(machine: Machine, promised_bytes: int) -> Machine:
-    """Return the machine with its memory as it is now, some time after :func:`look_at_machine`.
-
-    Args:
-        machine: as it was.
-        promised_bytes: what others in this process have not taken yet, but may.
-    """
+    """Return the machine with its memory as it is now, less what others in this process were promised."""
     grown = _base_bytes() - machine.base_bytes
     step = GROWTH_BYTES[_back_end()]
     base = machine.base_bytes if grown <= step else machine.base_bytes + round_up(grown, BASE_STEP)

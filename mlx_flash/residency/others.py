@@ -46,12 +46,7 @@ def _seconds_of_others() -> float:
 
 
 def least(trial: Callable[[], float], *, on_cores: bool) -> float:
-    """Return the least of several times. Trials go on while other processes take the processor in between.
-
-    Args:
-        trial: returns seconds.
-        on_cores: whether the processor computes it, and not a GPU.
-    """
+    """Return the least of several times. Trials go on while other processes take the processor in between."""
     times: list[float] = []
     num_clean = 0
     while num_clean < CLEAN_TRIALS and len(times) < MOST_TRIALS:

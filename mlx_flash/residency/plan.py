@@ -204,11 +204,7 @@ class ResidencyPlan:
         return self.opening_seconds, self.opening_seconds * (1.0 if self.is_measured else PROBE_OPTIMISM)
 
     def seconds_to_first_token(self, num_tokens: int) -> float:
-        """Return the predicted time from a prompt to its first token.
-
-        Args:
-            num_tokens: tokens of the prompt. All of them are computed: none is found in a cache.
-        """
+        """Return the predicted time from a prompt to its first token, with no token found in a cache."""
         num_passes = self.prompt_passes(num_tokens)
         reading = self.prompt_read_bytes(num_tokens) / self.disk_bytes_per_second
         computing = num_tokens * self.prompt_seconds_per_token

@@ -92,9 +92,7 @@ def _preferred(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
 def _plan_with_kv(task: Task, *, like_memory: bool) -> ResidencyPlan:
     """Return the fastest plan, given the place of the KV cache.
 
-    Args:
-        task: with the place.
-        like_memory: take the prefill step and context of a plan with the cache in memory. Times decide between the two.
+    ``like_memory`` takes the prefill step and context of a plan with the cache in memory: times decide between the two.
     """
     machine, options = task.machine, _options(task)
     least = min(plan.peak_bytes for _, plan in options)

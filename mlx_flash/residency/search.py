@@ -97,13 +97,7 @@ def _tiled_candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[Can
 
 
 def _most_pinned(streaming: Callable[[int], Candidate], most: int, budget: int) -> Candidate | None:
-    """Find by bisection how few bytes can be streamed within the budget; None if it cannot hold those that stay.
-
-    Args:
-        streaming: returns the candidate that streams so many bytes.
-        most: all that can be streamed.
-        budget: the budget in bytes.
-    """
+    """Find by bisection how few bytes, of ``most``, can be streamed within the budget; None if even all cannot."""
     low, high, found = 0, most, streaming(most)
     if found.peak_bytes > budget:
         return None
@@ -157,10 +151,6 @@ def with_room_for_parts(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
     Pinned weights leave that room. It holds weights between prompts, so the predicted time of a token stays. A prompt
     reads a little more in each of its passes, and takes fewer of them. A pool of experts leaves no room, since a GPU's
     cannot grow into it again.
-
-    Args:
-        task: what the plan was made for.
-        plan: the fastest plan for a token.
     """
     step, context, streaming = plan.prefill_step_size, plan.context_length, plan.streaming
     is_apart = plan.kv.num_on_disk or plan.prefix_bytes or plan.pool is not None

@@ -39,12 +39,9 @@ def add_up(chosen: Sequence[Chosen]) -> Streamed:
 
 
 def spread(layers: Sequence[UnitSize], target: int, whole_layers: bool) -> list[tuple[TensorSize, ...]]:
-    """Choose the streamed tensors of each layer, so that every stretch of layers has its share of the target.
+    """Choose the streamed tensors of each layer, so that every stretch of layers has its share of the target bytes.
 
-    Args:
-        layers: the layers.
-        target: bytes to stream, over all layers.
-        whole_layers: stream a layer whole or not at all; fewer layers are waited for then.
+    With ``whole_layers`` a layer is streamed whole or not at all; fewer layers are waited for then.
     """
     chosen = [tensors for tensors, _, _ in choose(layers, target, whole_layers)]
     return [_in_order(unit, tensors) for unit, tensors in zip(layers, chosen, strict=True)]

@@ -119,12 +119,7 @@ class ExpertSizes:
 
 
 def expected_hits(share: float, num_experts: int) -> float:
-    """Return the share of the experts of a token that a pool is expected to hold.
-
-    Args:
-        share: the share of all experts that the pool has slots for; more than 1 is as good as 1.
-        num_experts: experts of a layer.
-    """
+    """Return the share of the experts of a token that a pool is expected to hold, with slots for a share of all."""
     share = min(1.0, share)
     at = share * (len(DEFAULT_HITS) - 1)
     low = min(int(at), len(DEFAULT_HITS) - 2)
@@ -175,11 +170,7 @@ class ModelSizes:
         return tuple(unit for unit in (self.finer[-1] if self.finer else self.layers) if unit.num_rows)
 
     def tiled(self, names: Collection[str]) -> ModelSizes:
-        """Return the same model in its finest cut, with some linear layers passing through the slots in row tiles.
-
-        Args:
-            names: of those; the other linear layers stay in memory.
-        """
+        """Return the same model in its finest cut, with the linear layers of these names in row tiles."""
         finest = self.finer[-1] if self.finer else self.layers
         streamed = tuple(unit for unit in self.linears if unit.name in names)
         others = tuple(unit for unit in finest if not unit.num_rows)

@@ -15,13 +15,7 @@ DISK_UNEVENNESS = 0.3
 
 
 def with_times(sizes: ModelSizes, machine: Machine, plan: ResidencyPlan) -> ResidencyPlan:
-    """Return the plan with the predicted time of a decoding pass.
-
-    Args:
-        sizes: the model, with its layers cut as in the plan.
-        machine: the machine.
-        plan: the plan.
-    """
+    """Return the plan with the predicted time of a decoding pass. The sizes have their layers cut as in the plan."""
     streaming, disk = plan.streaming, machine.disk.bytes_per_second
     steps = _steps(sizes, machine, streaming)
     starting = sizes.num_operations * machine.operation_seconds  # while the GPU computes those before

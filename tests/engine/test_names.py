@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
+import children
 import mlx_flash
 from mlx_flash import (
     ConfigError,
@@ -99,6 +100,39 @@ def test_directives_of_a_modelfile() -> None:
             parse_flash_directives(f"FLASH true\n{line}")
     with pytest.raises(ConfigError, match="FLASH_RAM"):
         parse_flash_directives("FLASH_RAMGB 3")
+
+
+AS_WRITTEN = """\
+model, tokenizer = mlx_lm.load(path, lazy=True)
+flash = FlashLLM(model, FlashConfig(ram_budget_gb=2))
+loop = FlashGenerationLoop(flash, tokenizer)
+for text in loop.stream_generate("Tell me a story", max_tokens=100): print(text, end="")
+print(SEPARATOR, end="")
+flash.close()
+loop = FlashGenerationLoop(path, FlashConfig(ram_budget_gb=2))
+for text in loop.stream_generate("Tell me a story", max_tokens=100): print(text, end="")
+print(SEPARATOR, end="")
+loop.shutdown()
+manager = FlashManager(FlashConfig(ram_budget_gb=2)); model, tokenizer = manager.load(path)
+for text in model.stream_generate("Tell me a story", max_tokens=100): print(text, end="")
+print(SEPARATOR, end="")
+manager.shutdown()
+from mlx_flash.integration.modelfile import parse_flash_directives
+assert parse_flash_directives("FLASH_RAM_GB 2").ram_budget_gb == 2
+DiskKVCache(max_tokens=None, cache_dir=path + "/keys")
+"""
+SEPARATOR = "<|next|>"
+
+
+def test_the_names_work_as_they_are_written(folder: Path) -> None:
+    """The folder of the model is found from the files that the process has open."""
+    stock, tokenizer, *_ = mlx_lm.load(str(folder))
+    expected = mlx_lm.generate(stock, tokenizer, "Tell me a story", max_tokens=100)
+    names = "DiskKVCache, FlashConfig, FlashGenerationLoop, FlashLLM, FlashManager"
+    head = f"import mlx_lm\nfrom mlx_flash import {names}\npath, SEPARATOR = {str(folder)!r}, {SEPARATOR!r}\n"
+    done = children.run("-c", head + AS_WRITTEN)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().split(SEPARATOR) == [expected] * 3 + [""]
 
 
 def test_a_cache_names_its_folder(tmp_path: Path) -> None:

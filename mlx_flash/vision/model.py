@@ -157,11 +157,16 @@ class FlashVLM(ModelFacade):
             try:
                 begin()
                 self.towers.rehearsal = rehearsal
-                return needed_bytes(self._model.get_input_embeddings, dict(inputs), rehearsal)
+                return needed_bytes(self._model.get_input_embeddings, self._named(inputs), rehearsal)
             except (ValueError, RuntimeError):
                 return None
             finally:
                 self._life.recover()
+
+    def _named(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return inputs under the model's own names: the tokens, which come first, have several."""
+        first = next(iter(signature(self._model.get_input_embeddings).parameters))
+        return {first if name in _INPUTS else name: value for name, value in inputs.items()}
 
     def get_input_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the embeddings of tokens, pictures and sound, as mlx-vlm's model does."""

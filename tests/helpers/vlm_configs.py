@@ -29,6 +29,25 @@ DEEPSEEK = {
     "vision_config": {"model_type": "vision", "layers": 3, "width": 128, "intermediate_size": 256, "image_size": 64},
     "projector_config": {"input_dim": 128, "n_embed": 128, "projector_type": "linear"},
 }
+PROJECTOR = {"input_dim": 128, "n_embed": 128, "projector_type": "mlp_gelu", "depth": 2}
+OCR_VISION = {
+    **DEEPSEEK["vision_config"],
+    "width": 1024,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+}
+"""The features of its first tower, whose size nothing changes, go through the layers of its second."""
+
+ERNIE_TEXT = {
+    "hidden_size": 128,
+    "moe_num_experts": [4, 4],
+    "moe_layer_start_index": [1, 1],
+    "moe_layer_end_index": [2, 2],
+    "moe_intermediate_size": [64, 64],
+    "mrope_section": [6, 6, 4],
+    "freq_allocation": 4,
+    "num_hidden_layers": 3,
+}
 
 ENTRIES: dict[str, dict[str, Any]] = {
     "aya_vision": {"text_config": {"sliding_window_pattern": 2, "num_hidden_layers": 4}},
@@ -40,7 +59,8 @@ ENTRIES: dict[str, dict[str, Any]] = {
             "intermediate_size": [256] * 4,
             "num_kv_shared_layers": 0,
             "laurel_rank": 16,
-        }
+        },
+        "vision_config": {"hidden_size": 2048},
     },
     "gemma4": {
         "text_config": {
@@ -90,6 +110,68 @@ ENTRIES: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"out_hidden_size": 128},
     },
+    "llava_bunny": {"vision_config": {"image_size": 378}},
+    "llava_onevision": {"image_grid_pinpoints": [[56, 56]], "vision_feature_layer": -1},
+    "mllama": {
+        "text_config": {"cross_attention_layers": [1]},
+        "vision_config": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 384},
+    },
+    "moondream2": {"vision_config": {"crop_size": 56, "proj_out_dim": 128, "proj_inner_dim": 256}},
+    "plamo2vl": {"vision_config": {"image_feature_size": 128, "image_proj_hidden_size": 128}},
+    "got": {"im_patch_token": 290, "vision_config": {"patch_size": 16, "img_size": 1024}},
+    "muse_glimmer": {"out_hidden_size": 512, "projector_hidden_size": 128},
+    "paddleocr_vl": {"hidden_size": 1024, "text_config": {"hidden_size": 1024}},
+    "granite4_vision": {
+        "vision_config": {"image_size": 112},
+        "deepstack_layer_map": [[-2, 0], [-1, 1]],
+        "spatial_target_layers": [0, 1, 2, 2],
+    },
+    "inkling": {"vision_config": {"patch_size": 40, "text_hidden_size": 128}},
+    "jina_vlm": {
+        "image_token_index": 290,
+        "text_config": {
+            "block_config": {
+                "attn_config": {"n_heads": 4, "n_kv_heads": 2, "head_dim": 32},
+                "ffn_config": {"size": 256},
+            }
+        },
+        "vision_config": {
+            "n_layers": 3,
+            "input_size": [56, 56],
+            "vit_layers": [-1, -2],
+            "output_size": 128,
+            "block_config": {"attn_config": {"n_heads": 4, "head_dim": 32}, "ffn_config": {"size": 256}},
+            "vl_connector_config": {"mlp_projector_config": {"size": 256}},
+        },
+    },
+    "deepseek_v4": {"o_groups": 2, "o_lora_rank": 32, "index_n_heads": 4, "index_head_dim": 64, "qk_rope_head_dim": 16},
+    "muse_spark": {
+        "text_config": {
+            "rope_parameters": {"rope_theta": 1e4},
+            "layer_rope_theta": [1e4, 0.0, 1e4],
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "final_logit_softcapping": 30.0,
+            "output_multiplier": 1.0,
+            "moe_hidden_size": 128,
+            "num_shared_experts": 0,
+            "mlp_layer_types": None,
+        },
+        "vision_config": {"pos_emb_height": 8, "pos_emb_width": 8, "layer_types": None},
+        "audio_config": {"out_hidden_size": 128, "hidden_sizes": [16, 32, 64, 128], "num_hidden_layers": 4},
+        "out_hidden_size": 512,
+        "projector_hidden_size": 128,
+    },
+    "step3p7": {
+        "text_config": {
+            "num_attention_groups": 2,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "share_expert_dim": 64,
+            "moe_layers_enum": [1, 2],
+            "num_hidden_layers": 3,
+        },
+        "vision_config": {"width": 128, "layers": 3, "heads": 4, "mlp_ratio": 2.0, "image_size": 56},
+    },
     "phi3_v": {"vision_config": {"image_dim_out": 128, "image_size": 56}},
     "qwen3_5": {"text_config": {**LINEAR, "rope_parameters": PARTIAL_MROPE}, "vision_config": QWEN_VISION},
     "qwen3_5_moe": {"text_config": {**LINEAR, "rope_parameters": PARTIAL_MROPE}, "vision_config": QWEN_VISION},
@@ -124,27 +206,26 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "vision_config": {"max_image_size": 224},
     },
     "minicpmv4_6": {"text_config": LINEAR, "insert_layer_id": 1, "image_size": 56},
-    "deepseek_vl_v2": DEEPSEEK,
-    "deepseekocr": DEEPSEEK,
+    "deepseek_vl_v2": {**DEEPSEEK, "projector_config": PROJECTOR},
+    "deepseekocr": {
+        **DEEPSEEK,
+        "vision_config": OCR_VISION,
+        "projector_config": {**DEEPSEEK["projector_config"], "input_dim": 2048},
+    },
     "deepseekocr_2": {
         **DEEPSEEK,
         "vision_config": {
             "model_type": "vision",
-            "width": {"qwen2-0-5b": {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate_size": 256}},
+            "width": {"qwen2-0-5b": {"dim": 112}},
+            "hidden_size": 112,
         },
+        "projector_config": {**DEEPSEEK["projector_config"], "input_dim": 112},
     },
     "ernie4_5_moe_vl": {
-        "hidden_size": 128,
+        **ERNIE_TEXT,
+        "im_patch_id": 290,
         "pixel_hidden_size": 128,
-        "text_config": {
-            "moe_num_experts": [4, 4],
-            "moe_layer_start_index": [1, 1],
-            "moe_layer_end_index": [2, 2],
-            "moe_intermediate_size": [64, 64],
-            "mrope_section": [6, 6, 4],
-            "freq_allocation": 4,
-            "num_hidden_layers": 3,
-        },
+        "text_config": ERNIE_TEXT,
         "vision_config": {"hidden_size": 128, "embed_dim": 128, "depth": 3, "num_heads": 4},
     },
     "molmo": {
@@ -168,10 +249,13 @@ ENTRIES: dict[str, dict[str, Any]] = {
             "image_head_dim": 32,
             "image_mlp_dim": 256,
             "image_num_pos": 17,
+            "intermediate_size": 588,
             "vit_layers": [-2, -3],
         },
     },
     "molmo2": {
+        "image_end_token_id": 289,
+        "image_patch_id": 290,
         "text_config": {"additional_vocab_size": 8},
         "vision_config": {
             "vit_config": {
@@ -267,7 +351,13 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "vit_hidden_size": 128,
         "projector_hidden_size": 128,
     },
-    "phi4mm": {"audio_config": {"attention_dim": 128, "attention_heads": 4, "num_blocks": 2, "linear_units": 256}},
+    "phi4_siglip": {"mm_hidden_size": 128},
+    "phi4mm": {
+        "mm_hidden_size": 128,
+        "audio_processor": {
+            "config": {"attention_dim": 128, "attention_heads": 4, "num_blocks": 2, "linear_units": 256}
+        },
+    },
     "glm5_next": {"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
     "qwen3_vl_moe": {"text_config": {"mlp_only_layers": []}},
 }

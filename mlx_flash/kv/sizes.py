@@ -33,7 +33,8 @@ def update_growth(cache: Sequence[Any], num_tokens: int, row_bytes: Sequence[int
 
     The entries' own code runs, on lazy zeros with the shapes of their arrays, so the answer holds for any class with
     ``keys``, ``values``, and ``update_and_fetch``. An entry without that method has recurrent states: the new ones take
-    as much as the old ones. Entries of a :class:`KVPool` add nothing here: :mod:`mlx_flash.kv.admit` counts them.
+    as much as the old ones. One without ``keys`` keeps tokens in another form, and counts as if it kept all of them.
+    Entries of a :class:`KVPool` add nothing here: :mod:`mlx_flash.kv.admit` counts them.
 
     ``row_bytes`` are the bytes of one token of all sequences in each entry. They are read only for entries that are
     empty; without them, what an empty entry will take does not count.
@@ -59,6 +60,10 @@ def _growth(entry: Any, num_tokens: int, row_bytes: int, known: dict[Any, Growth
         return Growth(0, nbytes_in(entry))
     found = []
     for part in parts:
+        if not hasattr(part, "keys"):  # what it keeps of tokens is its own business: at most what they all take
+            added = num_tokens * row_bytes
+            found.append(Growth(added, nbytes_in(part) + added))
+            continue
         key = _key(part, row_bytes)
         if key not in known:
             known[key] = _traced(part, num_tokens, row_bytes // len(parts))

@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 _STATE = "_flash_state"
 _PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS = (dict, list, set)
 
 
 class SwappedClass:
@@ -42,12 +43,18 @@ def state_of(module: object) -> Any:
 def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Notes what modules hold, and returns what puts it back.
 
-    What calls leave in a module goes: a compiled function, for one, holds the arrays that it saw first. Flags and
-    numbers that were set in between stay. An interrupt may cut putting back in two: then it has to be repeated.
+    What calls leave in a module goes: a compiled function, for one, holds the arrays that it saw first. So does what
+    they add to a dict, a list or a set of it. Flags and numbers that were set in between stay. An interrupt may cut
+    putting back in two: then it has to be repeated.
     """
     before = [(module, dict(module), dict(vars(module))) for module in modules]
+    values = [value for _, items, attributes in before for value in (*items.values(), *attributes.values())]
+    contents: list[Any] = [(value, value.copy()) for value in values if type(value) in _CONTAINERS]
 
     def put_back() -> None:
+        for value, kept in contents:
+            value.clear()
+            value.extend(kept) if isinstance(value, list) else value.update(kept)
         for module, items, attributes in before:
             dict.clear(module)
             dict.update(module, items)
@@ -63,14 +70,19 @@ def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
 def holdings(module: nn.Module) -> object:
     """Return a value that changes when a call leaves something in a module or those below it.
 
-    Arrays and modules count by their keys, other objects by their identity; flags and numbers do not count.
+    Arrays and modules count by their keys, other objects by their identity, dicts and the like by their size too; flags
+    and numbers do not count.
     """
     return [
-        (id(part), key, None if isinstance(value, mx.array) else id(value))
+        (id(part), key, None if isinstance(value, mx.array) else (id(value), _size(value)))
         for part in module.modules()
         for key, value in (*part.items(), *vars(part).items())
         if not isinstance(value, _PLAIN)
     ]
+
+
+def _size(value: Any) -> int:
+    return len(value) if type(value) in _CONTAINERS else 0
 
 
 def clone_with(module: nn.Module, arrays: dict[str, mx.array]) -> nn.Module:

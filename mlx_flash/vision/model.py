@@ -197,14 +197,18 @@ class FlashVLM(ModelFacade):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a forward pass, as mlx-vlm's model does."""
+        own = language_part(self._model)
+        if own is self._model:
+            return self.language_model(*args, **kwargs)
+        modules = (module for _, module in self._model.named_modules())
+        holder, key = next((module, key) for module in modules for key, child in module.items() if child is own)
         with self._life.turn():
             self._look_at_logits()
-            own: nn.Module = language_part(self._model)  # type: ignore[assignment]
-            self._model.language_model = self.language_model
+            setattr(holder, key, self.language_model)
             try:
                 return self._model(*args, **kwargs)
             finally:
-                self._model.language_model = own
+                setattr(holder, key, own)
 
     def _look_at_logits(self) -> None:
         assert self.engine is not None

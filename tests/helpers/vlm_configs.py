@@ -49,6 +49,25 @@ ERNIE_TEXT = {
     "num_hidden_layers": 3,
 }
 
+OMNI_TEXT = {
+    "num_hidden_layers": 3,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 64,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 300,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 512,
+    "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]},
+}
+
 ENTRIES: dict[str, dict[str, Any]] = {
     "aya_vision": {"text_config": {"sliding_window_pattern": 2, "num_hidden_layers": 4}},
     "gemma3n": {
@@ -144,7 +163,39 @@ ENTRIES: dict[str, dict[str, Any]] = {
             "vl_connector_config": {"mlp_projector_config": {"size": 256}},
         },
     },
-    "deepseek_v4": {"o_groups": 2, "o_lora_rank": 32, "index_n_heads": 4, "index_head_dim": 64, "qk_rope_head_dim": 16},
+    "deepseek_v4": {
+        "o_groups": 2,
+        "o_lora_rank": 32,
+        "index_n_heads": 4,
+        "index_head_dim": 64,
+        "qk_rope_head_dim": 16,
+        "vision_n_layers": 3,
+        "vision_dim": 128,
+        "vision_n_heads": 4,
+        "vision_inter_dim": 256,
+        "vision_downsample_ratio": 2,
+    },
+    "qwen3_omni_moe": {
+        "enable_audio_output": False,
+        "thinker_config": {
+            "text_config": OMNI_TEXT,
+            "vision_config": {**QWEN_VISION, "in_channels": 3},
+            "audio_config": {
+                "d_model": 64,
+                "encoder_layers": 2,
+                "encoder_attention_heads": 4,
+                "encoder_ffn_dim": 128,
+                "num_hidden_layers": 2,
+                "output_dim": 128,
+                "downsample_hidden_size": 32,
+            },
+            "image_token_id": 290,
+            "video_token_id": 289,
+            "vision_start_token_id": 288,
+            "audio_token_id": 287,
+        },
+        "talker_config": {"text_config": OMNI_TEXT},
+    },
     "muse_spark": {
         "text_config": {
             "rope_parameters": {"rope_theta": 1e4},

@@ -36,7 +36,17 @@ def _deepseek(count: int, *sides: int) -> Picture:
     return _tokens(count), [_pixels(1, 3, side, side) for side in sides], extra
 
 
+def _deepseek_v4() -> Picture:
+    """Return a picture whose tokens are behind the vocabulary, of which each kind has its own."""
+    kinds = mx.array([0, 2, 2, 2, 2, 4])
+    tokens = mx.concatenate([mx.array([1, 5]), 300 + kinds, mx.array([2, 3])])[None]
+    extra = {"image_grid_hw": [[4, 4]], "image_sample_indices": [0], "image_offsets": [2], "image_types": kinds}
+    extra |= {"image_type_offsets": [0, 6], "image_permutations": [2, 0, 1, 3]}
+    return tokens, _pixels(16, 3 * 14 * 14), {name: mx.array(value) for name, value in extra.items()}
+
+
 FORMS: dict[str, Callable[[], Picture]] = {
+    "deepseek_v4": _deepseek_v4,
     "deepseek_vl_v2": lambda: (
         _tokens(41),
         _pixels(1, 2, 3, 64, 64),
@@ -105,6 +115,7 @@ FORMS: dict[str, Callable[[], Picture]] = {
     "phi4_siglip": lambda: (_tokens(1, -200), _pixels(1, 16, 3 * 14 * 14), PATCHES),
     "phi4mm": lambda: (_tokens(1), _pixels(1, 16, 3 * 14 * 14), PATCHES),
     "plamo2vl": lambda: (_tokens(16), _pixels(1, 1, 3, 56, 56), {}),
+    "qwen3_omni_moe": lambda: (_tokens(4), _pixels(16, 3 * 2 * 14 * 14), {"image_grid_thw": mx.array([[1, 4, 4]])}),
     "youtu_vl": lambda: (_tokens(4), _pixels(16, 3 * 14 * 14), {"spatial_shapes": mx.array([[4, 4]])}),
 }
 """By architecture: a function that makes the same picture in every run, after ``mx.random.seed``."""

@@ -161,3 +161,14 @@ def test_entries_of_a_pool_are_left_to_it() -> None:
     assert update_growth(entries, 300) == (0, 0)
     assert nbytes_in(entries) == 2 * rows_nbytes(1, 256)
     assert entries[0].pool.memory_bytes == 2 * rows_nbytes(1, 256)
+
+
+def test_a_cache_without_keys_counts_as_if_it_kept_all_tokens() -> None:
+    class Pooled:
+        pooled = mx.zeros((1, 8, WIDTH), mx.float16)
+
+        def update_and_fetch(self, rows: mx.array) -> None:
+            raise AssertionError("its own kind of rows is not known")
+
+    entry, row = Pooled(), rows_nbytes(1, 1)
+    assert update_growth([entry], 5, [row]) == (5 * row, nbytes_in(entry) + 5 * row)

@@ -73,9 +73,7 @@ def test_generate(
     assert stock.strip() and stock == streamed
 
 
-def test_chat(
-    folder: Path, png: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chat(folder: Path, png: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The second answer is after a picture, and the third uses what the chat kept of the second."""
     options = ["--temperature", "0", "--max-tokens", "8"]
     monkeypatch.setattr(sys, "argv", ["mlx_vlm.chat", "--model", str(folder), *options])

@@ -1,0 +1,36 @@
+"""Modules that are put back as they were before calls."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_flash.layout.swap import holdings, remember
+
+
+class Tables(nn.Module):
+    """A module that adds to its containers, as some compute tables of positions once for each length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = {1: mx.zeros(1)}
+        self.lengths = {1}
+        self._calls = [1]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        self.tables[x.size] = x
+        self.lengths.add(x.size)
+        self._calls.append(x.size)
+        return x
+
+
+def test_what_calls_add_to_containers_goes() -> None:
+    module = Tables()
+    put_back, before = remember([module]), holdings(module)
+    containers = [module.tables, module.lengths, module._calls]
+    module(mx.ones(3))
+    assert holdings(module) != before
+    for _ in range(2):
+        put_back()
+        assert [list(container) for container in containers] == [[1], [1], [1]]
+        assert module.tables is containers[0] and holdings(module) == before

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_flash.commands.report import Json
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.engine.engine import Engine
 from mlx_flash.errors import ReadError
@@ -118,3 +119,16 @@ class ByteCheck:
             ) from error
         finally:
             drop_cached(fd, offset, nbytes)
+
+
+@contextmanager
+def checked_bytes(engine: Engine, layout: ModelLayout) -> Iterator[tuple[ByteCheck, Json]]:
+    """Compare the weights that a model computes with in a block. Yield the check, and what it counts, at the end."""
+    check, numbers = ByteCheck(), Json()
+    with closing(check):
+        with check.watching(engine):
+            yield check, numbers
+        check.resident(engine, layout)
+    numbers["bytes_read"] = engine.reader.stats.nbytes
+    numbers["bytes_compared"] = check.nbytes
+    numbers["wrong_bytes"] = list(check.wrong.values())

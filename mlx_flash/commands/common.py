@@ -19,6 +19,9 @@ from mlx_flash.commands.arguments import SETTINGS
 from mlx_flash.config import FlashConfig
 from mlx_flash.telemetry import Json
 
+LOOP_FLAGS = ("max_tokens", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
+"""Flags that mlx-lm's and mlx-vlm's loops take under the same names."""
+
 
 def dial(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that flags give; None is unset."""

@@ -21,6 +21,7 @@ from mlx_lm.sample_utils import make_sampler
 from rich.progress import DownloadColumn, MofNCompleteColumn
 
 from mlx_flash.commands.common import (
+    LOOP_FLAGS,
     load_tokenizer,
     make_config,
     note,
@@ -253,14 +254,7 @@ def generation_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, An
         xtc_threshold=args.xtc_threshold,
         xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
     )
-    return {
-        "max_tokens": args.max_tokens,
-        "sampler": sampler,
-        "max_kv_size": args.max_kv_size,
-        "kv_bits": args.kv_bits,
-        "kv_group_size": args.kv_group_size,
-        "quantized_kv_start": args.quantized_kv_start,
-    }
+    return {"sampler": sampler, **{name: getattr(args, name) for name in LOOP_FLAGS}}
 
 
 def print_report(args: argparse.Namespace, report: GenerationReport, out: TextIO) -> None:

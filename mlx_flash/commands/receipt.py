@@ -80,16 +80,8 @@ class Trace:
             then: called after each of them.
             is_prompt: drop the logits.
         """
-        names = {id(module): name for name, module in layers.items()}
-        digests: dict[str, str] = {}
-
-        def note(module: nn.Module, result: Any) -> None:
-            name = names[id(module)]
-            digests[name] = digest_of(*arrays_in(result), before=digests.get(name, ""))
-            then(module, result)
-
         logits_digest = ""
-        with watching(list(layers.values()), note):
+        with digests_of(layers, then) as digests:
             if is_prompt:
                 model(mx.array([tokens]), cache=cache)
             else:
@@ -97,6 +89,26 @@ class Trace:
                 logits_digest, self.next_token = digest_of(logits), cast(int, mx.argmax(logits[0, -1]).item())
             mx.eval(arrays_in(cache))
         self.calls.append(Call(tokens, logits_digest, digests))
+
+
+@contextmanager
+def digests_of(layers: dict[str, nn.Module], then: Notice) -> Iterator[dict[str, str]]:
+    """Yield the digests of what layers compute in a block, by name. Each goes on from those of earlier calls.
+
+    Args:
+        layers: modules, by name.
+        then: called after each of their calls.
+    """
+    names = {id(module): name for name, module in layers.items()}
+    digests: dict[str, str] = {}
+
+    def note(module: nn.Module, result: Any) -> None:
+        name = names[id(module)]
+        digests[name] = digest_of(*arrays_in(result), before=digests.get(name, ""))
+        then(module, result)
+
+    with watching(list(layers.values()), note):
+        yield digests
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from rich.progress import MofNCompleteColumn
 
-from mlx_flash.commands.bytecheck import ByteCheck
+from mlx_flash.commands.bytecheck import checked_bytes
 from mlx_flash.commands.common import progress_bar
-from mlx_flash.commands.receipt import Call, Notice, Report, digest_of, watching
+from mlx_flash.commands.receipt import Call, Notice, Report, digest_of, digests_of
 from mlx_flash.commands.report import Json
 from mlx_flash.commands.vision import seeing
 from mlx_flash.compat.vlm import current_vlm_load_model
-from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.parts import ModelLayout, Unit, bind
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.vision.model import FlashVLM
@@ -45,17 +43,9 @@ def stream_seeing(
         prompt = sample_prompt(model, processor, args.prompt_tokens)
         model.expect(len(prompt.tokens) + args.max_tokens, prompt.keywords)
         model.start()
-        engine, check = model.engine, ByteCheck()
         layers = {unit.name: unit.module for unit in _watched(model.layout)}
-        with closing(check):
-            with check.watching(engine), model.towers.before_release(check.segments):
-                calls = _trace(model, prompt, args.max_tokens, model.plan.prefill_step_size, layers, _keep, progress)
-            check.resident(engine, model.layout)
-        numbers = {
-            "bytes_read": engine.reader.stats.nbytes,
-            "bytes_compared": check.nbytes,
-            "wrong_bytes": list(check.wrong.values()),
-        }
+        with checked_bytes(model.engine, model.layout) as (check, numbers), model.towers.before_release(check.segments):
+            calls = _trace(model, prompt, args.max_tokens, model.plan.prefill_step_size, layers, _keep, progress)
         return model.plan, model.layout, calls, numbers, prompt
 
 
@@ -115,17 +105,9 @@ def _trace(
         then: called after each of them.
         report: progress.
     """
-    names = {id(module): name for name, module in layers.items()}
-    digests: dict[str, str] = {}
     calls: list[Call] = []
-
-    def note(module: nn.Module, result: Any) -> None:
-        name = names[id(module)]
-        digests[name] = digest_of(*arrays_in(result), before=digests.get(name, ""))
-        then(module, result)
-
     given = prompt.tokens
-    with watching(list(layers.values()), note):
+    with digests_of(layers, then) as digests:
         for token, logprobs in steps(model, prompt, max_tokens=num_tokens, temperature=0.0, prefill_step_size=step):
             calls.append(Call(given, digest_of(logprobs), dict(digests)))
             given = [token]

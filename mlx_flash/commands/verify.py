@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from rich.progress import DownloadColumn, MofNCompleteColumn
 
-from mlx_flash.commands.bytecheck import ByteCheck
+from mlx_flash.commands.bytecheck import checked_bytes
 from mlx_flash.commands.common import make_config, print_json, print_rich, progress_bar
 from mlx_flash.commands.receipt import (
     FORMAT,
@@ -115,17 +115,9 @@ def _stream(
     prompt = [1 + i * 7 % (min(vocabulary, 98) - 1) for i in range(args.prompt_tokens)]
     model, _ = load_model(path, config)
     with model, progress_bar(args, "Streamed", MofNCompleteColumn()) as progress:
-        engine, check = model.engine, ByteCheck()
-        assert engine is not None
-        with closing(check):
-            with check.watching(engine):
-                found = streamed_trace(model, prompt, args.max_tokens, progress)
-            check.resident(engine, model.layout)
-        numbers = {
-            "bytes_read": engine.reader.stats.nbytes,
-            "bytes_compared": check.nbytes,
-            "wrong_bytes": list(check.wrong.values()),
-        }
+        assert model.engine is not None
+        with checked_bytes(model.engine, model.layout) as (_, numbers):
+            found = streamed_trace(model, prompt, args.max_tokens, progress)
         return model.plan, model.layout, found.calls, numbers
 
 

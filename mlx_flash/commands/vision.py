@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from rich.progress import DownloadColumn
 
-from mlx_flash.commands.common import make_config, progress_bar, prompt_text
+from mlx_flash.commands.common import LOOP_FLAGS, make_config, progress_bar, prompt_text
 from mlx_flash.commands.report import Recorder, follow
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import Prepared, prepare
@@ -126,21 +126,8 @@ def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) ->
                 model.start(progress)
             step, language = min(step, model.plan.prefill_step_size), model.language_model
         run = Recorder(language, num_prompt, time.perf_counter() - began)
-        found = responses(
-            model,
-            processor,
-            prompt,
-            max_tokens=args.max_tokens,
-            prefill_step_size=step,
-            temperature=args.temp,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            top_k=args.top_k,
-            max_kv_size=args.max_kv_size,
-            kv_bits=args.kv_bits,
-            kv_group_size=args.kv_group_size,
-            quantized_kv_start=args.quantized_kv_start,
-        )
+        options = {name: getattr(args, name) for name in (*LOOP_FLAGS, "top_p", "min_p", "top_k")}
+        found = responses(model, processor, prompt, temperature=args.temp, prefill_step_size=step, **options)
         interrupt = follow(found, run, None if args.json else out)
     return run, step, interrupt
 

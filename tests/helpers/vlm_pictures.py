@@ -55,8 +55,8 @@ FORMS: dict[str, Callable[[], Picture]] = {
     "deepseekocr": lambda: _deepseek(21, 256, 256),
     "deepseekocr_2": lambda: _deepseek(257, 256, 256),
     "ernie4_5_moe_vl": lambda: (_tokens(4), _pixels(16, 3 * 14 * 14), {"image_grid_thw": mx.array([[1, 4, 4]])}),
-    "fastvlm": lambda: (_tokens(1), _pixels(1, 3, 256, 256), {}),
-    "gemma3n": lambda: (_tokens(256), _pixels(1, 3, 256, 256), {}),
+    "fastvlm": lambda: (_tokens(1), _pixels(1, 3, 128, 128), {}),
+    "gemma3n": lambda: (_tokens(256), _pixels(1, 3, 128, 128), {}),
     "got": lambda: (_tokens(256), _pixels(1, 1024, 1024, 3), {}),
     "granite4_vision": lambda: (_tokens(16), _pixels(1, 1, 3, 112, 112), {}),
     "idefics2": lambda: (

@@ -30,14 +30,6 @@ DEEPSEEK = {
     "projector_config": {"input_dim": 128, "n_embed": 128, "projector_type": "linear"},
 }
 PROJECTOR = {"input_dim": 128, "n_embed": 128, "projector_type": "mlp_gelu", "depth": 2}
-OCR_VISION = {
-    **DEEPSEEK["vision_config"],
-    "width": 1024,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-}
-"""The features of its first tower, whose size nothing changes, go through the layers of its second."""
-
 ERNIE_TEXT = {
     "hidden_size": 128,
     "moe_num_experts": [4, 4],
@@ -79,7 +71,6 @@ ENTRIES: dict[str, dict[str, Any]] = {
             "num_kv_shared_layers": 0,
             "laurel_rank": 16,
         },
-        "vision_config": {"hidden_size": 2048},
     },
     "gemma4": {
         "text_config": {
@@ -137,7 +128,6 @@ ENTRIES: dict[str, dict[str, Any]] = {
     },
     "moondream2": {"vision_config": {"crop_size": 56, "proj_out_dim": 128, "proj_inner_dim": 256}},
     "plamo2vl": {"vision_config": {"image_feature_size": 128, "image_proj_hidden_size": 128}},
-    "got": {"im_patch_token": 290, "vision_config": {"patch_size": 16, "img_size": 1024}},
     "muse_glimmer": {"out_hidden_size": 512, "projector_hidden_size": 128},
     "paddleocr_vl": {"hidden_size": 1024, "text_config": {"hidden_size": 1024}},
     "granite4_vision": {
@@ -258,19 +248,13 @@ ENTRIES: dict[str, dict[str, Any]] = {
     },
     "minicpmv4_6": {"text_config": LINEAR, "insert_layer_id": 1, "image_size": 56},
     "deepseek_vl_v2": {**DEEPSEEK, "projector_config": PROJECTOR},
-    "deepseekocr": {
-        **DEEPSEEK,
-        "vision_config": OCR_VISION,
-        "projector_config": {**DEEPSEEK["projector_config"], "input_dim": 2048},
-    },
+    "deepseekocr": DEEPSEEK,
     "deepseekocr_2": {
         **DEEPSEEK,
         "vision_config": {
             "model_type": "vision",
-            "width": {"qwen2-0-5b": {"dim": 112}},
-            "hidden_size": 112,
+            "width": {"qwen2-0-5b": {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate_size": 256}},
         },
-        "projector_config": {**DEEPSEEK["projector_config"], "input_dim": 112},
     },
     "ernie4_5_moe_vl": {
         **ERNIE_TEXT,

@@ -10,11 +10,15 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from hypothesis import settings
+
+from mlx_flash.residency import machine
+from mlx_flash.storage import probe
 
 # The same examples in every run; `pytest --hypothesis-profile=default` looks for others.
 settings.register_profile("repeatable", derandomize=True, deadline=None)  # machines are slow at times
@@ -92,6 +96,36 @@ def _interruptible() -> None:
     """Let SIGINT reach the tests and the processes that they start: a shell has its background jobs ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+SPEEDS = {"compute_bytes_per_second": 4e9, "prompt_speedup": 4.0}
+"""Speeds of this processor, by the functions that measure them."""
+
+DISK_BYTES_PER_SECOND = 1e9
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _same_speeds() -> Iterator[None]:
+    """Plan models with the same speeds in every run, whatever else this machine does.
+
+    Tests of the measurements call the functions, and child processes measure.
+    """
+
+    def probe_disk(path: Path, direct: bool, may_cache: bool = False) -> probe.DiskProfile:
+        if path.stat().st_size >= 2 * probe.SAMPLE_BYTES:
+            return real(path, direct, may_cache)
+        key = (path.stat().st_dev, direct)
+        if key not in known:
+            known[key] = replace(real(path, direct), bytes_per_second=DISK_BYTES_PER_SECOND)
+        return known[key]
+
+    real, known = probe.probe_disk, dict[tuple[int, bool], probe.DiskProfile]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "probe_disk", probe_disk)
+        for name, speed in SPEEDS.items():
+            patch.setattr(machine, name, lambda layout, speed=speed: speed)
+        patch.setattr(machine, "barrier_seconds", lambda: 5e-5)
+        yield
 
 
 @pytest.fixture(autouse=True)

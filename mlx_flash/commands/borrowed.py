@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,8 +43,9 @@ def _type_of(names: Sequence[str]) -> dict[str, Any]:
     return {"type": OF_MLX_LM[names[0]]} if names[0] in OF_MLX_LM else {}
 
 
-def flags_of(program: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield the names and keywords of each ``add_argument`` in the source of a module of mlx-lm."""
+@functools.cache
+def flags_of(program: str) -> Sequence[tuple[list[str], dict[str, Any]]]:
+    """Return the names and keywords of each ``add_argument`` in the source of a module of mlx-lm."""
     spec = importlib.util.find_spec("mlx_lm")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     tree = ast.parse((Path(folders[0]) / f"{program}.py").read_text(encoding="utf-8"))
@@ -54,11 +56,22 @@ def flags_of(program: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+    found = []
+    for node in _calls(tree.body):
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             names = [str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)]
             given = {str(keyword.arg): _value(keyword.value, constants) for keyword in node.keywords}
-            yield names, {name: value for name, value in given.items() if value is not None}
+            found.append((names, {name: value for name, value in given.items() if value is not None}))
+    return found
+
+
+def _calls(statements: Sequence[ast.stmt]) -> Iterator[ast.Call]:
+    """Yield the calls that are statements of their own, in blocks too: most nodes are inside other expressions."""
+    for statement in statements:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            yield statement.value
+        for name in ("body", "orelse", "finalbody"):
+            yield from _calls(getattr(statement, name, ()))
 
 
 def _value(node: ast.expr, constants: dict[str, Any]) -> Any:

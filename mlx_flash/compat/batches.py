@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
-import inspect
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
@@ -26,10 +26,10 @@ stock_batch_generate: Callable[..., Any] = require(
 require_that("BatchGenerator" in stock_batch_generate.__code__.co_names, "batch_generate makes no BatchGenerator")
 for _name in ("_next", "insert_segments", "extract_cache", "remove", "stats", "close"):
     require(StockBatchGenerator, _name)
+# Of the compiled code: inspect.getsource() would parse the module for each of them, 0.15 s in all.
+_set = {each.argval for each in dis.get_instructions(StockBatchGenerator.__init__) if each.opname == "STORE_ATTR"}
 for _attribute in ("_unprocessed_sequences", "_counters", "completion_batch_size", "prefill_batch_size"):
-    require_that(
-        f"self.{_attribute} = " in inspect.getsource(StockBatchGenerator), f"BatchGenerator sets no {_attribute}"
-    )
+    require_that(_attribute in _set, f"BatchGenerator sets no {_attribute}")
 
 
 def wants_caches(frame: FrameType) -> bool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import inspect
 from typing import Any
@@ -51,9 +52,15 @@ def require_that(condition: bool, otherwise: str) -> None:
 
 def incompatible(what: str) -> CompatibilityError:
     """Return the error that says what is missing and which versions work."""
-    installed = " and ".join(f"{name} {_installed(name)}" for name in TESTED)
+    here = " and ".join(f"{name} {_installed(name)}" for name in TESTED)
     works = " and ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
-    return CompatibilityError(f"{what} in the installed {installed}: mlx-flash works with {works}.")
+    return CompatibilityError(f"{what} in the installed {here}: mlx-flash works with {works}.")
+
+
+@functools.cache
+def installed(package: str) -> str:
+    """Return the version of an installed package. Finding it parses the package's metadata, so it is kept."""
+    return importlib.metadata.version(package)
 
 
 def _place(owner: Any) -> str:
@@ -65,6 +72,6 @@ def _place(owner: Any) -> str:
 
 def _installed(name: str) -> str:
     try:
-        return importlib.metadata.version(name)
+        return installed(name)
     except importlib.metadata.PackageNotFoundError:
         return "(unknown version)"

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.metadata import version
 from types import FrameType
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from mlx_flash.compat.caches import entries_of
+from mlx_flash.compat.require import installed
 from mlx_flash.layout.arrays import arrays_in, nbytes_in
 from mlx_flash.layout.load import LoadedModel
 from mlx_flash.layout.parts import Held, ModelLayout, Parameter, Unit
@@ -169,5 +169,5 @@ def _key(loaded: LoadedModel, layout: ModelLayout) -> str:
     modules = [(name, type(module).__module__, type(module).__name__) for name, module in loaded.model.named_modules()]
     units = [[unit.name for unit in cut] for cut in (layout.layers, *layout.finer)]
     device = str(mx.default_device())
-    text = json.dumps([FORM, loaded.config, modules, units, device, version("mlx"), version("mlx-lm")], default=str)
+    text = json.dumps([FORM, loaded.config, modules, units, device, installed("mlx"), installed("mlx-lm")], default=str)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import version
 
 import mlx.core as mx
 
 from mlx_flash.compat.attention import AttentionCall
+from mlx_flash.compat.require import installed
 from mlx_flash.storage.measured import Measurements
 
 RESULTS = Measurements("attention.json")
@@ -56,7 +56,7 @@ def _remembered_or_tried(call: AttentionCall) -> float:
     """
     if mx.default_device() != mx.cpu:
         return _tried(call)
-    key = f"mlx {version('mlx')}: {call}"
+    key = f"mlx {installed('mlx')}: {call}"
     match RESULTS.load().get(key):
         case {"bytes_per_pair": float(found)} if 0 <= found < math.inf:
             return found

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm import utils
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_lm.models.switch_layers import SwitchGLU
 
@@ -88,6 +89,15 @@ def test_cache_without_a_counter_is_named(reloaded: None, monkeypatch: pytest.Mo
     monkeypatch.setattr(BatchKVCache, "__init__", lambda self, left_padding: None)
     with pytest.raises(CompatibilityError, match="BatchKVCache lacks one of _idx, left_padding, offset"):
         import_anew("caches")
+
+
+def test_a_batch_generator_without_an_attribute_is_named(monkeypatch: pytest.MonkeyPatch, reloaded: None) -> None:
+    def initialize(self: BatchGenerator) -> None:
+        self._unprocessed_sequences, self._counters, self.prefill_batch_size = [], None, 1
+
+    monkeypatch.setattr(BatchGenerator, "__init__", initialize)
+    with pytest.raises(CompatibilityError, match="BatchGenerator sets no completion_batch_size"):
+        import_anew("batches")
 
 
 def test_pyproject_has_the_tested_bounds() -> None:

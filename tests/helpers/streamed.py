@@ -27,6 +27,7 @@ def config(**changes: Any) -> FlashConfig:
         "poison_released_slots": True,
         "lend_reserves": False,
         "io": "direct",
+        "telemetry": False,
     }
     return FlashConfig(**{**settings, **changes})
 

@@ -24,7 +24,15 @@ import pytest
 import children
 from models import make_random_model
 
-openai = pytest.importorskip("openai")
+openai: Any = None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _library() -> None:
+    """Import the client's library here: each worker imports every file, and the tests of this one run in one."""
+    global openai
+    openai = pytest.importorskip("openai")
+
 
 SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
 

@@ -19,6 +19,7 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.folders import cache_directory
 from mlx_flash.loading import load_model
 from mlx_flash.residency import machine, others
+from mlx_flash.residency.machine import compute_bytes_per_second, prompt_speedup
 from mlx_flash.residency import speed as speeds
 from mlx_flash.residency.others import BUSY, OtherLoad
 from mlx_flash.residency.plan import Pool, ResidencyPlan
@@ -139,9 +140,9 @@ def test_probe_of_prompts_counts_tokens(tmp_path: Path, monkeypatch: pytest.Monk
     """A processor that takes as long for each token brings nothing, one that takes as long for all 16 times as much."""
     layout = prepare(save(tmp_path / "model", LLAMA, bits=bits), FlashConfig()).layout
     monkeypatch.setattr(machine, "_seconds", lambda part, x: 0.5 * x.shape[1])
-    assert machine.prompt_speedup(layout) == 1
+    assert prompt_speedup(layout) == 1
     monkeypatch.setattr(machine, "_seconds", lambda part, x: 0.5)
-    assert machine.prompt_speedup(layout) == 16
+    assert prompt_speedup(layout) == 16
 
 
 def test_prompts_fetch_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +153,7 @@ def test_prompts_fetch_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     fill = machine.Arena.fill
     monkeypatch.setattr(machine.Arena, "fill", lambda self, byte: (written.append(byte), fill(self, byte)))
     monkeypatch.setattr(machine, "_seconds", lambda part, x: 50.5 if written and written.pop() == 0 else 0.5)
-    assert machine.prompt_speedup(layout) == 16 * 101
+    assert prompt_speedup(layout) == 16 * 101
 
 
 def test_run_of_a_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +412,7 @@ def test_probe_of_memory_leaves_weights_where_they_are(tmp_path: Path, monkeypat
     monkeypatch.setattr(machine, "has_own_memory", lambda: False)
     assert machine.resident_bytes_per_second(layout) == machine.operation_seconds() == 0.0, "memory is shared"
     monkeypatch.setattr(machine, "has_own_memory", lambda: True)
-    streamed, resident = machine.compute_bytes_per_second(layout), machine.resident_bytes_per_second(layout)
+    streamed, resident = compute_bytes_per_second(layout), machine.resident_bytes_per_second(layout)
     assert resident == pytest.approx(11 * streamed)
     assert machine.operation_seconds() == 0.5 / machine._NUM_OPERATIONS
 
@@ -421,10 +422,10 @@ def test_probe_writes_as_the_reader_does(tmp_path: Path, monkeypatch: pytest.Mon
     written: list[int] = []
     monkeypatch.setattr(machine, "way_of_reading", lambda: "in place")
     monkeypatch.setattr(machine, "write_zeros", lambda memory: written.append(len(memory)))
-    machine.compute_bytes_per_second(layout)
+    compute_bytes_per_second(layout)
     assert not written
     monkeypatch.setattr(machine, "way_of_reading", lambda: "copied by the driver")
-    machine.compute_bytes_per_second(layout)
+    compute_bytes_per_second(layout)
     assert len(written) >= others.CLEAN_TRIALS
 
 

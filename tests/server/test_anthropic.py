@@ -14,7 +14,15 @@ from mlx_flash.server import loaded
 from mlx_flash.server.access import Access
 from scripted import make_scripted_model, saying
 
-anthropic = pytest.importorskip("anthropic")
+anthropic: Any = None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _library() -> None:
+    """Import the client's library here: each worker imports every file, and the tests of this one run in one."""
+    global anthropic
+    anthropic = pytest.importorskip("anthropic")
+
 
 HELLO = [{"role": "user", "content": "Tell me about the sea"}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Seoul"}}</tool_call>'

@@ -19,7 +19,15 @@ from mlx_flash.server.ollama.schemas import seconds_of
 from models import make_random_model
 from scripted import make_scripted_model, saying
 
-ollama = pytest.importorskip("ollama")
+ollama: Any = None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _library() -> None:
+    """Import the client's library here: each worker imports every file, and the tests of this one run in one."""
+    global ollama
+    ollama = pytest.importorskip("ollama")
+
 
 SHAPE = "--layers 3 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
 CHAT = "/v1/chat/completions"

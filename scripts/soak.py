@@ -57,10 +57,10 @@ class Case:
     can_stream: bool = True
 
 
-def make_cases() -> list[Case]:
-    """Return the requests, of every dialect."""
+def make_cases(num_texts: int = len(TEXTS)) -> list[Case]:
+    """Return the requests, of every dialect, with the last texts."""
     cases = []
-    for text in TEXTS:
+    for text in TEXTS[-num_texts:]:
         messages = [{"role": "user", "content": text}]
         chat = {**MODEL, "messages": messages, "max_tokens": 12}
         sampled = {"temperature": 1.0, "seed": 7}
@@ -116,9 +116,9 @@ CHANCES = {"whole": 6, "streamed": 6, "leave": 3, "wrong": 3, "garbage": 2}
 class Visitors:
     """The things that clients do to a server, and the answers that they expect."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, num_texts: int) -> None:
         self._port = port
-        cases = make_cases()
+        cases = make_cases(num_texts)
         whole: list[Act] = []
         streamed: list[Act] = []
         for case in cases:
@@ -260,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="soak-") as folder,
         serving_tools(Path(folder), args.budget_gb, args.under) as server,
     ):
-        visitors = Visitors(server.port)
+        visitors = Visitors(server.port, args.texts)
         visitors.warm_up()
         clients = Clients(server, visitors.act, args.clients, args)
         samples = [clients.idle_sample(), *clients.run()]
@@ -279,6 +279,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = stress.make_parser(__doc__, seconds=600, pause=0.2)
     parser.add_argument("--clients", type=int, default=6, help="clients at once (default: %(default)s)")
+    numbers, most = range(1, len(TEXTS) + 1), len(TEXTS)
+    parser.add_argument("--texts", type=int, choices=numbers, default=most, help="prompts (default: %(default)s)")
     parser.add_argument("--budget-gb", type=float, default=0.2, help="budget of the server (default: %(default)s)")
     parser.add_argument("--under", default="", metavar="COMMAND", help="runs the server; {limit} is the kernel limit")
     return parser

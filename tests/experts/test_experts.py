@@ -51,17 +51,22 @@ from zoo.compare import LONGEST_CALL, TURNS, find_difference, only, trace
 from zoo.weights import VARIANTS, save
 
 POOLS = ([(0, True), (14, False), (999, True)], [(0, False), (9, True), (999, False)])
-"""Slots of the pool (the fewest, some, all), and whether rows are exact. Architectures take turns at the two lists."""
+"""Slots of the pool (the fewest, some, all), and whether rows are exact. Architectures take turns at the two lists, and
+each leaves one size out: which expert is in which slot does not depend on the architecture."""
 
 
 @pytest.mark.parametrize(
     ("name", "variant", "pool_slots", "exact_rows", "turn"),
-    [(*each, *pool, (i // 2 + j) % 2) for i, each in enumerate(ARCHITECTURES) for j, pool in enumerate(POOLS[i % 2])],
+    [
+        (*each, *pool, (i + j) % 2)
+        for i, each in enumerate(ARCHITECTURES)
+        for j, pool in enumerate(pool for k, pool in enumerate(POOLS[i % 2]) if k != i % 3)
+    ],
 )
 def test_experts_stream_exactly(
     made: Any, name: str, variant: str, pool_slots: int, exact_rows: bool, turn: int
 ) -> None:
-    """Pools take turns at the two halves of the generations, and so do architectures with the same pools."""
+    """The two pools of an architecture take turns at the two halves of the generations."""
     directory, expected = made(name, variant)
     with streamed_whole(directory, pool_slots=pool_slots, exact_rows=exact_rows) as model:
         model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)

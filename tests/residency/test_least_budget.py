@@ -41,7 +41,7 @@ CASES = [
     for i, name in enumerate(MODELS)
     for j, cut in enumerate(CUTS)
     for k, context in enumerate(CONTEXTS)
-    if (context == 520 if name in ("mamba2", "jamba") else cut == "row tiles" or k == (i + j) % 3)
+    if (context == 260 if name in ("mamba2", "jamba") else cut == "row tiles" or k == (i + j) % 3)
 ]
 """The finest cut, which users get, with all contexts, and every two of model, context and another cut. States do not
 grow with the context: one is enough for models with them, longer than a step of their attention's cache."""

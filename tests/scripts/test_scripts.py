@@ -585,17 +585,20 @@ def test_machine_ends_processes_that_the_command_left(tmp_path: Path) -> None:
     assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
+def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    done = children.run(SCRIPTS / name, *arguments)
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
 def test_killed_writers_leave_nothing_wrong() -> None:
-    command = [sys.executable, SCRIPTS / "kill_writers.py", "--times", "2", "DerivedCopy", "Prefixes", "KVFiles"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_script("kill_writers.py", "--times", "2", "DerivedCopy", "Prefixes", "KVFiles")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("killed 2 times") == 3
 
 
 @pytest.mark.parametrize("kind", ["disk-kv", "cycles"])
 def test_long_runs_are_summed_up(kind: str) -> None:
-    command = [sys.executable, SCRIPTS / "long_run.py", kind, "--tokens", "40", "--cycles", "4", "--here"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_script("long_run.py", kind, "--tokens", "40", "--cycles", "4", "--here")
     count = 4 if kind == "cycles" else 40
     number = r"[-+]?[\d.]+"
     pattern = (
@@ -606,17 +609,16 @@ def test_long_runs_are_summed_up(kind: str) -> None:
 
 
 def test_a_server_survives_hostile_clients() -> None:
-    command = [sys.executable, SCRIPTS / "hostile_clients.py", "--requests", "40"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_script("hostile_clients.py", "--requests", "40")
     assert done.returncode == 0, done.stdout + done.stderr
     pattern = r"40 requests .*'right: ask': \d+.*'right: stream': \d+.*descriptors (\d+) -> \1, .*exit status 0"
     assert re.search(pattern, done.stdout), done.stdout
 
 
 def test_a_server_answers_mixed_clients_as_it_answers_each_alone(tmp_path: Path) -> None:
+    """With two of the four prompts: letters of several bytes, and many tokens."""
     limits = ["--seconds", "3", "--pause", "0.1", "--interval", "1", "--json", tmp_path / "numbers.json"]
-    command = [sys.executable, SCRIPTS / "soak.py", *limits]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_script("soak.py", "--texts", "2", *limits)
     assert done.returncode == 0, done.stdout + done.stderr
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     samples = numbers["samples"]

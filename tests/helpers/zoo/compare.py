@@ -24,7 +24,7 @@ PROMPT = [5, 17, 300, 3, 3, 42, 64, 99, 128, 7, 21]
 LONGEST_CALL = 64
 LONG_PROMPT = [(7 * i * i + 3 * i) % 320 for i in range(LONGEST_CALL)]
 GENERATIONS: Sequence[Sequence[Sequence[Sequence[int]]]] = (
-    ([PROMPT], [[12]], [[319]], [[0]], [[51, 4, 8, 31, 7]], [[9]]),
+    ([PROMPT], [[319]], [[51, 4, 8, 31, 0]], [[9]]),
     ([PROMPT, PROMPT[::-1]], [[12], [7]], [[1], [290]], [[6, 2, 200], [8, 8, 30]]),
     ([LONG_PROMPT], [[200]]),
     ([[256, 1, 9]], [[77]]),
@@ -171,12 +171,12 @@ def find_difference_of_pools(
     """Return the difference that an expert pool makes, or an empty text.
 
     Three sizes of the pool, exact rows and inexact ones as on GPUs, whole layers and the smallest units: every pair of
-    these settings is tested; in turns, each of them is.
+    these settings is tested. In turns each of them is, but for the pool of all experts: it evicts none.
     """
     num_slots, num_experts = 0, 0
-    for i in range(3):
+    for i in range(2 if in_turns else 3):
         for exact_rows in (i % 2 == 0,) if in_turns else (True, False):
-            cut = finest if i % 2 == exact_rows or (in_turns and i == 2) else 0
+            cut = finest if i % 2 == exact_rows or (in_turns and i == 1) else 0
             with streamed_whole(directory, cut=cut, pool_slots=num_slots, exact_rows=exact_rows) as model:
                 model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
                 assert model.plan.pool is not None and model.engine is not None and model.engine.experts is not None

@@ -52,6 +52,15 @@ def test_gain_is_that_of_the_plan_for_the_larger_budget(share: float) -> None:
     assert found.times > 1.02
 
 
+@pytest.mark.parametrize("limit", [{"kv_ram_gb": 1.0}, {"kv_max_tokens": 600}])
+def test_gain_with_a_limit_of_the_kv_cache(limit: dict[str, Any]) -> None:
+    """The limit refuses mlx-lm's own caches, which a plan with nothing on disk would otherwise be compared with."""
+    config = replace(FIXED, **limit)
+    plan = make_plan(MODEL, with_budget(config, minimum_of(MODEL, config, SLOW_DISK) + MODEL.nbytes // 3), SLOW_DISK)
+    found = outlook(MODEL, config, SLOW_DISK, plan)
+    assert found is not None and found.times > 1.02
+
+
 def test_no_gain_is_told_where_there_is_none() -> None:
     plan = plan_at(0.3)
     assert outlook(MODEL, FIXED, SLOW_DISK, plan_at(1.1)) is None  # everything is in memory

@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[dict[str, Any], mx.Dtype, int | None]] = {
     "tied-fp16": (TIED, mx.float16, None),
     "windows-bf16": (GEMMA3, mx.bfloat16, None),
     "mixture-fp32": (QWEN3_MOE | {"moe_intermediate_size": 192}, mx.float32, None),
-    "4bit": ({**LARGER, "intermediate_size": 4096}, mx.bfloat16, 4),
+    "4bit": ({**LARGER, "intermediate_size": 4096, "num_hidden_layers": 2}, mx.bfloat16, 4),
 }
 SMALLEST = FlashConfig(ram_budget_gb="min", context_length=256, poison_released_slots=True)
 

@@ -124,6 +124,15 @@ def test_a_slow_hog_is_answered_more_and_more_slowly() -> None:
     assert 2 <= len(manager.changes) <= 8  # the hog comes forty times
 
 
+@pytest.mark.parametrize(
+    ("seconds", "calm"), [(4 * CALM_SECONDS, 4 * CALM_SECONDS), (MOST_CALM_SECONDS + 1, CALM_SECONDS)]
+)
+def test_a_calm_period_that_grew_is_short_again_long_after_the_last_fall(seconds: float, calm: float) -> None:
+    tide = Tide(4 * GB, since=0.0, calm=4 * CALM_SECONDS, fallen_at=0.0)
+    risen = tide.after(MemoryReading(TOTAL, TOTAL, 0.0), 0, seconds)
+    assert risen.budget > tide.budget and risen.calm == calm
+
+
 def test_the_budget_does_not_fall_below_what_the_models_need() -> None:
     manager = FakeManager(4 * GB)
     assert watched(manager, lambda now: TOTAL - manager.budget_bytes, 5)[-1] == GB == min(manager.changes)

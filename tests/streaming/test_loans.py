@@ -191,10 +191,12 @@ def test_a_module_that_keeps_something_lends_nothing(directory: Path, monkeypatc
 
     monkeypatch.setattr(TransformerBlock, "__call__", keeping)
     with streamed_whole(directory, tile_rows=10**9) as model:
-        loans_of(model).lend(EVERYTHING)
+        loans = loans_of(model)
+        loans.lend(EVERYTHING)
         run(model, [[1], [2]])
         head = sum(unit.nbytes for unit in model.layout.heads)
-        assert loans_of(model).saved_bytes == head
+        assert loans.saved_bytes == head
+        assert loans.lend(EVERYTHING) == EVERYTHING  # no memory is promised to it again
 
 
 def test_bytes_are_added_to_a_slot_that_is_read_or_in_flight() -> None:

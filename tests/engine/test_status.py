@@ -25,6 +25,7 @@ from mlx_flash.engine.status import PassCounters, Status
 from mlx_flash.experts.slots import ExpertStats
 from mlx_flash.telemetry import find
 from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
+from monitored import runtime as runtime  # a fixture: engines of other programs publish elsewhere
 from streamed import streamed_whole
 from zoo.weights import VARIANTS
 from zoo.weights import save as save_variant
@@ -261,7 +262,7 @@ def test_collecting_from_a_closed_engine(directory: Path) -> None:
 
 
 def test_a_model_publishes_its_calls(directory: Path) -> None:
-    with streamed_whole(directory) as model:
+    with streamed_whole(directory, telemetry=True) as model:
         run(model, PREFILL_AND_DECODE)
         (told,) = eventually(lambda: [found for found in find() if found.state["passes"]["num_passes"] == 5])
         passes = told.state["passes"]
@@ -275,7 +276,7 @@ def test_a_model_publishes_its_calls(directory: Path) -> None:
 
 
 def test_publishing_does_not_keep_a_model_alive(directory: Path) -> None:
-    model = streamed_whole(directory)
+    model = streamed_whole(directory, telemetry=True)
     run(model, [[1]])
     assert len(eventually(find)) == 1
     del model

@@ -33,7 +33,7 @@ from mlx_flash.kv.sizes import update_growth
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.residency.admission import batch_bytes, decide, room_bytes, together_bytes
+from mlx_flash.residency.admission import alone_bytes, batch_bytes, decide, room_bytes, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
 from models import GEMMA3, MAMBA2, save
 
@@ -90,6 +90,26 @@ def test_decisions(plan: ResidencyPlan) -> None:
     ) as caught:
         decide(plan, 1 << 24, 20, [], may_batch=True, batching="stock")
     assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("may_batch", [True, False])
+def test_a_request_may_need_all_the_room(plan: ResidencyPlan, may_batch: bool) -> None:
+    needed = together_bytes(plan, [120], "exact") if may_batch else alone_bytes(plan, 120)
+    exact = replace(plan, budget_bytes=plan.budget_bytes - room_bytes(plan) + needed)
+    less = replace(exact, budget_bytes=exact.budget_bytes - 1)
+    assert room_bytes(exact) == needed
+    assert decide(exact, 100, 20, [], may_batch=may_batch, batching="exact") == ("batch" if may_batch else "alone")
+    if may_batch:
+        assert decide(less, 100, 20, [], may_batch=True, batching="exact") == "alone"
+    else:
+        with pytest.raises(RefusedError):
+            decide(less, 100, 20, [], may_batch=False, batching="exact")
+
+
+def test_the_smallest_budget_has_room_for_the_planned_context(plan: ResidencyPlan) -> None:
+    smallest, prompt = replace(plan, budget_bytes=plan.peak_bytes), plan.context_length - 20
+    assert decide(smallest, prompt, 20, [], may_batch=False, batching="exact") == "alone"
+    assert room_bytes(plan) - room_bytes(smallest) == plan.budget_bytes - plan.peak_bytes > 0
 
 
 def test_caches_are_added_up_only_when_they_grow(model: FlashLLM, monkeypatch: pytest.MonkeyPatch) -> None:

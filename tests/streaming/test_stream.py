@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import mlx.core as mx
@@ -46,6 +47,28 @@ def test_a_cycle_is_predicted_and_every_byte_read_once(num_units: int, num_slots
             stream.release(unit)
     assert stream.stats.num_unpredicted == 0
     assert reader.num_started == num_passes * num_units + min(num_slots, num_units)
+
+
+def test_units_are_held_from_acquire_to_release() -> None:
+    stream, _, _ = make_stream(2, 2)
+    began = time.perf_counter()
+    for unit in (0, 1):
+        stream.acquire(unit)
+        time.sleep(0.01)
+        stream.release(unit)
+    assert 0.02 <= stream.stats.held_seconds <= time.perf_counter() - began
+    assert stream.stats.num_acquired == 2
+
+
+def test_recovery_lets_go_of_what_is_held_and_keeps_the_rest() -> None:
+    stream, _, _ = make_stream(3, 3)
+    for unit in range(3):
+        stream.acquire(unit)
+        stream.release(unit)
+    stream.acquire(0)
+    stream.recover()
+    assert not stream.holds_units and not stream.is_in_slot(0)
+    assert stream.is_in_slot(1) and stream.is_in_slot(2)
 
 
 @given(num_units=st.integers(0, 60), num_slots=st.integers(1, 6))

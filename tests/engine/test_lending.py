@@ -90,6 +90,16 @@ def test_reserved_memory_is_lent_to_experts_and_comes_back(large: Path, monkeypa
     assert read[False] > 1.2 * read[True]
 
 
+def test_another_budget_takes_no_more_slots_than_it_has_to(directory: Path) -> None:
+    with with_pool(directory, 12) as model:
+        lending, plan = lending_of(model), model.plan
+        assert plan.pool is not None
+        for missing, num_slots in ((plan.pool.slot_bytes + 1, 10), (1, 11), (0, 12), (-plan.pool.slot_bytes, 12)):
+            found = lending.adapt(plan, plan.peak_bytes - missing)
+            assert found.pool.num_slots == num_slots and found.peak_bytes <= found.budget_bytes
+        assert lending.adapt(plan, plan.peak_bytes - 12 * plan.pool.slot_bytes) is None
+
+
 def decode(model: FlashLLM, cache: list[Any], num_tokens: int) -> None:
     for i in range(num_tokens):
         mx.eval(model(mx.array([[i * 37 % 300]]), cache=cache))

@@ -83,6 +83,12 @@ class Inbox:
             self._requests, self._left = [], []
         return news
 
+    def take_requests(self) -> list[tuple[int, str]]:
+        """Return the requests that have come since the last call."""
+        with self._changed:
+            found, self._requests = self._requests, []
+        return found
+
     def answer(self, number: int) -> Answer | None:
         """Return the way to the client of a request; None on other ranks than 0, or if the client is gone."""
         return self._answers.get(number)

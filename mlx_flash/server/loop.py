@@ -128,10 +128,13 @@ class Loop:
         return is_settled
 
     def _load(self, job: Job) -> LoadedModel | None:
-        """Load the model of a request, and report progress to all that wait for it."""
+        """Load the model of a request, and report progress to all that wait for it, or come meanwhile."""
         began = time.perf_counter()
 
         def report(done: int, total: int) -> None:
+            if self._ranks is None:  # other ranks take requests between passes only
+                for number, text in self._inbox.take_requests():
+                    self._take_in(number, text)
             for other in self._waiting:
                 if other.source.name == job.source.name:
                     other.send(Progress("loading", done, total))

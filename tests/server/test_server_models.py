@@ -112,6 +112,35 @@ def test_loading_is_told_to_those_who_wait(models: list[str]) -> None:
         assert not isinstance(again[0], Progress) and isinstance(again[-1], End) and again[-1].load_seconds == 0
 
 
+def test_loading_is_told_to_those_who_come_meanwhile(models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused at once, too, if there is no such model."""
+    with serving(*models, ram_budget_gb=2.0) as served:
+        load, others = served.room.models.load, []
+
+        def slow_load(source: Source, progress: Any) -> Any:
+            def slow_progress(done: int, total: int) -> None:
+                if not others:
+                    asked = [GenerationRequest(model=name, prompt="Hi", max_tokens=1) for name in (models[1], "none")]
+                    others.extend(pool.submit(served.events, request) for request in asked)
+                    deadline = time.monotonic() + 10
+                    while not others[1].done():
+                        assert time.monotonic() < deadline
+                        progress(done, total)
+                    (refused,) = others[1].result()
+                    assert isinstance(refused, Failed) and refused.error.status == 404
+                progress(done, total)
+
+            return load(source, slow_progress)
+
+        monkeypatch.setattr(served.room.models, "load", slow_load)
+        with ThreadPoolExecutor(2) as pool:
+            ends = [served.events(GenerationRequest(model=models[1], prompt="Hello", max_tokens=1))[-1]]
+            events = others[0].result(60)
+    assert isinstance(events[0], Progress) and events[0].stage == "loading"
+    ends.append(events[-1])
+    assert [isinstance(end, End) and end.load_seconds > 0 for end in ends] == [True, False], ends
+
+
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of 28 MB, whose recurrent states of 0.8 MB are kept whole with each prompt cache."""

@@ -17,6 +17,9 @@ from mlx_flash.errors import RefusedError
 MAX_SCHEMA_CHARACTERS = 100_000
 """The longest JSON schema."""
 
+_JSON_OPTIONS = {"whitespace_pattern": "( |\n{1,2}[ \t]{0,20})?"}
+"""Blanks between the parts of JSON. Without a limit, small models go on with them to the end of the answer."""
+
 _SPECIAL = b"\xff"
 """The first byte of tokens that are no text, for llguidance."""
 
@@ -31,7 +34,7 @@ def json_grammar(schema: dict[str, Any] | None, field: str) -> str:
     Raises:
         RefusedError: the schema is wrong, too long, or has a part that is not supported.
     """
-    text = json.dumps({"type": "object"} if schema is None else schema)
+    text = json.dumps({"x-guidance": _JSON_OPTIONS, **({"type": "object"} if schema is None else schema)})
     if len(text) > MAX_SCHEMA_CHARACTERS:
         raise RefusedError(f"the schema has {len(text)} characters, {MAX_SCHEMA_CHARACTERS} are allowed.", 400, field)
     try:

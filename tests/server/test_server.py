@@ -170,6 +170,27 @@ def test_answers_follow_a_schema(server: Live) -> None:
         assert set(value) == {"name", "age"} and isinstance(value["name"], str) and 0 <= value["age"] <= 9
     _, reply = server.post(CHAT, {"messages": messages(), "response_format": {"type": "json_object"}, "max_tokens": 5})
     assert reply["choices"][0]["message"]["content"].lstrip().startswith("{")
+    text = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
+    reply = server.client().responses.create(model="default_model", input="Hi", text=text, max_output_tokens=200)
+    assert set(json.loads(reply.output_text)) == {"name", "age"}
+    assert reply.text.format.type == "json_schema" and reply.text.format.schema_ == SCHEMA
+
+
+def test_blanks_do_not_fill_an_answer_that_follows_a_schema(server: Live) -> None:
+    """A model that likes line feeds best ends its answer all the same."""
+    tokenizer = next(iter(server.room.models)).tokenizer
+    blanks = [number for text, number in tokenizer.get_vocab().items() if not tokenizer.decode([number]).strip(" \n\t")]
+    body = {
+        "messages": messages(),
+        "max_tokens": 200,
+        "temperature": 0,
+        "logit_bias": dict.fromkeys(map(str, blanks), 50),
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    status, reply = server.post(CHAT, {**body, "response_format": form})
+    assert status == 200 and reply["choices"][0]["finish_reason"] == "stop"
+    text = reply["choices"][0]["message"]["content"]
+    assert set(json.loads(text)) == {"name", "age"} and "\n" in text
 
 
 def test_a_grammar_that_has_no_room_is_refused(model: str) -> None:

@@ -29,7 +29,8 @@ def response_of(body: ResponseRequest, head: dict[str, Any], whole: Whole | None
         "top_p": body.top_p,
         "tool_choice": body.model_dump()["tool_choice"] or "auto",
         "tools": [tool.model_dump() for tool in body.tools or ()],
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}}
+        | (body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}),
         "truncation": "disabled",
         **({} if whole is None else {"usage": _usage(whole.end)}),
     }

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from mlx_flash.commands.common import dial, make_config, note
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import CompatibilityError, ConfigError
+from mlx_flash.modelfile.named import named_models
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
 from mlx_flash.monitor.words import size, speed
 from mlx_flash.ranks.peers import launched_group
@@ -68,20 +69,28 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
     )
     models = [*map(_named, args.model), *_in_folder(args.models_dir)]
     modelfiles = {base: read_modelfile(base) for _, base in models if _is_modelfile(base)}
+    for modelfile in modelfiles.values():
+        for found in modelfile.notes:
+            note(f"{modelfile.path}:{found.line}: {found.text}")
     if len(models) == 1 and modelfiles:
         (only,) = modelfiles.values()
         config = replace(config, ram_budget_gb=_config_of(only, args).ram_budget_gb)
-    sources = [
-        Source(name=name, base=base, config=config, tokenizer_settings=settings, defaults=defaults)
-        if base not in modelfiles
-        else source_of(modelfiles[base], name, _checked_config(modelfiles[base], args, config), defaults, settings)
-        for name, base in models
-    ]
     folder = _checked_folder(args.image_folder, args.vision)
     if args.vision or folder is not None:
         check_installed("--vision" if args.vision else "--image-folder")
     vision = args.vision if folder is None else True
-    sources = [replace(source, vision=vision) for source in sources]
+
+    def describe(name: str, path: str | Path) -> Source:
+        modelfile = read_modelfile(path)
+        found = source_of(modelfile, name, _checked_config(modelfile, args, config), defaults, settings)
+        return replace(found, vision=vision)
+
+    sources = [
+        Source(name=name, base=base, config=config, vision=vision, tokenizer_settings=settings, defaults=defaults)
+        if base not in modelfiles
+        else describe(name, base)
+        for name, base in models
+    ]
     if sources:
         sources[0] = replace(sources[0], adapter=args.adapter_path or sources[0].adapter, draft=args.draft_model)
     options = BatchOptions(
@@ -95,7 +104,7 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
     )
-    catalog = Catalog(sources, config, defaults, settings, vision=vision, image_folder=folder)
+    catalog = Catalog(sources, config, defaults, settings, vision=vision, image_folder=folder, describe=describe)
     return serve_catalog(catalog, _endpoint(args, args.allowed_origins), options, args.keep_alive)
 
 
@@ -141,8 +150,6 @@ def _checked_config(modelfile: Modelfile, args: argparse.Namespace, shared: Flas
     Raises:
         ConfigError: it gives a budget of its own, or is left to mlx-lm.
     """
-    for found in modelfile.notes:
-        note(f"{modelfile.path}:{found.line}: {found.text}")
     config = _config_of(modelfile, args)
     if config.ram_budget_gb != shared.ram_budget_gb:
         raise ConfigError(
@@ -197,9 +204,12 @@ def _note_plan(plan: ResidencyPlan, options: BatchOptions) -> None:
 
 
 def _named(text: str) -> tuple[str, str]:
-    """Return name and place of a model of the command line."""
+    """Return name and place of a model of the command line: a name that ``mlx-flash create`` gave is a place, too."""
     name, separator, base = text.partition("=")
-    return (name, base) if separator and name and not Path(text).exists() else (text, text)
+    if not separator or not name or Path(text).exists():
+        name = base = text
+    created = None if Path(base).is_dir() else named_models().get(base)
+    return name, base if created is None else str(created)
 
 
 def _in_folder(folder: Path | None) -> Iterator[tuple[str, str]]:

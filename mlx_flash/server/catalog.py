@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir, try_to_load_from_cach
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
+from mlx_flash.modelfile.named import named_models
 from mlx_flash.server.sampling import Defaults
 
 DEFAULT_NAME = "default_model"
@@ -51,12 +52,14 @@ class Source:
 
 
 class Catalog:
-    """The models that requests can name: those of the command line, folders, and Hugging Face's cache folder.
+    """The models that requests can name: those of the command line, folders, those that ``mlx-flash create`` named, and
+    Hugging Face's cache folder.
 
     Args:
         sources: those with names; the first one is the default.
         config, defaults, tokenizer_settings, vision: of models that a request names by folder or repository.
         image_folder: the only folder whose files requests may name as pictures; None for none.
+        describe: returns the model of a Modelfile with a name; None leaves these out.
 
     Attributes:
         image_folder: as given.
@@ -71,13 +74,14 @@ class Catalog:
         *,
         vision: bool | None = None,
         image_folder: Path | None = None,
+        describe: Callable[[str, Path], Source] | None = None,
     ) -> None:
         self._named = {source.name: source for source in sources}
         if len(self._named) < len(sources):
             raise ConfigError("two models have the same name. Hint: name them with --model NAME=DIR.")
         self._config, self._defaults = config, defaults or Defaults()
         self._tokenizer_settings = tokenizer_settings or {}
-        self._vision, self.image_folder = vision, image_folder
+        self._vision, self.image_folder, self._describe = vision, image_folder, describe
 
     @property
     def default(self) -> Source | None:
@@ -88,7 +92,7 @@ class Catalog:
         """Return the model of a name: nothing is downloaded.
 
         Raises:
-            RefusedError: there is none on this machine.
+            RefusedError: there is none on this machine, or its Modelfile cannot be used.
         """
         if name == DEFAULT_NAME and self.default is not None:
             return self.default
@@ -107,17 +111,23 @@ class Catalog:
                 tokenizer_settings=settings,
                 defaults=self._defaults,
             )
+        if self._describe is not None and (path := named_models().get(name)):
+            try:
+                return self._describe(name, path)
+            except ConfigError as error:
+                raise RefusedError(str(error), 400, "model") from error
         names = ", ".join(map(repr, self.names([DEFAULT_NAME] if self._named else [])))
         raise RefusedError(f"there is no model {name!r} here. Hint: this server has {names or 'none'}.", 404, "model")
 
     def names(self, first: Iterable[str] = ()) -> list[str]:
-        """Return some names, then those of the command line, then those in Hugging Face's cache folder."""
+        """Return some names, then those of the command line, of Modelfiles, and in Hugging Face's cache folder."""
         try:
             repos = scan_cache_dir().repos
         except CacheNotFound:
             repos = frozenset()
         found = [r.repo_id for r in repos if "main" in r.refs and _FILES <= {f.file_name for f in r.refs["main"].files}]
-        return list(dict.fromkeys([*first, *self._named, *sorted(found)]))
+        created = named_models() if self._describe is not None else ()
+        return list(dict.fromkeys([*first, *self._named, *created, *sorted(found)]))
 
 
 def _is_folder(base: str, name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from mlx_flash.commands import serve
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.config import FlashConfig
-from mlx_flash.errors import ConfigError
+from mlx_flash.errors import ConfigError, RefusedError
+from mlx_flash.modelfile.named import create_model
+from mlx_flash.server.catalog import Catalog
 
 
 @pytest.fixture
@@ -21,6 +24,7 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         serve, "serve_catalog", lambda catalog, *_: found.extend(catalog.find(n).config for n in catalog._named) or 0
     )
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")
 
@@ -60,3 +64,31 @@ def test_other_settings_are_each_models_own_and_flags_win(configs: Any) -> None:
 def test_a_modelfile_that_switches_streaming_off_is_refused(configs: Any) -> None:
     with pytest.raises(ConfigError, match=r"m1\.modelfile: FLASH false leaves the model to mlx-lm"):
         configs("", "FLASH false")
+
+
+def test_models_that_create_named_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that get their names while the server runs. One whose Modelfile is wrong fails alone."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    file = tmp_path / "Modelfile"
+    file.write_text("FROM ./base\nSYSTEM Be brief.\nFLASH_CONTEXT_LENGTH 512\n")
+    create_model("brief", file)
+    catalogs: list[Catalog] = []
+    monkeypatch.setattr(serve, "serve_catalog", lambda catalog, *_: catalogs.append(catalog) or 0)
+    serve.serve(parse_arguments(["serve", "--model", str(tmp_path / "base")]), sys.stdout)
+    serve.serve(parse_arguments(["serve", "--model", "brief", "--model", "short=brief"]), sys.stdout)
+    other, own = catalogs
+    assert other.find("brief") == replace(own.find("brief"), created=other.find("brief").created)
+    assert other.find("brief").base == str(tmp_path / "base") and own.default is own.find("brief")
+    assert (
+        own.find("short").config.context_length == 512 and own.find("short").first_messages[0]["content"] == "Be brief."
+    )
+    file.write_text("FROM ./base\nFLASH_RAM_GB 3\n")
+    create_model("large", file)
+    assert other.names()[1:3] == ["brief", "large"]
+    with pytest.raises(RefusedError, match="share one budget") as found:
+        other.find("large")
+    assert found.value.status == 400
+    with pytest.raises(RefusedError, match="there is no model 'none' here"):
+        other.find("none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import math
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +17,7 @@ from live import Live, live
 from mlx_flash import FlashConfig
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.ollama.schemas import seconds_of
+from mlx_flash.storage.safetensors import read_checkpoint
 from models import make_random_model
 from scripted import make_scripted_model, saying
 
@@ -135,6 +137,10 @@ def test_models_are_listed_shown_and_running(server: Live, client: Any, folder: 
     assert model.size == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     shown = client.show("sea:latest")
     assert shown.details.family == "llama" and shown.capabilities[0] == "completion"
+    assert shown.modelinfo["general.parameter_count"] == sum(
+        math.prod(tensor.shape) for tensor in read_checkpoint(folder).tensors.values()
+    )
+    assert shown.details.parameter_size == model.details.parameter_size == "0.24M"
     assert shown.modelinfo["llama.block_count"] == 3 and "num_predict 512" in shown.parameters
     with pytest.raises(ollama.ResponseError, match="no model 'lake' here") as found:
         client.show("lake:latest")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -29,7 +30,11 @@ def ollama_routes(service: Service) -> list[BaseRoute]:
 
     async def tags(request: Request) -> Response:
         def found() -> list[dict[str, Any]]:
-            return [listed(service.catalog.find(name)) for name in service.catalog.names()]
+            models = []
+            for name in service.catalog.names():
+                with contextlib.suppress(RefusedError):  # a Modelfile with an error
+                    models.append(listed(service.catalog.find(name)))
+            return models
 
         return JSONResponse({"models": await asyncio.to_thread(found)})
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from mlx_flash.errors import FlashError
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.ollama.common import tagged
+from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.vision.detect import is_installed, sees
 
 _FOR_EVER = timedelta(days=36_500)
@@ -42,16 +46,16 @@ def listed(source: Source) -> dict[str, Any]:
         "modified_at": _time(datetime.fromtimestamp(modified, timezone.utc)),
         "size": sum(state.st_size for _, state in states),
         "digest": digest,
-        "details": details_of(folder),
+        "details": _details_of(folder, digest),
     }
 
 
-def details_of(folder: Path | None) -> dict[str, Any]:
-    """Return the family of a model, and how its weights are quantized."""
+def _details_of(folder: Path | None, digest: str) -> dict[str, Any]:
+    """Return the family and the size of a model, and how its weights are quantized."""
     config = {} if folder is None else _json(folder / "config.json")
     family = str(config.get("model_type", ""))
-    quantization = config.get("quantization") or config.get("quantization_config")
-    bits = quantization.get("bits") if isinstance(quantization, dict) else None
+    bits = _quantization_of(config).get("bits")
+    num_parameters = 0 if folder is None else _num_parameters(folder, digest)
     dtype = config.get("dtype") or config.get("torch_dtype")
     level = f"{bits}-bit" if bits else str(dtype or "")
     return {
@@ -59,9 +63,44 @@ def details_of(folder: Path | None) -> dict[str, Any]:
         "format": "safetensors",
         "family": family,
         "families": [family] if family else [],
-        "parameter_size": "",
+        "parameter_size": _short(num_parameters) if num_parameters else "",
         "quantization_level": level,
     }
+
+
+@lru_cache(maxsize=256)
+def _num_parameters(folder: Path, digest: str) -> int:
+    """Return the number of a model's weights; 0 if its files cannot be read.
+
+    Args:
+        folder: of the model.
+        digest: changes with its files.
+    """
+    quantization = _quantization_of(_json(folder / "config.json"))
+    try:
+        tensors = read_checkpoint(folder).tensors
+    except (FlashError, OSError):
+        return 0
+    total = 0
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        own = quantization.get(module)
+        bits = own.get("bits") if isinstance(own, dict) else quantization.get("bits")
+        if bits and tensor.dtype == "U32":
+            total += math.prod(tensor.shape) * 32 // int(bits)
+        elif not bits or kind not in ("scales", "biases"):
+            total += math.prod(tensor.shape)
+    return total
+
+
+def _quantization_of(config: dict[str, Any]) -> dict[str, Any]:
+    found = config.get("quantization") or config.get("quantization_config")
+    return found if isinstance(found, dict) else {}
+
+
+def _short(number: int) -> str:
+    """Return a number in the form of Ollama: ``1.5B`` or ``268.10M``."""
+    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 
 
 def shown(source: Source) -> dict[str, Any]:
@@ -81,8 +120,11 @@ def shown(source: Source) -> dict[str, Any]:
     }
     lines = [f"{name} {value}" for name, value in parameters.items() if value is not None]
     lines += [f"stop {json.dumps(text, ensure_ascii=False)}" for text in defaults.stop]
+    entry = listed(source)
     family = str(config.get("model_type", ""))
     info: dict[str, Any] = {"general.architecture": family}
+    if folder is not None:
+        info["general.parameter_count"] = _num_parameters(folder, entry["digest"])
     for name, key in (("context_length", "max_position_embeddings"), ("embedding_length", "hidden_size")):
         if isinstance(config.get(key), int):
             info[f"{family}.{name}"] = config[key]
@@ -92,14 +134,20 @@ def shown(source: Source) -> dict[str, Any]:
     capabilities += ["tools"] if "tools" in template else []
     capabilities += ["vision"] if folder is not None and source.vision and is_installed() and sees(folder) else []
     capabilities += ["thinking"] if "enable_thinking" in template or "reasoning_effort" in template else []
+    opening = [f"ADAPTER {source.adapter}"] if source.adapter is not None else []
+    for message in source.first_messages:
+        word = "SYSTEM" if message["role"] == "system" else f"MESSAGE {message['role']}"
+        opening.append(f'{word} """{message["content"]}"""')
+    licenses = [] if folder is None else sorted(path for path in folder.glob("LICENSE*") if path.is_file())
     return {
-        "modelfile": "\n".join([f"FROM {source.base}", *(f"PARAMETER {text}" for text in lines), ""]),
+        "license": "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in licenses),
+        "modelfile": "\n".join([f"FROM {source.base}", *opening, *(f"PARAMETER {text}" for text in lines), ""]),
         "parameters": "\n".join(lines),
         "template": template,
-        "details": details_of(folder),
+        "details": entry["details"],
         "model_info": info,
         "capabilities": capabilities,
-        "modified_at": listed(source)["modified_at"],
+        "modified_at": entry["modified_at"],
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import accumulate
@@ -26,6 +26,8 @@ from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.engine.undo import broken
 from mlx_flash.errors import BudgetError, FlashError
+from mlx_flash.kv.base import PooledCache
+from mlx_flash.kv.layerrows import Group
 from mlx_flash.kv.pool import KVPool
 from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.prefixes.leaves import forget
@@ -78,6 +80,8 @@ class Passes:
         waiting = sorted((row for row in rows if not row.is_done), key=lambda row: len(row.left))
         loans = self._session.engine.lending if lends else None
         owed = [row.pending for row in waiting if row.pending is not None]
+        if self._kv is not None:  # parked between two tokens, a sequence would be copied for each of them
+            self._kv.in_turns = _groups_of(waiting) if self.is_resident else frozenset()
         try:
             for pending in owed:
                 pending.lift()
@@ -285,6 +289,12 @@ class Passes:
         if len(lanes) == 1:
             self._session.meter.end(num_tokens, num_sequences, len(lanes[0]) - len(certain[0]))
         return output
+
+
+def _groups_of(rows: Iterable[Row]) -> frozenset[Group]:
+    """Return the lists of caches of rows that the pool has."""
+    pooled = [next((each for each in row.whole.cache or () if isinstance(each, PooledCache)), None) for row in rows]
+    return frozenset(each.rows.group for each in pooled if each is not None)
 
 
 def _report(lanes: dict[Row, list[ForwardCall]]) -> Callable[[float], None]:

@@ -58,6 +58,7 @@ class KVPool:
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
         self._numbers = count()
         self._current_groups: frozenset[Group] = frozenset()
+        self.in_turns: frozenset[Group] = frozenset()  # computed in turns now: none is parked while it waits
         self._clock = count(1)
         self._closed = False
         if options.always_on_disk:  # nobody closes these pools
@@ -143,6 +144,7 @@ class KVPool:
         """Note which sequences are computed now, in lockstep if there are several, and park the previous ones."""
         if self._closed:
             raise _closed()
+        groups = self.in_turns if self.in_turns.issuperset(groups) else groups
         if groups == self._current_groups:
             return
         previous, self._current_groups = self._current_groups, frozenset(groups)

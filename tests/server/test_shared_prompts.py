@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from mlx_flash.kv.holdings import park
+from mlx_flash.kv.rows import LayerRows
 
 from conversations import LONG, model, turn
 from mlx_flash.server.batches import BatchOptions
@@ -60,6 +62,18 @@ def test_a_prompt_of_several_answers_is_computed_once(model: str, kv: dict[str, 
         assert len({text_of(events) for events in answers}) > 1
         num_prompt = next(event.num_prompt for event in answers[0] if isinstance(event, Begun))
         assert num_computed(alone) == N * num_prompt and num_computed(answers) == num_prompt + N - 1
+
+
+def test_answers_to_a_prompt_are_not_copied_for_each_token(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is parked while the others are computed, although they share pages."""
+    parked: list[LayerRows] = []
+    monkeypatch.setattr("mlx_flash.kv.pool.park", lambda rows: parked.append(rows) or park(rows))
+    with serving(model) as served:
+        longest = [replace(each, max_tokens=24) for each in requests(LONG * 8)]
+        answers = together(served, longest)
+        assert min(end.num_prompt for events in answers if isinstance(end := events[-1], End)) > 256
+        assert sum(end.num_tokens for events in answers if isinstance(end := events[-1], End)) > 2 * N
+        assert len(parked) <= 2 * N * len(served.model.layers)  # once when it begins, and once when it ends
 
 
 def test_requests_outlive_the_one_that_computes_their_prompt(model: str) -> None:

@@ -137,15 +137,25 @@ def run_round(server: Server, number: int, seed: int, args: argparse.Namespace) 
 
 
 def ask(port: int, name: str, args: argparse.Namespace) -> Timed:
-    """Send a streamed request. Greedy answers of random weights have no end token, nearly always."""
+    """Send a streamed request. Greedy answers of random weights have no end token, nearly always.
+
+    A connection that is reset before it is answered is tried again: mlx_lm.server lets 5 clients wait for a connection.
+    """
     prompt = f"{name}: " + " ".join(f"word {i}" for i in range(args.words // 2))
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": args.max_tokens, "stream": True, "temperature": 0.0}
     body["stream_options"] = {"include_usage": True}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=3600)
     first, tokens, began = 0.0, 0, time.perf_counter()
     try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        for line in connection.getresponse():
+        while True:
+            try:
+                connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                break
+            except ConnectionError:
+                connection.close()
+                time.sleep(0.05)
+        for line in response:
             if not line.startswith(b"data: {"):
                 continue
             part = json.loads(line[6:])

@@ -36,12 +36,14 @@ class Answer:
     def put(self, event: Event) -> None:
         """Send an event. Never blocks."""
         with self._lock:
+            is_awaited = not self._events  # otherwise the loop is awake already
             if len(self._events) >= MAX_EVENTS and (joined := _joined(self._events[-1], event)) is not None:
                 self._events[-1] = joined
             else:
                 self._events.append(event)
         try:
-            self._loop.call_soon_threadsafe(self._arrived.set)
+            if is_awaited:
+                self._loop.call_soon_threadsafe(self._arrived.set)
         except RuntimeError:  # the loop is closed, and the client with it
             self._events.clear()
 

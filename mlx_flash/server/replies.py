@@ -118,6 +118,10 @@ async def _after(first: Event, events: AsyncIterator[Event]) -> AsyncIterator[Ev
 
 async def merged(answers: Sequence[AsyncIterator[Event]]) -> AsyncIterator[tuple[int, Event]]:
     """Yield the events of several answers as they come, each with the number of its answer."""
+    if len(answers) == 1:  # most requests: no task for each event
+        async for event in answers[0]:
+            yield 0, event
+        return
     tasks = {asyncio.ensure_future(anext(events)): (i, events) for i, events in enumerate(answers)}
     try:
         while tasks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,15 +19,15 @@ class _Collector:
     """Reads the state when it is asked for.
 
     Args:
-        num_requests: returns the number of requests that run or wait.
+        num_requests: requests that run or wait.
     """
 
-    def __init__(self, num_requests: Callable[[], int]) -> None:
+    def __init__(self, num_requests: int) -> None:
         self._num_requests = num_requests
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that have a value."""
-        yield GaugeMetricFamily("mlx_flash_requests", "Requests that run or wait", self._num_requests())
+        yield GaugeMetricFamily("mlx_flash_requests", "Requests that run or wait", self._num_requests)
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for engine in find():
             for found in metrics_of(engine.state) if engine.pid == os.getpid() else ():
@@ -45,5 +45,5 @@ def metrics(num_requests: int) -> bytes:
         num_requests: requests that run or wait.
     """
     registry = CollectorRegistry()
-    registry.register(_Collector(lambda: num_requests))
+    registry.register(_Collector(num_requests))
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""The functions of a request: which of them the model may, or must, call."""
+"""The functions of a request: which of them the model may, or must, call, and those that it has called."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_flash.errors import RefusedError
+
+
+def called(number: str | None, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of an earlier answer as chat templates take it."""
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tool_fields(tools: Sequence[dict[str, Any]], *, must_call: bool = False, name: str | None = None) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_flash.server.anthropic.schemas import Conversation, ImageBlock, Message, TextBlock, Tool
+from mlx_flash.server.grammars import schema_grammar
 from mlx_flash.server.pictures import content_of, data_url, picture_part
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.toolchoice import tool_fields
+from mlx_flash.server.toolchoice import called, tool_fields
 
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """The nearest levels that chat templates know."""
@@ -29,7 +30,9 @@ def generation_request(body: Conversation) -> GenerationRequest:
         messages=_messages(body),
         **tool_fields(tools, must_call=kind in ("any", "tool"), name=name),
         template_options=_template_options(body),
-        grammar=None if output is None or output.format is None else _grammar(output.format.schema_),
+        grammar=None
+        if output is None or output.format is None
+        else schema_grammar(output.format.schema_, "output_config.format.schema"),
         one_call=body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use,
     )
 
@@ -95,9 +98,7 @@ def _of_assistant(message: Message, names: dict[str, str]) -> list[dict[str, Any
             texts["thinking"] += block.thinking
         elif block.type == "tool_use":
             names[block.id] = block.name
-            calls.append(
-                {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
-            )
+            calls.append(called(block.id, block.name, block.input))
     found: dict[str, Any] = {"role": "assistant", "content": texts["text"]}
     if texts["thinking"]:
         found["reasoning_content"] = texts["thinking"]
@@ -130,9 +131,3 @@ def _template_options(body: Conversation) -> dict[str, Any] | None:
     if effort is not None:
         found["reasoning_effort"] = _EFFORTS.get(effort, effort)
     return found or None
-
-
-def _grammar(schema: dict[str, Any]) -> str:
-    from mlx_flash.server.grammar import json_grammar  # 8 MB that few servers need
-
-    return json_grammar(schema, "output_config.format.schema")

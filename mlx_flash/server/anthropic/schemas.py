@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mlx_flash.server.body import Body, Many
-from mlx_flash.server.openai.schemas import Count, FunctionName, Name, StopText
+from mlx_flash.server.openai.schemas import Count, FunctionName, Name, Share, StopText, Temperature, TopK
 
 
 class TextBlock(Body, extra="ignore"):
@@ -160,9 +160,9 @@ class MessagesRequest(Conversation):
     max_tokens: Count
     stop_sequences: Annotated[Many[StopText], Field(max_length=16)] | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
     metadata: Any = None
     service_tier: Any = None
     inference_geo: Any = None

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenDetail, ToolCall
+from mlx_flash.server.grammars import schema_grammar
 from mlx_flash.server.ollama.common import counts_of, error_body, known_name, line, logprob_of, now
 from mlx_flash.server.ollama.schemas import Asked, ChatRequest, GenerateRequest, Message, Options
 from mlx_flash.server.pace import paced
@@ -18,6 +19,7 @@ from mlx_flash.server.pictures import content_of, data_url, picture_part
 from mlx_flash.server.replies import Stream, collect_all, opened
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.service import Service
+from mlx_flash.server.toolchoice import called
 
 _DEFAULT_REPEAT_LAST_N = 64
 _ALL = 1_000_000
@@ -179,9 +181,7 @@ def _template_options(think: bool | str | None) -> dict[str, Any] | None:
 def _grammar(form: str | dict[str, Any] | None) -> str | None:
     if not form and form != {}:
         return None
-    from mlx_flash.server.grammar import json_grammar  # 8 MB that few servers need
-
-    return json_grammar(form if isinstance(form, dict) else None, "format")
+    return schema_grammar(form if isinstance(form, dict) else None, "format")
 
 
 def _content(text: str | None, images: Sequence[str] | None, field: str) -> str | list[dict[str, str]]:
@@ -208,12 +208,6 @@ def _message(message: Message, field: str) -> dict[str, Any]:
     }
     found |= {name: value for name, value in given.items() if value is not None}
     if message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
-            }
-            for call in message.tool_calls
-        ]
+        calls = message.tool_calls
+        found["tool_calls"] = [called(call.id, call.function.name, call.function.arguments) for call in calls]
     return found

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from mlx_flash.server.body import Body, Many
-from mlx_flash.server.openai.schemas import Name, Penalty, StopText
+from mlx_flash.server.openai.schemas import Name, NumLikeliest, Penalty, Share, Stop, Temperature, TopK
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"[+-]?(\d{1,15}(\.\d{0,9})?(ns|us|µs|ms|s|m|h)){1,10}")
@@ -38,13 +38,13 @@ def seconds_of(value: float | str) -> float:
 class Options(Body):
     """Settings of an answer. Those of resources have no effect: the server's plan decides."""
 
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
     seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
-    stop: StopText | Annotated[Many[StopText], Field(max_length=16)] | None = None
+    stop: Stop | None = None
     repeat_penalty: Annotated[float, Field(ge=0, le=100)] | None = None
     repeat_last_n: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
     presence_penalty: Penalty | None = None
@@ -90,7 +90,7 @@ class Asked(Body):
     keep_alive: float | str | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: NumLikeliest | None = None
     truncate: Any = None
     shift: Any = None
 

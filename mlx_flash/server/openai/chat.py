@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.events import End, Event, Failed, Piece, Progress, TokenChance, TokenDetail, ToolCall
+from mlx_flash.server.grammars import schema_grammar
 from mlx_flash.server.openai.common import (
     DONE,
     comment,
@@ -28,7 +29,7 @@ from mlx_flash.server.pictures import content_of, picture_part
 from mlx_flash.server.replies import Stream, Whole, collect_all, merged, opened_all
 from mlx_flash.server.request import GenerationRequest
 from mlx_flash.server.service import Service
-from mlx_flash.server.toolchoice import tool_fields
+from mlx_flash.server.toolchoice import called, tool_fields
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -93,13 +94,14 @@ def message_of(message: Message, field: str) -> dict[str, Any]:
     if message.reasoning is not None:
         found.setdefault("reasoning_content", message.reasoning)
     if message.tool_calls:
-        calls = []
-        for i, call in enumerate(message.tool_calls):
-            arguments = arguments_of(call.function.arguments, f"{field}.tool_calls.{i}.function.arguments")
-            calls.append(
-                {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+        found["tool_calls"] = [
+            called(
+                call.id,
+                call.function.name,
+                arguments_of(call.function.arguments, f"{field}.tool_calls.{i}.function.arguments"),
             )
-        found["tool_calls"] = calls
+            for i, call in enumerate(message.tool_calls)
+        ]
     return found
 
 
@@ -132,11 +134,9 @@ def _grammar(body: ChatRequest) -> str | None:
     form = body.response_format
     if form is None or form.type == "text":
         return None
-    from mlx_flash.server.grammar import json_grammar  # 8 MB that few servers need
-
     if form.json_schema is None:
-        return json_grammar(None, "response_format")
-    return json_grammar(form.json_schema.schema_, "response_format.json_schema.schema")
+        return schema_grammar(None, "response_format")
+    return schema_grammar(form.json_schema.schema_, "response_format.json_schema.schema")
 
 
 def _choice(index: int, whole: Whole) -> dict[str, Any]:

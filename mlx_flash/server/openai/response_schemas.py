@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mlx_flash.server.body import Body, Many
-from mlx_flash.server.openai.schemas import Count, FunctionName, Ignored, Name
+from mlx_flash.server.openai.schemas import Count, FunctionName, Ignored, Name, Share, Temperature
 
 
 class InputPart(Body, extra="ignore"):
@@ -77,8 +77,8 @@ class ResponseRequest(Ignored):
     input: str | Annotated[Many[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
     stream: bool | None = None
     tools: Annotated[Many[ResponseTool], Field(max_length=512)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None

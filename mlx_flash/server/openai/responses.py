@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_flash.errors import RefusedError
+from mlx_flash.server.grammars import schema_grammar
 from mlx_flash.server.openai.chat import arguments_of
 from mlx_flash.server.openai.response_items import response_of
 from mlx_flash.server.openai.response_schemas import FunctionChoice, InputPart, ResponseRequest
@@ -18,7 +19,7 @@ from mlx_flash.server.pictures import content_of, picture_part
 from mlx_flash.server.replies import Stream, collect_all, opened
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.service import Service
-from mlx_flash.server.toolchoice import tool_fields
+from mlx_flash.server.toolchoice import called, tool_fields
 
 
 async def respond(service: Service, request: Request, body: ResponseRequest) -> Response:
@@ -62,8 +63,7 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
     for number, item in enumerate(body.input):
         field = f"input.{number}"
         if item.type == "function_call":
-            function = {"name": item.name or "", "arguments": arguments_of(item.arguments or "", f"{field}.arguments")}
-            call = {"id": item.call_id, "type": "function", "function": function}
+            call = called(item.call_id, item.name or "", arguments_of(item.arguments or "", f"{field}.arguments"))
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         elif item.type == "function_call_output":
             messages.append({"role": "tool", "content": item.output or "", "tool_call_id": item.call_id})
@@ -89,11 +89,9 @@ def _grammar(body: ResponseRequest) -> str | None:
     form = body.text.format if body.text is not None else None
     if form is None or form.type == "text":
         return None
-    from mlx_flash.server.grammar import json_grammar  # 8 MB that few servers need
-
     if form.type == "json_schema" and form.schema_ is None:
         raise RefusedError("text.format.schema is missing.", 400, "text.format.schema")
-    return json_grammar(form.schema_, "text.format.schema")
+    return schema_grammar(form.schema_, "text.format.schema")
 
 
 def _head() -> dict[str, Any]:

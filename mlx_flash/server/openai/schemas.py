@@ -16,6 +16,11 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+Share = Annotated[float, Field(ge=0, le=1)]
+TopK = Annotated[int, Field(ge=0, lt=2**31)]
+NumLikeliest = Annotated[int, Field(ge=0, le=20)]
+Stop = StopText | Annotated[Many[StopText], Field(max_length=16)]
 Recent = Annotated[int, Field(ge=1, le=1_000_000)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
@@ -36,11 +41,11 @@ class SamplingFields(Ignored):
     """Fields of every request for text: OpenAI's, and those that mlx-lm's server adds."""
 
     model: Name = "default_model"
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    xtc_probability: Annotated[float, Field(ge=0, le=1)] = 0.0
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    xtc_probability: Share = 0.0
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] = 0.1
     repetition_penalty: Annotated[float, Field(ge=0, le=100)] | None = None
     repetition_context_size: Recent | None = None
@@ -58,7 +63,7 @@ class SamplingFields(Ignored):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: StopText | Annotated[Many[StopText], Field(max_length=16)] | None = None
+    stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -176,7 +181,7 @@ class ChatRequest(SamplingFields):
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: NumLikeliest | None = None
     tools: Annotated[Many[Tool], Field(max_length=512)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -202,7 +207,7 @@ class CompletionRequest(SamplingFields):
         | Annotated[Many[str], Field(min_length=1, max_length=MAX_CHOICES)]
         | Annotated[Many[Annotated[Many[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
     )
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: NumLikeliest | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: None = None

@@ -142,6 +142,11 @@ def test_models_are_listed_shown_and_running(server: Live, client: Any, folder: 
     )
     assert shown.details.parameter_size == model.details.parameter_size == "0.24M"
     assert shown.modelinfo["llama.block_count"] == 3 and "num_predict 512" in shown.parameters
+    empty = {"system": "", "template": "", "verbose": False, "options": None}  # as Ollama's own command sends them
+    for names in ({"model": "sea", "name": ""}, {"model": "", "name": "sea"}):
+        status, reply = server.post("/api/show", {**names, **empty})
+        assert status == 200 and reply["model_info"] == shown.modelinfo
+    assert server.post("/api/show", {"model": "", "name": ""})[0] == 400
     with pytest.raises(ollama.ResponseError, match="no model 'lake' here") as found:
         client.show("lake:latest")
     assert found.value.status_code == 404

@@ -55,7 +55,7 @@ def ollama_routes(service: Service) -> list[BaseRoute]:
         return JSONResponse({"version": API_VERSION, "mlx_flash": __version__})
 
     async def show(service: Service, request: Request, body: ShowRequest) -> Response:
-        name = await known_name(service.catalog, body.model or body.name or "")
+        name = await known_name(service.catalog, body.model or body.name)
         return JSONResponse(await asyncio.to_thread(lambda: shown(service.catalog.find(name))))
 
     async def missing(request: Request) -> Response:

@@ -184,14 +184,17 @@ class GenerateRequest(Asked):
 
 
 class ShowRequest(Body):
-    """A request for facts about a model; ``name`` is its older form."""
+    """A request for facts about a model. Ollama's own command sends all fields, also those that are empty."""
 
-    model: Name | None = None
-    name: Name | None = None
+    model: Name | Literal[""] = ""
+    name: Name | Literal[""] = ""
+    system: Any = None
+    template: Any = None
     verbose: Any = None
+    options: Any = None
 
     @model_validator(mode="after")
     def _has_name(self) -> ShowRequest:
-        if self.model is None and self.name is None:
+        if not self.model and not self.name:
             raise ValueError("model is missing")
         return self

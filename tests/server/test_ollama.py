@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 import math
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing

@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from mlx_flash.kv.holdings import park
-from mlx_flash.kv.rows import LayerRows
 
 from conversations import LONG, model, turn
+from mlx_flash.kv.layerrows import LayerRows, park
 from mlx_flash.server.batches import BatchOptions
 from mlx_flash.server.events import Begun, End, Event, Piece, Progress
 from mlx_flash.server.jobs import Jobs

@@ -181,11 +181,17 @@ def _shared(layers: Iterable[Layer]) -> int:
     return sum({page: nbytes for layer in layers for page, nbytes in layer.pages}.values())
 
 
-def no_room(needed: int, tokens: int, budget_bytes: int) -> BudgetError:
-    """Return the error for tokens that do not fit with every layer on disk."""
+def no_room(needed: int, tokens: int, limit: float) -> BudgetError:
+    """Return the error for tokens that do not fit with every layer on disk.
+
+    Args:
+        needed: bytes that the caches need.
+        tokens: tokens of the cache that needs them.
+        limit: the most bytes of all caches, without reads and writes in flight.
+    """
     return BudgetError(
         f"the KV caches need {needed / 1e6:.1f} MB of memory for {tokens} tokens with every layer on disk: "
-        "slots of a layer each, and the last tokens of every layer; their budget is "
-        f"{budget_bytes / 1e6:.1f} MB. Hint: raise it, or set max_tokens.",
+        "slots of a layer each, and the last tokens of every layer; without reads and writes in "
+        f"flight their budget has {limit / 1e6:.1f} MB. Hint: raise it, or set max_tokens.",
         needed,
     )

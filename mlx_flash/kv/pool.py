@@ -171,7 +171,7 @@ class KVPool:
         if needed() > self.limit:
             self.ring.resize(1)
         if (nbytes := needed()) > self.limit:
-            raise no_room(nbytes, rows.length + num_new, self.budget_bytes or 0)
+            raise no_room(nbytes, rows.length + num_new, self.limit)
 
     def free(
         self, needed: Callable[[], int], group: Group, asking: LayerRows | None = None, new: Sequence[mx.array] = ()

@@ -562,6 +562,15 @@ def test_a_budget_without_room_for_slots_names_the_needed_memory(options: Callab
     assert error.value.minimum_bytes > 60_000
 
 
+def test_a_refusal_names_a_smaller_budget_than_the_need(options: Callable[..., KVOptions]) -> None:
+    """It named the whole budget, of which reads and writes in flight have a part: 0.5 MB did not fit 0.8 MB."""
+    mine, _ = filled(options(step=16, budget_bytes=800_000), (16,), 2)
+    mine[0].pool.under_way_bytes = 790_000
+    with pytest.raises(BudgetError, match=r"in flight their budget has 0\.0 MB") as error:
+        copy.deepcopy(mine)
+    assert 10_000 < error.value.minimum_bytes < 800_000
+
+
 def test_evicted_layers_are_spread_over_the_depth(options: Callable[..., KVOptions]) -> None:
     mine, _ = filled(options(step=16), (64,), 8)
     pool = mine[0].pool

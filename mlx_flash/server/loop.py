@@ -69,7 +69,8 @@ class Loop:
             self._take_in(number, text)
         for number in news.left:
             self._leave(number)
-        self._models.unload_named(news.expired)
+        with ends_alone(lambda error: None):  # it is logged; the model has left the room
+            self._models.unload_named(news.expired)
         if news.stops:
             return True
         while self._waiting and self._admit(self._waiting[0]):
@@ -156,7 +157,8 @@ class Loop:
         self._waiting = deque(job for job in self._waiting if job.number != number)
         for model in self._models:
             for job in [job for job in model.jobs.values() if job.number == number]:
-                model.drop(job)
+                with ends_alone(partial(self._fail_all, model)):
+                    model.drop(job)
                 self._models.note_end(model)
 
     def _fail_all(self, model: LoadedModel, error: RefusedError) -> None:

@@ -20,6 +20,7 @@ from mlx_flash.residency.admission import room_bytes, together_bytes
 from mlx_flash.server.batches import BatchOptions
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import End, Failed, Progress
+from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
 from served import serving
@@ -100,6 +101,24 @@ def test_idle_models_leave_after_a_time(models: list[str]) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert server.say("Hi")
+
+
+def test_a_model_that_cannot_be_closed_ends_alone(models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(loaded: LoadedModel) -> None:
+        close(loaded)
+        failed.append(loaded.source.name)
+        raise OSError("the disk is gone")
+
+    close, failed = LoadedModel.close, list[str]()
+    with live(models[0], keep_alive=0.2, context_length=512) as server:
+        monkeypatch.setattr(LoadedModel, "close", fail)
+        server.say("Hi")
+        deadline = time.monotonic() + 10
+        while not failed:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert server.say("Hi")
+        monkeypatch.undo()
 
 
 def test_loading_is_told_to_those_who_wait(models: list[str]) -> None:

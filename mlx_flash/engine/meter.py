@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mlx_flash.engine.tuning import ReadTuner
-from mlx_flash.residency.others import OtherLoad
+from mlx_flash.memory.others import OtherLoad
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.speed import Speed, faster, save_speed
 from mlx_flash.storage.ranges import ReadStats

@@ -22,9 +22,9 @@ from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.driver import has_own_memory, write_zeros
 from mlx_flash.memory.footprint import available_memory, footprint, release_freed_memory, total_memory
 from mlx_flash.memory.lazy import active_memory
+from mlx_flash.memory.others import OtherLoad, least
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.attention import bytes_per_pair
-from mlx_flash.residency.others import OtherLoad, least
 from mlx_flash.residency.speed import Machine, Speed, load_speed, save_speed
 from mlx_flash.storage.blocks import BLOCK_BYTES
 from mlx_flash.storage.codec import Compression, decode_speed

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from mlx_flash.memory.hugepages import use_huge_pages
+from mlx_flash.memory.others import OtherLoad
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file, round_up
 from mlx_flash.storage.measured import Measurements
 from mlx_flash.storage.placement import Piece, Segment
@@ -71,7 +72,8 @@ def disk_profile(path: Path, direct: bool, may_cache: bool = False) -> DiskProfi
     """Return the profile of the disk that holds a file: the stored one if it is recent, or a new one.
 
     Args:
-        path: a file to read from; nothing is written to its disk. Profiles of small files are not stored.
+        path: a file to read from; nothing is written to its disk. Profiles of small files are not stored, nor those
+            that were measured beside busy processes.
         direct: whether to read past the page cache where the file system can.
         may_cache: whether to read through it where that is faster.
     """
@@ -81,8 +83,9 @@ def disk_profile(path: Path, direct: bool, may_cache: bool = False) -> DiskProfi
     remembered = _remembered(key)
     if remembered is not None:
         return remembered
+    others = OtherLoad()
     profile = probe_disk(path, direct, may_cache)
-    if status.st_size >= 2 * SAMPLE_BYTES:
+    if status.st_size >= 2 * SAMPLE_BYTES and not others.is_high:
         PROFILES.save(key, asdict(profile))
     return profile
 

@@ -18,10 +18,11 @@ from mlx_flash.engine.meter import MIN_PASSES, MIN_READ_BYTES, SpeedMeter
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.folders import cache_directory
 from mlx_flash.loading import load_model
-from mlx_flash.residency import machine, others
+from mlx_flash.memory import others
+from mlx_flash.memory.others import BUSY, OtherLoad
+from mlx_flash.residency import machine
 from mlx_flash.residency import speed as speeds
 from mlx_flash.residency.machine import compute_bytes_per_second, prompt_speedup
-from mlx_flash.residency.others import BUSY, OtherLoad
 from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes

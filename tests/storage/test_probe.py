@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +38,14 @@ def small_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     return write_file(tmp_path / "small", 2 * SAMPLE - 1)
+
+
+@pytest.fixture(autouse=True)
+def load(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The load of other processes: none, unless a test says so."""
+    others = SimpleNamespace(is_high=False)
+    monkeypatch.setattr(probe, "OtherLoad", lambda: others)
+    return others
 
 
 @pytest.fixture
@@ -261,6 +270,14 @@ def test_other_entries_are_kept(big: Path, probed: list[bool]) -> None:
     disk_profile(big, True)
     assert len(probed) == 2
     assert "elsewhere:1:direct" in json.loads(disks().read_text())
+
+
+def test_profile_beside_busy_processes_is_not_kept(big: Path, probed: list[bool], load: SimpleNamespace) -> None:
+    load.is_high = True
+    assert disk_profile(big, True) == FAKE and not disks().exists()
+    load.is_high = False
+    assert disk_profile(big, True) == disk_profile(big, True) == FAKE
+    assert len(probed) == 2
 
 
 def test_old_profile_is_measured_again(big: Path, probed: list[bool]) -> None:

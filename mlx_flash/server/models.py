@@ -116,7 +116,7 @@ class Models:
     def note_end(self, model: LoadedModel) -> None:
         """Note that a model becomes idle now, or was used: its time in memory begins."""
         seconds = -1.0 if model.keep_alive is None else model.keep_alive
-        # such a client's model stays: no thread can wait longer
+        # a model stays if a client asks for longer than a thread can wait
         model.expires = time.monotonic() + seconds if 0 <= seconds <= threading.TIMEOUT_MAX else None
 
     def expired(self) -> list[str]:

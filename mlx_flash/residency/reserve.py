@@ -6,6 +6,7 @@ Last bits of the output depend on the step. So both come from sizes, settings an
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.residency.kv import KV_SHARE, least_bytes, most_on_disk
@@ -26,8 +27,17 @@ DISK_SHARE = 0.5
 PROCESS_BYTES = 128_000_000
 """The process without models, as the choice counts it. The real one differs a little from run to run."""
 
+DRIVER_BYTES = 128_000_000
+"""What the libraries of a GPU with memory of its own add to the process. Measured: CUDA 13 on Linux."""
+
 SLOTS_FIRST = 2
 """Tokens get no more than they must have where the budget has no room for so many layers."""
+
+PARTS_FIRST = 2
+"""Parts of a prompt that have room beside these layers, so that a prompt takes fewer passes than it has parts."""
+
+SLOTS_STEP = 128
+"""A prefill step is not made smaller than this for the sake of a slot: many small parts compute slowly."""
 
 WORTH_MORE_TOKENS = 1.25
 """A longer context or prefill step may make a token read so many times as much."""
@@ -46,9 +56,17 @@ def reserves(task: Task, budget: int) -> Iterator[Reserve]:
     most_read = WORTH_MORE_TOKENS * _read_bytes(task, budget, least)
     largest = max((unit.nbytes for unit in task.sizes.layers), default=0)
     is_tight = _room(task, budget, least) < SLOTS_FIRST * largest
+
+    def num_slots(reserve: Reserve) -> int:
+        room = _room(task, budget, replace(reserve, num_parts=PARTS_FIRST))
+        return min(SLOTS_FIRST, max(0, room) // max(1, largest))
+
     for reserve in _all_reserves(task):
         if is_tight and _token_bytes(task, reserve) > _token_bytes(task, least):
             continue  # a slot more brings more
+        can_be_smaller = not task.config.prefill_step_size and reserve.prefill_step_size > SLOTS_STEP
+        if can_be_smaller and num_slots(reserve) < num_slots(replace(reserve, prefill_step_size=SLOTS_STEP)):
+            continue
         if _is_modest(task, budget, reserve) and _read_bytes(task, budget, reserve) <= most_read:
             yield reserve
     yield least
@@ -101,8 +119,9 @@ def _read_bytes(task: Task, budget: int, reserve: Reserve) -> float:
 
 def _room(task: Task, budget: int, reserve: Reserve) -> int:
     """Return about how much of a budget is left for weights that can be streamed."""
-    others = PROCESS_BYTES + task.machine.runtime_bytes + task.sizes.resident_bytes + task.cache_limit
-    return budget - others - _token_bytes(task, reserve)
+    machine = task.machine
+    process = PROCESS_BYTES + DRIVER_BYTES * (machine.arrival == "copied by the driver") + machine.runtime_bytes
+    return budget - process - task.sizes.resident_bytes - task.cache_limit - _token_bytes(task, reserve)
 
 
 def _token_bytes(task: Task, reserve: Reserve) -> int:

@@ -9,6 +9,7 @@ import pytest
 from machines import MB, MIB, make_machine, make_mixture, make_model
 from mlx_flash.config import FlashConfig
 from mlx_flash.layout.cachesizes import CacheSizes
+from mlx_flash.layout.parts import Held
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ActivationSizes, ModelSizes
 from mlx_flash.residency.speed import Machine
@@ -56,6 +57,17 @@ def test_a_prompt_of_the_planned_length_takes_few_passes(gigabytes: int, most_pa
     # Between prompts the room holds weights, so tokens take as long.
     assert plan.opening_seconds == before.opening_seconds
     assert plan.seconds == pytest.approx(before.seconds)
+
+
+@pytest.mark.parametrize("gigabytes", [2.2, 2.35, 2.55, 2.6, 2.65, 2.8, 3.0, 3.05, 3.1, 3.5])
+def test_a_prefill_step_leaves_room_for_slots_and_parts(gigabytes: float) -> None:
+    # A larger step took that room at 2.3, 2.55, 3.0 and 3.05 GB: a prompt of 4,096 tokens took up to eight passes.
+    sizes = llama_8b()
+    held = replace(sizes, activations=replace(sizes.activations, held=Held((16_384,))))
+    plan = make_plan(held, FlashConfig(ram_budget_gb=gigabytes), gpu())
+    assert plan.context_length == 4096 and plan.prefill_step_size >= 128
+    assert plan.prompt_passes(4096) <= 2
+    assert plan.peak_bytes <= plan.budget_bytes
 
 
 def test_a_pool_of_experts_leaves_no_room() -> None:

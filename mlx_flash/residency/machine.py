@@ -116,7 +116,7 @@ def _reads(config: FlashConfig, disk: DiskProfile, compression: Compression | No
     """Return read size and queue depth. Threads that decode are as many as keep up with the disk."""
     read_size, depth = disk.read_size, config.queue_depth or disk.queue_depth
     if compression is not None and config.queue_depth is None:
-        depth = max(depth, compression.num_threads)
+        depth += compression.num_decoding
         read_size = max(LEAST_DECODED, read_size * disk.queue_depth // depth)  # the same memory for their buffers
     read_size = int(config.read_size_mb * 1e6) if config.read_size_mb else read_size
     return (read_size if compression is None else max(read_size, BLOCK_BYTES)), depth

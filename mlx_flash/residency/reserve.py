@@ -5,10 +5,15 @@ Last bits of the output depend on the step. So both come from sizes, settings an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 
 from mlx_flash.config import GB, FlashConfig
+from mlx_flash.memory.pagecache import round_up
+from mlx_flash.residency.candidate import Candidate
 from mlx_flash.residency.kv import KV_SHARE, least_bytes, most_on_disk
 from mlx_flash.residency.plan import PREFILL_STEPS
 from mlx_flash.residency.sizes import CACHE_STEP
@@ -27,17 +32,14 @@ DISK_SHARE = 0.5
 PROCESS_BYTES = 128_000_000
 """The process without models, as the choice counts it. The real one differs a little from run to run."""
 
-DRIVER_BYTES = 128_000_000
-"""What the libraries of a GPU with memory of its own add to the process. Measured: CUDA 13 on Linux."""
-
 SLOTS_FIRST = 2
 """Tokens get no more than they must have where the budget has no room for so many layers."""
 
-PARTS_FIRST = 2
-"""Parts of a prompt that have room beside these layers, so that a prompt takes fewer passes than it has parts."""
+LEAST_STEP = 128
+"""A prefill step is not made smaller than this for the sake of fewer passes: many small parts compute slowly."""
 
-SLOTS_STEP = 128
-"""A prefill step is not made smaller than this for the sake of a slot: many small parts compute slowly."""
+DRIVER_STEP = 256_000_000
+"""With a GPU that has memory of its own, its libraries take most of the process. They count in such steps."""
 
 WORTH_MORE_TOKENS = 1.25
 """A longer context or prefill step may make a token read so many times as much."""
@@ -56,20 +58,43 @@ def reserves(task: Task, budget: int) -> Iterator[Reserve]:
     most_read = WORTH_MORE_TOKENS * _read_bytes(task, budget, least)
     largest = max((unit.nbytes for unit in task.sizes.layers), default=0)
     is_tight = _room(task, budget, least) < SLOTS_FIRST * largest
-
-    def num_slots(reserve: Reserve) -> int:
-        room = _room(task, budget, replace(reserve, num_parts=PARTS_FIRST))
-        return min(SLOTS_FIRST, max(0, room) // max(1, largest))
-
-    for reserve in _all_reserves(task):
-        if is_tight and _token_bytes(task, reserve) > _token_bytes(task, least):
-            continue  # a slot more brings more
-        can_be_smaller = not task.config.prefill_step_size and reserve.prefill_step_size > SLOTS_STEP
-        if can_be_smaller and num_slots(reserve) < num_slots(replace(reserve, prefill_step_size=SLOTS_STEP)):
-            continue
-        if _is_modest(task, budget, reserve) and _read_bytes(task, budget, reserve) <= most_read:
-            yield reserve
+    for _, same_context in groupby(_all_reserves(task), key=attrgetter("context_length")):
+        good: list[Reserve] = []
+        for reserve in same_context:
+            if is_tight and _token_bytes(task, reserve) > _token_bytes(task, least):
+                continue  # a slot more brings more
+            if _is_modest(task, budget, reserve) and _read_bytes(task, budget, reserve) <= most_read:
+                good.append(reserve)
+        yield from sorted(good, key=lambda reserve: _prompt_passes(task, budget, reserve))
     yield least
+
+
+def _prompt_passes(task: Task, budget: int, reserve: Reserve) -> float:
+    """Return about how many passes a prompt of the planned length takes, if its parts share them.
+
+    More than all others for steps that are too small to be chosen for that. Of equal steps the largest comes first.
+    """
+    num_parts = -(-reserve.context_length // reserve.prefill_step_size)
+    if reserve.prefill_step_size < LEAST_STEP:
+        return math.inf
+    if task.kv_on_disk or task.sizes.experts is not None or not task.config.lend_reserves:
+        return num_parts
+    room = _room(task, budget, reserve)
+    if task.machine.arrival == "copied by the driver":
+        room -= round_up(task.machine.base_bytes, DRIVER_STEP) - PROCESS_BYTES
+    room -= next((taken for n in (SLOTS_FIRST, 1) if (taken := _least_taken(task, reserve, n)) <= room), room)
+    num_together = 1
+    while num_together < num_parts and task.parts_bytes(replace(reserve, num_parts=num_together + 1)) <= room:
+        num_together += 1
+    return -(-num_parts // num_together)
+
+
+def _least_taken(task: Task, reserve: Reserve, num_slots: int) -> int:
+    """Return the least memory that weights take beside so many slots: what is pinned, and the slots."""
+    tried = [
+        Candidate(cut, reserve, num_slots, True, tile, cut.sizes.layer_bytes) for cut in task.cuts for tile in (0, None)
+    ]
+    return min(each.pinned_bytes + num_slots * each.streaming.slot_bytes for each in tried)
 
 
 def _all_reserves(task: Task) -> Iterator[Reserve]:
@@ -119,9 +144,8 @@ def _read_bytes(task: Task, budget: int, reserve: Reserve) -> float:
 
 def _room(task: Task, budget: int, reserve: Reserve) -> int:
     """Return about how much of a budget is left for weights that can be streamed."""
-    machine = task.machine
-    process = PROCESS_BYTES + DRIVER_BYTES * (machine.arrival == "copied by the driver") + machine.runtime_bytes
-    return budget - process - task.sizes.resident_bytes - task.cache_limit - _token_bytes(task, reserve)
+    others = PROCESS_BYTES + task.machine.runtime_bytes + task.sizes.resident_bytes + task.cache_limit
+    return budget - others - _token_bytes(task, reserve)
 
 
 def _token_bytes(task: Task, reserve: Reserve) -> int:

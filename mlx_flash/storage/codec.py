@@ -54,10 +54,10 @@ class Compression:
         return min(self.disk_bytes_per_second / self.ratio, self.decode_bytes_per_second * free)
 
     @property
-    def num_threads(self) -> int:
-        """Threads that read and decode as fast as the disk delivers, two of them waiting for the disk."""
+    def num_decoding(self) -> int:
+        """Threads that decode while as many others as ever wait for the disk. One more helps where speeds vary."""
         free = max(1, num_cores() - self.shares_cores)
-        return min(free, math.ceil(self.disk_bytes_per_second / self.ratio / self.decode_bytes_per_second)) + 2
+        return min(free, math.ceil(self.disk_bytes_per_second / self.ratio / self.decode_bytes_per_second) + 1)
 
     @property
     def gain(self) -> float:

@@ -87,7 +87,7 @@ class FlashConfig:
             computes each one as if it were alone, bit for bit. ``"stock"`` computes mlx-lm's batches, which are padded
             and differ in the last bits.
         lend_reserves: keep more weights in memory while the context is short and no large prompt is computed. They are
-            evicted as keys, values and intermediate results need their memory.
+            dropped as keys, values and intermediate results need their memory.
         speculation: guess tokens from earlier text, and check several in one pass where computing them costs no time.
             The output is the same either way.
         ranks_mode: what each of several ranks computes: some layers, or with ``"tensor"`` a part of every layer.

@@ -111,7 +111,7 @@ FACTS = {
     "kv.read_bytes": Fact("bytes", _COUNTER, "Keys and values read from the disk"),
     "kv.written_bytes": Fact("bytes", _COUNTER, "Keys and values written to the disk"),
     "kv.reserved_bytes": Fact("bytes", _GAUGE, "Arrays of MLX for keys and values"),
-    "kv.num_evicted": Fact("layers", _COUNTER, "Layers evicted to the disk"),
+    "kv.num_offloaded": Fact("layers", _COUNTER, "Layers offloaded to the disk"),
     "kv.wait_seconds": Fact("seconds", _COUNTER, "Time that calls waited for keys and values"),
     "prefixes.num_restored": Fact("tokens", _COUNTER, "Prompt tokens restored from the prefix cache"),
     "prefixes.num_computed": Fact("tokens", _COUNTER, "Prompt tokens computed"),

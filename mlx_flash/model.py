@@ -215,7 +215,7 @@ class FlashLLM(ModelFacade):
             lengths: the most tokens of each, prompt and answer.
         """
         chain = self._life.prepared.chain
-        has_room = rows_bytes(self.plan, lengths, may_evict=True) <= room_bytes(self.plan)
+        has_room = rows_bytes(self.plan, lengths, may_offload=True) <= room_bytes(self.plan)
         return has_room if chain is None else bool(chain.least(has_room))
 
     def refusal(self, cache: Sequence[Any]) -> str | None:

@@ -1,7 +1,7 @@
 """Interrupt passes and changes of tiny models at random moments, and count what is left.
 
     python scripts/interrupts.py [--seconds 20] [--kinds dense,mixture] [--changes decode,prompt] [--seed 1]
-    python scripts/interrupts.py --kinds "" --caches "evicted,prefixes disk exact"
+    python scripts/interrupts.py --kinds "" --caches "offloaded,prefixes disk exact"
 
 For each kind of model and of change it prints the number of interrupts, and how often the model and the prompt cache
 were `right` afterwards (mlx-lm's logits, bit for bit) or `refused` to go on. A third of the interrupts comes from a

@@ -137,7 +137,7 @@ def _bytes_of_others(plan: ResidencyPlan, lane: Lane) -> int:
 
 
 def _has_room(plan: ResidencyPlan, lanes: Sequence[Lane], own: OwnCaches) -> bool:
-    """Return whether a single token surely fits the budget, with nothing to lend or to evict.
+    """Return whether a single token surely fits the budget, with nothing to lend or to offload.
 
     With all weights in memory this is so for nearly all tokens.
     """

@@ -48,7 +48,7 @@ class OwnCaches:
         return growth if limit is None else min(growth, max(0, limit - self._pool.memory_bytes))
 
     def admit(self, missing: int) -> int:
-        """Evict layers as the pass needs it, if so many bytes are missing. Return the bytes that are still missing."""
+        """Offload layers as the pass needs, if so many bytes are missing. Return the bytes that are still missing."""
         pool = self._pool
         if pool is None:
             return missing

@@ -13,7 +13,7 @@ from mlx_flash.kv.pool import KVPool
 def admit(
     pool: KVPool, layers: Sequence[LayerRows], num_new: Sequence[int], step: int, row_bytes: Sequence[int], limit: int
 ) -> int:
-    """Prepare a call, or several in lockstep: evict layers before it takes memory, and set what it may take.
+    """Prepare a call, or several in lockstep: offload layers before it takes memory, and set what it may take.
 
     The call adds ``num_new`` tokens to each layer, of which ``step`` go through the model at a time. ``row_bytes`` are
     those of a token in each layer; not used where there are tokens already. ``limit`` is the most memory of all caches
@@ -44,12 +44,12 @@ def admit_quietly(pool: KVPool, layers: Sequence[LayerRows], num_new: Sequence[i
     largest = quiet_width(pool, layers, num_new)
     if largest is None:
         return False
-    eviction = 0 if pool.options.budget_bytes is None else pool.options.eviction_bytes([largest])
-    if pool.memory_bytes + eviction > limit:
+    offload = 0 if pool.options.budget_bytes is None else pool.options.offload_bytes([largest])
+    if pool.memory_bytes + offload > limit:
         return False
     pool.begin({rows.group for rows in layers})
     if pool.options.budget_bytes is not None:
-        pool.budget_bytes, pool.under_way_bytes = limit, eviction
+        pool.budget_bytes, pool.under_way_bytes = limit, offload
     return True
 
 

@@ -1,4 +1,4 @@
-"""The files of a pool: those of layers on disk, made when the first one is evicted, and open ones of the prefix cache.
+"""The files of a pool: those of layers on disk, made when the first is offloaded, and open ones of the prefix cache.
 
 Files of the prefix cache are read where they are. They are locked while a layer refers to them, so they are not
 evicted. If one is removed all the same, its open descriptors keep its bytes.

@@ -35,7 +35,7 @@ class Pool(Protocol):
         """Held while layers change."""
 
     def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
-        """Evict layers until new tokens of one fit."""
+        """Offload layers until new tokens of one fit."""
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class LayerRows:
         """The pool that the layer belongs to."""
         return self._pool()
 
-    def evict(self, new: Sequence[mx.array]) -> None:
+    def offload(self, new: Sequence[mx.array]) -> None:
         """Go to disk, without the tokens that other layers have there. The pool decides when. Raises: WriteError.
 
         The shapes of ``new`` tokens, which are about to be added, count if there are no others yet.
@@ -78,7 +78,7 @@ class LayerRows:
         others = [(disk, length) for other, length in relatives(self) if (disk := other.disk)]
         self.replace(self.pool.files.write(self.memory, new, others, self.stored, self.planned))
         self.stored = ()
-        self.pool.stats.num_evicted += 1
+        self.pool.stats.num_offloaded += 1
 
     def replace(self, store: MemoryRows | DiskRows) -> None:
         """Hold other rows from now on."""
@@ -213,8 +213,8 @@ class Layers(weakref.WeakSet[LayerRows]):
             self._last_sums = _Sums(held, sum([rows.disk is not None for rows in layers]), when)
         return self._last_sums
 
-    def next_to_evict(self, asking: LayerRows | None) -> LayerRows | None:
-        """Return the layer to evict next: of the sequence used longest ago, and far from those that were evicted.
+    def next_to_offload(self, asking: LayerRows | None) -> LayerRows | None:
+        """Return the layer to offload next: of the sequence used longest ago, and far from those that were offloaded.
 
         ``asking`` is the layer that new tokens come to; None before a call.
         """

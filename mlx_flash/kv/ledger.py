@@ -52,7 +52,7 @@ class Way(NamedTuple):
     """A way for a call to stay within a limit."""
 
     missing: int  # bytes that it lacks
-    under_way_bytes: int = 0  # kept free during the call: for reads and writes, or for the eviction of a layer
+    under_way_bytes: int = 0  # kept free during the call: for reads and writes, or to offload a layer
     num_slots: int = 0  # buffers for layers on disk; 0 where nothing goes there
     disk_bytes: int = 0  # what it adds to the files
 
@@ -88,7 +88,7 @@ class KVLedger:
 
     @property
     def growth(self) -> int:
-        """Bytes that the call adds if no layer is evicted."""
+        """Bytes that the call adds if no layer is offloaded."""
         return max(0, self.peak + self.under_way_bytes * self._is_on_disk - self.now)
 
     @cached_property
@@ -141,9 +141,9 @@ class KVLedger:
         needed = self.peak + (options.step * sum(sizes) if self._grows_several_times else 0)
         if options.budget_bytes is None:
             return Way(max(0, needed - limit))
-        eviction = options.eviction_bytes(sizes)
-        if not self._is_on_disk and needed + eviction <= limit:
-            return Way(0, eviction)
+        offload = options.offload_bytes(sizes)
+        if not self._is_on_disk and needed + offload <= limit:
+            return Way(0, offload)
         tokens = max([each.held for each in self.coming.values()], default=0)
         for num_slots in (NUM_SLOTS, 1):
             under_way = options.under_way_bytes(sizes, tokens, self.step, num_slots)
@@ -151,7 +151,7 @@ class KVLedger:
             if least <= limit:
                 fresh = [each.num_new * each.nbytes for key, each in self.coming.items() if self.layers[key].is_on_disk]
                 return Way(0, under_way, num_slots, sum(fresh) + max(0, needed + under_way - limit))
-        return Way(max(0, min(least, needed + under_way * self._is_on_disk) - limit))  # nothing can be evicted
+        return Way(max(0, min(least, needed + under_way * self._is_on_disk) - limit))  # nothing can be offloaded
 
     @property
     def _grows_several_times(self) -> bool:

@@ -48,7 +48,7 @@ class KVOptions:
     form: Form = "step"
     step: int = DEFAULT_STEP  # tokens of a page; caches of the form ``step`` grow by as many
     max_context_length: int | None = None  # tokens to reserve room for; longer contexts still grow
-    budget_bytes: int | None = None  # the most memory of all caches together; beyond it layers are evicted to disk
+    budget_bytes: int | None = None  # the most memory of all caches together; beyond it layers are offloaded to disk
     max_tokens: int | None = None  # when a cache would hold more, the older half is dropped
     keep: int = 0  # number of first tokens that are never dropped, rounded up to whole pages
     always_on_disk: bool = False  # whether layers go to disk with their first tokens, whatever the budget
@@ -142,8 +142,8 @@ class KVOptions:
         buffers = min(NUM_READERS, num_slots) * QUEUE_DEPTH * READ_SIZE if self.direct else 0
         return waiting + NUM_COPIES * max(token_bytes, default=0) * max(num_new, min(tokens, self.step)) + buffers
 
-    def eviction_bytes(self, token_bytes: Iterable[int]) -> int:
-        """Return the additional memory while a layer is evicted to disk: copies of a page, and its last tokens."""
+    def offload_bytes(self, token_bytes: Iterable[int]) -> int:
+        """Return the additional memory while a layer is offloaded to disk: copies of a page, and its last tokens."""
         return (NUM_COPIES + 1) * self.step * max(token_bytes, default=0)
 
     def forgotten_tokens(self, length: int, num_new: int) -> int:

@@ -1,6 +1,6 @@
 """All KV caches of one model: the layers in memory, the layers on disk, and the budget.
 
-Beyond the budget layers are evicted to disk one by one: first those of the sequence used longest ago, spread over the
+Beyond the budget layers are offloaded to disk one by one: first those of the sequence used longest ago, spread over the
 layers. Copies of a cache are parked: they share the memory of their common first tokens. The copy that is computed has
 these tokens a second time, in buffers for attention. It is parked when another one is computed.
 """
@@ -36,7 +36,7 @@ class KVUsage:
     reserved_bytes: int = 0  # what MLX counts as active for them
     read_bytes: int = 0
     written_bytes: int = 0
-    num_evicted: int = 0  # layers evicted to disk
+    num_offloaded: int = 0  # layers offloaded to disk
     wait_seconds: float = 0.0
 
 
@@ -49,7 +49,7 @@ class KVPool:
     def __init__(self, options: KVOptions, count_written: Callable[[int], None] = lambda _: None) -> None:
         self.options = options
         self.budget_bytes = options.budget_bytes  # the most memory of all caches together; may be changed
-        self.under_way_bytes = 0  # the part of it that is kept free: for reads and writes, or to evict a layer
+        self.under_way_bytes = 0  # the part of it that is kept free: for reads and writes, or to offload a layer
         self.stats = KVStats()
         self.usage = KVUsage()  # at the last :meth:`note`; any thread may read it
         self.layers = Layers(options.step)
@@ -101,17 +101,17 @@ class KVPool:
         files_used = {disk.file for disk in self.layers.on_disk.values()} if self.layers.is_on_disk else ()
         disk_bytes = sum([file.nbytes for file in files_used]) + files.draft_bytes
         sizes = self.memory_bytes, disk_bytes, self.reserved_bytes, files.read_bytes, files.written_bytes
-        self.usage = KVUsage(*sizes, stats.num_evicted, stats.wait_seconds)
+        self.usage = KVUsage(*sizes, stats.num_offloaded, stats.wait_seconds)
         return self.usage
 
     def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:
-        """Evict layers to disk until the memory, with new tokens of one layer, fits the budget.
+        """Offload layers to disk until the memory, with new tokens of one layer, fits the budget.
 
         Raises: BudgetError: it does not fit even with every layer on disk; WriteError.
         """
         self.begin(self._current_groups if rows.group in self._current_groups else {rows.group})
         if self.options.always_on_disk and rows.disk is None and (new or rows.memory.length):
-            rows.evict(new)
+            rows.offload(new)
         if self.budget_bytes is None:
             return
         if not new:
@@ -186,8 +186,8 @@ class KVPool:
                 self.ring.release()
             elif (idle := self.layers.next_to_park(group)) is not None:
                 park(idle)
-            elif (victim := self.layers.next_to_evict(asking)) is not None:
-                victim.evict(new if victim is asking else ())
+            elif (victim := self.layers.next_to_offload(asking)) is not None:
+                victim.offload(new if victim is asking else ())
                 release_freed_memory()
             else:
                 return

@@ -31,10 +31,10 @@ def batch_bytes(plan: ResidencyPlan, lengths: Sequence[int]) -> int:
     return ledger.in_memory([longest] * (2 * num_rows - 1)) + copies + _call_bytes(plan, num_rows, max(lengths))
 
 
-def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_evict: bool) -> int:
+def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_offload: bool) -> int:
     """Return the most memory of requests that share passes, each with a cache of its own length.
 
-    ``may_evict`` says that keys and values may go to disk.
+    ``may_offload`` says that keys and values may go to disk.
     """
     if not lengths:
         return 0
@@ -42,7 +42,7 @@ def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_evict: bool) 
     held = [ledger.held(length) for length in lengths]
     room = _capacity if options is None else options.most_capacity
     nbytes = ledger.in_memory([room(tokens) for tokens in held])
-    if may_evict and options is not None and ledger.may_evict:
+    if may_offload and options is not None and ledger.may_offload:
         last_pages = num_others * options.step * sum(ledger.cache.rows)
         others = sum([ledger.others.nbytes(tokens) for tokens in held])
         nbytes = min(nbytes, ledger.on_disk(max(held), ledger.step) + last_pages + others)
@@ -57,7 +57,7 @@ def alone_bytes(plan: ResidencyPlan, length: int) -> int:
         return batch_bytes(plan, [length])
     held = ledger.held(length, 1)
     rows = (ledger.cache.largest_row + sum(ledger.cache.rows)) * _capacity(held)
-    if ledger.may_evict:
+    if ledger.may_offload:
         rows = min(rows, ledger.on_disk(held, 1, num_slots=1))
     return rows + ledger.one_by_one(held, held)
 
@@ -66,7 +66,7 @@ def together_bytes(plan: ResidencyPlan, lengths: Sequence[int], batching: str) -
     """Return the most memory of requests that are answered together."""
     if batching == "stock":
         return batch_bytes(plan, lengths)
-    return rows_bytes(plan, lengths, may_evict=bool(plan.kv.num_on_disk))
+    return rows_bytes(plan, lengths, may_offload=bool(plan.kv.num_on_disk))
 
 
 def _capacity(length: int) -> int:

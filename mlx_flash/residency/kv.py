@@ -100,8 +100,8 @@ def in_memory(sizes: ModelSizes, config: FlashConfig, context_length: int, prefi
     ledger = Ledger(sizes.cache, sizes.activations, options, prefill_step_size)
     tokens, growth = ledger.held(context_length), max(CACHE_STEP, options.step)
     tokens = round_up(tokens, growth) if tokens == context_length else tokens + growth
-    eviction = options.eviction_bytes(rows) if ledger.may_evict else 0
-    return KVShare(options, rows, ledger.in_memory([tokens]) + ledger.states(prefill_step_size) + eviction)
+    offload = options.offload_bytes(rows) if ledger.may_offload else 0
+    return KVShare(options, rows, ledger.in_memory([tokens]) + ledger.states(prefill_step_size) + offload)
 
 
 def on_disk(
@@ -127,15 +127,15 @@ def on_disk(
             f"{-(-least // 1000) / 1e6:.6f}: two slots of a layer each, the last tokens of every layer, and what is "
             "under way to the disk and back. Hint: give more, or set a smaller context_length."
         )
-    evicted = _evicted(rows, tokens, limit - least) if limit < whole else []
+    offloaded = _offloaded(rows, tokens, limit - least) if limit < whole else []
     return KVShare(
         options=_options(config, limit, context_length),
         rows=rows,
         nbytes=limit + ledger.others.nbytes(tokens) + ledger.states(prefill_step_size),
         limit=limit,
         is_fixed=config.kv_ram_gb is not None,
-        disk_bytes=sum(evicted) * tokens,
-        num_on_disk=len(evicted),
+        disk_bytes=sum(offloaded) * tokens,
+        num_on_disk=len(offloaded),
     )
 
 
@@ -227,7 +227,7 @@ def _options(config: FlashConfig, budget: int, context_length: int) -> KVOptions
     )
 
 
-def _evicted(rows: Sequence[int], tokens: int, room: int) -> list[int]:
+def _offloaded(rows: Sequence[int], tokens: int, room: int) -> list[int]:
     """Return the rows of layers on disk: all but as many as there is room for."""
     room //= max(1, tokens)
     left = sorted(rows)

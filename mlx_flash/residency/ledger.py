@@ -100,7 +100,7 @@ class Ledger:
         return sum([self.cache.nbytes(room) for room in capacities]) + self.cache.largest_row * max(capacities)
 
     @property
-    def may_evict(self) -> bool:
+    def may_offload(self) -> bool:
         """True if keys and values may go to disk."""
         return self.options is not None and self.options.budget_bytes is not None
 

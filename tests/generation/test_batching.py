@@ -65,7 +65,7 @@ def test_sequences_that_the_budget_does_not_hold_together_wait(tmp_path: Path) -
         response = mlx_flash.batch_generate(model, TOKENIZER, prompts, max_tokens=3, return_token_ids=True)
         step = model.plan.prefill_step_size
         assert model.has_room([9]) and not model.has_room([9] * 20)
-        rows = rows_bytes(model.plan, [9] * 20, may_evict=True)
+        rows = rows_bytes(model.plan, [9] * 20, may_offload=True)
         assert rows > 1.5 * room_bytes(model.plan) > rows / 10
     for tokens, prompt in zip(response.token_ids, prompts, strict=True):
         assert tokens == [token for token, _ in alone(directory, prompt, 3, prefill_step_size=step)]

@@ -198,9 +198,9 @@ SCENARIOS: dict[str, tuple[dict[str, Any], Callable[[Script], None]]] = {
     "memory": ({}, talk),
     "preallocated": ({"form": "preallocated", "max_context_length": 64}, talk),
     "disk": ({"always_on_disk": True}, talk),
-    "evicted": ({"budget_bytes": 200_000}, talk),
+    "offloaded": ({"budget_bytes": 200_000}, talk),
     "quantized": ({}, quantized),
-    "quantized, evicted": ({"budget_bytes": 100_000}, quantized),
+    "quantized, offloaded": ({"budget_bytes": 100_000}, quantized),
     "kept": ({}, kept),
     "forgetful": ({"max_tokens": 80, "keep": 5}, forgetful),
     "forgetful on disk": ({"max_tokens": 80, "keep": 5, "always_on_disk": True}, forgetful),
@@ -224,7 +224,7 @@ def program(name: str, folder: Path) -> Program:
         script.all.clear()
         gc.collect()
         pool.ring.release()
-        assert bool(pool.stats.num_evicted) == ("budget_bytes" in changes or "always_on_disk" in changes)
+        assert bool(pool.stats.num_offloaded) == ("budget_bytes" in changes or "always_on_disk" in changes)
         assert pool.memory_bytes == pool.reserved_bytes == pool.note().disk_bytes == 0
         pool.close()
         assert not list(folder.iterdir())

@@ -9,11 +9,11 @@ from mlx.utils import tree_flatten
 from mlx_flash.kv.pool import KVPool
 
 
-def evict_all(pool: KVPool) -> None:
+def offload_all(pool: KVPool) -> None:
     """Sends every layer that has tokens to disk, as a budget would."""
     for rows in list(pool.layers):
         if rows not in pool.layers.on_disk and rows.memory.length:
-            rows.evict(())
+            rows.offload(())
 
 
 def rows_of(seed: int, num_tokens: int, dtype: mx.Dtype, heads: int = 2, width: int = 32) -> mx.array:

@@ -117,7 +117,7 @@ def test_rows_on_disk_are_their_solo_runs(
     options = settings(directory, times=times, context_length=420, kv_directory=tmp_path / "kv", ram_budget_gb="min")
     with load_model(directory, options)[0] as model:
         got, most_disk, most_memory = run(model, PROMPTS, arrivals)
-        assert model.kv is not None and model.kv.stats.num_evicted >= 4 * SMALL["num_hidden_layers"]
+        assert model.kv is not None and model.kv.stats.num_offloaded >= 4 * SMALL["num_hidden_layers"]
         token_bytes = sum(model.plan.kv.rows)
         assert most_disk > 1.5 * max(LENGTHS) * token_bytes  # of several sequences at once
         assert most_memory <= (model.plan.kv.limit or 0)
@@ -141,7 +141,7 @@ def test_slots_that_waiting_rows_hold_count(wide: Path, stock_logits: list[mx.ar
         for number, cache in enumerate(caches):
             fill(cache, number)
             for entry in cache:
-                entry.rows.evict(())
+                entry.rows.offload(())
         slot = model.plan.cache.largest_row * 704
         if not has_room:
             model.plan = replace(model.plan, kv=replace(model.plan.kv, limit=model.kv.memory_bytes + 2 * slot))
@@ -203,7 +203,7 @@ def test_the_server_answers_with_keys_and_values_on_disk(model: str) -> None:
     options = {"ram_budget_gb": "min", "context_length": 2048, "lend_reserves": False, "kv_cache": "disk"}
     with serving(model, **options, kv_step=16, kv_ram_gb=0.0015) as mine:
         assert exact_serving.together(mine, texts) == expected
-        assert mine.pool.stats.num_evicted > 4 and mine.pool.note().read_bytes
+        assert mine.pool.stats.num_offloaded > 4 and mine.pool.note().read_bytes
         assert mine.pool.note().memory_bytes <= 1_500_000
         assert exact_serving.ask(mine, texts[0]) == expected[0]
 
@@ -215,7 +215,7 @@ def test_copies_of_a_cache_on_disk_write_new_tokens_only(directory: Path) -> Non
         advance(model, model.row(mx.array([PROMPTS[0]]), cache, STEP))
         for entry in cache:
             if not entry.is_on_disk:
-                entry.rows.evict(())
+                entry.rows.offload(())
         written = model.kv.note().written_bytes
         caches = [copy.deepcopy(cache) for _ in range(4)]
         rows = [model.row(mx.array([[k] * 16]), each, STEP) for k, each in enumerate(caches)]
@@ -275,7 +275,7 @@ def test_active_conversations_refer_to_the_prefix_cache(tmp_path: Path, prefixes
         assert model.kv is not None and model.prefixes is not None
         usage, token_bytes = model.kv.note(), sum(model.plan.kv.rows)
         assert model.prefixes.counters.num_restored >= num * len(shared)
-        assert model.kv.stats.num_evicted > 2 * SMALL["num_hidden_layers"] and usage.read_bytes
+        assert model.kv.stats.num_offloaded > 2 * SMALL["num_hidden_layers"] and usage.read_bytes
         assert most_disk <= usage.written_bytes <= num * 2 * 16 * token_bytes  # what follows the prefix, at most
     assert not list(base.iterdir())
     for tokens, prompt in zip(got, prompts, strict=True):

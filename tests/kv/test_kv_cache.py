@@ -21,7 +21,7 @@ from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import BatchKVCache, KVCache, LRUPromptCache, QuantizedKVCache, make_prompt_cache
 
-from kv_rows import address, bits, equal, evict_all, rows_of
+from kv_rows import address, bits, equal, offload_all, rows_of
 from mlx_flash.errors import BudgetError, ClosedError, ConfigError, StreamedWeightsError
 from mlx_flash.kv import options as kv_options
 from mlx_flash.kv import ring
@@ -112,7 +112,7 @@ class Against(RuleBasedStateMachine):
             else:
                 assert equal(found, expected)
             if index in self.disk and not mine.is_on_disk:
-                mine.rows.evict(())
+                mine.rows.offload(())
 
     @rule(num_tokens=st.integers(1, 700))
     def trim(self, num_tokens: int) -> None:
@@ -267,16 +267,16 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def generated(
-    model: nn.Module, cache: list[Any], num_tokens: int = 60, evicts: bool = False, **kwargs: Any
+    model: nn.Module, cache: list[Any], num_tokens: int = 60, offloads: bool = False, **kwargs: Any
 ) -> list[tuple[int, mx.array]]:
     """Tokens and what they were sampled from; after the first ones all layers go to disk, if they are to."""
     steps = generate_step(PROMPT, model, max_tokens=num_tokens, prompt_cache=cache, prefill_step_size=128, **kwargs)
     found = []
     for token, logprobs in steps:
         found.append((int(token), logprobs))
-        if evicts and len(found) == 3:
+        if offloads and len(found) == 3:
             for pool in {entry.pool for entry in cache if isinstance(entry, DiskKVCache | DiskQuantizedKVCache)}:
-                evict_all(pool)
+                offload_all(pool)
     return found
 
 
@@ -293,7 +293,7 @@ def stock(llama: nn.Module) -> Callable[..., list[tuple[int, mx.array]]]:
 @pytest.mark.parametrize("form", FORMS)
 def test_generation_is_equal(llama: nn.Module, stock: Any, form: str, options: Callable[..., KVOptions]) -> None:
     cache = make_caches(make_prompt_cache(llama), options(**FORMS[form]))
-    assert same(generated(llama, cache, evicts="disk" in form), stock())
+    assert same(generated(llama, cache, offloads="disk" in form), stock())
     assert all(entry.is_on_disk for entry in cache) == ("disk" in form)
     assert bool(cache[0].pool.note().read_bytes) == ("disk" in form)
 
@@ -312,7 +312,7 @@ def test_generation_in_16_bits_is_equal(dtype: mx.Dtype, bits: int | None, optio
     """The cache has the precision that the model works in: that of the scales where weights are packed numbers."""
     model = build(LLAMA | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}, dtype, bits)
     cache = make_caches(make_prompt_cache(model), options(step=16))
-    assert same(generated(model, cache, 20, evicts=True), generated(model, make_prompt_cache(model), 20))
+    assert same(generated(model, cache, 20, offloads=True), generated(model, make_prompt_cache(model), 20))
     assert cache[0].keys.dtype == dtype
 
 
@@ -322,7 +322,7 @@ def test_quantized_generation_is_equal(
 ) -> None:
     quantized = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 200}
     cache = make_caches(make_prompt_cache(llama), options(**FORMS[form]))
-    assert same(generated(llama, cache, evicts="disk" in form, **quantized), stock(**quantized))
+    assert same(generated(llama, cache, offloads="disk" in form, **quantized), stock(**quantized))
     assert all(isinstance(entry, DiskQuantizedKVCache) for entry in cache)
     assert all(entry.is_on_disk for entry in cache) == ("disk" in form)
 
@@ -331,8 +331,8 @@ def test_a_cache_on_disk_can_be_quantized(llama: nn.Module, options: Callable[..
     quantized = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 320}
     cache = make_caches(make_prompt_cache(llama), options(step=16))
     expected = generated(llama, make_prompt_cache(llama), **quantized)
-    assert same(generated(llama, cache, evicts=True, **quantized), expected)
-    assert cache[0].pool.stats.num_evicted == len(cache)
+    assert same(generated(llama, cache, offloads=True, **quantized), expected)
+    assert cache[0].pool.stats.num_offloaded == len(cache)
     assert not any(entry.is_on_disk for entry in cache)  # there is no budget that would send them there again
 
 
@@ -345,7 +345,7 @@ def test_speculative_generation_is_equal(llama: nn.Module, options: Callable[...
         for token, _, _ in steps:
             found.append(int(token))
             for pool in pools:
-                evict_all(pool)
+                offload_all(pool)
         return found
 
     models = llama, draft
@@ -362,7 +362,7 @@ def test_only_plain_caches_are_replaced(options: Callable[..., KVOptions]) -> No
     for before, after in zip(theirs, mine, strict=True):
         assert isinstance(after, DiskKVCache) == (type(before) is KVCache)
         assert isinstance(after, DiskKVCache) or after is before
-    assert same(generated(model, mine, 40, evicts=True), generated(model, make_prompt_cache(model), 40))
+    assert same(generated(model, mine, 40, offloads=True), generated(model, make_prompt_cache(model), 40))
     assert any(isinstance(entry, DiskKVCache) and entry.is_on_disk for entry in mine)
 
 
@@ -397,7 +397,7 @@ def test_mlx_lms_prompt_cache_keeps_and_copies_it(llama: nn.Module, options: Cal
     mine = answers(lambda: make_caches(make_prompt_cache(llama), pool.options, pool))
     theirs = answers(lambda: make_prompt_cache(llama))
     assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
-    assert pool.stats.num_evicted
+    assert pool.stats.num_offloaded
     assert pool.memory_bytes <= budget
 
 
@@ -408,7 +408,7 @@ def test_batches_merge_and_extract_it(llama: nn.Module, options: Callable[..., K
         caches = [make(), make()]
         for cache, length in zip(caches, (50, 70), strict=True):
             mx.eval(llama(mx.arange(length)[None], cache=cache))
-        evict_all(pool)
+        offload_all(pool)
         generator = BatchGenerator(llama, max_tokens=10)
         uids = generator.insert([[3], [5]], caches=caches)
         found: dict[int, list[int]] = {uid: [] for uid in uids}
@@ -419,7 +419,7 @@ def test_batches_merge_and_extract_it(llama: nn.Module, options: Callable[..., K
 
     mine = texts(lambda: make_caches(make_prompt_cache(llama), pool.options, pool))
     assert mine == texts(lambda: make_prompt_cache(llama))
-    assert pool.stats.num_evicted
+    assert pool.stats.num_offloaded
 
 
 def filled(options: KVOptions, lengths: tuple[int, ...] = (100,), layers: int = 3) -> tuple[list[Any], list[Any]]:
@@ -440,7 +440,7 @@ def feed(mine: list[Any], theirs: list[Any], seed: int, length: int) -> None:
 def test_pending_computations_keep_their_slot_contents(options: Callable[..., KVOptions]) -> None:
     """Nothing evaluates what one layer computes before its slot is needed again."""
     mine, theirs = filled(options(step=16), (100,), 5)
-    evict_all(mine[0].pool)
+    offload_all(mine[0].pool)
     pending = []
     for seed in range(3):
         for index, caches in enumerate(zip(mine, theirs, strict=True)):
@@ -452,7 +452,7 @@ def test_pending_computations_keep_their_slot_contents(options: Callable[..., KV
 
 def test_slots_do_not_move_without_pending_computations(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
     cache = make_caches(make_prompt_cache(llama), options(step=16))
-    generated(llama, cache, 20, evicts=True)
+    generated(llama, cache, 20, offloads=True)
     assert cache[0].pool.note().read_bytes
     assert [slot.num_moved for slot in cache[0].pool.ring.slots] == [0, 0]
 
@@ -472,7 +472,7 @@ def test_unaligned_pages_are_read_through_bounce_buffers(
     for way in ("in place", "bounced"):
         monkeypatch.setattr("mlx_flash.kv.kvfiles.way_of_reading", lambda way=way: way)
         mine, theirs = filled(options(), (600,), 4)
-        evict_all(mine[0].pool)
+        offload_all(mine[0].pool)
         bounced.clear()
         for seed in range(3):
             feed(mine, theirs, seed + 1, 1)
@@ -484,7 +484,7 @@ def test_unaligned_pages_are_read_through_bounce_buffers(
 def test_the_order_of_layers_is_learned(options: Callable[..., KVOptions]) -> None:
     mine, theirs = filled(options(step=16), (100,), 5)
     pool = mine[0].pool
-    evict_all(pool)
+    offload_all(pool)
     for seed in range(2, 4):
         feed(mine, theirs, seed, 1)
     before = pool.stats.num_unpredicted
@@ -503,7 +503,7 @@ def test_slots_on_large_pages_have_equal_contents(
     for module in (ring, kv_options):
         monkeypatch.setattr(module, "LARGE_SLOT_BYTES", 4096)
     mine, theirs = filled(options(step=16, **settings), (100, 1), 4)
-    evict_all(mine[0].pool)
+    offload_all(mine[0].pool)
     for seed in range(2, 40):
         feed(mine, theirs, seed, 1 + seed % 3 * 5)
     assert [cache.trim(30) for cache in mine] == [cache.trim(30) for cache in theirs]
@@ -513,7 +513,7 @@ def test_slots_on_large_pages_have_equal_contents(
 def test_two_layers_on_disk_stay_in_their_slots(options: Callable[..., KVOptions]) -> None:
     mine, theirs = filled(options(step=16), (100,), 2)
     pool = mine[0].pool
-    evict_all(pool)
+    offload_all(pool)
     feed(mine, theirs, 1, 1)
     before = pool.note().read_bytes
     for seed in range(2, 40):
@@ -530,7 +530,7 @@ def test_layers_of_different_shapes(options: Callable[..., KVOptions]) -> None:
             rows = rows_of(seed, length, dtype, heads, width), rows_of(seed + 9, length, dtype, heads, width)
             found = [cache.update_and_fetch(*rows) for cache in caches]
             assert equal(found[0], found[1])
-        evict_all(mine[0].pool)
+        offload_all(mine[0].pool)
     assert all(entry.is_on_disk for entry in mine)
 
 
@@ -539,7 +539,7 @@ def test_nothing_is_read_for_mlx_lm_to_evaluate(llama: nn.Module, options: Calla
     cache = make_caches(make_prompt_cache(llama), options(step=16))
     mx.eval(llama(PROMPT[None, :40], cache=cache))
     pool = cache[0].pool
-    evict_all(pool)
+    offload_all(pool)
     generated(llama, cache, 1)
     num_calls = -(-len(PROMPT) // 128) + 2  # the last token alone, and one ahead
     assert pool.stats.num_fetched <= len(cache) * num_calls
@@ -571,28 +571,28 @@ def test_a_refusal_names_a_smaller_budget_than_the_need(options: Callable[..., K
     assert 10_000 < error.value.minimum_bytes < 800_000
 
 
-def test_evicted_layers_are_spread_over_the_depth(options: Callable[..., KVOptions]) -> None:
+def test_offloaded_layers_are_spread_over_the_depth(options: Callable[..., KVOptions]) -> None:
     mine, _ = filled(options(step=16), (64,), 8)
     pool = mine[0].pool
     order = []
     for _ in range(4):
-        victim = pool.layers.next_to_evict(mine[0].rows)
+        victim = pool.layers.next_to_offload(mine[0].rows)
         assert victim is not None
-        victim.evict(())
+        victim.offload(())
         order.append(victim.index)
     assert order == [0, 4, 2, 6]
 
 
-def test_the_conversation_used_longest_ago_is_evicted_first(options: Callable[..., KVOptions]) -> None:
+def test_the_conversation_used_longest_ago_is_offloaded_first(options: Callable[..., KVOptions]) -> None:
     pool = KVPool(options(step=16))
     old, new = (make_caches([KVCache(), KVCache()], pool.options, pool) for _ in range(2))
     for seed, caches in enumerate((old, new)):
         feed(caches, [KVCache(), KVCache()], seed, 64)
     victims = []
     for _ in old:
-        victim = pool.layers.next_to_evict(new[0].rows)
+        victim = pool.layers.next_to_offload(new[0].rows)
         assert victim is not None
-        victim.evict(())
+        victim.offload(())
         victims.append(victim)
     assert victims == [entry.rows for entry in old]
 
@@ -648,7 +648,7 @@ def test_the_older_half_is_dropped(
 ) -> None:
     cache = make_caches(make_prompt_cache(llama), options(**FORGETFUL[form] | {"max_tokens": 200, "keep": keep}))
     reference, expected = forgetful(keep)
-    assert same(generated(llama, cache, 110, evicts="disk" in form), expected)
+    assert same(generated(llama, cache, 110, offloads="disk" in form), expected)
     assert all(entry.is_on_disk for entry in cache) == ("disk" in form)
     assert cache[0].offset == reference[0].offset
     assert 100 <= cache[0].size() <= 200
@@ -698,7 +698,7 @@ def test_a_copy_does_not_keep_the_original_in_memory(options: Callable[..., KVOp
 def test_copies_share_pages_until_they_differ(options: Callable[..., KVOptions]) -> None:
     mine, theirs = filled(options(step=16), (160,), 3)
     pool = mine[0].pool
-    evict_all(pool)
+    offload_all(pool)
     before = pool.note().disk_bytes
     copies = [(copy.deepcopy(mine), copy.deepcopy(theirs)) for _ in range(3)]
     assert pool.note().disk_bytes == before
@@ -714,13 +714,13 @@ def test_copies_share_pages_until_they_differ(options: Callable[..., KVOptions])
 def test_arrays_in_one_cache_exclude_those_of_others(options: Callable[..., KVOptions]) -> None:
     mine, _ = filled(options(step=16), (40,), 4)
     assert len(arrays_in(mine[0])) == 2
-    evict_all(mine[0].pool)
+    offload_all(mine[0].pool)
     assert arrays_in(mine) == []
 
 
 def test_a_closed_pool_raises(options: Callable[..., KVOptions]) -> None:
     mine, theirs = filled(options(step=16), (40,), 2)
-    evict_all(mine[0].pool)
+    offload_all(mine[0].pool)
     mine[0].pool.close()
     mine[0].pool.close()
     with pytest.raises(ClosedError, match="make new ones"):
@@ -744,7 +744,7 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) ->
 
 def test_batch_caches_are_stock(options: Callable[..., KVOptions]) -> None:
     mine, theirs = filled(options(step=16), (40,), 2)
-    evict_all(mine[0].pool)
+    offload_all(mine[0].pool)
     assert type(DiskKVCache.merge([mine[0], theirs[1]])) is BatchKVCache
 
 

@@ -43,7 +43,7 @@ OPTIONS = st.fixed_dictionaries(
         "max_tokens": st.sampled_from([None, None, 600, 1024]),
     }
 )
-NAMES = ["feed", "feed", "feed", "call", "copy", "trim", "evict", "look", "drop"]
+NAMES = ["feed", "feed", "feed", "call", "copy", "trim", "offload", "look", "drop"]
 ACTIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.integers(1, 90)), min_size=1, max_size=14)
 
 
@@ -72,13 +72,13 @@ def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: s
             pool, layers, [count] * LAYERS, count, sizes_of(layers), pool.options.budget_bytes or 1 << 40
         ):
             return
-        peak, num_evicted = (
+        peak, num_offloaded = (
             ledger_of(pool, layers, [count] * LAYERS, count, sizes_of(layers)).peak,
-            pool.stats.num_evicted,
+            pool.stats.num_offloaded,
         )
         for i, cache in enumerate(caches):
             mx.eval(cache.update_and_fetch(rows_of(count, i), rows_of(count, i)))
-            assert pool.memory_bytes <= peak or pool.stats.num_evicted > num_evicted
+            assert pool.memory_bytes <= peak or pool.stats.num_offloaded > num_offloaded
     elif name == "copy" and len(conversations) < 4:
         conversations.append(copy.deepcopy(caches))
     elif name == "drop" and len(conversations) > 1:
@@ -86,8 +86,8 @@ def act(pool: KVPool, conversations: list[list[Any]], caches: list[Any], name: s
     elif name == "trim":
         for cache in caches:
             cache.trim(count)
-    elif name == "evict" and (victim := pool.layers.next_to_evict(layers[0])) is not None and victim.memory.length:
-        victim.evict(())
+    elif name == "offload" and (victim := pool.layers.next_to_offload(layers[0])) is not None and victim.memory.length:
+        victim.offload(())
 
 
 def sizes_of(layers: list[Any]) -> list[int]:

@@ -401,7 +401,7 @@ def test_a_slot_takes_the_counted_memory(heap: str, tmp_path: Path) -> None:
     rows = mx.random.normal((1, 4, tokens, 64))
     for cache in caches:
         mx.eval(cache.update_and_fetch(rows, rows))
-        cache.rows.evict(())
+        cache.rows.offload(())
     top = make_holes() if heap == "with holes" else []
     for cache in caches:
         cache.rows.fetch()
@@ -418,7 +418,7 @@ def test_a_slot_takes_the_counted_memory(heap: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_no_freed_buffers")
 @pytest.mark.parametrize("heap", ["as it is", "with holes"])
-def test_evicted_layers_leave_the_counted_memory(heap: str, tmp_path: Path) -> None:
+def test_offloaded_layers_leave_the_counted_memory(heap: str, tmp_path: Path) -> None:
     """But for what may have waited to be written."""
     if not commits_lazily():
         pytest.skip("arrays take all of their memory here")

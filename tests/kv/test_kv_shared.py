@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from kv_rows import address, equal, evict_all, rows_of
+from kv_rows import address, equal, offload_all, rows_of
 from mlx_flash.kv.admit import admit
 from mlx_flash.kv.cache import DiskKVCache, make_caches
 from mlx_flash.kv.ledger import Coming
@@ -154,7 +154,7 @@ def test_pages_of_copies_are_written_once(form: str, options: Callable[..., KVOp
     conversations = [first, *(first.copy(length) for length in (1000, 900, 333))]
     for seed, conversation in enumerate(conversations):
         conversation.feed(seed, 40)
-    evict_all(pool)
+    offload_all(pool)
     begun, rests = 1000, 40 + 40 + 40 + 40
     assert (
         begun <= pool.note().disk_bytes / TOKEN_BYTES / LAYERS <= begun + rests + 3 * 16
@@ -163,9 +163,9 @@ def test_pages_of_copies_are_written_once(form: str, options: Callable[..., KVOp
     for seed, conversation in enumerate(conversations, 10):
         conversation.check()
         conversation.feed(seed, 30)
-    evicted = first.copy(700)
-    evicted.feed(20, 5)
-    for conversation in (*conversations, evicted):
+    offloaded = first.copy(700)
+    offloaded.feed(20, 5)
+    for conversation in (*conversations, offloaded):
         conversation.check()
 
 
@@ -178,12 +178,12 @@ def test_pages_are_shared_with_the_active_conversation(options: Callable[..., KV
     second.feed(1, 16)
     assert first.num_parked == LAYERS
     for entry in first.mine:
-        entry.rows.evict(())
+        entry.rows.offload(())
     assert second.num_parked == 0
     written = pool.note().written_bytes
     third = second.copy()  # of the buffer
     second.feed(2, 16)
-    evict_all(pool)
+    offload_all(pool)
     assert pool.note().written_bytes == written + (16 + 16) * TOKEN_BYTES * LAYERS
     for conversation in (first, second, third):
         conversation.check()
@@ -210,7 +210,7 @@ def test_changed_tokens_are_not_shared(form: str, goes_to_disk: bool, options: C
         if goes_to_disk:
             for entry in (entry for conversation in conversations[::2] for entry in conversation.mine[::2]):
                 if not entry.is_on_disk:
-                    entry.rows.evict(())
+                    entry.rows.offload(())
         for conversation in conversations:
             conversation.check()
 
@@ -254,7 +254,7 @@ def test_the_budget_holds_while_conversations_take_turns(
     for conversation in conversations:
         conversation.check()
     if times != 1.6:  # in between it depends on the form
-        assert bool(pool.stats.num_evicted) == (times == 1.0)
+        assert bool(pool.stats.num_offloaded) == (times == 1.0)
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -303,7 +303,7 @@ def test_replaced_rows_are_not_shared(entry: Any, goes_to_disk: bool, options: C
         copies[0][0].state = (*doubled, *copies[0][0].state[2:])
         copies[1][0].state = (*doubled, *copies[1][0].state[2:])
     if goes_to_disk:
-        evict_all(pool)
+        offload_all(pool)
     else:
         others = make_caches([entry()], pool.options, pool)
         others[0].update_and_fetch(rows, rows)  # whose turn comes, so that the others are parked

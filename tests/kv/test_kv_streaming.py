@@ -95,7 +95,7 @@ def same(left: list[tuple[int, mx.array]], right: list[tuple[int, mx.array]]) ->
 
 def went_to_disk(model: FlashLLM) -> bool:
     assert model.kv is not None
-    return model.kv.stats.num_evicted > 0 and model.kv.note().read_bytes > 0
+    return model.kv.stats.num_offloaded > 0 and model.kv.note().read_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_batches(directories: Callable[[str], Path]) -> None:
 
     with load_model(directory, settings(directory, prefill_step_size=150))[0] as model:
         assert texts(model) == texts(stock(directory))
-        assert model.kv is not None and model.kv.stats.num_evicted
+        assert model.kv is not None and model.kv.stats.num_offloaded
 
 
 def test_the_servers_prompt_caches(directories: Callable[[str], Path]) -> None:
@@ -350,7 +350,7 @@ def test_more_context_than_planned_goes_to_disk(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.fixture
-def evicted(directories: Callable[[str], Path], tmp_path: Path) -> Iterator[tuple[FlashLLM, list[Any]]]:
+def offloaded(directories: Callable[[str], Path], tmp_path: Path) -> Iterator[tuple[FlashLLM, list[Any]]]:
     """A model, and a cache of it that is on disk."""
     directory = directories("llama")
     with load_model(directory, settings(directory, times=1.5, kv_directory=tmp_path / "kv"))[0] as model:
@@ -395,14 +395,14 @@ def test_a_kv_directory_that_goes_while_running_ends_the_call(tmp_path: Path) ->
     rows = mx.ones((1, 2, 100, 32))
     for cache in caches:
         cache.update_and_fetch(rows, rows)
-    caches[0].rows.evict(())
+    caches[0].rows.offload(())
     shutil.rmtree(tmp_path / "kv")
     with pytest.raises(WriteError, match=r"cannot make .*layer-1\.kv for the KV cache: No such file.*Hint"):
-        caches[1].rows.evict(())
+        caches[1].rows.offload(())
 
 
-def test_a_full_disk_raises_before_the_call(evicted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, cache = evicted
+def test_a_full_disk_raises_before_the_call(offloaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = offloaded
     before = [entry.offset for entry in cache]
     with monkeypatch.context() as patch:
         patch.setattr("mlx_flash.kv.kvfiles.free_bytes", lambda path: 10)
@@ -412,8 +412,8 @@ def test_a_full_disk_raises_before_the_call(evicted: Any, monkeypatch: pytest.Mo
     assert bool(mx.isfinite(model(PROMPT[None, :STEP], cache=cache)).all())
 
 
-def test_a_disk_that_fails_ends_one_call(evicted: Any, monkeypatch: pytest.MonkeyPatch, directories: Any) -> None:
-    model, cache = evicted
+def test_a_disk_that_fails_ends_one_call(offloaded: Any, monkeypatch: pytest.MonkeyPatch, directories: Any) -> None:
+    model, cache = offloaded
     number = errno.EIO
 
     def fails(*_: Any) -> int:

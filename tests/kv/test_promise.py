@@ -66,7 +66,7 @@ def test_smallest_budget_has_room_for_the_tokens_of_a_prompt(tmp_path: Path, nam
 
 
 def test_caches_have_one_slot_where_two_do_not_fit(tmp_path: Path) -> None:
-    """Layers are evicted before a call takes memory."""
+    """Layers are offloaded before a call takes memory."""
     options = KVOptions(step=16, budget_bytes=0, directory=tmp_path, max_context_length=512)
     caches = make_caches([KVCache() for _ in range(4)], options)
     pool, sizes = caches[0].pool, [2 * 2 * 32 * 4] * 4

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from conversations import LONG, SYSTEM, turn
 from conversations import model as model  # a fixture
-from kv_rows import equal, evict_all, rows_of
+from kv_rows import equal, offload_all, rows_of
 from mlx_flash.kv.cache import DiskKVCache, make_caches
 from mlx_flash.kv.history import History
 from mlx_flash.kv.kept import KeptCaches, num_equal
@@ -70,7 +70,7 @@ def test_kept_conversations_share_their_common_prompt(model: str, expected: list
         assert pool.memory_bytes < copies(common + rests + 100, 30)
         answers.append(mine.ask(*turn("And now?"), seed=3))  # not in a batch
         assert answers == expected[:5]
-        assert pool.note().disk_bytes == pool.stats.num_evicted == 0
+        assert pool.note().disk_bytes == pool.stats.num_offloaded == 0
         mine.ask(*turn("And in a batch again?"))
         rests = sum(length - common for length in lengths(mine))
         assert len(lengths(mine)) == 6 and pool.memory_bytes < copies(common + rests, 40)
@@ -181,7 +181,7 @@ def test_released_caches_free_their_rows(pool: KVPool) -> None:
     assert pool.memory_bytes == copies(150, 2)
     for entry, expected in zip(two, extracted((1, 100), (3, 50)), strict=True):
         assert equal(entry.keys_and_values(), expected.keys_and_values())
-    assert pool.stats.num_evicted == 0
+    assert pool.stats.num_offloaded == 0
 
 
 def test_only_bitwise_equal_rows_are_shared(pool: KVPool) -> None:
@@ -214,22 +214,22 @@ def test_kept_conversations_beside_active_ones(on_disk: bool, pool: KVPool) -> N
     for entry, rows in zip(alone, extracted((1, 300)), strict=True):
         entry.rows.append(rows.keys_and_values())
     if on_disk:
-        evict_all(pool)
+        offload_all(pool)
         pool.budget_bytes = pool.memory_bytes
     kept, one, two = KeptCaches(), extracted((1, 300), (2, 20)), extracted((1, 300), (3, 20))
     kept.take(alone, [1] * 300, pool)
     before = pool.memory_bytes
     for cache, seed in ((one, 2), (two, 3)):
         kept.take(cache, [1] * 300 + [seed] * 20, pool)
-    assert pool.stats.num_evicted == (LAYERS if on_disk else 0)
+    assert pool.stats.num_offloaded == (LAYERS if on_disk else 0)
     assert pool.memory_bytes == (before + copies(340, 3) if on_disk else copies(340, 3))
     copied = copy.deepcopy(one)
-    assert pool.stats.num_evicted == (LAYERS if on_disk else 0)  # there was room for what is there
+    assert pool.stats.num_offloaded == (LAYERS if on_disk else 0)  # there was room for what is there
     pool.budget_bytes = 400_000
     for entry, like in zip(copied, extracted((1, 300), (2, 20), (4, 30)), strict=True):
         rest = [array[..., 320:, :] for array in like.keys_and_values()]
         assert equal(entry.update_and_fetch(*rest), like.keys_and_values())
-    assert pool.stats.num_evicted > (LAYERS if on_disk else 0)
+    assert pool.stats.num_offloaded > (LAYERS if on_disk else 0)
     for cache, *pieces in ((alone, (1, 300)), (one, (1, 300), (2, 20)), (two, (1, 300), (3, 20))):
         for entry, like in zip(cache, extracted(*pieces), strict=True):
             assert equal(entry.keys_and_values(), like.keys_and_values())

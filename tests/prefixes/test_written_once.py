@@ -60,13 +60,13 @@ class Machine:
 
 
 @pytest.mark.parametrize("mode", ["exact", "longest"])
-@pytest.mark.parametrize("kind", ["on disk", "evicted later"])
+@pytest.mark.parametrize("kind", ["on disk", "offloaded later"])
 def test_a_prompt_is_written_once(kind: str, mode: str, tmp_path: Path) -> None:
     machine = Machine(tmp_path, mode, always_on_disk=kind == "on disk")
     talk = machine.talk().feed(LONG[:96]).feed(LONG[96:160])
     if kind != "on disk":
         for entry in talk.cache:
-            entry.rows.evict(())
+            entry.rows.offload(())
     talk.feed(LONG[160:])
     num_pages = len(LONG) // PAGE
     assert len(LONG) * TOKEN_BYTES <= machine.written() <= len(LONG) * TOKEN_BYTES + num_pages * HEAD_BYTES

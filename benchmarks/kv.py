@@ -28,9 +28,9 @@ from harness import describe, describe_cold, run_worker, write_json
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache, LRUPromptCache
 from mlx_lm.models.llama import Model, ModelArgs
 
-from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pool import KVPool
 from mlx_flash.memory.footprint import footprint, peak_footprint
 
 MB = 1e6

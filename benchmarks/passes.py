@@ -27,7 +27,7 @@ from rich.table import Table
 from mlx_flash import FlashConfig, FlashLLM, generate_step, load_model
 from mlx_flash.config import GB, parse_budget
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE
-from mlx_flash.speculation.pace import Times
+from mlx_flash.speculation.worth import Times
 
 
 @dataclass(frozen=True)

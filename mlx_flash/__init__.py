@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from mlx_flash.generation import batch_generate, generate, generate_step, stream_generate
     from mlx_flash.integration.mlx_lm import FlashPatch, apply_flash_patch, remove_flash_patch
     from mlx_flash.integration.modelfile import parse_flash_directives
-    from mlx_flash.kv.cache import DiskKVCache
+    from mlx_flash.kv.diskcache import DiskKVCache
     from mlx_flash.loading import load, load_model
     from mlx_flash.manager import FlashGenerationLoop, FlashManager
     from mlx_flash.model import FlashLLM
-    from mlx_flash.vision.loading import load_vlm
+    from mlx_flash.vision.loadvlm import load_vlm
 
 __version__ = VERSION
 
@@ -90,10 +90,10 @@ _HOMES = {
     "mlx_flash.generation": {"batch_generate", "generate", "generate_step", "stream_generate"},
     "mlx_flash.integration.mlx_lm": {"FlashPatch", "apply_flash_patch", "remove_flash_patch"},
     "mlx_flash.integration.modelfile": {"parse_flash_directives"},
-    "mlx_flash.kv.cache": {"DiskKVCache"},
+    "mlx_flash.kv.diskcache": {"DiskKVCache"},
     "mlx_flash.loading": {"load", "load_model"},
     "mlx_flash.model": {"FlashLLM"},
-    "mlx_flash.vision.loading": {"load_vlm"},
+    "mlx_flash.vision.loadvlm": {"load_vlm"},
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.manager import ModelManager
+from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.errors import ConfigError
 from mlx_flash.generation import stream_generate
 from mlx_flash.loading import load

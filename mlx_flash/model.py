@@ -28,13 +28,13 @@ from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.wrapped import prepare_loaded
 from mlx_flash.errors import BudgetError
-from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.checkpoints import Checkpoints
+from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.layout.load import model_name
-from mlx_flash.prefixes.cache import PrefixCache
+from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.admission import room_bytes, rows_bytes
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.speculation.pace import Times
+from mlx_flash.speculation.worth import Times
 
 _SMALLER_STEP = "the budget has room for %d prompt tokens at a time: output is mlx-lm's own for --prefill-step-size %d"
 _NO_LIMIT = (

@@ -26,8 +26,8 @@ from rich.live import Live
 from rich.text import Text
 
 from mlx_flash.monitor import glyphs
-from mlx_flash.monitor.render import Canvas, frame
-from mlx_flash.monitor.watch import Watcher
+from mlx_flash.monitor.enginewatch import Watcher
+from mlx_flash.monitor.frames import Canvas, frame
 
 ROOT = Path(__file__).resolve().parent.parent
 

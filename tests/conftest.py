@@ -28,7 +28,7 @@ QUICK = {
     "test_compat",
     "test_dropped",
     "test_files",
-    "test_kv_sizes",
+    "test_kv_growth",
     "test_layering",
     "test_layers",
     "test_layout",
@@ -38,10 +38,10 @@ QUICK = {
     "test_placement",
     "test_pool",
     "test_residency_kv",
+    "test_routingtrace",
     "test_run",
     "test_slots",
     "test_stream",
-    "test_trace",
     "test_writer",
 }
 """Files of which every test gets the marker ``quick``; in other files, single tests have it."""

@@ -39,13 +39,13 @@ from mlx_flash.commands.flags import (
     VISION,
     Flag,
 )
-from mlx_flash.commands.parser import SHOWN, Parser
-from mlx_flash.commands.ranges import (
+from mlx_flash.commands.flagtypes import (
     boolean,
     json_object,
     max_tokens,
     setting,
 )
+from mlx_flash.commands.parser import SHOWN, Parser
 from mlx_flash.commands.serve_flags import add_model_flags, add_serve_flags
 from mlx_flash.config import FlashConfig, did_you_mean, setting_kinds
 

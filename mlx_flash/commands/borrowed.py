@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.commands.ranges import OF_MLX_LM, count
+from mlx_flash.commands.flagtypes import OF_MLX_LM, count
 
 _TYPES = {"int": int, "float": float, "str": str}
 

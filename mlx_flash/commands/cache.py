@@ -19,9 +19,9 @@ from mlx_flash.folders import cache_directory
 from mlx_flash.kv.kvfiles import sessions_directory
 from mlx_flash.layout.held import RESULTS as HELD
 from mlx_flash.monitor.words import counted, size
-from mlx_flash.prefixes.cache import prefix_directory
 from mlx_flash.prefixes.folder import StoredModel, clear_prefixes, list_prefixes
-from mlx_flash.residency.attention import RESULTS as ATTENTION
+from mlx_flash.prefixes.prefixcache import prefix_directory
+from mlx_flash.residency.scores import RESULTS as ATTENTION
 from mlx_flash.residency.speed import SPEEDS
 from mlx_flash.sessions import remove_orphans, remove_unheld
 from mlx_flash.storage.probe import PROFILES

@@ -10,7 +10,7 @@ from typing import TextIO
 import mlx.core as mx
 
 from mlx_flash.commands.common import dial, make_config
-from mlx_flash.commands.mlx_lm import chat_on_ranks
+from mlx_flash.commands.programs import chat_on_ranks
 from mlx_flash.commands.run import described_model, talk_about
 from mlx_flash.config import FlashConfig
 from mlx_flash.ranks.peers import launched_group

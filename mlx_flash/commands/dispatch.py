@@ -88,11 +88,11 @@ def _load_commands_of_models() -> dict[str, Run]:
     from mlx_flash.commands.chat import chat
     from mlx_flash.commands.doctor import doctor
     from mlx_flash.commands.generate import generate
-    from mlx_flash.commands.mlx_lm import execute
-    from mlx_flash.commands.models import list_
+    from mlx_flash.commands.modellist import list_
     from mlx_flash.commands.named import create, remove, show
     from mlx_flash.commands.pack import pack
     from mlx_flash.commands.plan import plan
+    from mlx_flash.commands.programs import execute
     from mlx_flash.commands.pull import pull
     from mlx_flash.commands.run import run
     from mlx_flash.commands.verify import verify

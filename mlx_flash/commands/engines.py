@@ -19,7 +19,7 @@ from rich.table import Table
 from mlx_flash.commands.common import print_json, print_rich
 from mlx_flash.errors import ConfigError
 from mlx_flash.facts import budget_of
-from mlx_flash.monitor.history import History
+from mlx_flash.monitor.rates import History
 from mlx_flash.monitor.state import model_name, printable
 from mlx_flash.monitor.words import duration, rate, size
 from mlx_flash.telemetry import Json, Published, find

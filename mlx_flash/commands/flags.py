@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.commands.ranges import count, max_tokens, port, prompt_tokens, ranks, seconds
+from mlx_flash.commands.flagtypes import count, max_tokens, port, prompt_tokens, ranks, seconds
 
 LOG = 2
 """Value of ``args.verbose`` that asks for the log, too."""

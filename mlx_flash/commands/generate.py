@@ -33,13 +33,13 @@ from mlx_flash.commands.common import (
 from mlx_flash.commands.render import render_generation
 from mlx_flash.commands.report import GenerationReport, Recorder, follow, make_report
 from mlx_flash.commands.vision import generate_with_pictures, is_vision
-from mlx_flash.compat.loading import makes_own_cache
+from mlx_flash.compat.loaders import makes_own_cache
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import ConfigError
-from mlx_flash.experts.trace import RoutingTrace
+from mlx_flash.experts.routingtrace import RoutingTrace
 from mlx_flash.generation import stream_generate
 from mlx_flash.integration.mlx_lm import apply_flash_patch
-from mlx_flash.kv.cache import load_saved
+from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.loading import load_model
 from mlx_flash.model import FlashLLM
 from mlx_flash.ranks.peers import launched_group, rank_output, read_on_rank_0

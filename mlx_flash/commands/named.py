@@ -16,13 +16,13 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from mlx_flash.commands.common import dial, make_config, note, print_json
-from mlx_flash.commands.models import expect
+from mlx_flash.commands.modellist import expect
 from mlx_flash.commands.preview import is_remote, preview
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import CheckpointNotFoundError, ConfigError
 from mlx_flash.layout import hub
-from mlx_flash.modelfile.named import check_model_name, create_model, named_models
+from mlx_flash.modelfile.namedfiles import check_model_name, create_model, named_models
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
 from mlx_flash.monitor.words import counted, size, speed
 from mlx_flash.storage.safetensors import read_checkpoint

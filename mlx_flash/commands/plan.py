@@ -10,10 +10,10 @@ from typing import TextIO
 
 from huggingface_hub import constants
 
-from mlx_flash.commands.budgets import budget_rows, budgets_to_json, render_budgets
+from mlx_flash.commands.budgettable import budget_rows, budgets_to_json, render_budgets
 from mlx_flash.commands.common import make_config, print_json, print_rich, tokenizer_if_any
 from mlx_flash.commands.preview import is_remote, preview
-from mlx_flash.commands.ranks import rank_parts, render_ranks
+from mlx_flash.commands.rankparts import rank_parts, render_ranks
 from mlx_flash.commands.render import render_plan
 from mlx_flash.commands.report import planning_to_json
 from mlx_flash.commands.vision import prepare_model

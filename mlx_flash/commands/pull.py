@@ -13,9 +13,9 @@ from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_ba
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from mlx_flash.commands.common import make_config, note, print_json
-from mlx_flash.commands.models import Outcome, expect
+from mlx_flash.commands.modellist import Outcome, expect
 from mlx_flash.commands.preview import preview
-from mlx_flash.commands.status import Status
+from mlx_flash.commands.statusline import Status
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, ReadError
 from mlx_flash.files import free_bytes

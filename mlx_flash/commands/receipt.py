@@ -16,10 +16,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.commands.report import Json
 from mlx_flash.compat.arrays import memory_of
-from mlx_flash.compat.loading import current_load_model
+from mlx_flash.compat.loaders import current_load_model
 from mlx_flash.errors import CheckpointError, ReadError
-from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.parts import ModelLayout, Unit
+from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import own_class
 from mlx_flash.memory.pagecache import drop_cached
 from mlx_flash.model import FlashLLM

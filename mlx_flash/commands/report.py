@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_flash import __version__
 from mlx_flash.experts.slots import ExpertStats
 from mlx_flash.facts import FACTS, Facts, Sample
-from mlx_flash.kv.pool import KVUsage
+from mlx_flash.kv.kvpool import KVUsage
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM

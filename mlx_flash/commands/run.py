@@ -18,11 +18,11 @@ import mlx_lm
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from mlx_flash.commands.common import dial, note
-from mlx_flash.commands.lines import make_reader
 from mlx_flash.commands.preview import is_remote
 from mlx_flash.commands.slash import COMPLETIONS
-from mlx_flash.commands.status import Status
+from mlx_flash.commands.statusline import Status
 from mlx_flash.commands.talk import Talk
+from mlx_flash.commands.typedlines import make_reader
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import resolve
@@ -31,7 +31,7 @@ from mlx_flash.layout.hub import is_ollama_name
 from mlx_flash.loading import load
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.conversation import Conversation
-from mlx_flash.modelfile.named import named_models
+from mlx_flash.modelfile.namedfiles import named_models
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
 
 

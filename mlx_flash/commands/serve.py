@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from mlx_flash.commands.common import dial, make_config, note
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import CompatibilityError, ConfigError
-from mlx_flash.modelfile.named import named_models
+from mlx_flash.modelfile.namedfiles import named_models
 from mlx_flash.modelfile.parse import Modelfile, read_modelfile
 from mlx_flash.monitor.words import size, speed
 from mlx_flash.ranks.peers import launched_group
@@ -22,7 +22,7 @@ from mlx_flash.vision.detect import check_installed
 
 try:
     from mlx_flash.server.access import make_access
-    from mlx_flash.server.batches import BatchOptions
+    from mlx_flash.server.batchoptions import BatchOptions
     from mlx_flash.server.catalog import Catalog, Source
     from mlx_flash.server.described import source_of
     from mlx_flash.server.room import EngineRoom

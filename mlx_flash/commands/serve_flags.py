@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlx_flash.commands.borrowed import DRAFTED, borrow_flags
 from mlx_flash.commands.flags import VISION
-from mlx_flash.commands.ranges import count, json_object, seconds
+from mlx_flash.commands.flagtypes import count, json_object, seconds
 
 _OWN = ("--model", "--max-tokens", "--allowed-origins", "--chat-template-args", "--prompt-cache-bytes")
 """mlx-lm's flags that are checked here."""

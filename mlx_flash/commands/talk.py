@@ -12,11 +12,11 @@ from rich.text import Text
 
 from mlx_flash.commands.common import note, print_rich
 from mlx_flash.commands.interrupt import AnswerStoppedError, Interrupts
-from mlx_flash.commands.lines import Read
 from mlx_flash.commands.render import render_generation
 from mlx_flash.commands.report import Recorder, make_report, ratio
 from mlx_flash.commands.slash import Bye, Slash
-from mlx_flash.commands.status import Status
+from mlx_flash.commands.statusline import Status
+from mlx_flash.commands.typedlines import Read
 from mlx_flash.config import GB
 from mlx_flash.errors import FlashError
 from mlx_flash.memory.footprint import footprint, peak_footprint

@@ -68,7 +68,7 @@ def prepare_folder(path: Path, config: FlashConfig, probe: Path | None = None, *
     """Return a model's plan, as :func:`prepare_model`, from mlx-vlm or from mlx-lm."""
     if not with_vlm:
         return prepare(path, config, writes=False, probe=probe)
-    from mlx_flash.vision.loading import prepare_vlm
+    from mlx_flash.vision.loadvlm import prepare_vlm
 
     return prepare_vlm(path, config, writes=False, probe=probe)
 
@@ -83,7 +83,7 @@ def seeing(args: argparse.Namespace, path: Path) -> Iterator[tuple[Any, Any]]:
     """
     import mlx_vlm
 
-    from mlx_flash.vision.loading import load_processor_of, load_vlm_model
+    from mlx_flash.vision.loadvlm import load_processor_of, load_vlm_model
 
     config = make_config(args)
     trusts = vars(args).get("trust_remote_code", False)  # commands without the flag do not
@@ -104,9 +104,9 @@ def generate_with_pictures(args: argparse.Namespace, path: Path, out: TextIO) ->
         ConfigError: a flag is not available here.
         PictureError: a picture cannot be used.
     """
-    from mlx_flash.vision.model import FlashVLM
+    from mlx_flash.vision.flashvlm import FlashVLM
+    from mlx_flash.vision.pictureprompts import make_prompt, responses
     from mlx_flash.vision.pictures import open_picture
-    from mlx_flash.vision.prompts import make_prompt, responses
 
     _check_flags(args)
     began = time.perf_counter()

@@ -21,7 +21,7 @@ from mlx_vlm.models import cache, linear, switch_layers
 from transformers import ProcessorMixin, dynamic_module_utils
 
 from mlx_flash.compat.caches import CacheKinds
-from mlx_flash.compat.experts import StackCall, StackKinds
+from mlx_flash.compat.expertstacks import StackCall, StackKinds
 from mlx_flash.compat.require import require
 
 TESTED_VLM = ("0.7.10", "0.7.10")

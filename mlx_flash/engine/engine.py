@@ -11,9 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.engine.lending import Lending
-from mlx_flash.experts.layers import Experts
+from mlx_flash.experts.expertlayers import Experts
 from mlx_flash.experts.pool import READS_PAST_CACHE, ExpertPool
-from mlx_flash.experts.rows import make_pooled
+from mlx_flash.experts.pooledstacks import make_pooled
 from mlx_flash.experts.slots import pool_layer
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.experts import trunk_of
@@ -48,7 +48,7 @@ class ExpertOptions:
     """Settings of the streaming of experts.
 
     Attributes:
-        exact_rows: as in :class:`~mlx_flash.experts.layers.Experts`.
+        exact_rows: as in :class:`~mlx_flash.experts.expertlayers.Experts`.
         lookahead: as there.
         grows: whether the pool may take memory that is reserved for something else.
     """

@@ -15,9 +15,9 @@ from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.owncaches import OwnCaches
 from mlx_flash.engine.refusals import too_large
 from mlx_flash.kv.checkpoints import kept_bytes
-from mlx_flash.kv.pool import KVPool
-from mlx_flash.kv.sizes import update_growth
-from mlx_flash.layout.arrays import arrays_in, nbytes_in
+from mlx_flash.kv.growth import update_growth
+from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.lazy import active_memory

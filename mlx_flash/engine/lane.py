@@ -11,7 +11,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.kv.base import PooledCache
-from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.ranks.chain import is_elsewhere
 from mlx_flash.residency.ledger import NewTokens
 

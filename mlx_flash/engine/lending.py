@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlx_flash.experts.layers import Experts
+from mlx_flash.experts.expertlayers import Experts
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.loans import Loans

@@ -13,18 +13,18 @@ import mlx.nn as nn
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.engine import Engine, Progress
 from mlx_flash.engine.forecast import Forecast
-from mlx_flash.engine.manager import ModelManager
+from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
-from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import open_governor
 from mlx_flash.memory.footprint import footprint, release_freed_memory
-from mlx_flash.prefixes.cache import PrefixCache
-from mlx_flash.speculation.pace import Times
+from mlx_flash.prefixes.prefixcache import PrefixCache
+from mlx_flash.speculation.worth import Times
 
 
 class Lifecycle:

@@ -8,9 +8,9 @@ from functools import cached_property
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.refusals import no_room_for_kv
 from mlx_flash.kv.admit import admit, admit_quietly, ledger_of, quiet_width, way_within
+from mlx_flash.kv.kvledger import KVLedger
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import LayerRows
-from mlx_flash.kv.ledger import KVLedger
-from mlx_flash.kv.pool import KVPool
 from mlx_flash.residency.plan import ResidencyPlan
 
 
@@ -48,7 +48,7 @@ class OwnCaches:
         return growth if limit is None else min(growth, max(0, limit - self._pool.memory_bytes))
 
     def admit(self, missing: int) -> int:
-        """Offload layers as the pass needs, if so many bytes are missing. Return the bytes that are still missing."""
+        """Offload layers for the pass, if so many bytes are missing. Return the bytes that are still missing."""
         pool = self._pool
         if pool is None:
             return missing

@@ -27,9 +27,9 @@ from mlx_flash.engine.status import PassCounters
 from mlx_flash.engine.undo import broken
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.kv.base import PooledCache
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import Group
-from mlx_flash.kv.pool import KVPool
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.prefixes.leaves import forget
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
 from mlx_flash.streaming.lockstep import CALL_ERRORS

@@ -21,7 +21,7 @@ from mlx_flash.compat.callers import frames
 from mlx_flash.engine.undo import is_broken
 from mlx_flash.errors import CacheError
 from mlx_flash.kv.base import PENDING, PooledCache
-from mlx_flash.layout.arrays import Opaque
+from mlx_flash.layout.reachable import Opaque
 
 _OWN = "_own_kind"
 

@@ -12,12 +12,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_flash.compat import loading
-from mlx_flash.compat.experts import has_kernel
+from mlx_flash.compat import loaders
+from mlx_flash.compat.expertstacks import has_kernel
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.engine.engine import Progress
-from mlx_flash.engine.manager import free_closed_models
+from mlx_flash.engine.modelmanager import free_closed_models
 from mlx_flash.engine.tokenizer import reached_bytes
 from mlx_flash.errors import BudgetError, CheckpointError, CheckpointNotFoundError
 from mlx_flash.layout import hub
@@ -30,7 +30,7 @@ from mlx_flash.layout.units import layers_of, make_layout
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.footprint import map_large_blocks
 from mlx_flash.ranks.chain import Chain
-from mlx_flash.ranks.files import RankFolder, complete_folder, needed_files
+from mlx_flash.ranks.neededfiles import RankFolder, complete_folder, needed_files
 from mlx_flash.ranks.peers import Peers
 from mlx_flash.ranks.shares import RankSpeed, follow_files, share_layers
 from mlx_flash.ranks.spread import Spread
@@ -291,7 +291,7 @@ def resolve(path_or_hf_repo: str, revision: str | None = None) -> Path:
     if not path.exists():
         hub.check_name(path_or_hf_repo)
     try:
-        return loading.download(path_or_hf_repo, revision)
+        return loaders.download(path_or_hf_repo, revision)
     except hub.NOT_FOUND_ERRORS as error:
         raise hub.not_found(path_or_hf_repo, error) from error
 

@@ -12,20 +12,20 @@ from pathlib import Path
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Engine, ExpertOptions, Progress
 from mlx_flash.engine.forecast import Forecast
-from mlx_flash.engine.manager import ModelManager
 from mlx_flash.engine.meter import SpeedMeter
+from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.engine.rankstate import RankMeter
 from mlx_flash.engine.status import PassCounters, Status
 from mlx_flash.engine.tuning import ReadTuner
-from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.buffers import end_limit, limit_buffers
 from mlx_flash.memory.footprint import available_memory, footprint, total_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.memory.pressure import FREE_SHARE
-from mlx_flash.prefixes.cache import PrefixCache, open_prefixes
+from mlx_flash.prefixes.prefixcache import PrefixCache, open_prefixes
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import Way

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash.engine.engine import Engine
-from mlx_flash.kv.pool import KVPool, KVUsage
+from mlx_flash.kv.kvpool import KVPool, KVUsage
 from mlx_flash.layout.experts import trunk_of
 from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.memory.footprint import footprint, peak_footprint

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_flash.compat.experts import SORTED_SIZE
+from mlx_flash.compat.expertstacks import SORTED_SIZE
 from mlx_flash.experts.eviction import Numbers
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.slots import ABSENT

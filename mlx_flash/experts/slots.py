@@ -18,7 +18,7 @@ from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.stacks import StackArena
 from mlx_flash.storage.placement import Piece, Segment
-from mlx_flash.storage.rows import RowPlacement
+from mlx_flash.storage.rowplacement import RowPlacement
 from mlx_flash.streaming.stream import POISON
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

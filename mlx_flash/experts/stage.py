@@ -17,9 +17,9 @@ import numpy as np
 
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.slots import ABSENT, Bytes
-from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.experts import expert_records, matrices_of, place_matrix
 from mlx_flash.layout.parts import ExpertStack, Parameter
+from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, clone_tree, own_class, state_of, swap_class
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up

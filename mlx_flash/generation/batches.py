@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mlx_flash.compat.batches import (
+from mlx_flash.compat.batchgenerator import (
     BatchGenerator,
     StockBatchGenerator,
     stock_batch_generate,

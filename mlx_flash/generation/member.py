@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mlx_flash.compat.batches import Progress, Response, Waiting
+from mlx_flash.compat.batchgenerator import Progress, Response, Waiting
 from mlx_flash.generation.chooser import Chooser
 from mlx_flash.generation.sequence import GeneratedSequence
 from mlx_flash.model import FlashLLM

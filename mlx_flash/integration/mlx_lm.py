@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.compat import tokenizers
-from mlx_flash.compat.batches import StockBatchGenerator, current_batch_generator, replace_batch_generator
+from mlx_flash.compat.batchgenerator import StockBatchGenerator, current_batch_generator, replace_batch_generator
 from mlx_flash.compat.callers import calling_modules
 from mlx_flash.compat.generation import (
     DraftStep,
@@ -27,7 +27,7 @@ from mlx_flash.compat.generation import (
     stock_generate_step,
     stock_speculative_generate_step,
 )
-from mlx_flash.compat.loading import (
+from mlx_flash.compat.loaders import (
     WRITERS,
     LoadModel,
     current_load_model,
@@ -60,7 +60,7 @@ _LOOPS: Loops = (generate_step, speculative_generate_step)
 _LARGE_BYTES = 64 << 20
 """Weights of fewer bytes are no model that needs streaming."""
 
-_OWN_LOADERS = frozenset({"mlx_flash.layout.load", "mlx_flash.layout.vlm"})
+_OWN_LOADERS = frozenset({"mlx_flash.layout.load", "mlx_flash.layout.lazyvlm"})
 
 
 class _State:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mlx_flash.kv.kvledger import Coming, KVLedger, Way
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import LayerRows
-from mlx_flash.kv.ledger import Coming, KVLedger, Way
 from mlx_flash.kv.memory import MemoryRows
-from mlx_flash.kv.pool import KVPool
 
 
 def admit(

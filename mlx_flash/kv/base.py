@@ -11,10 +11,10 @@ from mlx_lm.models.cache import create_attention_mask
 from mlx_flash.compat.callers import evaluates_only, is_for_a_draft
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.history import pass_on
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import LayerRows
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import sizes
-from mlx_flash.kv.pool import KVPool
 
 C = TypeVar("C", bound="PooledCache")
 

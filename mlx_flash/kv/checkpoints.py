@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, Rotating
 
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.memory import Buffers, shortened
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.reachable import arrays_in
 
 PutBack = Callable[[], None]
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlx_flash.kv.ledger import Layer
+from mlx_flash.kv.kvledger import Layer
 from mlx_flash.kv.pages import FilePages, InFile, Page, RowBytes, cut, num_tokens, segments
 from mlx_flash.kv.writing import Draft, LayerFile
-from mlx_flash.layout.arrays import Opaque
+from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.pagecache import round_up
 
 

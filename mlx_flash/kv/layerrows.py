@@ -23,7 +23,7 @@ from mlx_flash.kv.ring import KVStats, SlotRing
 
 
 class Pool(Protocol):
-    """The pool of a layer, as the layer uses it: see :class:`mlx_flash.kv.pool.KVPool`."""
+    """The pool of a layer, as the layer uses it: see :class:`mlx_flash.kv.kvpool.KVPool`."""
 
     options: KVOptions
     files: KVFiles
@@ -47,7 +47,7 @@ class Group:
 
 
 class LayerRows:
-    """The rows of one layer. Made by :meth:`mlx_flash.kv.pool.KVPool.new_rows`.
+    """The rows of one layer. Made by :meth:`mlx_flash.kv.kvpool.KVPool.new_rows`.
 
     What cannot change in one step is replaced as a whole, so that an interrupt leaves the old rows or the new ones: see
     :meth:`replace`.

@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
-from mlx_flash.kv.ledger import Layer
+from mlx_flash.kv.kvledger import Layer
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.pages import Component, InMemory, MemoryPages, Page, RowLayout, cut, num_tokens, slices
 

@@ -26,8 +26,8 @@ from mlx_lm.models.cache import (
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.checkpoints import Checkpoints, trim_to
-from mlx_flash.kv.sizes import example_update
-from mlx_flash.layout.arrays import Opaque, arrays_in
+from mlx_flash.kv.growth import example_update
+from mlx_flash.layout.reachable import Opaque, arrays_in
 
 _KINDS = (KVCache, QuantizedKVCache, RotatingKVCache, ChunkedKVCache, ArraysCache)
 """Classes of mlx-lm whose positions and masks depend on their lengths alone."""

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_flash.compat.caches import CACHE_STEP, CacheKinds, entries_of, is_window
-from mlx_flash.layout.arrays import arrays_in, nbytes_in
+from mlx_flash.layout.reachable import arrays_in, nbytes_in
 
 _RESHAPING = {"Squeeze", "ExpandDims", "Reshape", "Flatten", "Unflatten", "Transpose"}
 """Primitives whose result shares the memory of their input and has the same size."""

@@ -22,9 +22,9 @@ from mlx.utils import tree_map
 
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.compat.require import installed
-from mlx_flash.layout.arrays import arrays_in, nbytes_in
 from mlx_flash.layout.load import LoadedModel
 from mlx_flash.layout.parts import Held, ModelLayout, Parameter, Unit
+from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.layout.swap import SwappedClass, own_class, restore_class, state_of, swap_class
 from mlx_flash.layout.trace import as_it_was, zeros_for
 from mlx_flash.storage.measured import Measurements

@@ -19,10 +19,10 @@ import mlx.nn as nn
 from mlx_flash.compat.arrays import num_nodes
 from mlx_flash.compat.attention import AttentionCall, observed_attention
 from mlx_flash.compat.caches import entries_of, is_recurrent
-from mlx_flash.compat.experts import is_expert_stack
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.compat.expertstacks import is_expert_stack
 from mlx_flash.layout.cachesizes import CacheEntry, CacheMeter, num_growing, parts_of
 from mlx_flash.layout.parts import Parameter
+from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, state_of, swap_class
 from mlx_flash.memory.driver import has_own_memory
 

@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_flash.errors import ConfigError
 from mlx_flash.generation import stream_generate
-from mlx_flash.kv.kept import num_common
+from mlx_flash.kv.keptcaches import num_common
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.parse import Modelfile, Parameters
 

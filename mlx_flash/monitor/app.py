@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from mlx_flash.monitor import glyphs
-from mlx_flash.monitor.render import Canvas, frame, message
+from mlx_flash.monitor.enginewatch import Watcher
+from mlx_flash.monitor.frames import Canvas, frame, message
 from mlx_flash.monitor.terminal import Terminal, print_lines
-from mlx_flash.monitor.watch import Watcher
 from mlx_flash.telemetry import INTERVAL_SECONDS
 
 EXIT_NONE, EXIT_ERROR, EXIT_BROKEN_PIPE = 1, 1, 141

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from mlx_flash.facts import Facts, budget_of, checked
-from mlx_flash.monitor.history import ExpertRates, History, Shares
+from mlx_flash.monitor.rates import ExpertRates, History, Shares
 from mlx_flash.monitor.state import Unit, entries, model_name, printable, section, units
 from mlx_flash.monitor.system import SystemMemory
 from mlx_flash.monitor.words import (

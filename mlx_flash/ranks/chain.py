@@ -23,10 +23,10 @@ import numpy as np
 from mlx.utils import tree_map
 
 from mlx_flash.errors import StreamedWeightsError
-from mlx_flash.layout.arrays import Opaque, arrays_in
 from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.load import iter_parameters
 from mlx_flash.layout.parts import ModelLayout, Unit
+from mlx_flash.layout.reachable import Opaque, arrays_in
 from mlx_flash.layout.swap import mixed_class
 from mlx_flash.ranks.peers import Peers
 from mlx_flash.ranks.shares import runs

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_flash.layout.parts import Held, ModelLayout, Parameter
 from mlx_flash.memory.driver import has_own_memory
-from mlx_flash.residency.attention import bytes_per_pair, unfused_bytes_per_pair
+from mlx_flash.residency.scores import bytes_per_pair, unfused_bytes_per_pair
 
 _DEFAULT_EXPERTS = 8
 _NODE_BYTES = 600

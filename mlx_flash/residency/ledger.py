@@ -2,7 +2,7 @@
 
 A plan asks for one sequence of the planned length, admission for sequences as long as requests may become, and the
 check before a pass for new tokens of caches as they are. The ledger of keys and values is below it, in
-:mod:`mlx_flash.kv.ledger`.
+:mod:`mlx_flash.kv.kvledger`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from mlx_flash.memory.footprint import available_memory, footprint, release_free
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.memory.others import OtherLoad, least
 from mlx_flash.memory.pagecache import round_up
-from mlx_flash.residency.attention import bytes_per_pair
+from mlx_flash.residency.scores import bytes_per_pair
 from mlx_flash.residency.speed import Machine, Speed, load_speed, save_speed
 from mlx_flash.storage.blocks import BLOCK_BYTES
 from mlx_flash.storage.codec import Compression, decode_speed

@@ -12,7 +12,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir, try_to_load_from_cach
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
-from mlx_flash.modelfile.named import named_models
+from mlx_flash.modelfile.namedfiles import named_models
 from mlx_flash.server.sampling import Defaults
 
 DEFAULT_NAME = "default_model"

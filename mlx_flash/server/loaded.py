@@ -15,7 +15,7 @@ from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.admission import Decision, alone_bytes, decide, room_bytes, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.server.batches import BatchOptions, make_rows
+from mlx_flash.server.batchoptions import BatchOptions, make_rows
 from mlx_flash.server.boundary import ends_alone, refused
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.chances import detail_of
@@ -23,8 +23,8 @@ from mlx_flash.server.events import Begun, Piece, Progress, ToolCall
 from mlx_flash.server.grammars import Grammars
 from mlx_flash.server.job import Job
 from mlx_flash.server.jobs import Jobs
-from mlx_flash.server.kept import PromptCaches
 from mlx_flash.server.lone import LoneRows
+from mlx_flash.server.promptcaches import PromptCaches
 from mlx_flash.server.prompts import Prompt, least_tokens, make_prompt, opened_with
 from mlx_flash.server.ranks import Ranks
 from mlx_flash.server.request import GenerationRequest

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_flash.compat.batches import Progress, Response
+from mlx_flash.compat.batchgenerator import Progress, Response
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.boundary import ends_alone
 

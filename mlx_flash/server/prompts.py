@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from mlx_flash.errors import RefusedError
-from mlx_flash.kv.kept import num_common
+from mlx_flash.kv.keptcaches import num_common
 from mlx_flash.server.request import GenerationRequest
 
 _ROLES = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTANT: "}

@@ -10,7 +10,7 @@ from pathlib import Path
 from mlx_flash.errors import FlashError, RefusedError
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.server.answer import Answer
-from mlx_flash.server.batches import BatchOptions
+from mlx_flash.server.batchoptions import BatchOptions
 from mlx_flash.server.catalog import Catalog
 from mlx_flash.server.inbox import Inbox
 from mlx_flash.server.loop import Loop

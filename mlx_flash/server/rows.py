@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from mlx_flash.compat.batches import StockBatchGenerator
+from mlx_flash.compat.batchgenerator import StockBatchGenerator
 from mlx_flash.errors import BudgetError, RefusedError
 from mlx_flash.generation.batches import RowGenerator
 from mlx_flash.generation.member import Member
-from mlx_flash.kv.cache import DiskKVCache
+from mlx_flash.kv.diskcache import DiskKVCache
 from mlx_flash.kv.history import pass_on
 from mlx_flash.model import FlashLLM
 from mlx_flash.server.boundary import ends_alone, refusal_of

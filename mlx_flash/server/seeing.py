@@ -13,13 +13,13 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, PictureError, RefusedError
 from mlx_flash.residency.admission import room_bytes
 from mlx_flash.server.lone import LoneRows
-from mlx_flash.server.pictures import decoded
 from mlx_flash.server.prompts import Prompt, check_tokens, checked_options, state_of, whole
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.vision.loading import load_processor_of, load_vlm_model
-from mlx_flash.vision.model import FlashVLM
+from mlx_flash.server.requestpictures import decoded
+from mlx_flash.vision.flashvlm import FlashVLM
+from mlx_flash.vision.loadvlm import load_processor_of, load_vlm_model
+from mlx_flash.vision.pictureprompts import PicturePrompt, make_prompt, of_tokens, steps
 from mlx_flash.vision.pictures import open_picture, preparing_bytes, size_of
-from mlx_flash.vision.prompts import PicturePrompt, make_prompt, of_tokens, steps
 
 
 def open_sight(path: Path, config: FlashConfig, tokenizer: Any, *, trust_remote_code: bool = False) -> Sight:

@@ -14,9 +14,9 @@ from mlx_flash.server.answer import Answer
 from mlx_flash.server.body import Bodies, Checked, read_body
 from mlx_flash.server.catalog import Catalog
 from mlx_flash.server.loaded import LoadedModel
-from mlx_flash.server.pictures import with_all_pictures
 from mlx_flash.server.replies import ClientLeftError
 from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.requestpictures import with_all_pictures
 from mlx_flash.server.room import EngineRoom
 
 MAX_REQUESTS = 128

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.kv.checkpoints import PutBack, checkpoint
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.reachable import arrays_in
 
 _KEEPS = 0.8
 """Weight of earlier guesses in the measured time, against the newest one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from mlx_flash.speculation.pace import Acceptance, Times, Worth, worth_guessing
+from mlx_flash.speculation.worth import Acceptance, Times, Worth, worth_guessing
 
 MAX_GUESSES = 31
 """The most tokens that are guessed at a time."""

@@ -16,8 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.parts import Parameter, Unit
+from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, clone_with, own_class, state_of
 from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.driver import has_own_memory

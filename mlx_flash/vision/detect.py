@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from mlx_flash.compat.loading import model_classes
+from mlx_flash.compat.loaders import model_classes
 from mlx_flash.errors import ConfigError
 from mlx_flash.layout.load import load_config
 

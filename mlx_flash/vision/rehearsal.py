@@ -12,8 +12,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_flash.compat.tape import result_bytes, tape_of
-from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.parts import Parameter, Unit
+from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import remember
 
 MARGIN = 1.25

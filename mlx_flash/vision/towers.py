@@ -13,8 +13,8 @@ import mlx.nn as nn
 
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.errors import BudgetError
-from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.parts import Unit
+from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, own_class, restore_class, state_of, swap_class
 from mlx_flash.memory.arena import Arena, kernel_alignment
 from mlx_flash.memory.footprint import footprint, release_freed_memory

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 import children
 from hub import Hub, serving
 from mlx_flash import cli
-from mlx_flash.commands import models, named, run
+from mlx_flash.commands import modellist, named, run
 from mlx_flash.errors import ConfigError
-from mlx_flash.modelfile.named import create_model, models_folder, named_models
+from mlx_flash.modelfile.namedfiles import create_model, models_folder, named_models
 from mlx_flash.modelfile.parse import Modelfile, parse_modelfile, read_modelfile
 from models import LLAMA, save
 from terminals import ROOT
@@ -142,7 +142,7 @@ def test_a_named_modelfile_is_a_model(
     answer = capsys.readouterr().out
     assert answer.strip() and cli.main(["run", "-f", str(source), "Hello"]) == 0
     assert capsys.readouterr().out == answer
-    monkeypatch.setattr(models, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "source"))
+    monkeypatch.setattr(modellist, "scan_cache_dir", lambda: scan_cache_dir(tmp_path / "source"))
     assert cli.main(["list", "--json"]) == 0
     (listed,) = json.loads(capsys.readouterr().out)["models"]
     assert (listed["name"], listed["modelfile"]) == ("tiny:v1", str(models_folder() / "tiny:v1"))

@@ -17,7 +17,7 @@ from huggingface_hub import scan_cache_dir
 import children
 from children import ROOT
 from mlx_flash import cli, telemetry
-from mlx_flash.commands import dispatch, engines, models
+from mlx_flash.commands import dispatch, engines, modellist
 from mlx_flash.commands.arguments import COMMANDS
 from mlx_flash.commands.engines import choose, running
 from mlx_flash.config import FlashConfig, parse_budget
@@ -51,7 +51,7 @@ def answer(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]
 def test_list_has_the_plan_of_each_model(
     budget: str, way: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(models, "scan_cache_dir", lambda: scan_cache_dir(folder))  # no repositories
+    monkeypatch.setattr(modellist, "scan_cache_dir", lambda: scan_cache_dir(folder))  # no repositories
     llama, other = answer(capsys, "list", folder, "--ram-budget-gb", budget)["models"]
     assert llama["name"] == str(folder / "llama") and llama["way"] == way
     assert llama["bytes"] == (folder / "llama" / "model.safetensors").stat().st_size
@@ -74,7 +74,7 @@ def test_list_finds_downloaded_models(
             (snapshot / file.name).write_bytes(file.read_bytes())
             os.utime(snapshot / file.name, (number, number))
     (tmp_path / "datasets--someone--words" / "snapshots" / "only").mkdir(parents=True)
-    monkeypatch.setattr(models, "scan_cache_dir", lambda: scan_cache_dir(tmp_path))
+    monkeypatch.setattr(modellist, "scan_cache_dir", lambda: scan_cache_dir(tmp_path))
     assert cli.main(["list", "--ram-budget-gb", "2"]) == 0
     text = capsys.readouterr().out
     assert "someone/small" in text and "in memory" in text and "planned with a budget of 2.00 GB" in text

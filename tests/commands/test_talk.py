@@ -16,7 +16,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from mlx_flash.commands import lines
+from mlx_flash.commands import typedlines
 from mlx_flash.commands.slash import NAMES, Bye, Slash
 from mlx_flash.commands.talk import Talk
 from mlx_flash.config import FlashConfig
@@ -33,15 +33,15 @@ TEXT = f"FROM {MODEL}\nSYSTEM You are brief.\nPARAMETER num_predict 6\nPARAMETER
 @given(st.text('a" \n', max_size=20))
 def test_triple_quotes_are_open_until_they_are_closed(text: str) -> None:
     stripped = text.strip()
-    assert lines.is_open(text) == (stripped.startswith('"""') and not (stripped[3:].endswith('"""')))
-    if not lines.is_open(text):
-        assert lines.unquote(text) == (stripped[3:-3].strip("\n") if stripped.startswith('"""') else text)
+    assert typedlines.is_open(text) == (stripped.startswith('"""') and not (stripped[3:].endswith('"""')))
+    if not typedlines.is_open(text):
+        assert typedlines.unquote(text) == (stripped[3:-3].strip("\n") if stripped.startswith('"""') else text)
 
 
 def test_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO('one\n"""two\n three\n"""\n'))
-    read = lines.make_reader(NAMES)
-    assert read is lines.read_plainly
+    read = typedlines.make_reader(NAMES)
+    assert read is typedlines.read_plainly
     assert [read(), read()] == ["one", "two\n three"]
     with pytest.raises(EOFError):
         read()
@@ -64,7 +64,7 @@ def keyboard(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_the_editor_takes_pasted_lines_quotes_and_history(keyboard: Any, state: Path) -> None:
-    read = lines.make_reader(NAMES)
+    read = typedlines.make_reader(NAMES)
     keyboard.send_text("\x1b[200~one\ntwo\x1b[201~\r")
     assert read() == "one\ntwo"
     keyboard.send_text('"""three\rfour"""\r')
@@ -85,15 +85,15 @@ def test_the_editor_takes_pasted_lines_quotes_and_history(keyboard: Any, state: 
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and "right" in file.read_text()
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     keyboard.send_text("\x1b[A\r")
-    assert lines.make_reader(NAMES)() == "five\nsi!x"  # of the run before
+    assert typedlines.make_reader(NAMES)() == "five\nsi!x"  # of the run before
 
 
 def test_a_history_that_others_could_read_becomes_private(state: Path) -> None:
-    file = lines.history_file()
+    file = typedlines.history_file()
     file.parent.mkdir(parents=True)
     file.write_text("")
     file.chmod(0o644)
-    assert lines.open_history(file) and stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert typedlines.open_history(file) and stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_without_a_place_messages_are_not_kept(
@@ -101,7 +101,7 @@ def test_without_a_place_messages_are_not_kept(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    assert not lines.open_history(lines.history_file())
+    assert not typedlines.open_history(typedlines.history_file())
     assert "messages are not kept" in capsys.readouterr().err
 
 

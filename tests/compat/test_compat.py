@@ -30,7 +30,7 @@ def test_ci_runs_the_oldest_and_the_newest_release() -> None:
 
 
 MISSING = {
-    "loading": (utils, "_download"),
+    "loaders": (utils, "_download"),
     "callers": (utils, "save_model"),
     "caches": (KVCache, "to_quantized"),
     "arrays": (mx, "concatenate"),
@@ -82,7 +82,7 @@ def test_changed_sorting_threshold_is_named(reloaded: None, monkeypatch: pytest.
 
     monkeypatch.setattr(SwitchGLU, "__call__", call)
     with pytest.raises(CompatibilityError, match="SwitchGLU does not sort from 64 indices on"):
-        import_anew("experts")
+        import_anew("expertstacks")
 
 
 def test_cache_without_a_counter_is_named(reloaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_a_batch_generator_without_an_attribute_is_named(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(BatchGenerator, "__init__", initialize)
     with pytest.raises(CompatibilityError, match="BatchGenerator sets no completion_batch_size"):
-        import_anew("batches")
+        import_anew("batchgenerator")
 
 
 def test_pyproject_has_the_tested_bounds() -> None:

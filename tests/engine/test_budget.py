@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import BudgetError, ConfigError, FlashConfig, FlashLLM, load_model
-from mlx_flash.engine.manager import ModelManager
+from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.memory.lazy import active_memory
 from mlx_flash.residency.plan import MB
 from models import QWEN3_MOE, WIDE_LLAMA, same_bits, save, stock
@@ -147,7 +147,7 @@ import json, sys
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash import FlashConfig, load_model
-from mlx_flash.engine.manager import ModelManager
+from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.memory.footprint import footprint
 model, _ = load_model(sys.argv[1], FlashConfig(ram_budget_gb=0.2, context_length=256, telemetry=False))
 cache, found = make_prompt_cache(model), []

@@ -17,7 +17,7 @@ from mlx_flash.config import GB
 from mlx_flash.engine.forecast import Forecast
 from mlx_flash.facts import Facts, Sample
 from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.monitor.history import History
+from mlx_flash.monitor.rates import History
 from mlx_flash.residency import budgets
 from mlx_flash.residency.budgets import outlook, round_number
 from mlx_flash.residency.planner import make_plan

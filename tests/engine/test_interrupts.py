@@ -23,7 +23,7 @@ from mlx_flash import CacheError, FlashLLM, load_model
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.lifecycle import Lifecycle
-from mlx_flash.engine.manager import ModelManager
+from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.undo import undo_of
 from mlx_flash.experts.pool import ExpertPool

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_flash
 from mlx_flash import BudgetError, FlashConfig, ReadError
 from mlx_flash.engine.engine import Engine, Progress
-from mlx_flash.engine.manager import ModelManager
+from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.model import FlashLLM

@@ -47,7 +47,7 @@ def test_missing_folders_are_not_looked_for_on_hugging_face(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mlx_flash.compat.loading.download", lambda *_: pytest.fail("asked for a download"))
+    monkeypatch.setattr("mlx_flash.compat.loaders.download", lambda *_: pytest.fail("asked for a download"))
     with pytest.raises(CheckpointNotFoundError, match=f"no directory {path!r}. Hint: check the path"):
         resolve(path)
 

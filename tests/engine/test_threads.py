@@ -25,7 +25,7 @@ import models
 from adapters import save_adapter
 from mlx_flash import FlashConfig, apply_flash_patch
 from mlx_flash.convert import derived
-from mlx_flash.engine.manager import ModelManager
+from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.forks import THREAD_PREFIX
 from mlx_flash.storage.ranges import RangeReader
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import FlashConfig, facts, load_model
-from mlx_flash.engine.manager import ModelManager, Watcher
+from mlx_flash.engine.modelmanager import ModelManager, Watcher
 from mlx_flash.engine.tide import CALM_SECONDS, DEADBAND, HIGH_PRESSURE, MOST_CALM_SECONDS, Tide
 from mlx_flash.facts import budget_of
 from mlx_flash.memory import footprint as footprint_module
@@ -180,7 +180,7 @@ def test_a_budget_of_auto_follows_the_machine(tmp_path: Path, monkeypatch: pytes
     saved = save(tmp_path, LLAMA, mx.float32)
     room = [math.inf]
     monkeypatch.setattr(MemoryReading, "room", lambda self, held: int(min(room[0], 10 * GB)))
-    monkeypatch.setattr("mlx_flash.engine.manager.INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr("mlx_flash.engine.modelmanager.INTERVAL_SECONDS", 0.02)
     manager = ModelManager.of_process()
     with load_model(saved, FlashConfig(ram_budget_gb="auto"))[0] as model:
         assert model.plan.budget_bytes == 10 * GB

@@ -32,8 +32,8 @@ from expert_pools import made as made  # a fixture
 from mlx_flash import ClosedError, FileChangedError, ReadError, TruncatedFileError
 from mlx_flash.convert.pack import pack
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.experts.layers import Experts as ModelExperts
-from mlx_flash.experts.rows import PooledStacks
+from mlx_flash.experts.expertlayers import Experts as ModelExperts
+from mlx_flash.experts.pooledstacks import PooledStacks
 from mlx_flash.experts.slots import ABSENT
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import make_layout

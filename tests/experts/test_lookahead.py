@@ -19,7 +19,7 @@ from expert_pools import pool_of, with_pool
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.lookahead import CAREFUL_ODDS, EVEN_ODDS, Guess, Lookahead, Odds, _Gate
 from mlx_flash.experts.pool import ExpertPool
-from mlx_flash.experts.rows import PooledStacks
+from mlx_flash.experts.pooledstacks import PooledStacks
 from mlx_flash.layout.swap import own_class
 from mlx_flash.layout.trace import scores_of
 from mlx_flash.model import FlashLLM
@@ -197,7 +197,7 @@ def test_next_experts_are_read_while_a_call_waits(
 
 
 def test_full_shape_calls_are_not_predicted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_flash.experts.rows.try_slots", lambda module, first: False)
+    monkeypatch.setattr("mlx_flash.experts.pooledstacks.try_slots", lambda module, first: False)
     with with_pool(tiny, 24) as model:
         assert same_bits(run(model, TOKENS[:20]), run(stock(tiny), TOKENS[:20]))
         stats = pool_of(model).stats

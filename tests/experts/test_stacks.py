@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from expert_pools import ARCHITECTURES, QUANTIZED, pool_of, with_pool
 from expert_pools import made as made  # a fixture
 from mlx_flash.commands.bytecheck import ByteCheck
-from mlx_flash.experts import rows
-from mlx_flash.experts.rows import PooledStacks
+from mlx_flash.experts import pooledstacks
+from mlx_flash.experts.pooledstacks import PooledStacks
 from mlx_flash.experts.slots import ABSENT
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
@@ -108,7 +108,7 @@ def test_slots_in_a_cycle_leave_after_a_refused_trial(quantized: Path, monkeypat
 
     init = PooledStacks.__init__
     monkeypatch.setattr(PooledStacks, "__init__", refused)
-    monkeypatch.setattr(rows, "StackArena", stacks)
+    monkeypatch.setattr(pooledstacks, "StackArena", stacks)
     with with_pool(quantized, 24) as model:
         assert isinstance(pool_of(model).slots, StackArena)
     assert found == [True]
@@ -138,8 +138,8 @@ def test_slots_of_a_trial_leave_before_the_pool_comes(
     init, real_view = PooledStacks.__init__, SlotArena.view
     monkeypatch.setattr(PooledStacks, "__init__", tried)
     monkeypatch.setattr(SlotArena, "view", view)
-    monkeypatch.setattr(rows, "SlotArena", partial(arena, SlotArena))
-    monkeypatch.setattr(rows, "StackArena", partial(arena, StackArena))
+    monkeypatch.setattr(pooledstacks, "SlotArena", partial(arena, SlotArena))
+    monkeypatch.setattr(pooledstacks, "StackArena", partial(arena, StackArena))
     gc.disable()
     try:
         with with_pool(quantized, 24) as model:
@@ -157,8 +157,8 @@ def test_a_back_end_is_tried_with_few_slots(quantized: Path, monkeypatch: pytest
         made.append(num_slots)
         return SlotArena(num_slots, *others)
 
-    monkeypatch.setattr(rows, "SlotArena", arena)
-    monkeypatch.setattr(rows, "_TRIED_BYTES", 1)
+    monkeypatch.setattr(pooledstacks, "SlotArena", arena)
+    monkeypatch.setattr(pooledstacks, "_TRIED_BYTES", 1)
     with with_pool(quantized, 24) as model:
         assert pool_of(model).slots.num_slots == 24
     assert made == [1]

@@ -14,7 +14,7 @@ import pytest
 
 import zoo
 from children import ROOT
-from mlx_flash.experts.layers import SORTED_SIZE
+from mlx_flash.experts.expertlayers import SORTED_SIZE
 from mlx_flash.experts.pool import ExpertPool
 from zoo.compare import EVERY, GENERATIONS, LONGEST_CALL, PROMPT, TURNS, Outcome, compare, find_difference, only, same
 from zoo.pool import Case, Worker

@@ -23,7 +23,7 @@ from mlx_flash import FlashLLM, load_model
 from mlx_flash.compat.generation import stock_generate_step
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.generation import RowGenerator
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.residency.admission import room_bytes, rows_bytes
 from models import LLAMA, same_bits, save, stock
 from shared_passes import MODELS, PROMPTS, STEP, Directories, directories

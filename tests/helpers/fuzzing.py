@@ -34,11 +34,11 @@ from mlx_flash import FlashConfig, telemetry
 from mlx_flash import config as config_module
 from mlx_flash.config import variables_of_fields
 from mlx_flash.errors import CheckpointError, ConfigError, FlashError, ReadError
-from mlx_flash.kv.cache import load_saved
+from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.layout import load
 from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.modelfile.parse import parse_modelfile
-from mlx_flash.monitor import render, watch
+from mlx_flash.monitor import enginewatch, frames
 from mlx_flash.monitor.app import draw, make_parser, print_json
 from mlx_flash.monitor.system import system_memory
 from mlx_flash.prefixes import pagefile
@@ -432,7 +432,7 @@ def state(folder: Path) -> Iterator[Case]:
     def check(line: str) -> None:
         assert not [c for c in set(line) if unicodedata.category(c) == "Cc"], "control characters"
 
-    def look(watcher: watch.Watcher, state: dict[str, Any], clock: float) -> None:
+    def look(watcher: enginewatch.Watcher, state: dict[str, Any], clock: float) -> None:
         entry = published(state) | {"clock": clock, "started": 1.0}
         found[:] = [telemetry.Published(path, **{key: entry[key] for key in telemetry._KINDS}, ended=False)]
         watcher.look()
@@ -445,7 +445,7 @@ def state(folder: Path) -> Iterator[Case]:
             return
         if type(damaged) is not dict:
             return
-        watcher = watch.Watcher()
+        watcher = enginewatch.Watcher()
         if dice.random() < 0.5:
             look(watcher, STATES[number], 0.6)
         look(watcher, damaged, 1.0)
@@ -457,9 +457,9 @@ def state(folder: Path) -> Iterator[Case]:
         json.loads(line)
 
     with (
-        patch.object(watch, "find", lambda: found),
-        patch.object(watch, "watch", list),
-        patch.object(watch, "system_memory", lambda: memory),
+        patch.object(enginewatch, "find", lambda: found),
+        patch.object(enginewatch, "watch", list),
+        patch.object(enginewatch, "system_memory", lambda: memory),
         remembered_lines(),
     ):
         yield case
@@ -483,7 +483,7 @@ def remembered(function: Callable[..., Any], key: Callable[..., Any]) -> Callabl
 @contextmanager
 def remembered_lines() -> Iterator[None]:
     """Make each line of a frame once: most lines of a case are those of others, and lines take most of its time."""
-    make, fit, legend = render._text, render._fit, render._legend
+    make, fit, legend = frames._text, frames._fit, frames._legend
     text = remembered(make, lambda line: tuple(line))
     fitted = remembered(  # a text that is kept has an id of its own
         lambda text, canvas: (text, list(fit(text, canvas))), lambda text, canvas: (id(text), canvas.width)
@@ -492,9 +492,9 @@ def remembered_lines() -> Iterator[None]:
         "_text": lambda line: text(line) if len(line) > 1 else make(line),
         "_fit": lambda *parts: fitted(*parts)[1],
         "_legend": remembered(lambda *parts: list(legend(*parts)), lambda parts, canvas: (*parts, canvas.width)),
-        "chart": remembered(render.chart, lambda values, top, rows, glyphs: (tuple(values), top, rows, id(glyphs))),
+        "chart": remembered(frames.chart, lambda values, top, rows, glyphs: (tuple(values), top, rows, id(glyphs))),
     }
-    with patch.multiple(render, **changes):
+    with patch.multiple(frames, **changes):
         yield
 
 

@@ -11,10 +11,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from interrupt_points import Program
-from mlx_flash.kv.cache import DiskKVCache
-from mlx_flash.kv.kept import KeptCaches
+from mlx_flash.kv.diskcache import DiskKVCache
+from mlx_flash.kv.keptcaches import KeptCaches
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pool import KVPool
 
 STEP, HEADS, WIDTH, LAYERS = 16, 2, 32, 3
 

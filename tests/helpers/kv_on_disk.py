@@ -6,9 +6,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pool import KVPool
 
 
 def on_disk(tmp_path: Path, num_tokens: int = 100, layers: int = 3) -> tuple[KVPool, list[Any]]:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_flash.kv.pool import KVPool
+from mlx_flash.kv.kvpool import KVPool
 
 
 def offload_all(pool: KVPool) -> None:

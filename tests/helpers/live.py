@@ -16,7 +16,7 @@ import openai
 from mlx_flash import FlashConfig
 from mlx_flash.model import FlashLLM
 from mlx_flash.server.access import Access
-from mlx_flash.server.batches import BatchOptions
+from mlx_flash.server.batchoptions import BatchOptions
 from mlx_flash.server.catalog import Catalog, Source
 from mlx_flash.server.room import EngineRoom
 from mlx_flash.server.sampling import Defaults

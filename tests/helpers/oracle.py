@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_flash import FlashLLM
-from mlx_flash.speculation.pace import Times
+from mlx_flash.speculation.worth import Times
 
 
 class FixedTimes(Times):

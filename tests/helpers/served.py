@@ -14,10 +14,10 @@ from mlx_lm import server
 
 from mlx_flash import FlashConfig
 from mlx_flash.model import FlashLLM
-from mlx_flash.server.batches import BatchOptions
+from mlx_flash.server.batchoptions import BatchOptions
 from mlx_flash.server.catalog import Catalog, Source
 from mlx_flash.server.events import End, Event, Failed, Piece
-from mlx_flash.server.kept import PromptCaches
+from mlx_flash.server.promptcaches import PromptCaches
 from mlx_flash.server.request import GenerationRequest, Sampling
 from mlx_flash.server.room import EngineRoom
 

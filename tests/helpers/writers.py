@@ -26,7 +26,7 @@ from mlx_flash.convert import derived
 from mlx_flash.convert.copies import hold, list_copies, read_manifest
 from mlx_flash.convert.derived import adopt_derived
 from mlx_flash.convert.pack import pack
-from mlx_flash.experts.trace import RoutingTrace
+from mlx_flash.experts.routingtrace import RoutingTrace
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.layout.parts import ExpertStack

@@ -23,8 +23,8 @@ from mlx_flash.engine.pending import Pending
 from mlx_flash.engine.pending import settle as settle_all
 from mlx_flash.errors import CacheError, ReadError
 from mlx_flash.kv import checkpoints
-from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.checkpoints import Checkpoints, trim_to
+from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.options import KVOptions
 
 

@@ -25,12 +25,12 @@ from kv_rows import address, bits, equal, offload_all, rows_of
 from mlx_flash.errors import BudgetError, ClosedError, ConfigError, StreamedWeightsError
 from mlx_flash.kv import options as kv_options
 from mlx_flash.kv import ring
-from mlx_flash.kv.cache import DiskKVCache, DiskQuantizedKVCache, make_caches
+from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, make_caches
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.ring import Slot
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.storage.ranges import RangeReader
 from models import GEMMA3, LLAMA, build
 

@@ -15,10 +15,10 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import FlashError
 from mlx_flash.kv.admit import admit, ledger_of, quiet_width
-from mlx_flash.kv.cache import make_caches
-from mlx_flash.kv.ledger import Coming, KVLedger, Layer
+from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.kv.kvledger import Coming, KVLedger, Layer
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pool import KVPool
 
 LAYERS, HEADS = 3, 2
 WIDTHS = (8, 8, 24)
@@ -52,7 +52,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3), st.integ
 def test_ledger_counts_all_arrays_and_no_call_takes_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], actions: list[Any], lazily: bool
 ) -> None:
-    monkeypatch.setattr("mlx_flash.kv.pool.commits_lazily", lambda: lazily)
+    monkeypatch.setattr("mlx_flash.kv.kvpool.commits_lazily", lambda: lazily)
     pool = KVPool(KVOptions(directory=tmp_path, **options))
     conversations = [make_caches([KVCache() for _ in range(LAYERS)], pool.options, pool)]
     try:

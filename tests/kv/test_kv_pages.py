@@ -26,8 +26,8 @@ from kv_on_disk import feed, on_disk
 from mlx_flash.errors import FileChangedError, ReadError, TruncatedFileError, WriteError
 from mlx_flash.files import locked, open_locked
 from mlx_flash.kv import writing
-from mlx_flash.kv.cache import make_caches
 from mlx_flash.kv.disk import DiskRows, Planned
+from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvfiles import Stored, StoredFiles, StoredRows
 from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.pages import CHUNK_TOKENS, Component, Page, RowBytes, RowLayout, segments

@@ -16,10 +16,10 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from kv_rows import address, equal, offload_all, rows_of
 from mlx_flash.kv.admit import admit
-from mlx_flash.kv.cache import DiskKVCache, make_caches
-from mlx_flash.kv.ledger import Coming
+from mlx_flash.kv.diskcache import DiskKVCache, make_caches
+from mlx_flash.kv.kvledger import Coming
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pool import KVPool
 
 LAYERS = 4
 TOKEN_BYTES = 2 * 2 * 32 * 2

@@ -46,9 +46,9 @@ from mlx_flash import (
 )
 from mlx_flash.commands.generate import needed_context
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.kv.cache import DiskQuantizedKVCache, make_caches
+from mlx_flash.kv.diskcache import DiskQuantizedKVCache, make_caches
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pool import KVPool
 from models import save, saved_once, stock
 
 PROMPT = mx.array([i * 7 % 300 for i in range(1, 200)])

@@ -15,7 +15,7 @@ from mlx_flash.engine.headroom import check_least
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.admit import admit
-from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.residency.kv import PROMISED_CONTEXT
 from models import LLAMA, MAMBA2, QWEN3_MOE, save

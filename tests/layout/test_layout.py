@@ -17,9 +17,9 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.errors import CheckpointError
-from mlx_flash.layout.arrays import arrays_in
 from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.layout.parts import ModelLayout
+from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.sources import Sources
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.footprint import footprint

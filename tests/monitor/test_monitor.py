@@ -27,13 +27,13 @@ from rich.console import Console
 from children import ROOT
 from mlx_flash import facts
 from mlx_flash.monitor import app, system
+from mlx_flash.monitor.enginewatch import Watcher
+from mlx_flash.monitor.frames import frame
 from mlx_flash.monitor.glyphs import ASCII, UNICODE, Glyphs, bar, chart, choose, sparkline, strip
-from mlx_flash.monitor.history import IDLE_SECONDS, MINUTE, History
 from mlx_flash.monitor.lines import pass_words
-from mlx_flash.monitor.render import frame
+from mlx_flash.monitor.rates import IDLE_SECONDS, MINUTE, History
 from mlx_flash.monitor.state import STATES, Unit, printable
 from mlx_flash.monitor.terminal import print_lines
-from mlx_flash.monitor.watch import Watcher
 from mlx_flash.monitor.words import duration, size
 from mlx_flash.telemetry import INTERVAL_SECONDS, SCHEMA, Json, Publisher
 from models import LLAMA, save

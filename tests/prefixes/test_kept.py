@@ -15,14 +15,14 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from conversations import LONG, SYSTEM, turn
 from conversations import model as model  # a fixture
 from kv_rows import equal, offload_all, rows_of
-from mlx_flash.kv.cache import DiskKVCache, make_caches
+from mlx_flash.kv.diskcache import DiskKVCache, make_caches
 from mlx_flash.kv.history import History
-from mlx_flash.kv.kept import KeptCaches, num_equal
+from mlx_flash.kv.keptcaches import KeptCaches, num_equal
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pool import KVPool
-from mlx_flash.prefixes.cache import prefix_directory
 from mlx_flash.prefixes.leaves import RowLeaf
-from mlx_flash.server.batches import BatchOptions
+from mlx_flash.prefixes.prefixcache import prefix_directory
+from mlx_flash.server.batchoptions import BatchOptions
 from served import Answer, Served, serving, stock_serving
 
 LAYERS = 4

@@ -25,15 +25,15 @@ from children import HELPERS
 from mlx_flash import FlashConfig, FlashLLM, cli, generate_step
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.folders import cache_directory
-from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
 from mlx_flash.loading import load_model
 from mlx_flash.monitor import app as monitor
 from mlx_flash.monitor.words import size
-from mlx_flash.prefixes.cache import prefix_directory
 from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
+from mlx_flash.prefixes.prefixcache import prefix_directory
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
 from prefix_runs import PROMPT, STEP, Logits, config_of, generated, loaded, restored
 

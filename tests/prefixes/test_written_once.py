@@ -15,13 +15,13 @@ import pytest
 import children
 from interrupted_prefixes import HEADS, WIDTH, Talk
 from mlx_flash.kv import kvfiles
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pool import KVPool
 from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
 from mlx_flash.kv.writing import Draft
 from mlx_flash.prefixes import folder as page_folder
-from mlx_flash.prefixes.cache import PrefixCache
 from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
+from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.prefixes.store import PrefixStore
 
 PAGE = 32
@@ -189,7 +189,7 @@ def test_a_draft_that_was_taken_is_not_written_to(tmp_path: Path, monkeypatch: p
     machine = Machine(tmp_path)
     talk = machine.talk()
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_flash.prefixes.cache.forget_plans", interrupted)
+        patch.setattr("mlx_flash.prefixes.prefixcache.forget_plans", interrupted)
         with pytest.raises(KeyboardInterrupt):
             talk.feed(LONG[:96])
     machine.written()

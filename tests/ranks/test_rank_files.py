@@ -19,7 +19,7 @@ from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, CheckpointError
 from mlx_flash.layout.units import layers_of
-from mlx_flash.ranks.files import NeededFiles, RankFolder, needed_files
+from mlx_flash.ranks.neededfiles import NeededFiles, RankFolder, needed_files
 from mlx_flash.ranks.shares import follow_files
 from mlx_flash.residency.plan import ResidencyPlan
 from models import LLAMA, QWEN3_MOE, VOCAB_SIZE, save

@@ -29,8 +29,8 @@ from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.owncaches import OwnCaches
-from mlx_flash.kv.sizes import update_growth
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.kv.growth import update_growth
+from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency.admission import alone_bytes, batch_bytes, decide, room_bytes, together_bytes

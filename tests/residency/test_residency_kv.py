@@ -16,7 +16,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.admit import admit
-from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.residency.kv import check_kv, in_memory, least_bytes, most_on_disk, on_disk, prefix_bytes
 from mlx_flash.residency.sizes import ModelSizes, measure

@@ -21,10 +21,11 @@ from live import Live, live
 from mlx_flash import ConfigError, FlashConfig, RefusedError
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.commands.serve import serve
-from mlx_flash.server import inbox, pictures
+from mlx_flash.server import inbox, requestpictures
 from mlx_flash.server.body import parse
 from mlx_flash.server.catalog import Source
-from mlx_flash.server.pictures import (
+from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.requestpictures import (
     MAX_NAME,
     content_of,
     data_url,
@@ -33,7 +34,6 @@ from mlx_flash.server.pictures import (
     with_all_pictures,
     with_pictures,
 )
-from mlx_flash.server.request import GenerationRequest
 from models import make_random_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # by the tiny model
@@ -91,12 +91,12 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         with_pictures(asked(*[URL] * 17), None)
     with pytest.raises(RefusedError, match="pictures belong to messages of the user"):
         with_pictures(asked(URL, role="assistant"), None)
-    monkeypatch.setattr(pictures, "MAX_PICTURE_BYTES", 20)
+    monkeypatch.setattr(requestpictures, "MAX_PICTURE_BYTES", 20)
     words = "the pictures of the request have 24 bytes up to this one, 20 are allowed"
     with pytest.raises(RefusedError, match=words) as found:
         with_pictures(asked(URL, URL, "data:broken"), None)
     assert (found.value.status, found.value.field) == (413, "field.1")
-    monkeypatch.setattr(pictures, "MAX_PICTURE_BYTES", 9)
+    monkeypatch.setattr(requestpictures, "MAX_PICTURE_BYTES", 9)
     with pytest.raises(RefusedError, match="the picture has 12 bytes, 9 are allowed"):
         with_pictures(asked(URL), None)
 
@@ -155,7 +155,7 @@ def test_files_are_counted_before_they_are_read(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(RefusedError, match="17 pictures, 16 are allowed"):
         with_pictures(asked(*["a.png"] * 17), tmp_path)
     assert not calls
-    monkeypatch.setattr(pictures, "MAX_PICTURE_BYTES", 30)
+    monkeypatch.setattr(requestpictures, "MAX_PICTURE_BYTES", 30)
     with pytest.raises(RefusedError, match="have 36 bytes up to this one, 30 are allowed"):
         with_pictures(asked(*["a.png"] * 16), tmp_path)
     assert len(calls) == 3

@@ -17,7 +17,7 @@ from mlx_flash import FlashConfig
 from mlx_flash.config import GB
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency.admission import room_bytes, together_bytes
-from mlx_flash.server.batches import BatchOptions
+from mlx_flash.server.batchoptions import BatchOptions
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import End, Failed, Progress
 from mlx_flash.server.loaded import LoadedModel

@@ -11,7 +11,7 @@ import pytest
 
 from conversations import LONG, model, turn
 from mlx_flash.kv.layerrows import LayerRows, park
-from mlx_flash.server.batches import BatchOptions
+from mlx_flash.server.batchoptions import BatchOptions
 from mlx_flash.server.events import Begun, End, Event, Piece, Progress
 from mlx_flash.server.jobs import Jobs
 from mlx_flash.server.request import GenerationRequest, Sampling
@@ -66,7 +66,7 @@ def test_a_prompt_of_several_answers_is_computed_once(model: str, kv: dict[str, 
 def test_answers_to_a_prompt_are_not_copied_for_each_token(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them is parked while the others are computed, although they share pages."""
     parked: list[LayerRows] = []
-    monkeypatch.setattr("mlx_flash.kv.pool.park", lambda rows: parked.append(rows) or park(rows))
+    monkeypatch.setattr("mlx_flash.kv.kvpool.park", lambda rows: parked.append(rows) or park(rows))
     with serving(model) as served:
         longest = [replace(each, max_tokens=24) for each in requests(LONG * 8)]
         answers = together(served, longest)

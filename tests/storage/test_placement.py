@@ -24,7 +24,7 @@ from mlx_flash.storage.placement import (
     place_groups,
     without,
 )
-from mlx_flash.storage.rows import RowPlacement, place_rows
+from mlx_flash.storage.rowplacement import RowPlacement, place_rows
 from mlx_flash.storage.safetensors import DTYPE_SIZES, Extent, TensorRecord
 
 ALIGNMENTS = (1, 8, 16, 256, DIRECT_ALIGNMENT)

@@ -13,8 +13,8 @@ pytest.importorskip("mlx_vlm")
 
 from interrupt_points import Tracer, sample
 from mlx_flash import FlashConfig
-from mlx_flash.vision.loading import load_vlm_model
-from mlx_flash.vision.model import FlashVLM
+from mlx_flash.vision.flashvlm import FlashVLM
+from mlx_flash.vision.loadvlm import load_vlm_model
 from tiny_vlms import inputs, save
 
 NAME = "qwen2_vl"

@@ -7,8 +7,8 @@ from typing import Any
 
 from mlx_flash.server.anthropic.schemas import Conversation, ImageBlock, Message, TextBlock, Tool
 from mlx_flash.server.grammars import schema_grammar
-from mlx_flash.server.pictures import content_of, data_url, picture_part
 from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.requestpictures import content_of, data_url, picture_part
 from mlx_flash.server.toolchoice import called, tool_fields
 
 _EFFORTS = {"xhigh": "high", "max": "high"}

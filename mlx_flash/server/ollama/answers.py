@@ -15,9 +15,9 @@ from mlx_flash.server.grammars import schema_grammar
 from mlx_flash.server.ollama.common import counts_of, error_body, known_name, line, logprob_of, now
 from mlx_flash.server.ollama.schemas import Asked, ChatRequest, GenerateRequest, Message, Options
 from mlx_flash.server.pace import paced
-from mlx_flash.server.pictures import content_of, data_url, picture_part
 from mlx_flash.server.replies import Stream, collect_all, opened
 from mlx_flash.server.request import GenerationRequest, Sampling
+from mlx_flash.server.requestpictures import content_of, data_url, picture_part
 from mlx_flash.server.service import Service
 from mlx_flash.server.toolchoice import called
 

@@ -25,9 +25,9 @@ from mlx_flash.server.openai.common import (
     wants_usage,
 )
 from mlx_flash.server.openai.schemas import ChatRequest, FunctionChoice, Message, Part
-from mlx_flash.server.pictures import content_of, picture_part
 from mlx_flash.server.replies import Stream, Whole, collect_all, merged, opened_all
 from mlx_flash.server.request import GenerationRequest
+from mlx_flash.server.requestpictures import content_of, picture_part
 from mlx_flash.server.service import Service
 from mlx_flash.server.toolchoice import called, tool_fields
 

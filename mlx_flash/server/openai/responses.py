@@ -15,9 +15,9 @@ from mlx_flash.server.openai.chat import arguments_of
 from mlx_flash.server.openai.response_items import response_of
 from mlx_flash.server.openai.response_schemas import FunctionChoice, InputPart, ResponseRequest
 from mlx_flash.server.openai.response_stream import stream_of
-from mlx_flash.server.pictures import content_of, picture_part
 from mlx_flash.server.replies import Stream, collect_all, opened
 from mlx_flash.server.request import GenerationRequest, Sampling
+from mlx_flash.server.requestpictures import content_of, picture_part
 from mlx_flash.server.service import Service
 from mlx_flash.server.toolchoice import called, tool_fields
 

@@ -18,8 +18,8 @@ from mlx_flash.engine.dropped import result_is_dropped
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.module_methods import ModelFacade, OfLifecycle
 from mlx_flash.engine.prepare import Prepared
-from mlx_flash.kv.cache import make_caches
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.vision.rehearsal import TowerRehearsal, needed_bytes, weightless

@@ -11,9 +11,9 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.prepare import Prepared, prepare
 from mlx_flash.errors import CheckpointError, ConfigError, FlashError
+from mlx_flash.layout.lazyvlm import load_vlm_lazily
 from mlx_flash.layout.load import model_name
-from mlx_flash.layout.vlm import load_vlm_lazily
-from mlx_flash.vision.model import FlashVLM
+from mlx_flash.vision.flashvlm import FlashVLM
 
 
 def load_vlm(

@@ -14,9 +14,9 @@ from mlx_flash.compat.caches import CacheKinds
 from mlx_flash.errors import CheckpointError, StreamedWeightsError
 from mlx_flash.kv.base import PooledCache, buffers, contents, forgetful, pair
 from mlx_flash.kv.history import merged, pass_on
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import Group, LayerRows
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.pool import KVPool
 from mlx_flash.storage.safetensors import read_shard
 
 

@@ -16,12 +16,12 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.kv.base import PooledCache
-from mlx_flash.kv.cache import DiskKVCache
+from mlx_flash.kv.diskcache import DiskKVCache
 from mlx_flash.kv.history import pass_on
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import LayerRows, note_copy, park, relatives
 from mlx_flash.kv.memory import MemoryRows
 from mlx_flash.kv.pages import InMemory, MemoryPages, Page, cut, sizes
-from mlx_flash.kv.pool import KVPool
 from mlx_flash.memory.footprint import release_freed_memory
 
 _COMPARED_TOKENS = 1024

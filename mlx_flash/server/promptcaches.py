@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_flash.kv.kept import KeptCaches
-from mlx_flash.layout.arrays import arrays_in
+from mlx_flash.kv.keptcaches import KeptCaches
+from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.server.ranks import Ranks
 

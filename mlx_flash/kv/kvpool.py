@@ -19,8 +19,8 @@ import mlx.core as mx
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.kvfiles import KVFiles
+from mlx_flash.kv.kvledger import Coming, KVLedger, no_room
 from mlx_flash.kv.layerrows import Group, LayerRows, Layers, as_pages, copied_bytes, note_copy, park, parking_pays
-from mlx_flash.kv.ledger import Coming, KVLedger, no_room
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.ring import KVStats, SlotRing
 from mlx_flash.memory.footprint import release_freed_memory

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlx_flash.speculation.guesses import Guesses
 from mlx_flash.speculation.lookup import MAX_MATCH, Lookup
-from mlx_flash.speculation.pace import LEAST_GAIN, Acceptance, Times, worth_guessing
+from mlx_flash.speculation.worth import LEAST_GAIN, Acceptance, Times, worth_guessing
 
 shares = st.floats(0, 1)
 seconds = st.floats(1e-6, 1e3)

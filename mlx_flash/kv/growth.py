@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_flash.kv.base import PooledCache
-from mlx_flash.layout.arrays import arrays_in, nbytes_in
+from mlx_flash.layout.reachable import arrays_in, nbytes_in
 
 _EXAMPLE_WIDTH = 512
 """Numbers in a head's row that any group size of quantization divides."""

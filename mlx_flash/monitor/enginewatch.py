@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
-from mlx_flash.monitor.history import History
+from mlx_flash.monitor.rates import History
 from mlx_flash.monitor.system import SystemMemory, system_memory
 from mlx_flash.telemetry import Json, find, watch
 

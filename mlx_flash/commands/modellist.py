@@ -17,7 +17,7 @@ from mlx_flash.commands.common import dial, make_config, note, print_json, print
 from mlx_flash.commands.vision import prepare_folder
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError, FlashError
-from mlx_flash.modelfile.named import named_models
+from mlx_flash.modelfile.namedfiles import named_models
 from mlx_flash.modelfile.parse import read_modelfile
 from mlx_flash.monitor.words import rate, size
 from mlx_flash.storage.shards import weight_files

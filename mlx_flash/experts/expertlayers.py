@@ -17,10 +17,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_flash.compat.experts import SORTED_SIZE, call_stack
+from mlx_flash.compat.expertstacks import SORTED_SIZE, call_stack
 from mlx_flash.experts.eviction import Mask, Numbers
 from mlx_flash.experts.lookahead import CAREFUL_ODDS, EVEN_ODDS, Guess, GuessedError, Lookahead
-from mlx_flash.experts.rows import PooledStacks, Routing, is_whole, join_rows
+from mlx_flash.experts.pooledstacks import PooledStacks, Routing, is_whole, join_rows
 from mlx_flash.experts.stage import Stage
 from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.swap import SwappedClass, own_class, state_of, swap_class

@@ -13,9 +13,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import zoo
 from mlx_flash import FlashLLM
-from mlx_flash.experts.layers import Experts
-from mlx_flash.experts.rows import Routing
-from mlx_flash.experts.trace import RoutingTrace
+from mlx_flash.experts.expertlayers import Experts
+from mlx_flash.experts.pooledstacks import Routing
+from mlx_flash.experts.routingtrace import RoutingTrace
 from streamed import streamed_whole
 from zoo.weights import VARIANTS, save
 

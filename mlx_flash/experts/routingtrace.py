@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mlx_flash.errors import WriteError
-from mlx_flash.experts.rows import Routing
+from mlx_flash.experts.pooledstacks import Routing
 from mlx_flash.files import write_at
 from mlx_flash.layout.parts import ExpertStack
 

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from mlx_flash.facts import budget_of
 from mlx_flash.monitor.glyphs import STYLES, WORDS, Glyphs, bar, chart, strip
-from mlx_flash.monitor.history import History, Shares
 from mlx_flash.monitor.lines import (
     Line,
     budget_words,
@@ -21,6 +20,7 @@ from mlx_flash.monitor.lines import (
     read_words,
     token_words,
 )
+from mlx_flash.monitor.rates import History, Shares
 from mlx_flash.monitor.state import STATES, model_name, units
 from mlx_flash.monitor.system import SystemMemory
 from mlx_flash.monitor.words import size, tokens_rate

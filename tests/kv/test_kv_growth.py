@@ -21,10 +21,10 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_flash.kv.cache import make_caches
+from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.kv.growth import update_growth
 from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.sizes import update_growth
-from mlx_flash.layout.arrays import arrays_in, nbytes_in
+from mlx_flash.layout.reachable import arrays_in, nbytes_in
 
 HEADS, WIDTH = 2, 128
 CACHES: dict[str, tuple[Callable[[], Any], int]] = {

@@ -13,7 +13,7 @@ from mlx_flash.engine.prepare import Prepared, share_equally
 from mlx_flash.layout.load import iter_parameters
 from mlx_flash.layout.units import layers_of
 from mlx_flash.monitor.words import layer_runs, size
-from mlx_flash.ranks.files import needed_files
+from mlx_flash.ranks.neededfiles import needed_files
 from mlx_flash.ranks.shares import runs
 
 

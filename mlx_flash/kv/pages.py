@@ -21,7 +21,7 @@ import numpy as np
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.kv.options import READ_SIZE
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, aligned_offsets, round_up
 from mlx_flash.storage.placement import Piece, Segment
 
 W = TypeVar("W")
@@ -90,15 +90,14 @@ class RowLayout:
 
     def slot_offsets(self, capacity: int) -> list[int]:
         """Return the offset of each array in a slot for so many tokens."""
-        offsets, cursor = [], 0
-        for component in self.components:
-            offsets.append(cursor)
-            cursor += round_up(component.heads * capacity * component.width_bytes, DIRECT_ALIGNMENT)
-        return offsets
+        return self._slot_places(capacity)[:-1]
 
     def slot_bytes(self, capacity: int) -> int:
         """Return the size of a slot for so many tokens."""
-        return sum(round_up(c.heads * capacity * c.width_bytes, DIRECT_ALIGNMENT) for c in self.components)
+        return self._slot_places(capacity)[-1]
+
+    def _slot_places(self, capacity: int) -> list[int]:
+        return aligned_offsets([capacity * width for width in self.widths], DIRECT_ALIGNMENT)
 
     @cached_property
     def strides(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from mlx_flash.files import close_all, write_at
 from mlx_flash.forks import finalize
 from mlx_flash.kv.options import WRITE_BEHIND_BYTES
 from mlx_flash.kv.pages import Component, InFile, Page, RowBytes, RowLayout, dtype_name, joined
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
+from mlx_flash.memory.pagecache import aligned_offsets
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.source import FileIdentity, SourceFile, identity_of
 from mlx_flash.workers import InOrder, Job
@@ -204,23 +204,19 @@ class LayerFile(WrittenFile):
             begin = end
 
 
-class WrittenBlob(NamedTuple):
-    """One array in a file of the prefix cache, as the file describes it."""
+FILE_ALIGNMENT = 4096
+"""Alignment of arrays in a file of the prefix cache, on every machine: pages of memory may be larger."""
+
+
+class BlobInfo(NamedTuple):
+    """An array in a file of the prefix cache. The file describes it in this order, without the offset."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     checksum: int  # CRC-32
-
-
-class _WrittenPage(NamedTuple):
-    """A layer's page in a draft."""
-
     offset: int
-    components: Sequence[Component]
-    length: int
-    write: Write
 
 
 class Draft(WrittenFile):
@@ -236,7 +232,7 @@ class Draft(WrittenFile):
         self.room = room
         self.is_taken = False  # whether the prefix cache has it, and nothing more may be written. Set by the caller
         self._end = room
-        self._pages: dict[int, _WrittenPage] = {}
+        self._pages: dict[int, tuple[list[BlobInfo], Write]] = {}  # by layer, with no checksums yet
 
     @property
     def nbytes(self) -> int:
@@ -245,13 +241,13 @@ class Draft(WrittenFile):
 
     def add(self, layer: int, components: Sequence[Component], rows: RowBytes) -> Page[InFile]:
         """Write the page of a layer, ``(heads, tokens, bytes)`` for each array. Errors are as for :meth:`submit`."""
-        offsets, blocks, begin, end, length = list[int](), [], self._end, self._end, rows[0].shape[1]
-        for part in rows:
-            offsets.append(end)
-            blocks.append((end, np.ascontiguousarray(part).data.cast("B")))
-            end += round_up(part.nbytes, DIRECT_ALIGNMENT)
-        self._end = end
-        self._pages[layer] = _WrittenPage(begin, components, length, self.submit(blocks, is_checked=True))
+        *offsets, self._end = aligned_offsets([part.nbytes for part in rows], FILE_ALIGNMENT, self._end)
+        data, length = [np.ascontiguousarray(part).data.cast("B") for part in rows], rows[0].shape[1]
+        blobs = [
+            BlobInfo(f"{layer}.{i}", dtype_name(c.dtype), (*c.shape, length, c.width), len(part), 0, offset)
+            for i, (c, part, offset) in enumerate(zip(components, data, offsets, strict=True))
+        ]
+        self._pages[layer] = blobs, self.submit([*zip(offsets, data, strict=True)], is_checked=True)
         strides = tuple(length * component.width_bytes for component in components)
         return Page(InFile(self, tuple(components), tuple(offsets), strides), length)
 
@@ -264,21 +260,18 @@ class Draft(WrittenFile):
         """Note that it became a file of the prefix cache, which has another path."""
         close_all(self._descriptors)
 
-    def finished(self) -> list[WrittenBlob] | None:
+    def finished(self) -> list[BlobInfo] | None:
         """Wait until it is written, in any thread. Return its arrays as they follow one another.
 
         Return None if something else is between them, or a write failed.
         """
-        end, found = self.room, list[WrittenBlob]()
-        for layer, page in dict(self._pages).items():
-            if page.offset != end or page.write.error() is not None:
+        found = list[BlobInfo]()
+        for blobs, write in list(self._pages.values()):
+            if write.error() is not None:
                 return None
-            for index, (component, checksum) in enumerate(zip(page.components, page.write.checksums, strict=True)):
-                shape = (*component.shape, page.length, component.width)
-                nbytes = component.heads * page.length * component.width_bytes
-                found.append(WrittenBlob(f"{layer}.{index}", dtype_name(component.dtype), shape, nbytes, checksum))
-                end += round_up(nbytes, DIRECT_ALIGNMENT)
-        return found if end == self._end else None
+            found += [blob._replace(checksum=each) for blob, each in zip(blobs, write.checksums, strict=True)]
+        places = aligned_offsets([blob.nbytes for blob in found], FILE_ALIGNMENT, self.room)
+        return found if places == [*(blob.offset for blob in found), self._end] else None
 
 
 def _create(path: Path) -> int:

@@ -7,8 +7,9 @@ import errno
 import mmap
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 from mlx_flash.files import open_regular
@@ -122,3 +123,8 @@ def _libc() -> ctypes.CDLL:
 def round_up(number: int, multiple: int) -> int:
     """Round a number up to the next multiple."""
     return -(-number // multiple) * multiple
+
+
+def aligned_offsets(sizes: Iterable[int], alignment: int, start: int = 0) -> list[int]:
+    """Return the offsets of blocks with some sizes, one after another and aligned, and the end of the last one."""
+    return list(accumulate([round_up(nbytes, alignment) for nbytes in sizes], initial=start))

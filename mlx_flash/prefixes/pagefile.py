@@ -31,13 +31,10 @@ import numpy as np
 
 from mlx_flash.errors import ReadError
 from mlx_flash.files import write_at
-from mlx_flash.kv.writing import Draft, WrittenBlob
-from mlx_flash.memory.pagecache import drop_cached, round_up
+from mlx_flash.kv.writing import FILE_ALIGNMENT, BlobInfo, Draft
+from mlx_flash.memory.pagecache import aligned_offsets, drop_cached, round_up
 
 MAGIC = b"MLXFKV\x00\x04"
-ALIGNMENT = 4096
-"""Alignment of blobs in the file, for direct reads."""
-
 SUFFIX = ".page"
 
 _HEAD = struct.Struct("<8sQII")
@@ -58,16 +55,6 @@ class Blob(NamedTuple):
     data: bytes | bytearray | memoryview
     dtype: str
     shape: tuple[int, ...]
-
-
-class BlobInfo(NamedTuple):
-    """Type, place and checksum of a blob in a file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-    checksum: int
 
 
 class Place(NamedTuple):
@@ -157,24 +144,21 @@ def encode_page(key: PageKey, blobs: Mapping[str, Blob], draft: Draft | None = N
     if written is None:
         return None
     data = {name: memoryview(blob.data) for name, blob in blobs.items()}
-    rest = [WrittenBlob(n, b.dtype, b.shape, data[n].nbytes, zlib.crc32(data[n])) for n, b in blobs.items()]
-    text = f"{json.dumps(asdict(key))}\n{json.dumps([*written, *rest])}".encode()
-    offset = room = round_up(_HEAD.size + len(text), ALIGNMENT) if draft is None else draft.room
+    rest = [(n, b.dtype, b.shape, data[n].nbytes, zlib.crc32(data[n])) for n, b in blobs.items()]
+    text = f"{json.dumps(asdict(key))}\n{json.dumps([*(blob[:-1] for blob in written), *rest])}".encode()
+    room = round_up(_HEAD.size + len(text), FILE_ALIGNMENT) if draft is None else draft.room
     if _HEAD.size + len(text) > room:
         return None
-    placed = []
-    offset += 0 if draft is None else draft.nbytes
-    for view in data.values():
-        placed.append((offset, view))
-        offset += round_up(view.nbytes, ALIGNMENT)
+    begin = room + (0 if draft is None else draft.nbytes)
+    *offsets, end = aligned_offsets([view.nbytes for view in data.values()], FILE_ALIGNMENT, begin)
     text = text.ljust(room - _HEAD.size)
-    head = _HEAD.pack(MAGIC, offset, len(text), zlib.crc32(_LENGTHS.pack(offset, len(text)) + text))
-    return EncodedPage(key, offset, head + text, placed, draft)
+    head = _HEAD.pack(MAGIC, end, len(text), zlib.crc32(_LENGTHS.pack(end, len(text)) + text))
+    return EncodedPage(key, end, head + text, [*zip(offsets, data.values(), strict=True)], draft)
 
 
 def room_for_head(title: str, num_blobs: int) -> int:
     """Return the bytes to leave free at the beginning of a draft."""
-    return round_up(_MOST_KEY_BYTES + len(json.dumps(title)) + num_blobs * _MOST_BLOB_BYTES, ALIGNMENT)
+    return round_up(_MOST_KEY_BYTES + len(json.dumps(title)) + num_blobs * _MOST_BLOB_BYTES, FILE_ALIGNMENT)
 
 
 class PageFile:
@@ -235,8 +219,8 @@ class PageFile:
                     raise ValueError(f"blob {name!r} has {nbytes!r} bytes")
                 if offset + nbytes > self._end:
                     raise ValueError(f"blob {name!r} ends at {offset + nbytes}, after the end of the file")
-                blobs[name] = BlobInfo(dtype, tuple(shape), offset, nbytes, checksum)
-                offset += round_up(nbytes, ALIGNMENT)
+                blobs[name] = BlobInfo(name, dtype, tuple(shape), nbytes, checksum, offset)
+                offset += round_up(nbytes, FILE_ALIGNMENT)
         except (ValueError, TypeError, RecursionError) as error:
             raise self._damaged(f"{error}") from error
         return blobs
@@ -261,7 +245,7 @@ class PageFile:
                 raise ValueError(f"{field.name} is not of the type {field.type}")
         if key.page != self._page:
             raise ValueError(f"it describes page {key.page}")
-        return key, table, round_up(start, ALIGNMENT), size
+        return key, table, round_up(start, FILE_ALIGNMENT), size
 
     def _damaged(self, reason: str) -> ReadError:
         return ReadError(f"{self._path} is damaged: {reason}")

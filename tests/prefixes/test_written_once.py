@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,20 @@ def test_a_killed_process_leaves_whole_pages(point: str, tmp_path: Path) -> None
     assert machine.prefixes.store.telemetry()["damaged"] == 0
     assert list_prefixes(tmp_path / "prefixes")[0].pages == len(LONG) // PAGE
     assert len(list((tmp_path / "kv").iterdir())) == 1, "the folder of the killed process is gone"
+    machine.close()
+
+
+def test_drafts_are_read_where_pages_of_memory_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Macs have 16 KiB. Arrays in page files begin at multiples of 4 KiB everywhere."""
+    for name, module in sys.modules.items():
+        if name.startswith("mlx_flash.") and hasattr(module, "DIRECT_ALIGNMENT"):
+            monkeypatch.setattr(module, "DIRECT_ALIGNMENT", 16384)
+    machine = Machine(tmp_path)
+    talk = machine.talk().feed(LONG[:96])
+    machine.written()
+    machine.talk().feed(LONG[:96])
+    assert machine.prefixes.counters.num_restored == 96 and not machine.prefixes.store.telemetry()["damaged"]
+    talk.check()
     machine.close()
 
 

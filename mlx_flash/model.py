@@ -221,7 +221,9 @@ class FlashLLM(ModelFacade):
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why no tokens are guessed with a prompt cache; None if they can be."""
         self.start()
-        return self._life.passes.refusal(cache) if self._life.config.speculation else "speculation is switched off"
+        if not self._life.config.speculation:
+            return "speculation is switched off"
+        return self._life.passes.sharing.refusal(cache)
 
     def _call(self, passes: Passes, call: ForwardCall) -> Any:
         step = call.step_within(self.plan.prefill_step_size)

@@ -29,7 +29,7 @@ Outcome = list[Any] | Exception | None
 """Outputs of the calls of a lane, or why there are none; None if its calls need an order."""
 
 
-class _Lane:
+class _LaneRun:
     """Calls that share one prompt cache.
 
     Args:
@@ -140,7 +140,7 @@ class CallGroup:
     def _run(
         self, lanes: Sequence[Sequence[ForwardCall]], compute: Compute, progress: Callable[[float], None]
     ) -> list[Outcome]:
-        made = [_Lane(calls, self._is_proven) for calls in lanes]
+        made = [_LaneRun(calls, self._is_proven) for calls in lanes]
         places = [(lane, index) for lane in made for index in range(len(lane.calls))]
         num_units = max(1, len(self._engine.stream.units))
         can_undo = all(lane.trim is not None for lane in made)
@@ -175,7 +175,7 @@ class CallGroup:
             for result, mine, (worst, rank) in zip(results, own, self._chain.worst(own), strict=True)
         ]
 
-    def _before(self, lane: _Lane, index: int) -> None:
+    def _before(self, lane: _LaneRun, index: int) -> None:
         self._engine.drop_logits(not lane.calls[index].wants_logits)
 
 
@@ -189,7 +189,7 @@ def _failed_on(rank: int, kind: type) -> Exception:
     return PeerError(f"rank {rank} cannot compute a call that shares a pass with others. Hint: see what it prints.")
 
 
-def _after(lane: _Lane, index: int) -> None:
+def _after(lane: _LaneRun, index: int) -> None:
     if lane.views is not None:
         lane.views.after(index)
 

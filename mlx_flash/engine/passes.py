@@ -1,12 +1,10 @@
-"""Passes over the weights: which calls share one, and what is counted about it."""
+"""Passes over the weights: the calls of each are computed, and counted."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
-from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -18,23 +16,20 @@ from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.grants import Grants
 from mlx_flash.engine.group import CallGroup, Outcome
-from mlx_flash.engine.headroom import check_headroom, check_least, layers_at_once, part_costs, waiting_bytes
+from mlx_flash.engine.headroom import layers_at_once
 from mlx_flash.engine.lane import Lane
-from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.session import Session
+from mlx_flash.engine.sharing import Sharing
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.engine.undo import broken
-from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import Group
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.prefixes.leaves import forget
-from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
+from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.lockstep import CALL_ERRORS
-
-_log = logging.getLogger("mlx_flash")
 
 
 class Passes:
@@ -49,16 +44,13 @@ class Passes:
 
     def __init__(self, model: Any, session: Session, kv: KVPool | None, counters: PassCounters) -> None:
         self.group = CallGroup(session.engine, session.chain)
+        self.sharing = Sharing(session, self.group)
         self._model = model
         self._session = session
         self._kv = kv
         self._counters = counters
-        self._told_steps: set[int] = set()
         self._under_way: dict[Row, Callable[[], None]] = {}
         self._grants = Grants()
-        chain = session.chain
-        self._all_have_room = nullcontext if chain is None else chain.all_have_room
-        self._least: Callable[[int], int] = int if chain is None else chain.least
 
     def advance(self, plan: ResidencyPlan, rows: Sequence[Row], *, lends: bool) -> None:
         """Compute at least a part of each row, in as few passes as memory allows.
@@ -89,7 +81,7 @@ class Passes:
                 row, pinned = waiting[0], self._session.engine.pinned
                 if (put_back := self._grants.undo_of(plan, row.left[0])) is not None:
                     lanes, pinned.num_at_once = {row: [row.left[0]]}, None
-                elif lanes := self._choose(plan, waiting, loans):
+                elif lanes := self.sharing.choose(plan, waiting, loans):
                     calls = [call for lane in lanes.values() for call in lane]
                     pinned.num_at_once = layers_at_once(plan, list(map(Lane, calls)), pinned.num_layers)
                     if self.is_resident and pinned.num_at_once is None:
@@ -108,94 +100,6 @@ class Passes:
         """True if everything is in memory: a pass waits for nothing, and its outputs need not be known."""
         session = self._session
         return session.chain is None and session.prefixes is None and session.engine.is_resident
-
-    def _choose(self, plan: ResidencyPlan, rows: Sequence[Row], loans: Lending | None) -> dict[Row, list[ForwardCall]]:
-        """Return as many of the rows as memory allows, each with the parts that share the next pass."""
-        num_rows = len(rows) if self.group.can_share else 1
-        while True:
-            chosen = rows[:num_rows]
-            more, can_cut = [self._more(row) for row in chosen], False
-            wish = sum(
-                cost
-                for row, parts in zip(chosen, more, strict=True)
-                for cost in part_costs(plan, [row.left[0], *parts])
-            )
-            try:
-                with self._all_have_room():
-                    for row in chosen:
-                        if not row.num_done and len(row.left) > 1 and row.left[0].checkpoints is None:
-                            check_least(plan, Lane(row.whole, num_kept=row.num_joined), loans)
-                can_cut = rows[0].length > 1
-                with self._all_have_room():
-                    may_shrink = all(row.length > PREFILL_STEPS[-1] for row in chosen)
-                    granted = check_headroom(plan, [row.lane() for row in chosen], loans, wish, may_shrink=may_shrink)
-                return self._with_more(plan, chosen, more, granted, loans)
-            except FlashError as error:
-                if num_rows > 1:
-                    num_rows //= 2
-                elif isinstance(error, BudgetError) and can_cut:
-                    self._tell_step(rows[0], rows[0].cut())
-                else:
-                    rows[0].error = error
-                    return {}
-
-    def _with_more(
-        self,
-        plan: ResidencyPlan,
-        rows: Sequence[Row],
-        more: Sequence[Sequence[ForwardCall]],
-        granted: int,
-        loans: Lending | None,
-    ) -> dict[Row, list[ForwardCall]]:
-        """Return the first part of each row, and as many more as memory allows on every rank."""
-        found = [
-            (row, part, cost)
-            for row, parts in zip(rows, more, strict=True)
-            for part, cost in zip(parts, part_costs(plan, [row.left[0], *parts]), strict=True)
-        ]
-        totals = accumulate(cost for _, _, cost in found)
-        extra = [(row, part) for (row, part, _), total in zip(found, totals, strict=True) if total <= granted]
-        tried = self._least(len(extra)) if found else 0
-        extra = extra[:tried]
-        while extra:
-            chosen = {row: [row.left[0], *(part for owner, part in extra if owner is row)] for row in rows}
-            if self._least(_fit(plan, chosen, loans)):
-                return chosen
-            extra = extra[: len(extra) // 2]
-        if tried:
-            with self._all_have_room():
-                check_headroom(plan, [row.lane() for row in rows], loans)
-        return {row: [row.left[0]] for row in rows}
-
-    def _tell_step(self, row: Row, step: int) -> None:
-        """Log that the parts of a row get smaller; warn once of each size."""
-        level = logging.INFO if step in self._told_steps else logging.WARNING
-        self._told_steps.add(step)
-        _log.log(
-            level,
-            "from token %d of a prompt on the budget has room for %d tokens at a time: output is mlx-lm's own for "
-            "parts of this length",
-            row.num_done,
-            step * row.whole.batch_size,
-        )
-
-    def _more(self, row: Row) -> list[ForwardCall]:
-        """Return the parts that may share a pass with the first one that is left."""
-        first = row.left[0]
-        if len(row.left) == 1 or first.cache is None:
-            return []
-        can_be_undone = first.checkpoints is not None
-        if can_be_undone:
-            fits = self.refusal(first.cache) is None
-        else:
-            fits = self._session.prefixes is None and self.group.fits(first.cache)
-        return list(row.left)[1:] if fits else []
-
-    def refusal(self, cache: Sequence[Any]) -> str | None:
-        """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""
-        if self._session.chain is not None:
-            return "how many are guessed depends on measured times, which differ between ranks"
-        return "prompts are cached" if self._session.prefixes is not None else self.group.refusal(cache)
 
     def _run(self, lanes: dict[Row, list[ForwardCall]], put_back: Callable[[], None] | None = None) -> None:
         """Compute parts of some rows in a pass. It ends with one assignment, before which an exception undoes it."""
@@ -303,13 +207,3 @@ def _report(lanes: dict[Row, list[ForwardCall]]) -> Callable[[float], None]:
         return lambda share: None
     [(row, calls)] = lanes.items()
     return partial(row.tell, sum(call.num_tokens for call in calls))
-
-
-def _fit(plan: ResidencyPlan, chosen: dict[Row, list[ForwardCall]], loans: Lending | None) -> bool:
-    """Return whether parts of rows may share a pass. What is lent, and on disk, is as they need it then."""
-    lanes = [row.lane(len(parts)) for row, parts in chosen.items()]
-    waiting = sum(waiting_bytes(plan, parts) for parts in chosen.values())
-    try:
-        return check_headroom(plan, lanes, loans, waiting, may_shrink=True) == waiting
-    except BudgetError:
-        return False

@@ -10,9 +10,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_flash import FlashConfig, FlashLLM, load_model
-from mlx_flash.engine.headroom import needed, waiting_bytes
+from mlx_flash.engine.headroom import needed
 from mlx_flash.engine.owncaches import OwnCaches
 from mlx_flash.engine.prepare import prepare
+from mlx_flash.engine.sharing import waiting_bytes
 from models import LLAMA, save
 from streamed import streamed_whole
 from zoo import configuration
@@ -55,7 +56,7 @@ def peak_of_parts(model: FlashLLM) -> tuple[int, int, int]:
         model.advance([model.row(tokens[:, :STEP], cache, STEP, wants_logits=False)])
         mx.eval([entry.state for entry in cache])  # it grows by a step now, and not while the peak is taken
         row = model.row(tokens, cache, STEP, wants_logits=False)
-        counted = waiting_bytes(model.plan, list(row.left)) + needed(model.plan, [row.lane()]).activations
+        counted = sum(waiting_bytes(model.plan, row.left)) + needed(model.plan, [row.lane()]).activations
         num_passes = model.counters.num_passes
         mx.reset_peak_memory()
         before = mx.get_active_memory()
@@ -92,7 +93,7 @@ def test_parts_of_every_kind_of_model_take_no_more_than_is_counted(tmp_path: Pat
         tokens = mx.arange(num_parts * 32)[None] % 300
         model.advance([model.row(tokens[:, :64], model.make_cache(), 32, wants_logits=False)])  # needs no order
         row = model.row(tokens, model.make_cache(), 32, wants_logits=False)
-        lane, waiting = row.lane(num_parts), waiting_bytes(plan, list(row.left))
+        lane, waiting = row.lane(num_parts), sum(waiting_bytes(plan, row.left))
         need, growth = needed(plan, [lane]), OwnCaches(plan, [lane]).growth
         num_passes = model.counters.num_passes
         mx.synchronize()

@@ -16,7 +16,7 @@ import mlx_flash
 from batches import check_equal
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.compat.generation import stock_generate_step
-from mlx_flash.engine import passes
+from mlx_flash.engine import sharing
 from mlx_flash.errors import BudgetError
 from mlx_flash.generation import RowGenerator
 from mlx_flash.memory.lazy import active_memory
@@ -201,8 +201,8 @@ def test_tokens_are_not_added_up_one_by_one(llama: Path, monkeypatch: pytest.Mon
         count += 1
         return check(*args, **options)
 
-    check = passes.check_headroom
-    monkeypatch.setattr(passes, "check_headroom", counted)
+    check = sharing.check_headroom
+    monkeypatch.setattr(sharing, "check_headroom", counted)
     with in_memory(llama, kv_cache=kv_cache) as model:
         steps = iter(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=-1, prefill_step_size=STEP))
         check_equal([next(steps) for _ in range(30)], expected)

@@ -17,7 +17,7 @@ from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.generate import generation_stream
 
 from mlx_flash.convert import derived
-from mlx_flash.engine import passes, prepare
+from mlx_flash.engine import prepare, sharing
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.generation import generate_step
 from mlx_flash.ranks import peers, watch
@@ -72,7 +72,7 @@ def main(root: str, names: list[str], fault: str = "") -> None:
                 if fault == "dies" and group.rank() == 1:
                     sys.exit(3)
                 if fault == "less room" and group.rank() == 1:
-                    passes.check_headroom = room_for_two_tokens
+                    sharing.check_headroom = room_for_two_tokens
                 if fault == "endless":
                     watch.TICK_SECONDS = 0.2
                     print(json.dumps("ready"), flush=True)

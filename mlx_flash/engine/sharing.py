@@ -1,0 +1,156 @@
+"""The choice of the calls that share the next pass over the weights, and of those that wait for a later one.
+
+Each row computes its next part. If all of them do not fit the budget, half of the rows wait; if one alone does not fit,
+its parts get smaller. What the budget has left goes to more parts of the same prompts. Within a pass such a part waits
+while another one computes, and takes memory meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from mlx_flash.compat.caches import entries_of
+from mlx_flash.engine.call import ForwardCall
+from mlx_flash.engine.group import CallGroup
+from mlx_flash.engine.headroom import check_headroom, check_least
+from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.lending import Lending
+from mlx_flash.engine.row import Row
+from mlx_flash.engine.session import Session
+from mlx_flash.errors import BudgetError, FlashError
+from mlx_flash.kv.checkpoints import kept_bytes
+from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
+
+_log = logging.getLogger("mlx_flash")
+
+
+class _More(NamedTuple):
+    """A part of a prompt that may share the pass with those before it."""
+
+    row: Row
+    part: ForwardCall
+    waiting: int  # bytes while another part computes
+    cost: int  # bytes with those of its keys and values
+
+
+class Sharing:
+    """The choice of calls that share a pass. All ranks choose the same.
+
+    Args:
+        session: the weights of the model, and what counts beside them.
+        group: runs calls that share a pass.
+    """
+
+    def __init__(self, session: Session, group: CallGroup) -> None:
+        self._session = session
+        self._group = group
+        self._told_steps: set[int] = set()
+        chain = session.chain
+        self._all_have_room = nullcontext if chain is None else chain.all_have_room
+        self._least: Callable[[int], int] = int if chain is None else chain.least
+
+    def choose(self, plan: ResidencyPlan, rows: Sequence[Row], loans: Lending | None) -> dict[Row, list[ForwardCall]]:
+        """Return as many of the rows as memory allows, each with the parts that share the next pass.
+
+        If not even the first one fits, it gets the error, and nothing is returned.
+        """
+        num_rows = len(rows) if self._group.can_share else 1
+        while True:
+            chosen, can_cut = rows[:num_rows], False
+            more = [each for row in chosen for each in self._more(plan, row)]
+            try:
+                with self._all_have_room():
+                    for row in chosen:
+                        if not row.num_done and len(row.left) > 1 and row.left[0].checkpoints is None:
+                            check_least(plan, Lane(row.whole, num_kept=row.num_joined), loans)
+                can_cut = rows[0].length > 1
+                wish = sum(each.cost for each in more)
+                with self._all_have_room():
+                    may_shrink = all(row.length > PREFILL_STEPS[-1] for row in chosen)
+                    granted = check_headroom(plan, [row.lane() for row in chosen], loans, wish, may_shrink=may_shrink)
+                return self._with_more(plan, chosen, more, granted, loans)
+            except FlashError as error:
+                if num_rows > 1:
+                    num_rows //= 2
+                elif isinstance(error, BudgetError) and can_cut:
+                    self._tell_step(rows[0], rows[0].cut())
+                else:
+                    rows[0].error = error
+                    return {}
+
+    def _more(self, plan: ResidencyPlan, row: Row) -> list[_More]:
+        """Return the parts of a row that may share a pass with the first one that is left."""
+        first, *others = row.left
+        if not others or first.cache is None:
+            return []
+        if first.checkpoints is not None:  # guesses, which can be taken back
+            fits = self.refusal(first.cache) is None
+        else:
+            fits = self._session.prefixes is None and self._group.fits(first.cache)
+        if not fits:
+            return []
+        return [
+            _More(row, part, nbytes, max(1, nbytes + part.num_tokens * plan.kv_bytes_per_token))
+            for part, nbytes in zip(others, waiting_bytes(plan, row.left), strict=True)
+        ]
+
+    def refusal(self, cache: Sequence[Any]) -> str | None:
+        """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""
+        if self._session.chain is not None:
+            return "how many are guessed depends on measured times, which differ between ranks"
+        return "prompts are cached" if self._session.prefixes is not None else self._group.refusal(cache)
+
+    def _with_more(
+        self, plan: ResidencyPlan, rows: Sequence[Row], more: Sequence[_More], granted: int, loans: Lending | None
+    ) -> dict[Row, list[ForwardCall]]:
+        """Return the first part of each row, and as many more as memory allows on every rank."""
+        num_granted = sum(total <= granted for total in accumulate(each.cost for each in more))
+        tried = number = self._least(num_granted) if more else 0
+        while number:
+            chosen = {row: [row.left[0], *(each.part for each in more[:number] if each.row is row)] for row in rows}
+            waiting = sum(each.waiting for each in more[:number])
+            if self._least(_fits(plan, chosen, waiting, loans)):
+                return chosen
+            number //= 2
+        if tried:
+            with self._all_have_room():
+                check_headroom(plan, [row.lane() for row in rows], loans)
+        return {row: [row.left[0]] for row in rows}
+
+    def _tell_step(self, row: Row, step: int) -> None:
+        """Log that the parts of a row get smaller; warn once of each size."""
+        level = logging.INFO if step in self._told_steps else logging.WARNING
+        self._told_steps.add(step)
+        _log.log(
+            level,
+            "from token %d of a prompt on the budget has room for %d tokens at a time: output is mlx-lm's own for "
+            "parts of this length",
+            row.num_done,
+            step * row.whole.batch_size,
+        )
+
+
+def _fits(plan: ResidencyPlan, chosen: dict[Row, list[ForwardCall]], waiting: int, loans: Lending | None) -> bool:
+    """Return whether parts of rows may share a pass. What is lent, and on disk, is as they need it then."""
+    lanes = [row.lane(len(parts)) for row, parts in chosen.items()]
+    try:
+        return check_headroom(plan, lanes, loans, waiting, may_shrink=True) == waiting
+    except BudgetError:
+        return False
+
+
+def waiting_bytes(plan: ResidencyPlan, parts: Sequence[ForwardCall]) -> list[int]:
+    """Return the bytes of each part after the first while it waits and another one computes."""
+    first, *others = parts
+    found, num_before = list[int](), first.num_tokens
+    for part in others:
+        kept = () if part.checkpoints is None else (kept_bytes(entry) for entry in entries_of(part.cache or ()))
+        context = Lane(part).tokens.context + num_before // part.batch_size
+        each = plan.ledger.part_waiting(part.num_tokens, part.batch_size, context, is_first=not found)
+        found.append(sum(kept) + each)
+        num_before += part.num_tokens
+    return found

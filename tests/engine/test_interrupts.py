@@ -38,12 +38,15 @@ from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, guessed, run, sam
 from streamed import LARGE_GB, config, streamed_whole
 
 CALLS = [[1, 2, 3]]
+SMALL = LLAMA | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 300}
+"""Little to compute: a test of loans computes hundreds of passes."""
+
 EVERYTHING = 1 << 40
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model"), LLAMA | {"num_hidden_layers": 2}, mx.float32)
+    return save(tmp_path_factory.mktemp("model"), SMALL, mx.float32)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,7 @@ def test_interrupts_while_loans_begin(directory: Path, expected: list[mx.array])
 
         def prepare() -> None:
             loans.recall(EVERYTHING)
-            loans.lend(300_000)
+            loans.lend(200_000)
 
         num = 0
         for where in every_interrupt(functions, prepare, lambda: run(model, CALLS) and None, 7):

@@ -63,17 +63,21 @@ format: $(DEVELOPS)
 clean:
 	rm -rf $(VENV) .venv-mlx-lm-* models .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(INSTALLED): pyproject.toml
+$(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 		echo "mlx-flash needs Python 3.10 or newer. Hint: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --upgrade pip
+	@touch $@
+
+$(INSTALLED): pyproject.toml $(VENV)/.made
 	$(BIN)/python -m pip install -qq --editable '.[server$(EXTRA)]'
 	@touch $@
 
-$(DEVELOPS): $(INSTALLED)
+# It includes what the other targets need.
+$(DEVELOPS): pyproject.toml $(VENV)/.made
 	$(BIN)/python -m pip install -qq --editable '.[dev$(EXTRA)]'
-	@touch $@
+	@touch $(INSTALLED) $@
 
 $(COMPAT)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(COMPAT)

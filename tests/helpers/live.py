@@ -22,6 +22,10 @@ from mlx_flash.server.room import EngineRoom
 from mlx_flash.server.sampling import Defaults
 from mlx_flash.server.serving import Server, take_port
 
+TIMEOUT = 240
+"""Seconds that a client waits for an answer: on a busy machine it takes long to load models in turn. pytest ends a test
+that hangs."""
+
 
 class Live:
     """A running server.
@@ -54,14 +58,14 @@ class Live:
         return next(iter(self.room.models)).model
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT)
 
     def post(self, path: str, body: Any, data: bytes | None = None) -> tuple[int, Any]:
         """Return status and JSON of a reply; the lines of a stream as a list."""
         payload = json.dumps(body).encode() if data is None else data
         request = urllib.request.Request(self.url + path, payload, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=60) as reply:
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
                 text, kind = reply.read().decode(), reply.headers["Content-Type"]
                 return reply.status, json.loads(text) if kind.startswith("application/json") else text.splitlines()
         except urllib.error.HTTPError as error:
@@ -69,7 +73,7 @@ class Live:
 
     def get(self, path: str) -> tuple[int, Any]:
         try:
-            with urllib.request.urlopen(self.url + path, timeout=60) as reply:
+            with urllib.request.urlopen(self.url + path, timeout=TIMEOUT) as reply:
                 return reply.status, json.loads(reply.read())
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())

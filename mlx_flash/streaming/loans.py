@@ -153,7 +153,6 @@ class Loans:
             self._moving = array
             array.bind(view)
             self._lent[array] = arena
-            self._moving = None
         self._change_reads(index)
 
     def _end(self, array: Lendable) -> None:

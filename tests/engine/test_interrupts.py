@@ -19,13 +19,14 @@ from mlx_lm.models.mamba2 import Mamba2Block
 
 from expert_pools import with_pool
 from interrupting import CHANGES, CHUNKS, Strike, Victim, every_interrupt, outcomes
-from mlx_flash import CacheError, FlashLLM, load_model
+from mlx_flash import CacheError, FlashLLM, WriteError, load_model
+from mlx_flash.engine import group
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.engine.modelmanager import ModelManager
 from mlx_flash.engine.session import Session
-from mlx_flash.engine.undo import undo_of
+from mlx_flash.engine.undo import trim_all, undo_of
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.experts.slots import ExpertSlots
 from mlx_flash.layout.swap import SwappedClass, restore_class
@@ -71,6 +72,8 @@ def test_interrupts_while_loans_end(directory: Path, expected: list[mx.array]) -
     with streamed_whole(directory, cut=1, tile_rows=10**9) as model:
         model.start()
         loans = loans_of(model)
+        assert same_bits(run(model, CALLS), expected)
+        active = mx.get_active_memory()
 
         def prepare() -> None:
             loans.lend(EVERYTHING)
@@ -81,6 +84,7 @@ def test_interrupts_while_loans_end(directory: Path, expected: list[mx.array]) -
         for where in every_interrupt(functions, prepare, lambda: loans.recall(1), 2):
             num += 1
             loans.recall(EVERYTHING)
+            assert mx.get_active_memory() <= active, where  # no copy of a weight is left
             assert same_bits(run(model, CALLS), expected), where
             assert loans.nbytes == loans.saved_bytes == 0
         assert num > 100
@@ -222,6 +226,50 @@ def test_a_cache_whose_putting_back_was_interrupted_refuses(directory: Path) -> 
         undo()
         with pytest.raises(CacheError):
             model(mx.array([[5]]), cache=cache)
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_token_that_is_taken_back_leaves_all_layers_alike(directory: Path, is_short: bool) -> None:
+    """A cache of which a layer lacks tokens refuses every use."""
+    with load_model(directory, config())[0] as model:
+        cache = make_prompt_cache(model)
+        computed(model, mx.array([[1, 2, 3, 4]]), cache)
+        for entry in cache[:1]:  # where the token that failed came to
+            entry.update_and_fetch(*(mx.zeros((1, LLAMA["num_key_value_heads"], 1, 16)) for _ in range(2)))
+        if is_short:
+            cache[-1].trim(2)
+        trim_all(cache, 4)
+        if is_short:
+            with pytest.raises(CacheError):
+                model(mx.array([[5]]), cache=cache)
+        else:
+            assert [entry.offset for entry in cache] == [4] * len(cache)
+            assert same_bits([model(mx.array([[5]]), cache=cache)], run(stock(directory), [[1, 2, 3, 4], [5]])[1:])
+
+
+def test_a_cache_that_cannot_be_put_back_costs_its_own_row_alone(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise WriteError("the disk is full")
+
+    def overflow(*_: Any) -> Any:
+        raise ValueError("too large")
+
+    with streamed_whole(directory) as model:
+        model.plan = replace(model.plan, budget_bytes=10**11)
+        caches = [make_prompt_cache(model) for _ in range(2)]
+        for cache in caches:
+            computed(model, mx.array([[1, 2, 3]]), cache)
+        rows = [model.row(mx.array([[5]]), cache, 2048) for cache in caches]
+        with monkeypatch.context() as patch:
+            real = group.trimmer
+            patch.setattr(group, "trimmer", lambda cache: fail if cache[0] is caches[0][0] else real(cache))
+            patch.setattr(type(caches[0][1]), "make_mask", type(caches[0][1]).make_mask)
+            caches[0][1].update_and_fetch = overflow
+            model.advance(rows)
+        assert isinstance(rows[0].error, ValueError) and rows[1].error is None
+        assert same_bits([rows[1].outputs[-1]], run(stock(directory), [[1, 2, 3], [5]])[1:])
 
 
 def interrupted(function: Callable[..., Any], number: int) -> Callable[..., Any]:

@@ -89,6 +89,39 @@ def test_reserved_memory_is_lent_to_experts_and_comes_back(large: Path, monkeypa
     assert read[False] > 1.2 * read[True]
 
 
+def test_lending_nothing_leaves_every_slot_that_has_memory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between passes of a long text nothing more is lent, and no expert leaves."""
+    freed: list[bool] = []
+    monkeypatch.setattr("mlx_flash.engine.lending.release_freed_memory", lambda: freed.append(True))
+    with with_pool(directory, 12) as model:
+        lending, slots = lending_of(model), pool_of(model).slots
+        lending.lend(1 << 40)
+        assert freed == [True] and slots.num_slots == slots.capacity > 12
+        for slot in range(12, slots.capacity):
+            slots.touch(slot)
+            lending.lend(0)
+            assert slots.num_slots >= slot + 1
+
+
+def test_slots_whose_end_was_interrupted_end_with_the_next_call(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with with_pool(directory, 12) as model:
+        lending, slots = lending_of(model), pool_of(model).slots
+        lending.lend(1 << 40)
+        slots.touch(slots.capacity - 1)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("mlx_flash.memory.arena.uncommit", interrupt)
+            lending.end()
+        assert slots.num_slots == 12 < slots.num_touched
+        lending.end()
+        assert slots.num_touched == 12 and lending.nbytes == 0
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_another_budget_takes_no_more_slots_than_it_has_to(directory: Path) -> None:
     with with_pool(directory, 12) as model:
         lending, plan = lending_of(model), model.plan

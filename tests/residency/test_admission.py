@@ -24,18 +24,21 @@ from admission_plans import MORE_GB
 from admission_plans import model as model  # a fixture
 from admission_plans import plan as plan  # a fixture
 from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
+from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.engine import headroom, owncaches
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.headroom import check_headroom
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.owncaches import OwnCaches
 from mlx_flash.kv.growth import update_growth
+from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import footprint
+from mlx_flash.residency.activations import ActivationSizes
 from mlx_flash.residency.admission import alone_bytes, batch_bytes, decide, room_bytes, together_bytes
 from mlx_flash.residency.plan import ResidencyPlan
-from models import GEMMA3, MAMBA2, save
+from models import GEMMA3, LLAMA, MAMBA2, save
 
 
 def filled(entry: object, rows: int, tokens: int) -> object:
@@ -112,6 +115,44 @@ def test_a_request_may_need_all_the_room(plan: ResidencyPlan, may_batch: bool) -
     else:
         with pytest.raises(RefusedError):
             decide(less, 100, 20, [], may_batch=False, batching="exact")
+
+
+NOTHING = ActivationSizes(0, 0, 0, 0, 0)
+
+
+def test_room_is_counted_that_caches_of_mlx_lm_grow_to(plan: ResidencyPlan) -> None:
+    """They grow by whole steps from any length: with 257 tokens after 255 they have room for 767."""
+    caches = [filled(filled(KVCache(), 1, 255), 1, 257) for _ in range(LLAMA["num_hidden_layers"])]
+    mx.eval([cache.state for cache in caches])  # type: ignore[attr-defined]
+    row = plan.cache.largest_row * 4 // LLAMA["num_key_value_heads"]
+    cache = replace(plan.cache, rows=(row,) * len(caches), token_bytes=row * len(caches))
+    lean = replace(plan, activations=NOTHING, cache=cache, kv=replace(plan.kv, options=None))
+    nbytes = sum(array.nbytes for array in arrays_in(caches))
+    assert nbytes == 767 * cache.token_bytes
+    for needed in (batch_bytes(lean, [512]), alone_bytes(lean, 512)):
+        assert nbytes <= needed < 2 * nbytes
+
+
+def test_a_request_alone_takes_what_it_was_admitted_for(model: FlashLLM, plan: ResidencyPlan) -> None:
+    """Token by token, beyond a step of its caches: the largest layer is copied when it grows."""
+    cache = make_prompt_cache(model)
+    before = mx.get_active_memory()
+    for _ in range(9):
+        mx.eval(model(mx.arange(CACHE_STEP)[None], cache=cache))
+    mx.synchronize()
+    mx.reset_peak_memory()
+    for number in range(3):
+        mx.eval(model(mx.array([[number]]), cache=cache))
+    needed = alone_bytes(plan, 9 * CACHE_STEP + 3)
+    assert needed / 1.5 < mx.get_peak_memory() - before <= needed
+
+
+@pytest.mark.parametrize("step", [1, 64, 2048])
+def test_a_request_alone_needs_the_same_whatever_the_step_of_prompts(plan: ResidencyPlan, step: int) -> None:
+    """Where the cache drops tokens, it holds those of a call beyond its limit: one."""
+    options = KVOptions(step=16, max_tokens=128)
+    forgetful = replace(plan, prefill_step_size=step, kv=replace(plan.kv, options=options))
+    assert alone_bytes(forgetful, 8000) == alone_bytes(forgetful, 128) < alone_bytes(plan, 8000) / 4
 
 
 def test_the_smallest_budget_has_room_for_the_planned_context(plan: ResidencyPlan) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import namedtuple
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,76 @@ def test_short_run_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
     read.nbytes += 1
     found.save("one", PROBED)
     assert load_speed("one") is not None
+
+
+def test_run_whose_reads_took_no_time_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    read = ReadStats()
+    found = SpeedMeter(plan_of(), lambda: replace(read), StreamStats())
+    for _ in range(MIN_PASSES):
+        found.begin(is_comparable=True)
+        found.end(1, 1)
+    read.nbytes = MIN_READ_BYTES
+    found.save("one", PROBED)
+    assert load_speed("one") is None
+
+
+@pytest.mark.parametrize(("num_cached", "is_disk"), [(0, True), (1, False)])
+def test_speed_of_the_disk_is_kept_unless_reads_came_from_memory(
+    monkeypatch: pytest.MonkeyPatch, num_cached: int, is_disk: bool
+) -> None:
+    plan, clock = plan_of(), Clock(monkeypatch)
+    read = ReadStats(cached_bytes=7)
+    found = SpeedMeter(plan, lambda: replace(read), StreamStats())
+    for _ in range(MIN_PASSES):
+        found.begin(is_comparable=True)
+        clock.now += 2 * plan.streaming.compute_seconds
+        found.end(1, 1)
+    read.busy_seconds, read.nbytes, read.cached_bytes = 0.5, MIN_READ_BYTES, 7 + num_cached
+    found.save("one", PROBED)
+    speed = load_speed("one")
+    assert speed is not None and speed.is_measured
+    expected = MIN_READ_BYTES / 0.5 if is_disk else PROBED.disk_bytes_per_second
+    assert speed.disk_bytes_per_second == pytest.approx(expected)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass of a run: seconds that the caller took before it, and what it computed, in units of a token."""
+
+    gap: float = 0.0
+    took: float = 1.0
+    num_tokens: int = 1
+    num_guesses: int = 0
+    is_comparable: bool = True
+
+
+@pytest.mark.parametrize(
+    ("passes", "units"),
+    [
+        ([Pass()] * MIN_PASSES, 1.0),
+        ([Pass(gap=0.5)] * MIN_PASSES, 1.5 - 0.5 / MIN_PASSES),  # nothing was returned before the first
+        ([Pass(gap=50.0)] * MIN_PASSES, 2.0 - 1 / MIN_PASSES),  # the caller waited for its user
+        ([Pass(gap=0.5, is_comparable=False)] * MIN_PASSES, 1.0),
+        ([Pass(gap=0.5), Pass(gap=0.5, num_tokens=64)] * MIN_PASSES, 1.0),
+        ([Pass(took=4.0, num_guesses=3)] * MIN_PASSES, 1.0),
+    ],
+    ids=["plain", "lazy results", "pauses", "not comparable", "after prompts", "guesses"],
+)
+def test_meter_counts_what_computed_a_token(monkeypatch: pytest.MonkeyPatch, passes: list[Pass], units: float) -> None:
+    """Results that the caller evaluates after the pass count, pauses and prompts do not."""
+    plan, clock = plan_of(), Clock(monkeypatch)
+    read = ReadStats()
+    found = SpeedMeter(plan, lambda: replace(read), StreamStats())
+    for each in passes:
+        clock.now += each.gap * plan.streaming.compute_seconds
+        found.begin(is_comparable=each.is_comparable)
+        clock.now += each.took * plan.streaming.compute_seconds
+        found.end(each.num_tokens, 1, each.num_guesses)
+    read.busy_seconds, read.nbytes = 1.0, MIN_READ_BYTES
+    speed = found.speed(PROBED)
+    assert speed is not None
+    assert speed.compute_bytes_per_second == pytest.approx(PROBED.compute_bytes_per_second / units)
 
 
 def test_prediction_is_a_range_until_a_run_was_measured() -> None:

@@ -105,6 +105,48 @@ def test_units_that_are_not_in_a_slot_give_first(directory: Path) -> None:
         assert list(loans._lent) == in_slots
 
 
+def test_a_recall_ends_no_more_loans_than_it_needs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it frees goes back to the system, and nothing is done where nothing is asked for."""
+    freed: list[int] = []
+    with streamed_whole(directory) as model:
+        loans = loans_of(model)
+        loans.lend(EVERYTHING)
+        run(model, [[1], [2]])
+        monkeypatch.setattr("mlx_flash.streaming.loans.release_freed_memory", lambda: freed.append(loans.nbytes))
+        before, num = loans.nbytes, len(loans._lent)
+        loans.recall(0)
+        assert loans.nbytes == before and not freed
+        loans.recall(1)
+        first = before - loans.nbytes
+        assert first > 0 and freed == [loans.nbytes] and len(loans._lent) == num - 1
+        wait_for_reads(model)
+        array = min(loans._lent, key=lambda array: loans._stream.is_in_slot(array.unit))
+        loans.recall(array.nbytes)
+        assert len(loans._lent) == num - 2
+
+
+def test_memory_is_given_to_the_system_when_some_of_it_is_lent(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[bool] = []
+    with streamed_whole(directory) as model:
+        run(model, [[1]])
+        monkeypatch.setattr("mlx_flash.engine.lending.release_freed_memory", lambda: freed.append(True))
+        assert model.engine is not None
+        model.engine.lending.lend(0)
+        assert not freed
+        model.engine.lending.lend(EVERYTHING)
+        assert freed == [True]
+
+
+def test_a_loan_may_take_all_that_is_lent(directory: Path) -> None:
+    with streamed_whole(directory) as model:
+        loans = loans_of(model)
+        least = min(array.nbytes for array in loans._order)
+        assert loans.lend(least - 1) == least - 1
+        assert loans.lend(least) == 0
+
+
 def test_a_recall_ends_what_was_promised(directory: Path) -> None:
     with streamed_whole(directory) as model:
         loans = loans_of(model)

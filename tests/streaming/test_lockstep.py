@@ -10,6 +10,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from greenlet import getcurrent, greenlet
 from mlx_lm.models.base import create_attention_mask
@@ -23,7 +24,7 @@ from mlx_flash import FlashLLM, apply_flash_patch, load_model, remove_flash_patc
 from mlx_flash.compat.generation import current_generate_steps, stock_generate_step, stock_speculative_generate_step
 from mlx_flash.errors import ReadError
 from mlx_flash.generation import speculative_generate_step
-from models import same_bits, stock
+from models import computed, same_bits, stock
 from shared_passes import Directories
 from shared_passes import directories as directories  # a fixture
 from streamed import config, failing_once, streamed_whole
@@ -115,6 +116,25 @@ def test_a_long_call_of_mlx_lm_takes_one_pass(directories: Directories) -> None:
         parts = [expected(tokens[:, i : i + STEP], cache=theirs) for i in range(0, len(PROMPT), STEP)]
         assert same_bits([model(tokens, cache=ours)], [mx.concatenate(parts, axis=1)])
         assert model.counters.num_passes == 1
+
+
+def test_only_the_last_part_of_a_prompt_computes_logits(
+    directories: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, heights = nn.Linear.__call__, list[int]()
+
+    def recording(linear: nn.Linear, x: mx.array) -> mx.array:
+        heights.append(linear.weight.shape[0])
+        return own(linear, x)
+
+    monkeypatch.setattr(nn.Linear, "__call__", recording)
+    with streamed_whole(directories("llama"), tile_rows=192) as model:
+        model.start()
+        heights.clear()
+        computed(model, mx.array([PROMPT]), make_prompt_cache(model), STEP)
+        assert heights.count(192) == model.args.vocab_size // 192
+        num_parts = -(-(len(PROMPT) - 1) // STEP) + 1  # the last token is one
+        assert heights.count(352) == 2 * len(model.layers) * num_parts
 
 
 def test_the_callers_cache_holds_every_token_that_was_handed_out(directories: Directories) -> None:

@@ -95,6 +95,8 @@ def test_interrupts_while_loans_begin(directory: Path, expected: list[mx.array])
     with streamed_whole(directory, tile_rows=10**9) as model:
         model.start()
         loans = loans_of(model)
+        assert same_bits(run(model, CALLS), expected)
+        active = mx.get_active_memory()
 
         def prepare() -> None:
             loans.recall(EVERYTHING)
@@ -103,6 +105,8 @@ def test_interrupts_while_loans_begin(directory: Path, expected: list[mx.array])
         num = 0
         for where in every_interrupt(functions, prepare, lambda: run(model, CALLS) and None, 7):
             num += 1
+            loans.lend(0)
+            assert mx.get_active_memory() <= active + loans.nbytes, where  # no other copy of a weight is left
             assert same_bits(run(model, CALLS), expected), where
         assert num > 50
 

@@ -269,7 +269,6 @@ def test_a_cache_that_cannot_be_put_back_costs_its_own_row_alone(
         with monkeypatch.context() as patch:
             real = group.trimmer
             patch.setattr(group, "trimmer", lambda cache: fail if cache[0] is caches[0][0] else real(cache))
-            patch.setattr(type(caches[0][1]), "make_mask", type(caches[0][1]).make_mask)
             caches[0][1].update_and_fetch = overflow
             model.advance(rows)
         assert isinstance(rows[0].error, ValueError) and rows[1].error is None

@@ -103,6 +103,22 @@ def test_lending_nothing_leaves_every_slot_that_has_memory(directory: Path, monk
             assert slots.num_slots >= slot + 1
 
 
+def test_experts_give_memory_back_before_weights(directory: Path) -> None:
+    with with_pool(directory, 12, "streamed") as model:
+        lending, slots = lending_of(model), pool_of(model).slots
+        assert model.engine is not None
+        loans = model.engine.loans
+        lending.lend(1 << 40)
+        for _ in range(2):
+            run(model, CALLS)
+        of_weights = loans.nbytes
+        assert of_weights > 0 and slots.num_touched > 13
+        assert lending.recall(slots.pitch) >= slots.pitch
+        assert loans.nbytes == of_weights
+        lending.recall(1 << 40)
+        assert loans.nbytes == 0
+
+
 def test_slots_whose_end_was_interrupted_end_with_the_next_call(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,10 +24,9 @@ bench: $(INSTALLED)  ## compare speeds and memory with mlx-lm, in some seven min
 verify: $(INSTALLED)  ## compare small models of each kind with mlx-lm, bit for bit, and save receipts
 	$(BIN)/python scripts/verify.py
 
-# Four processes, two on each of two processors, keep these busy while tests wait. The tests of a file stay in one process,
-# and the slowest files come first.
+# Three processes keep two processors busy while tests wait; the tests of a file stay in one, and the slowest files come first.
 # `--write-durations` notes how long each file takes, in tests/durations.json.
-PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test: $(DEVELOPS)  ## run all tests
 	$(PYTEST)

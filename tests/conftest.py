@@ -46,40 +46,10 @@ QUICK = {
 }
 """Files of which every test gets the marker ``quick``; in other files, single tests have it."""
 
-PARALLEL = {
-    "test_blocks",
-    "test_compress",
-    "test_derived",
-    "test_exact_serving",
-    "test_faults",
-    "test_guard",
-    "test_interrupt",
-    "test_kept",
-    "test_kv_store",
-    "test_kv_wear",
-    "test_pool",
-    "test_probe",
-    "test_rank_rows",
-    "test_rank_serving",
-    "test_rank_watch",
-    "test_ranks",
-    "test_reader",
-    "test_server_models",
-    "test_serving",
-    "test_shared_prompts",
-    "test_sharing",
-    "test_stream",
-    "test_threads",
-    "test_tuning",
-    "test_workers",
-}
-"""Files whose tests run on all processors, because threads or processes that run at the same time are their subject."""
-
 TESTS = Path(__file__).resolve().parent
 DURATIONS = TESTS / "durations.json"
 """How many seconds each file took in the last run with ``--write-durations``."""
 sys.path.insert(0, str(TESTS / "helpers"))
-import children  # noqa: E402  (a helper)
 
 # Child processes import this checkout. They and pytest, which rewrites the tests, keep compiled modules.
 os.environ["PYTHONPATH"] = str(TESTS.parent)
@@ -119,18 +89,6 @@ def pytest_collection_finish() -> None:
     """Exclude the imported modules from garbage collections, which tests and pytest ask for often."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_processor(request: pytest.FixtureRequest) -> None:
-    """Keep a worker on one processor, except in files whose subject are threads that run at the same time.
-
-    MLX computes in a thread of its own. To wake that on another processor takes a fifth of the time of all tests.
-    """
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    if worker and children.PROCESSORS and mx.default_device() == mx.cpu:
-        own = children.PROCESSORS[int(worker.removeprefix("gw")) % len(children.PROCESSORS)]
-        children.move_to(children.PROCESSORS if request.path.stem in PARALLEL else [own])
 
 
 @pytest.fixture(autouse=True, scope="session")

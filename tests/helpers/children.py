@@ -13,13 +13,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
-
-import psutil
 
 HELPERS = Path(__file__).resolve().parent
 ROOT = HELPERS.parents[1]
@@ -30,17 +27,6 @@ ENV = {
     "COLUMNS": "80",
 }
 """Variables of all programs. Those that start with ``HF_`` are read by the server process, before it forks."""
-
-PROCESSORS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-"""Numbers of the processors that the tests may use; none where a thread cannot be kept on one, as on macOS."""
-
-
-def move_to(processors: Sequence[int]) -> None:
-    """Let the threads of this process run on some processors only."""
-    for thread in psutil.Process().threads():
-        with suppress(ProcessLookupError):
-            os.sched_setaffinity(thread.id, processors)
-
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -84,24 +70,17 @@ def start(
 ) -> BaseProcess:
     """Start ``python PROGRAM`` with these files for standard input, output and error.
 
-    Unless it ``forks``, Python starts anew, on all processors, and ends as it does for users: a fork skips the end of
-    the interpreter.
+    Unless it ``forks``, Python starts anew, and ends as it does for users: a fork skips the end of the interpreter.
     """
     with patch.dict(os.environ, ENV):
         forkserver.ensure_running()
     context = _CONTEXT if forks else multiprocessing.get_context("spawn")
-    processors = list(os.sched_getaffinity(0)) if forks and PROCESSORS else PROCESSORS
-    arguments = (list(map(str, program)), files, {**os.environ, **ENV, **env}, cwd, processors)
-    process = context.Process(target=_child, args=arguments)
+    process = context.Process(target=_child, args=(list(map(str, program)), files, {**os.environ, **ENV, **env}, cwd))
     process.start()
     return process
 
 
-def _child(
-    program: list[str], files: Sequence[Path], env: dict[str, str], cwd: Path, processors: Sequence[int]
-) -> None:
-    if processors:
-        os.sched_setaffinity(0, processors)
+def _child(program: list[str], files: Sequence[Path], env: dict[str, str], cwd: Path) -> None:
     for number, path in enumerate(files):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
     encodings = [env.get("PYTHONIOENCODING")] * 3

@@ -2,21 +2,25 @@
 
     python benchmarks/real_text.py record --model MODEL --draft DRAFT --json answers.json
     python benchmarks/real_text.py replay answers.json --read-gb 2.1 --disk-mb-per-second 100 300 1000
-    python benchmarks/real_text.py stream answers.json --model MODEL --draft DRAFT --budget 1.03
+    python benchmarks/real_text.py stream answers.json --model MODEL --budget 1.03 --io direct --disk-mb-per-second 300
 
 *record* answers the tasks of ``real_tasks.json`` with stock mlx-lm, greedily and in memory. After each token it also
 asks the draft model what it would guess. *replay* needs no model: it goes through these answers with the engine's own
 sources of guesses and its own choice of how many to take. A clock that counts passes stands for the disk, so a replay
 has no noise. *stream* generates the answers with a streamed model, and fails where a token or a logarithm of a
-probability is not the recorded one. With ``--disk-mb-per-second`` reads are limited (Linux, root). With ``--read-gb``
-too, passes are as long as on replay's clock, whatever they take; it fails where prompt lookup counts other passes.
+probability is not the recorded one. With ``--disk-mb-per-second`` reads are limited (Linux, root). Beside what was
+counted stands then what *replay* gives for this limit, the plan's bytes, and the time of a row as the engine measured
+it in this answer. With ``--read-gb`` too, passes are as long as on replay's clock, whatever they take; it fails where
+prompt lookup counts other passes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +32,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import numpy as np
+import psutil
 from harness import Run, describe, describe_cold, describe_model, write_json
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_stock_model
@@ -82,6 +87,7 @@ class Counts:
         guessed, right: tokens that were guessed and computed, and those that were right.
         seconds: from the first token to the last.
         settled_tokens, settled_seconds: without the first ``SETTLED`` tokens.
+        disk_bytes: what the disk delivered, without what the page cache held; 0 where the system does not tell it.
     """
 
     tokens: int
@@ -91,6 +97,7 @@ class Counts:
     seconds: float
     settled_tokens: int = 0
     settled_seconds: float = 0.0
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -225,6 +232,17 @@ def clock_of(args: argparse.Namespace, recorded: Run, megabytes: float) -> Clock
     return Clock(args.read_gb * 1e3 / megabytes, row, args.guess_seconds or recorded["guess_seconds"])
 
 
+def clocks_of_run(args: argparse.Namespace, recorded: Run, megabytes: float, run: Run) -> list[Clock]:
+    """Return the clock of each answer on a limited disk: the plan's bytes, and the time of a row while it was made."""
+    guess = args.guess_seconds or recorded["guess_seconds"]
+    return [Clock(run["read_bytes"] / megabytes / 1e6, args.row_seconds or row, guess) for row in run["row_seconds"]]
+
+
+def passes_of(counts: Sequence[Counts]) -> list[tuple[int, int]]:
+    """Return passes and guessed tokens."""
+    return [(each.passes, each.guessed) for each in counts]
+
+
 def sources_of(answer: Answer, way: str, clock: Clock) -> list[Source]:
     """Return the sources of guesses, at the end of the prompt."""
     lookup, draft = Lookup(answer.prompt), Recorded(answer, clock.guess_seconds)
@@ -264,38 +282,53 @@ def replayed(answer: Answer, sources: Sequence[Source], clock: Clock, max_tokens
 def stream(args: argparse.Namespace) -> int:
     """Generate the recorded answers with a streamed model, and compare every token and every logit."""
     recorded = json.loads(args.answers.read_text())
-    answers = answers_of(recorded)
     clock = None if args.read_gb is None else clock_of(args, recorded, args.disk_mb_per_second)
-    args.disk_mb_per_second = args.disk_mb_per_second if clock is None else None
+    args.disk_mb_per_second = limit = args.disk_mb_per_second if clock is None else None
     num_tokens = args.tokens or recorded["max_tokens"]
+    answers = [replace(each, tokens=each.tokens[:num_tokens]) for each in answers_of(recorded)]
     plans, rows = {}, []
-    with slowed(args):
+    with tempfile.TemporaryDirectory() as folder, slowed(args):
+        if limit is not None:
+            os.environ["XDG_CACHE_HOME"] = folder  # other programs have other speeds
         for way in args.ways:
-            model, tokenizer = mlx_flash.load(args.model, config_of(args, answers, num_tokens, way))
-            options = {"draft_model": load_stock_model(args.draft)[0]} if way == BOTH else {}
-            with model:
-                model.start()
-                if clock is not None:
-                    model.times = FreeRows(clock.pass_seconds, clock.row_seconds)
-                plan = model.plan
-                plans[way] = {"budget_bytes": plan.budget_bytes, "read_bytes": plan.read_bytes}
-                found = [continued(model, tokenizer, each, num_tokens, options) for each in answers]
-                rows += [
-                    {"disk_mb_per_second": args.disk_mb_per_second, "way": way} | row
-                    for row in summarized(answers, found)
-                ]
-                plans[way] |= {"times": {"pass": model.times.pass_seconds, "row": model.times.row_seconds}}
-            if way == LOOKUP and clock is not None:
-                cut = [replace(each, tokens=each.tokens[:num_tokens]) for each in answers]
-                expected = [replayed(each, [Lookup(each.prompt)], clock, num_tokens) for each in cut]
-                if [(one.passes, one.guessed) for one in found] != [(one.passes, one.guessed) for one in expected]:
-                    raise SystemExit(f"the engine counts {found}, the replay {expected}")
-    result = describe(args.model, describe_cold()) | {"model": describe_model(args.model), "identical": True}
-    result |= {"draft": describe_model(args.draft) if args.draft else None, "clock": clock and asdict(clock)}
-    write_json(args.json, result | {"plans": plans, "tokens": num_tokens, "summary": rows})
+            found, plans[way] = streamed(args, answers, num_tokens, way, clock)
+            rows += [{"disk_mb_per_second": limit, "way": way} | row for row in summarized(answers, found)]
+            clocks = [clock] * len(answers) if limit is None else clocks_of_run(args, recorded, limit, plans[way])
+            expected = [
+                replayed(answer, sources_of(answer, way, own), own, num_tokens)
+                for answer, own in zip(answers, clocks, strict=True)
+                if own is not None
+            ]
+            if limit is not None:
+                label = {"disk_mb_per_second": limit, "way": f"{way}, on the clock"}
+                rows += [label | row for row in summarized(answers, expected)]
+            elif expected and way == LOOKUP and passes_of(found) != passes_of(expected):
+                raise SystemExit(f"the engine counts {found}, the replay {expected}")
+    result = describe(args.model, describe_cold(is_direct=args.io == "direct" or None)) | {"identical": True}
+    result |= {"model": describe_model(args.model), "draft": describe_model(args.draft) if args.draft else None}
+    result |= {"clock": clock and asdict(clock), "load": os.getloadavg(), "plans": plans, "tokens": num_tokens}
+    write_json(args.json, result | {"summary": rows})
     print(f"every token and every logit is stock mlx-lm's; {json.dumps(plans)}")
     print_table(rows)
     return 0
+
+
+def streamed(
+    args: argparse.Namespace, answers: Sequence[Answer], num_tokens: int, way: str, clock: Clock | None
+) -> tuple[list[Counts], Run]:
+    """Generate the answers in one way. Return the counts, and the plan and the measured times in numbers."""
+    model, tokenizer = mlx_flash.load(args.model, config_of(args, answers, num_tokens, way))
+    options = {"draft_model": load_stock_model(args.draft)[0]} if way == BOTH else {}
+    with model:
+        model.start()
+        if clock is not None:
+            model.times = FreeRows(clock.pass_seconds, clock.row_seconds)
+        plan, planned = model.plan, asdict(model.times)
+        found, row_seconds = zip(
+            *[continued(model, tokenizer, each, num_tokens, options) for each in answers], strict=True
+        )
+        sizes = {"budget_bytes": plan.budget_bytes, "read_bytes": plan.read_bytes, "planned": planned}
+        return list(found), sizes | {"pass_seconds": model.times.pass_seconds, "row_seconds": row_seconds}
 
 
 def config_of(args: argparse.Namespace, answers: Sequence[Answer], num_tokens: int, way: str) -> FlashConfig:
@@ -311,20 +344,23 @@ def config_of(args: argparse.Namespace, answers: Sequence[Answer], num_tokens: i
     )
 
 
-def continued(model: FlashLLM, tokenizer: Any, answer: Answer, num_tokens: int, options: dict[str, Any]) -> Counts:
-    """Generate an answer again.
+def continued(
+    model: FlashLLM, tokenizer: Any, answer: Answer, num_tokens: int, options: dict[str, Any]
+) -> tuple[Counts, float]:
+    """Generate an answer again. Return the counts, and the mean over its passes of the measured time of a row.
 
     Raises:
         SystemExit: a token or a logit is not the recorded one.
     """
-    responses, before, began = [], None, 0.0
+    responses, before, began, had, rows = [], None, 0.0, 0, dict[int, float]()
     for response in mlx_flash.stream_generate(
         model, tokenizer, answer.prompt, max_tokens=num_tokens, prefill_step_size=STEP, **options
     ):
         if before is None:
-            before, began = replace(model.counters), time.perf_counter()
+            before, began, had = replace(model.counters), time.perf_counter(), disk_bytes()
         responses.append(response)
-    seconds = time.perf_counter() - began
+        rows[model.counters.num_passes] = model.times.row_seconds
+    seconds, delivered = time.perf_counter() - began, disk_bytes() - had
     tokens, digests = [each.token for each in responses], [digest(each.logprobs) for each in responses]
     if (tokens, digests) != (answer.tokens[: len(tokens)], answer.digests[: len(tokens)]):
         raise SystemExit(f"{answer.kind}: other tokens or logits than stock mlx-lm's")
@@ -332,7 +368,14 @@ def continued(model: FlashLLM, tokenizer: Any, answer: Answer, num_tokens: int, 
     counters = model.counters
     guessed, right = counters.num_guessed - before.num_guessed, counters.num_right - before.num_right
     print(f"{answer.kind}: {len(tokens)} tokens in {seconds:.1f} s", flush=True)
-    return Counts(len(tokens) - 1, counters.num_passes - before.num_passes, guessed, right, seconds)
+    passes = counters.num_passes - before.num_passes
+    counts = Counts(len(tokens) - 1, passes, guessed, right, seconds, disk_bytes=delivered)
+    return counts, sum(rows.values()) / len(rows)
+
+
+def disk_bytes() -> int:
+    """Return how many bytes the disk has delivered to this process; 0 where the system does not tell it."""
+    return int(psutil.Process().io_counters().read_bytes) if sys.platform == "linux" else 0
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -352,7 +395,18 @@ def summarized(answers: Sequence[Answer], found: Sequence[Counts]) -> list[Run]:
 
 def print_table(rows: Iterable[Run]) -> None:
     """Print the counts."""
-    names = ("disk, MB/s", "task", "guesses", "tokens", "passes", "tokens a pass", "right", "tokens/s", "after 30")
+    names = (
+        "disk, MB/s",
+        "task",
+        "guesses",
+        "tokens",
+        "passes",
+        "tokens a pass",
+        "right",
+        "tokens/s",
+        "after 30",
+        "GB",
+    )
     table = Table(*names, box=SIMPLE_HEAD)
     for row in rows:
         settled = row["settled_tokens_per_second"]
@@ -366,6 +420,7 @@ def print_table(rows: Iterable[Run]) -> None:
             f"{row['right']} of {row['guessed']}" if row["guessed"] else "",
             f"{row['tokens_per_second']:.3f}",
             f"{settled:.3f}" if settled else "",
+            f"{row['disk_bytes'] / 1e9:.2f}" if row["disk_bytes"] else "",
         )
     Console(width=140).print(table)
 

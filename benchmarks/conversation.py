@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--budgets", nargs="+", default=["min"])
-    parser.add_argument("--file", type=Path, default=ROOT / "mlx_flash" / "residency" / "plan.py")
+    parser.add_argument("--file", type=Path, default=ROOT / "mlx_flash" / "config.py")
     parser.add_argument("--tokens", type=int, default=48, help="most tokens of an answer (default: %(default)s)")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="further flags of the server")
     parser.add_argument("--json", type=Path)

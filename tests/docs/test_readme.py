@@ -49,7 +49,12 @@ NOT_RUN = {
         "needs two GPUs",
         "needs root, gigabytes and minutes",
     ],
-    "docs/real.md": ["benchmarks are beside the package", "needs the model", "needs the model and minutes"],
+    "docs/real.md": [
+        "benchmarks are beside the package",
+        "needs root and minutes",
+        "needs the model",
+        "needs the model and minutes",
+    ],
     "docs/vision.md": ["installs", "needs mlx-vlm", "needs mlx-vlm"],
 }
 """Reasons why blocks do not run, in the order of their comments. Add new reasons here."""

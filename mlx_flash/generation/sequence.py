@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from mlx_flash.compat.compiler import compiling
-from mlx_flash.engine.engine import Progress
+from mlx_flash.engine.engine import Engine, Progress
 from mlx_flash.engine.pending import Pending
 from mlx_flash.engine.row import Row
 from mlx_flash.errors import BudgetError, CacheError, ClosedError, WriteError
@@ -285,8 +285,8 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
     for sequence in sequences:
         rows.append(sequence.begin(num_others, most=most))
         num_others += max(0, sequence.num_rows - 1)
-    stats = None if model.engine is None else model.engine.stream.stats
-    num_passes, began, waited = model.counters.num_passes, time.perf_counter(), stats.wait_seconds if stats else 0.0
+    engine, num_passes, began = model.engine, model.counters.num_passes, time.perf_counter()
+    waited, busy = _reading(engine)
     model.advance(rows)
     are_tokens, is_resident = all(sequence.num_rows for sequence in sequences), model.is_resident
     if are_tokens and is_resident:  # the device computes while the tokens before are handed out
@@ -297,11 +297,18 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
         sequence.has_room, sequence.row = False, None
     if without:
         model.advance([sequence.begin() for sequence in without])
-    if stats and are_tokens and not is_resident and model.counters.num_passes == num_passes + 1:
+    is_one_pass = model.engine is engine and model.counters.num_passes == num_passes + 1
+    if are_tokens and not is_resident and is_one_pass:
         with compiling():
             mx.eval([row.outputs for row in rows])
         num_rows, seconds = sum(len(row.outputs) for row in rows), time.perf_counter() - began
-        model.times.note(max(1, num_rows), seconds, stats.wait_seconds - waited)
+        now_waited, now_busy = _reading(engine)
+        model.times.note(max(1, num_rows), seconds, now_waited - waited, now_busy - busy)
+
+
+def _reading(engine: Engine | None) -> tuple[float, float]:
+    """Return the seconds that a pass has waited for weights, and those with reads in flight, up to now."""
+    return (0.0, 0.0) if engine is None else (engine.stream.stats.wait_seconds, engine.reader.stats.busy_seconds)
 
 
 def _has_no_room(row: Row) -> bool:

@@ -16,7 +16,7 @@ _FORGETS = 0.98
 """Weight that earlier guesses keep at each new one, so that the estimate follows the text."""
 
 _WAITS = 0.05
-"""A pass that waits longer for weights, as a part of its time, takes as long as reading does."""
+"""A pass that waits longer for weights, as a part of its time, tells how long reading takes."""
 
 
 class Worth(NamedTuple):
@@ -73,12 +73,21 @@ class Times:
     pass_seconds: float
     row_seconds: float
 
-    def note(self, num_rows: int, seconds: float, waited_seconds: float) -> None:
-        """Note a pass with rows of one token, and the part of its time that it waited for weights."""
+    def note(self, num_rows: int, seconds: float, waited_seconds: float, reading_seconds: float) -> None:
+        """Note a pass with rows of one token.
+
+        Its time is not that of reading: with many rows it takes as long as they do, and more of them would look free.
+
+        Args:
+            num_rows: of the pass.
+            seconds: its time.
+            waited_seconds: the part of it that it waited for weights.
+            reading_seconds: the part of it in which reads were in flight.
+        """
         row = (seconds - waited_seconds) / num_rows
         self.row_seconds += (1 - _KEEPS) * (row - self.row_seconds)
         if waited_seconds > _WAITS * seconds:
-            self.pass_seconds += (1 - _KEEPS) * (seconds - self.pass_seconds)
+            self.pass_seconds += (1 - _KEEPS) * (min(seconds, reading_seconds) - self.pass_seconds)
         else:  # it was computing that took so long
             self.pass_seconds = min(self.pass_seconds, seconds)
 

@@ -13,7 +13,7 @@ from mlx_flash.speculation.worth import Times
 class FixedTimes(Times):
     """Times of a machine on which nothing else runs."""
 
-    def note(self, num_rows: int, seconds: float, waited_seconds: float) -> None:
+    def note(self, num_rows: int, seconds: float, waited_seconds: float, reading_seconds: float) -> None:
         pass
 
 

@@ -65,11 +65,21 @@ def test_better_guesses_are_not_fewer(one: float, other: float, reading: float, 
 def test_times_follow_a_disk_that_gets_slower_and_faster() -> None:
     times = Times(1.0, 0.1)
     for _ in range(30):
-        times.note(4, 2.0, 1.2)
+        times.note(4, 2.0, 1.2, 2.0)
     assert times.pass_seconds == pytest.approx(2.0, rel=0.01) and times.row_seconds == pytest.approx(0.2, rel=0.01)
     for _ in range(30):
-        times.note(4, 0.4, 0.0)  # nothing waits: reading takes no longer than that
+        times.note(4, 0.4, 0.0, 0.4)  # nothing waits: reading takes no longer than that
     assert times.pass_seconds == pytest.approx(0.4) and times.row_seconds == pytest.approx(0.1, rel=0.01)
+
+
+def test_rows_that_take_long_do_not_make_more_rows_look_free() -> None:
+    times = Times(0.12, 0.1)
+    for _ in range(30):
+        number = worth_guessing(0.6, times.pass_seconds, times.row_seconds, 8).number
+        seconds = 0.1 * (1 + number) + 0.06  # the first weights are waited for
+        times.note(1 + number, seconds, 0.06, 0.12)
+    assert times.pass_seconds == pytest.approx(0.12)
+    assert number == 0  # a row takes as long as reading does
 
 
 def test_acceptance_follows_the_text_for_each_quality() -> None:

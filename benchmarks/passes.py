@@ -51,7 +51,7 @@ class Counted:
 class FreeRows(Times):
     """Times of a pass that reads for as long as sixteen rows compute."""
 
-    def note(self, num_rows: int, seconds: float, waited_seconds: float) -> None:
+    def note(self, num_rows: int, seconds: float, waited_seconds: float, reading_seconds: float) -> None:
         """Leave the times as they are."""
 
 

@@ -201,6 +201,12 @@ class Ledger:
         return replace(self, activations=sizes).active(new)
 
 
+def parts_together(ledger: Ledger, room: int, step: int, context: int) -> int:
+    """Return how many equal parts of one prompt share a pass, if so many bytes are left for those that wait."""
+    first, two = (ledger.parts_waiting(number, step, context) for number in (1, 2))
+    return 1 if room < first else 2 + (room - first) // max(1, two - first)
+
+
 def reader_bytes(disk: DiskProfile, *, bounces: bool, decodes: bool) -> int:
     """Return the memory of the threads that read, through buffers of their own or of compressed tensors."""
     each = disk.read_size * bounces + decoding_bytes(disk.read_size) * decodes

@@ -8,7 +8,7 @@ from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.residency.kv import KVShare
-from mlx_flash.residency.ledger import Ledger
+from mlx_flash.residency.ledger import Ledger, parts_together
 from mlx_flash.residency.sizes import ActivationSizes
 from mlx_flash.storage.codec import Compression
 
@@ -220,12 +220,10 @@ class ResidencyPlan:
         """
         step = self.prefill_step_size
         num_parts = -(-num_tokens // step)
-        if self.kv.num_on_disk or self.prefix_bytes or not self.read_bytes:
+        if not shares_parts(self) or not self.read_bytes:
             return num_parts
         room = self.budget_bytes - self.peak_bytes + self.kv_bytes + self.spare_bytes - self.cache.nbytes(num_tokens)
-        first, each = (self.ledger.parts_waiting(number, step, num_tokens) for number in (1, 2))
-        num_together = 1 if room < first else 2 + (room - first) // max(1, each - first)
-        return -(-num_parts // num_together)
+        return -(-num_parts // parts_together(self.ledger, room, step, num_tokens))
 
     def tokens_per_second(self, num_sequences: int) -> float | None:
         """Return the predicted tokens a second of sequences that share passes; None where nothing is known.
@@ -295,3 +293,8 @@ def in_mb(nbytes: int) -> str:
 def round_up_to_mb(nbytes: int) -> int:
     """Return the next whole MB, in bytes."""
     return -(-nbytes // MB) * MB
+
+
+def shares_parts(plan: ResidencyPlan) -> bool:
+    """Return whether parts of a prompt may share a pass: keys and values stay in memory, and no prefix is cached."""
+    return not plan.kv.num_on_disk and not plan.prefix_bytes

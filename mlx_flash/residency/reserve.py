@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 
@@ -15,7 +14,8 @@ from mlx_flash.config import GB, FlashConfig
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.candidate import Candidate
 from mlx_flash.residency.kv import KV_SHARE, least_bytes, most_on_disk
-from mlx_flash.residency.plan import PREFILL_STEPS
+from mlx_flash.residency.ledger import parts_together
+from mlx_flash.residency.plan import PREFILL_STEPS, shares_parts
 from mlx_flash.residency.sizes import CACHE_STEP
 from mlx_flash.residency.task import Reserve, Task
 
@@ -65,28 +65,29 @@ def reserves(task: Task, budget: int) -> Iterator[Reserve]:
                 continue  # a slot more brings more
             if _is_modest(task, budget, reserve) and _read_bytes(task, budget, reserve) <= most_read:
                 good.append(reserve)
-        yield from sorted(good, key=lambda reserve: _prompt_passes(task, budget, reserve))
+        yield from sorted(
+            good, key=lambda reserve: _prompt_passes(task, budget, reserve)
+        )  # of equals the largest first
     yield least
 
 
 def _prompt_passes(task: Task, budget: int, reserve: Reserve) -> float:
-    """Return about how many passes a prompt of the planned length takes, if its parts share them.
+    """Return about how many passes a prompt of the planned length takes; infinity for a step below the least one.
 
-    More than all others for steps that are too small to be chosen for that. Of equal steps the largest comes first.
+    Its parts share passes as far as they have room beside two slots, or beside one where two do not fit.
     """
-    num_parts = -(-reserve.context_length // reserve.prefill_step_size)
-    if reserve.prefill_step_size < LEAST_STEP:
+    step, context, bare = reserve.prefill_step_size, reserve.context_length, task.bare(reserve)
+    num_parts = -(-context // step)
+    if step < LEAST_STEP:
         return math.inf
-    if task.kv_on_disk or task.sizes.experts is not None or not task.config.lend_reserves:
+    if not shares_parts(bare) or bare.pool is not None or not task.config.lend_reserves:
         return num_parts
-    room = _room(task, budget, reserve)
-    if task.machine.arrival == "copied by the driver":
-        room -= round_up(task.machine.base_bytes, DRIVER_STEP) - PROCESS_BYTES
+    machine, process = task.machine, PROCESS_BYTES
+    if machine.arrival == "copied by the driver":
+        process = round_up(machine.base_bytes, DRIVER_STEP)
+    room = _room(task, budget, reserve, process)
     room -= next((taken for n in (SLOTS_FIRST, 1) if (taken := _least_taken(task, reserve, n)) <= room), room)
-    num_together = 1
-    while num_together < num_parts and task.parts_bytes(replace(reserve, num_parts=num_together + 1)) <= room:
-        num_together += 1
-    return -(-num_parts // num_together)
+    return -(-num_parts // parts_together(task.ledger, room, step, context))
 
 
 def _least_taken(task: Task, reserve: Reserve, num_slots: int) -> int:
@@ -142,9 +143,9 @@ def _read_bytes(task: Task, budget: int, reserve: Reserve) -> float:
     return min(trunk, max(0, trunk + least - room)) + missing
 
 
-def _room(task: Task, budget: int, reserve: Reserve) -> int:
+def _room(task: Task, budget: int, reserve: Reserve, process: int = PROCESS_BYTES) -> int:
     """Return about how much of a budget is left for weights that can be streamed."""
-    others = PROCESS_BYTES + task.machine.runtime_bytes + task.sizes.resident_bytes + task.cache_limit
+    others = process + task.machine.runtime_bytes + task.sizes.resident_bytes + task.cache_limit
     return budget - others - _token_bytes(task, reserve)
 
 

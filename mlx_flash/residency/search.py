@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from mlx_flash.residency.candidate import TILE_SLACK_BYTES, Candidate
-from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.plan import ResidencyPlan, shares_parts
 from mlx_flash.residency.selection import spread_whole
 from mlx_flash.residency.task import Reserve, Task
 from mlx_flash.residency.timing import pool_of
@@ -153,7 +153,7 @@ def with_room_for_parts(task: Task, plan: ResidencyPlan) -> ResidencyPlan:
     cannot grow into it again.
     """
     step, context, streaming = plan.prefill_step_size, plan.context_length, plan.streaming
-    is_apart = plan.kv.num_on_disk or plan.prefix_bytes or plan.pool is not None
+    is_apart = not shares_parts(plan) or plan.pool is not None
     is_tight = not streaming.num_units or not plan.pinned_bytes or streaming.is_tiled
     if is_apart or is_tight or not task.config.lend_reserves:
         return plan

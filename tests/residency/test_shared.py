@@ -70,6 +70,16 @@ def test_a_prefill_step_leaves_room_for_slots_and_parts(gigabytes: float) -> Non
     assert plan.peak_bytes <= plan.budget_bytes
 
 
+@pytest.mark.parametrize("gigabytes", [3.1, 3.2])
+def test_the_step_stays_large_where_parts_cannot_share_a_pass(gigabytes: float) -> None:
+    sizes = llama_8b()
+    held = replace(sizes, activations=replace(sizes.activations, held=Held((16_384,))))
+    settings = FlashConfig(ram_budget_gb=gigabytes, kv_prefixes="longest")
+    plan, apart = (make_plan(held, replace(settings, lend_reserves=lends), gpu()) for lends in (True, False))
+    assert plan.prefix_bytes and plan.prefill_step_size == apart.prefill_step_size
+    assert plan.prompt_passes(4096) == -(-4096 // plan.prefill_step_size)
+
+
 def test_a_pool_of_experts_leaves_no_room() -> None:
     plans = [
         make_plan(make_mixture(), FlashConfig(ram_budget_gb=1, lend_reserves=lends), make_machine())

@@ -255,9 +255,11 @@ def _more(run: Recorder) -> Json:
 def _expert_numbers(run: Recorder) -> Json:
     first, last = run.first, run.last
     predicted = last.since(first, "experts.num_predicted")
+    # Experts count when they are asked for, other bytes when they have come: look-ahead may be in flight at the end.
+    asked, generated = last.since(first, "experts.read_bytes"), last.since(first, "read.nbytes")
     return {
         "expert_hit_rate": ratio(last.since(first, "experts.num_hits"), last.since(first, "experts.num_routed")),
-        "expert_bytes_read_per_token": ratio(last.since(first, "experts.read_bytes"), len(run.tokens) - 1),
+        "expert_bytes_read_per_token": ratio(min(asked, generated), len(run.tokens) - 1),
         "expert_predictions": predicted,
         "expert_prediction_rate": ratio(last.since(first, "experts.num_predicted_right"), predicted),
     }

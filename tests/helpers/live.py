@@ -22,9 +22,8 @@ from mlx_flash.server.room import EngineRoom
 from mlx_flash.server.sampling import Defaults
 from mlx_flash.server.serving import Server, take_port
 
-TIMEOUT = 240
-"""Seconds that a client waits for an answer: on a busy machine it takes long to load models in turn. pytest ends a test
-that hangs."""
+TIMEOUT = 60
+"""Seconds that a client waits for an answer."""
 
 
 class Live:

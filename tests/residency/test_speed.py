@@ -168,13 +168,20 @@ def test_run_of_a_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found is not None and found.is_measured and found.prompt_seconds_per_token > 0
 
 
-def test_short_run_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock(monkeypatch)
-    read = ReadStats()
-    found = SpeedMeter(plan_of(), lambda: replace(read), StreamStats())
+def measured(monkeypatch: pytest.MonkeyPatch, read: ReadStats, times: float = 0.0) -> SpeedMeter:
+    """Return a meter after a run whose passes took so many times as long as planned, and read what ``read`` says."""
+    plan, clock = plan_of(), Clock(monkeypatch)
+    found = SpeedMeter(plan, lambda: replace(read), StreamStats())
     for _ in range(MIN_PASSES):
         found.begin(is_comparable=True)
+        clock.now += times * plan.streaming.compute_seconds
         found.end(1, 1)
+    return found
+
+
+def test_short_run_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = ReadStats()
+    found = measured(monkeypatch, read)
     read.busy_seconds, read.nbytes = 1.0, MIN_READ_BYTES - 1
     found.save("one", PROBED)
     assert load_speed("one") is None
@@ -184,12 +191,8 @@ def test_short_run_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_run_whose_reads_took_no_time_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock(monkeypatch)
     read = ReadStats()
-    found = SpeedMeter(plan_of(), lambda: replace(read), StreamStats())
-    for _ in range(MIN_PASSES):
-        found.begin(is_comparable=True)
-        found.end(1, 1)
+    found = measured(monkeypatch, read)
     read.nbytes = MIN_READ_BYTES
     found.save("one", PROBED)
     assert load_speed("one") is None
@@ -199,13 +202,8 @@ def test_run_whose_reads_took_no_time_leaves_no_record(monkeypatch: pytest.Monke
 def test_speed_of_the_disk_is_kept_unless_reads_came_from_memory(
     monkeypatch: pytest.MonkeyPatch, num_cached: int, is_disk: bool
 ) -> None:
-    plan, clock = plan_of(), Clock(monkeypatch)
     read = ReadStats(cached_bytes=7)
-    found = SpeedMeter(plan, lambda: replace(read), StreamStats())
-    for _ in range(MIN_PASSES):
-        found.begin(is_comparable=True)
-        clock.now += 2 * plan.streaming.compute_seconds
-        found.end(1, 1)
+    found = measured(monkeypatch, read, times=2.0)
     read.busy_seconds, read.nbytes, read.cached_bytes = 0.5, MIN_READ_BYTES, 7 + num_cached
     found.save("one", PROBED)
     speed = load_speed("one")

@@ -117,7 +117,7 @@ for more in map(int, sys.argv[3:]):
         prompt, model, max_tokens=8, prefill_step_size=model.plan.prefill_step_size)]
     pool, stats = model.plan.pool, model.engine.experts and model.engine.experts.pool.stats
     print(json.dumps({
-        "budget": model.plan.budget_bytes, "planned": model.plan.peak_bytes, "peak": peak_footprint(),
+        "budget": model.plan.budget_bytes, "base": model.plan.base_bytes, "planned": model.plan.peak_bytes, "peak": peak_footprint(),
         "tokens": tokens, "slots": pool and pool.num_slots, "full": stats and stats.num_full,
     }))
     least = least or model.plan.budget_bytes
@@ -152,13 +152,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_mixture_stays_within_its_budget(directory: Path) -> None:
-    """The fewest experts, some, most, and everything in memory: the same tokens, and never more than was promised."""
-    found = generate(directory, 30, 120, 350)
+    """The fewest experts, some, most, and everything in memory: the same tokens, and never more than was promised.
+
+    What the disk is found to like may change from one load to the next on a busy machine, and with it the memory for
+    reading; so this is given.
+    """
+    found = generate(directory, 30, 120, 350, io="buffered", queue_depth=4, read_size_mb=2)
     slots = [told["slots"] for told in found]
     assert len(found) == 4 and all(told["tokens"] == found[0]["tokens"] for told in found)
     assert slots[-1] is None and None not in slots[:-1]
     # The sizes of processes that use a GPU differ by more than the first step.
-    assert slots[:-1] == sorted(slots[:-1] if mx.default_device() == mx.gpu else set(slots[:-1]))
+    assert slots[:-1] == sorted(slots[:-1] if mx.default_device() == mx.gpu else set(slots[:-1])), found
 
 
 @pytest.mark.parametrize(("pool_gb", "prefill_step_size"), [(0.03, 16), (0.03, 64), (0.1, 64)])

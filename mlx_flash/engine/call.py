@@ -55,7 +55,10 @@ class ForwardCall:
     def part(self, start: int, stop: int | None = None) -> ForwardCall:
         """Return the same call with some of each sequence's new tokens; it needs ``tokens``."""
         assert self.tokens is not None
-        tokens = self.tokens[:, start:stop]
+        return self.with_tokens(self.tokens[:, start:stop])
+
+    def with_tokens(self, tokens: mx.array) -> ForwardCall:
+        """Return the same call with other new tokens, ``(sequences, length)``."""
         return replace(self, arguments=(tokens, *self.arguments[1:]), tokens=tokens, num_tokens=tokens.size)
 
     def parts(self, step: int) -> Iterator[ForwardCall]:

@@ -16,13 +16,15 @@ from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.dropped import DroppedResult
 from mlx_flash.engine.grants import Grants
 from mlx_flash.engine.group import CallGroup, Outcome
-from mlx_flash.engine.headroom import layers_at_once
+from mlx_flash.engine.headroom import check_headroom, layers_at_once
 from mlx_flash.engine.lane import Lane
+from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.session import Session
 from mlx_flash.engine.sharing import Sharing
 from mlx_flash.engine.status import PassCounters
 from mlx_flash.engine.undo import broken
+from mlx_flash.errors import FlashError
 from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import Group
@@ -77,6 +79,9 @@ class Passes:
         try:
             for pending in owed:
                 pending.lift()
+            for row in waiting:
+                self._take_cached(plan, row, loans)
+            waiting = [row for row in waiting if not row.is_done]
             while waiting:
                 row, pinned = waiting[0], self._session.engine.pinned
                 if (put_back := self._grants.undo_of(plan, row.left[0])) is not None:
@@ -137,21 +142,51 @@ class Passes:
         call = row.left[0]
         self._session.engine.drop_logits(not call.wants_logits)
         try:
-            output = self._call(call, is_alone=True, coming=row.coming)
+            output = self._call(call, row)
             if len(row.left) > 1:  # lets the intermediate results go
                 mx.eval(arrays_in(call.cache), arrays_in(output if call.wants_logits else ()))
         except CALL_ERRORS as error:
             return error
         return [output]
 
-    def _call(self, call: ForwardCall, *, is_alone: bool = False, coming: Sequence[mx.array] = ()) -> Any:
-        """Call the model, for the tokens that the prefix cache does not answer. A call alone is a pass, and counted."""
+    def _take_cached(self, plan: ResidencyPlan, row: Row, loans: Lending | None) -> None:
+        """Take the longest cached prefix of a prompt from disk, in one go, before its parts are computed.
+
+        In the mode ``exact`` nothing is taken here: a cached call stands for the same call.
+        """
+        prefixes, prompt, cache = self._session.prefixes, row.prompt, row.whole.cache
+        if prefixes is None or prompt is None or cache is None or row.was_sought:
+            return
+        row.was_sought = True
+        if (number := prefixes.look(prompt, cache)) == 0:
+            return
+        call = row.left[0].with_tokens(prompt[:, :number])
+        try:
+            check_headroom(plan, [Lane(call, 1)], loans)
+        except FlashError:
+            return  # the parts of the prompt say what is wrong, if they have no room either
+        self._under_way = {row: row.undo([call])}
+        try:
+            cached = prefixes.begin(prompt[:, :number], cache, is_prompt=True)
+            if cached is not None:  # fewer tokens, or none, where a page is damaged
+                prefixes.end(cached.first(cached.num_restored))
+                row.skip(cached.num_restored)
+        except CALL_ERRORS as error:
+            self._under_way[row]()
+            row.error = explained(error)
+        except BaseException:
+            self.recover()
+            raise
+        self._under_way = {}
+
+    def _call(self, call: ForwardCall, row: Row | None = None) -> Any:
+        """Call the model, for the tokens that the prefix cache does not answer. Of a row alone it is a pass."""
         prefixes, chain, cached = self._session.prefixes, self._session.chain, None
         if prefixes is not None and call.cache is not None:
             if call.tokens is None or not call.is_plain:
                 forget(call.cache)
             else:
-                cached = prefixes.begin(call.tokens, call.cache, is_prompt=not call.wants_logits, coming=coming)
+                cached = prefixes.begin(call.tokens, call.cache, is_prompt=not call.wants_logits)
         rest = call if cached is None or not cached.num_restored else call.part(cached.num_restored)
 
         def run() -> Any:
@@ -161,16 +196,18 @@ class Passes:
                 mx.async_eval(*recurrent_states(rest.cache or ()))
                 return output
             with ExitStack() as stack:
-                if is_alone:
+                if row is not None:
                     stack.enter_context(chain.calls([rest.tokens], [rest.cache]))
                 stack.enter_context(chain.computing(rest.cache))
                 return self._model(*rest.arguments, **rest.keywords)
 
         output: Any = None
         if cached is None or not cached.is_answered:
-            output = self._counted([[rest]], run) if is_alone else run()
+            output = run() if row is None else self._counted([[rest]], run)
         if prefixes is not None and cached is not None:
             prefixes.end(cached)
+            if row is not None:
+                row.num_restored += cached.num_restored
         return DroppedResult() if cached is not None and cached.num_restored else output
 
     def _counted(self, lanes: Sequence[Sequence[ForwardCall]], run: Callable[[], Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -36,6 +36,8 @@ class Row:
         error: the reason why it cannot be computed.
         is_cut: whether there are more parts than at first.
         put_back: makes the prompt cache as it was before the last pass.
+        was_sought: whether the prefix cache was asked for the tokens of a prompt.
+        num_restored: tokens that came from it.
     """
 
     whole: ForwardCall
@@ -49,6 +51,8 @@ class Row:
     error: Exception | None = None
     is_cut: bool = False
     put_back: Callable[[], None] = lambda: None
+    was_sought: bool = False
+    num_restored: int = 0
 
     def __post_init__(self) -> None:
         self.left = deque(self.parts)
@@ -80,9 +84,21 @@ class Row:
         return first.num_tokens // first.batch_size if first.is_plain else 0
 
     @property
-    def coming(self) -> list[mx.array]:
-        """Tokens of the parts after the next one."""
-        return [part.tokens for part in islice(self.left, 1, None) if part.tokens is not None]
+    def prompt(self) -> mx.array | None:
+        """Tokens of the next parts, up to the first whose logits are wanted; None if there are none."""
+        parts = takewhile(lambda part: not part.wants_logits and part.is_plain, self.left)
+        tokens = [part.tokens for part in parts if part.tokens is not None]
+        return mx.concatenate(tokens, axis=1) if tokens else None
+
+    def skip(self, number: int) -> None:
+        """Let go of so many tokens of each sequence that are left: they were restored."""
+        self.num_restored += number
+        while number and number >= self.length:
+            number -= self.length
+            self.left.popleft()
+        if number:
+            self.left[0] = self.left[0].part(number)
+        self.tell(0)
 
     @property
     def num_done(self) -> int:

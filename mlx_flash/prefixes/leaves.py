@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -237,6 +237,12 @@ class Call:
     is_prompt: bool  # the logits are dropped
     ends: list[int]  # ends of the pages that the call completes
     num_restored: int = 0  # tokens that were not computed
+
+    def first(self, number: int) -> Call:
+        """Return the call as one with so many of its tokens, that were restored."""
+        most = self.history.length + number
+        ends = [end for end in self.ends if end <= most]
+        return replace(self, tokens=self.tokens[:, :number], ends=ends, num_restored=number)
 
     @property
     def end(self) -> int:

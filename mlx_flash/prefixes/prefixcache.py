@@ -55,31 +55,35 @@ class PrefixCache:
         self.counters = PrefixCounters()
         self._is_exact = is_exact
 
-    def begin(
-        self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool, coming: Sequence[mx.array] = ()
-    ) -> Call | None:
+    def look(self, tokens: mx.array, cache: Sequence[Any]) -> int:
+        """Return how many tokens of a prompt, ``(sequences, length)``, are cached that may be restored in one call.
+
+        In the mode ``exact`` that depends on the calls in which they will be computed, so there are none.
+        """
+        call = None if self._is_exact else self._known(tokens, cache, is_prompt=True)
+        return 0 if call is None else max(0, self._find(call).num_tokens - call.history.length)
+
+    def begin(self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool) -> Call | None:
         """Restore the cached part of a call with new tokens, ``(sequences, length)``, on mlx-lm's prompt cache.
 
-        Nothing is restored unless the logits are dropped. Known tokens of later calls tell the page that this call ends
-        in. Return the call, for :meth:`end` when the rest was computed; None if the content of the cache is not known.
+        Nothing is restored unless the logits are dropped. Return the call, for :meth:`end` when the rest was computed;
+        None if the content of the cache is not known.
         """
-        leaves = leaves_of(cache)
-        history = self._history(leaves) if leaves and len(tokens) == 1 and tokens.shape[1] else None
+        call = self._known(tokens, cache, is_prompt=is_prompt)
         forget(cache)
-        if leaves is None or history is None or (self._is_exact and not is_prompt):
+        if call is None or (self._is_exact and not is_prompt):
             return None
-        form, ends = form_of(leaves, of_batches=self._is_exact), self._ends(history.length, int(tokens.shape[1]))
-        call = Call(leaves, history, tokens, form, is_prompt, ends)
         if is_prompt:
-            call.num_restored = self._restore(call, coming)
+            call.num_restored = self._restore(call)
             self.counters.num_restored += call.num_restored
-            self.counters.num_computed += tokens.shape[1] - call.num_restored
-            self.counters.num_calls_restored += call.is_answered
         self._plan(call)
         return call
 
     def end(self, call: Call) -> None:
         """Store the pages that a call completed, and note what the cache holds now."""
+        if call.is_prompt:
+            self.counters.num_computed += call.tokens.shape[1] - call.num_restored
+            self.counters.num_calls_restored += call.is_answered
         if any(leaf.length not in (call.end, None) for leaf in call.leaves):
             return
         tokens = call.tokens
@@ -138,22 +142,29 @@ class PrefixCache:
         ends = [end for end in full_pages(length + num_new, self.store.page_tokens) if end > length]
         return [*ends, length + num_new] if self._is_exact and length + num_new not in ends else ends
 
-    def _restore(self, call: Call, coming: Sequence[mx.array]) -> int:
+    def _known(self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool) -> Call | None:
+        """Return a call on a cache; None if the content of the cache is not known."""
+        leaves = leaves_of(cache)
+        history = self._history(leaves) if leaves and len(tokens) == 1 and tokens.shape[1] else None
+        if leaves is None or history is None:
+            return None
+        form, ends = form_of(leaves, of_batches=self._is_exact), self._ends(history.length, int(tokens.shape[1]))
+        return Call(leaves, history, tokens, form, is_prompt, ends)
+
+    def _find(self, call: Call, most: int | None = None) -> Prefix:
+        """Return the longest cached prefix of at most so many tokens, among them those of a call."""
+        history = call.history.with_labels(self._labels(call), call.ends)
+        ends = [end for end in history.ends if most is None or end <= most]
+        return self.store.find(history.labels, ends=ends, snapshot=STATE if call.states else "")
+
+    def _restore(self, call: Call) -> int:
         """Fill the cache. Return with how many tokens: all or none of them in the mode ``exact``."""
-        begin, labels, ends = call.history.length, self._labels(call), call.ends
-        if not (self._is_exact or call.states) and (rest := -call.end % self.store.page_tokens):
-            known = [token for part in coming for token in np.array(part[0, :rest])][:rest]
-            if len(known) == rest:  # calls may be shorter than pages: this one restores a part of its last page
-                labels = np.concatenate([labels, make_labels(known, 0, 0, call.form)])
-                ends = [*ends, call.end + rest]
-        limit = begin + len(labels)
-        history = call.history.with_labels(labels, ends)
+        begin, most = call.history.length, call.end
         while True:
-            prefix = self.store.find(history.labels, ends=history.ends, snapshot=STATE if call.states else "")
-            prefix = self.store.pin(prefix)
+            prefix = self.store.pin(self._find(call, most))
             try:
                 end = prefix.num_tokens
-                if not begin < end <= limit or (self._is_exact and end < call.end):
+                if end <= begin or (self._is_exact and end < call.end):
                     return 0
                 start = max((page_end for page_end in prefix.ends if page_end <= begin), default=0)
                 put_backs = [leaf.checkpoint(start) for leaf in call.leaves]
@@ -165,16 +176,15 @@ class PrefixCache:
                         for put_back in put_backs:
                             put_back()
                 if is_filled:
-                    return min(end, call.end) - begin
+                    return end - begin
             finally:
                 self.store.release(prefix)
-            limit = end - 1  # a page is damaged; the pages before it may be used
+            most = end - 1  # a page is damaged; the pages before it may be used
 
     def _fill(self, call: Call, prefix: Prefix) -> bool:
         """Add the pages of a prefix. Return whether all could be read; if not, some of them may have been added.
 
-        A page in which the call begins replaces its tokens in the cache, as if the cache had been cut before it. Of one
-        in which the call ends the first rows are added.
+        A page in which the call begins replaces its tokens in the cache, as if the cache had been cut before it.
         """
         states = self._read(prefix.snapshot, len(call.states)) if call.states else []
         if states is None:
@@ -186,8 +196,7 @@ class PrefixCache:
                     return False
                 for leaf, (arrays, rows) in zip(call.rows, found, strict=True):
                     leaf.trim(start)
-                    stored = Page(rows, end - start) if end <= call.end else None
-                    leaf.append([array[:, :, : call.end - start] for array in arrays.values()], stored)
+                    leaf.append([*arrays.values()], Page(rows, end - start))
         for holder, (state, _) in zip(call.states, states, strict=True):
             holder.set_state(state)
         return True

@@ -62,6 +62,7 @@ class GeneratedSequence:
         row: what is computed now, or was computed and not chosen from; None where the next row is not known.
         num_tokens: tokens that were chosen.
         num_rows: rows of one token that are computed now; 0 for a part of the prompt.
+        num_restored: tokens of the prompt that came from the prefix cache.
         ends_segment: the row that is computed ends with a segment.
     """
 
@@ -81,7 +82,7 @@ class GeneratedSequence:
         self.model, self.cache, self.max_tokens = model, cache, max_tokens
         self.segments, self.guesses, self.tokens = segments, guesses, list(tokens)
         self.row: Row | None = None
-        self.num_tokens = self.num_rows = 0
+        self.num_tokens = self.num_rows = self.num_restored = 0
         self.ends_segment = self.has_room = True
         self._choose, self._step, self._report = choose, step, report
         self._new: list[int] = []  # the tokens of the row
@@ -153,6 +154,7 @@ class GeneratedSequence:
         if self.row is None or not self.row.is_done or not self.segments:
             return False
         self.tokens += self._new
+        self.num_restored += self.row.num_restored
         self.row = None
         return True
 
@@ -162,6 +164,7 @@ class GeneratedSequence:
         output = self.row.outputs[self._at]
         self._token, self._logprobs = self._choose(self._token, output, waits=not self.model.is_resident)
         self.num_tokens += 1
+        self.num_restored += self.row.num_restored if self.num_tokens == 1 else 0
         self.tokens += self._new if self._at < 0 else self._new[self._at : self._at + 1]
         if self._at < 0:
             self.row = None

@@ -66,26 +66,37 @@ class PageWriter:
     def put(
         self, key: PageKey, blobs: Mapping[str, Blob], draft: Draft | None = None, *, waits: bool, only_new: bool
     ) -> bool:
-        """Queue a page, see :meth:`PrefixStore.put`."""
+        """Queue a page, see :meth:`PrefixStore.put`.
+
+        A snapshot that is larger than the queue is not copied: the caller waits until it is written. Its arrays are
+        those of a state, which a model replaces and does not change.
+        """
         nbytes, is_asked = sum(memoryview(blob.data).nbytes for blob in blobs.values()), False
+        is_large = waits and bool(key.kind) and nbytes > self._queue_bytes
         while True:
             with self._lock:
                 if self._has(key.page):
                     return not only_new
-                is_full = self._is_closed or self._queued_bytes + nbytes > self._queue_bytes
-                may_wait = waits and not self._is_closed and nbytes <= self._queue_bytes
-                if reason := self._reason_against(key, nbytes) or ("queue" if is_full and not may_wait else ""):
+                is_full = bool(self._pending) if is_large else self._queued_bytes + nbytes > self._queue_bytes
+                may_wait = waits and not self._is_closed and (is_large or nbytes <= self._queue_bytes)
+                if reason := self._reason_against(key, nbytes) or (
+                    "queue" if (is_full or self._is_closed) and not may_wait else ""
+                ):
                     self._count(reason)
                     return False
                 if not is_full:
-                    copies = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
-                    self._pending[key.page] = _Pending(key, copies, nbytes, draft)
+                    if not is_large:
+                        blobs = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
+                    self._pending[key.page] = _Pending(key, blobs, nbytes, draft)
                     self._start_writing()
-                    return True
+                    break
                 if not is_asked:
                     self._start_writing()
                 is_asked = True
             time.sleep(_POLL_SECONDS)
+        if is_large:
+            self.flush()
+        return True
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the queue is empty, at most so many seconds. Return whether it is."""

@@ -109,7 +109,8 @@ class End:
     Attributes:
         reason: the reason.
         stop: the stop text that ended it; None for other reasons.
-        num_prompt, num_cached: as of `Begun`.
+        num_prompt: as of `Begun`.
+        num_cached: as of `Begun`, and tokens of the prompt that were restored from disk.
         num_tokens: tokens of the answer, with those that end it.
         load_seconds, prompt_seconds, answer_seconds: times of loading, the prompt, and the tokens after the first one.
     """

@@ -31,7 +31,7 @@ class Job:
         leader: the request for whose prompt it waits, or waited; None for none.
         text: the text so far. There from the beginning of the computation.
         kinds: of the segments of its prompt that are not computed yet.
-        num_cached: tokens of the prompt that a kept cache had.
+        num_cached: tokens of the prompt that a kept cache had; once it is done, and those that the prefix cache had.
         num_tokens: tokens of the answer so far.
         is_over: nothing is sent any more.
     """

@@ -255,6 +255,8 @@ class LoadedModel:
         is_segment = response.end_of_segment and not response.end_of_prompt and job.kinds
         is_shared = response.end_of_prompt and self.jobs.is_awaited(job)
         job.is_prompt_done = response.end_of_prompt
+        if response.end_of_prompt:
+            job.num_cached += self._rows.num_restored(response.uid)
         if is_segment or is_shared:
             kind = job.kinds.pop(0) if is_segment else "user"
             for cache, tokens in self._rows.extract_cache([response.uid]).values():

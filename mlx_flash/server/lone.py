@@ -108,6 +108,10 @@ class LoneRows:
         errors, self._errors = self._errors, {}
         return errors
 
+    def num_restored(self, uid: int) -> int:
+        """Return 0: what came from the prefix cache is not known by request."""
+        return 0
+
     def extract_cache(self, uids: Iterable[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """Return no caches: prompts are computed whole."""
         return {}

@@ -45,6 +45,7 @@ class ServedRows(RowGenerator):
         self._errors: dict[int, RefusedError] = {}
         self._is_shared = is_shared
         self._fatal: Exception | None = None
+        self._restored: dict[int, int] = {}
 
     def advance(self) -> tuple[list[Any], list[Any]]:
         """Compute a part of each request. Return the progress of prompts, and tokens.
@@ -52,6 +53,7 @@ class ServedRows(RowGenerator):
         Raises:
             FlashError: a request failed on this rank, and not on others.
         """
+        self._restored = {}
         try:
             found = super().advance()
         except LeftError as error:  # rows of others are as they were before their next pass
@@ -65,6 +67,10 @@ class ServedRows(RowGenerator):
         """Return the errors of requests since the last call, by number. The requests are gone."""
         errors, self._errors = self._errors, {}
         return errors
+
+    def num_restored(self, uid: int) -> int:
+        """Return how many tokens of a prompt, that the last call has computed to its end, the prefix cache had."""
+        return self._restored.get(uid, 0)
 
     def finish(self, uid: int) -> Kept | None:
         """End a request before its most tokens. Return its cache; None if it is gone."""
@@ -80,6 +86,7 @@ class ServedRows(RowGenerator):
     def _choose(self, member: Member, prompts: list[Any]) -> None:
         with ends_alone(partial(self._end, member)):
             super()._choose(member, prompts)
+            self._restored[member.uid] = member.sequence.num_restored
 
     def _take(self, member: Member, answers: list[Any]) -> None:
         with ends_alone(partial(self._end, member)):
@@ -97,6 +104,10 @@ class StockRows(StockBatchGenerator):  # type: ignore[misc]
     def take_errors(self) -> dict[int, RefusedError]:
         """Return no errors: mlx-lm raises them."""
         return {}
+
+    def num_restored(self, uid: int) -> int:
+        """Return 0: what came from the prefix cache is not known by request."""
+        return 0
 
     def finish(self, uid: int) -> Kept | None:
         """End a request before its most tokens. Return its cache; None if it is gone."""

@@ -117,7 +117,8 @@ for more in map(int, sys.argv[3:]):
         prompt, model, max_tokens=8, prefill_step_size=model.plan.prefill_step_size)]
     pool, stats = model.plan.pool, model.engine.experts and model.engine.experts.pool.stats
     print(json.dumps({
-        "budget": model.plan.budget_bytes, "base": model.plan.base_bytes, "planned": model.plan.peak_bytes, "peak": peak_footprint(),
+        "budget": model.plan.budget_bytes, "base": model.plan.base_bytes,
+        "planned": model.plan.peak_bytes, "peak": peak_footprint(),
         "tokens": tokens, "slots": pool and pool.num_slots, "full": stats and stats.num_full,
     }))
     least = least or model.plan.budget_bytes

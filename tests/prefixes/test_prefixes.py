@@ -32,6 +32,7 @@ from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
 from mlx_flash.loading import load_model
 from mlx_flash.monitor import app as monitor
 from mlx_flash.monitor.words import size
+from mlx_flash.prefixes import prefixcache
 from mlx_flash.prefixes.folder import clear_prefixes, list_prefixes
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
@@ -217,6 +218,39 @@ def test_windows_and_states_are_restored_at_the_end_of_a_call(tmp_path: Path) ->
     with loaded(directory, "longest") as model:
         assert same(generated(model), expected) and restored(model) == 2 * STEP
         assert same(generated(model, PROMPT[:400]), generated(stock(directory), PROMPT[:400]))
+
+
+@pytest.mark.parametrize("config", [HYBRID, {**MAMBA2, "num_hidden_layers": 2}], ids=["windows", "states"])
+def test_parts_that_end_inside_pages_are_restored_with_their_states(tmp_path: Path, config: dict[str, Any]) -> None:
+    """A prompt in parts of 64 tokens: 2 x 256 of 699 are in the cache, and no part of these is computed."""
+    directory = save(tmp_path / "model", config)
+    runs = []
+    for num_known in (0, 2 * 256):
+        with loaded(directory, "longest", prefill_step_size=64) as model:
+            runs.append([*generate_step(mx.array(PROMPT), model, max_tokens=4)])
+            assert restored(model) == num_known
+            assert model.counters.num_tokens_in == len(PROMPT) - num_known + 3
+    assert same(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("mode", ["exact", "longest"])
+def test_snapshots_larger_than_the_queue_are_stored(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the plan is for a short context, and windows grow beyond it."""
+    directory = save(tmp_path / "model", {**HYBRID, "sliding_window": 1024, "num_hidden_layers": 6})
+    queue_bytes, store = 300_000, prefixcache.PrefixStore
+    monkeypatch.setattr(prefixcache, "PrefixStore", lambda *a, **b: store(*a, **{**b, "queue_bytes": queue_bytes}))
+    runs = []
+    for num_known in (0, 699 if mode == "exact" else 512):
+        with loaded(directory, mode) as model:
+            assert model.prefixes is not None
+            runs.append(generated(model))
+            told = model.prefixes.telemetry()
+            assert restored(model) == num_known and told["refused_queue"] == 0
+            if not num_known:
+                assert model.prefixes.store.flush()
+                snapshots = [path.stat().st_size for path in (prefix_directory() / "pages").iterdir()]
+                assert sorted(snapshots)[-2] > queue_bytes  # or this test tests nothing
+    assert same(runs[1], runs[0])
 
 
 def test_sessions_with_one_beginning_store_it_once(llama: Path) -> None:

@@ -47,6 +47,7 @@ class Row:
     joins: bool = False
     report: Progress = lambda done, total: None
     left: deque[ForwardCall] = field(init=False)
+    _total: int = field(init=False)
     outputs: list[Any] = field(default_factory=list)
     error: Exception | None = None
     is_cut: bool = False
@@ -56,6 +57,7 @@ class Row:
 
     def __post_init__(self) -> None:
         self.left = deque(self.parts)
+        self._total = self.whole.num_tokens - self.num_extra
 
     @property
     def is_done(self) -> bool:
@@ -104,10 +106,6 @@ class Row:
     def num_done(self) -> int:
         """Tokens of each sequence that are computed."""
         return (self._total - self.num_left) // self.whole.batch_size
-
-    @property
-    def _total(self) -> int:
-        return self.whole.num_tokens - self.num_extra
 
     def cut(self) -> int:
         """Cut the parts that are left to half or a little more. Return the new tokens of each sequence in a part."""

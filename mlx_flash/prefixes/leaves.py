@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -29,7 +30,7 @@ from mlx_flash.kv.base import PooledCache
 from mlx_flash.kv.checkpoints import PutBack, checkpoint
 from mlx_flash.kv.disk import NOTHING_PLANNED, draft_of
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache
-from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
+from mlx_flash.kv.history import ATTRIBUTE, History, Labels, LoneKVCache, is_anchored, make_labels
 from mlx_flash.kv.kvfiles import Stored, StoredRows
 from mlx_flash.kv.layerrows import LayerRows
 from mlx_flash.kv.pages import Component, Page, dtype_name
@@ -236,6 +237,7 @@ class Call:
     form: int  # a number for the form of the cache
     is_prompt: bool  # the logits are dropped
     ends: list[int]  # ends of the pages that the call completes
+    is_exact: bool  # whether bounds of calls decide bits
     num_restored: int = 0  # tokens that were not computed
 
     def first(self, number: int) -> Call:
@@ -248,6 +250,12 @@ class Call:
     def end(self) -> int:
         """Tokens in the cache after the call."""
         return self.history.length + int(self.tokens.shape[1])
+
+    @property
+    def labels(self) -> Labels:
+        """Labels of the new tokens."""
+        bounds = (self.history.length, self.end) if self.is_exact else (0, 0)
+        return make_labels(np.array(self.tokens)[0], *bounds, self.form)
 
     @property
     def is_answered(self) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.disk import Planned
-from mlx_flash.kv.history import History, Labels, make_labels
+from mlx_flash.kv.history import History
 from mlx_flash.kv.kvfiles import Stored
 from mlx_flash.kv.options import PAGES_ON_THEIR_WAY, QUEUED_PAGES
 from mlx_flash.kv.pages import Page
@@ -88,7 +88,7 @@ class PrefixCache:
             return
         tokens = call.tokens
         if call.is_prompt or call.ends:
-            history = call.history.with_labels(self._labels(call), call.ends)
+            history = call.history.with_labels(call.labels, call.ends)
         else:
             history = call.history.with_unread(lambda: np.array(tokens)[0], tokens.shape[1], call.form)
         is_stored = self._store(call, history)
@@ -117,43 +117,21 @@ class PrefixCache:
         """Write the pages that wait to be stored."""
         self.store.close()
 
-    def _history(self, leaves: Sequence[Leaf]) -> History | None:
-        """Return the content of a cache; None if it is not known."""
-        if all(leaf.is_empty for leaf in leaves):
-            return History()
-        history = leaves[0].history
-        if history is None or any(leaf.history is not history for leaf in leaves):
-            return None
-        lengths = {leaf.length for leaf in leaves} - {None}
-        length = lengths.pop() if lengths else history.length
-        if lengths or length is None or length > history.length:
-            return None
-        if length == history.length:
-            return history
-        is_known = length in (0, *history.ends) if self._is_exact else all(isinstance(leaf, RowLeaf) for leaf in leaves)
-        return history.cut(length) if is_known else None
-
-    def _labels(self, call: Call) -> Labels:
-        bounds = (call.history.length, call.end) if self._is_exact else (0, 0)
-        return make_labels(np.array(call.tokens)[0], *bounds, call.form)
-
-    def _ends(self, length: int, num_new: int) -> list[int]:
-        """Return the ends of the pages that a call completes; in the mode ``exact`` the last one ends with the call."""
-        ends = [end for end in full_pages(length + num_new, self.store.page_tokens) if end > length]
-        return [*ends, length + num_new] if self._is_exact and length + num_new not in ends else ends
-
     def _known(self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool) -> Call | None:
         """Return a call on a cache; None if the content of the cache is not known."""
-        leaves = leaves_of(cache)
-        history = self._history(leaves) if leaves and len(tokens) == 1 and tokens.shape[1] else None
+        leaves, is_exact = leaves_of(cache), self._is_exact
+        history = _history(leaves, is_exact) if leaves and len(tokens) == 1 and tokens.shape[1] else None
         if leaves is None or history is None:
             return None
-        form, ends = form_of(leaves, of_batches=self._is_exact), self._ends(history.length, int(tokens.shape[1]))
-        return Call(leaves, history, tokens, form, is_prompt, ends)
+        end = history.length + int(tokens.shape[1])
+        ends = [full for full in full_pages(end, self.store.page_tokens) if full > history.length]
+        if is_exact and end not in ends:  # the last page ends with the call
+            ends.append(end)
+        return Call(leaves, history, tokens, form_of(leaves, of_batches=is_exact), is_prompt, ends, is_exact)
 
     def _find(self, call: Call, most: int | None = None) -> Prefix:
         """Return the longest cached prefix of at most so many tokens, among them those of a call."""
-        history = call.history.with_labels(self._labels(call), call.ends)
+        history = call.history.with_labels(call.labels, call.ends)
         ends = [end for end in history.ends if most is None or end <= most]
         return self.store.find(history.labels, ends=ends, snapshot=STATE if call.states else "")
 
@@ -260,6 +238,23 @@ class PrefixCache:
         return self.store.put(
             labels, number, blobs, draft=draft, snapshot=snapshot, ends=ends, waits=True, only_new=only_new
         )
+
+
+def _history(leaves: Sequence[Leaf], is_exact: bool) -> History | None:
+    """Return the content of a cache; None if it is not known."""
+    if all(leaf.is_empty for leaf in leaves):
+        return History()
+    history = leaves[0].history
+    if history is None or any(leaf.history is not history for leaf in leaves):
+        return None
+    lengths = {leaf.length for leaf in leaves} - {None}
+    length = lengths.pop() if lengths else history.length
+    if lengths or length is None or length > history.length:
+        return None
+    if length == history.length:
+        return history
+    is_known = length in (0, *history.ends) if is_exact else all(isinstance(leaf, RowLeaf) for leaf in leaves)
+    return history.cut(length) if is_known else None
 
 
 def _last(ends: Sequence[int]) -> int:

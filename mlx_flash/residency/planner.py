@@ -22,6 +22,8 @@ from mlx_flash.residency.search import best, everything, smallest, with_room_for
 from mlx_flash.residency.sizes import ModelSizes
 from mlx_flash.residency.speed import Machine
 from mlx_flash.residency.task import Reserve, Task, cache_limit_of
+from mlx_flash.storage.blocks import BLOCK_BYTES
+from mlx_flash.storage.probe import SMALL_QUEUE_DEPTH, SMALL_READ_SIZE
 
 PROFILE_SHARES: dict[Profile, tuple[float, float]] = {
     "safe": (0.5, 0.4),
@@ -42,6 +44,9 @@ Option = tuple[Task, ResidencyPlan]
 def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
     """Decide what stays in memory.
 
+    A budget that has no room for the buffers of the reads that the disk likes best gets small reads. So the smallest
+    budget that an error names is enough in the next run, too, in which a probe may find other reads to be the best.
+
     Args:
         sizes: the model in numbers.
         config: the settings.
@@ -51,6 +56,24 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
         BudgetError: the budget, or the machine, is too small; it names the smallest workable budget.
         ConfigError: settings contradict each other, or the disk has no room for the KV cache.
     """
+    try:
+        return _plan(sizes, config, machine)
+    except BudgetError:
+        if (small := _with_small_reads(config, machine)) == machine:
+            raise
+    return _plan(sizes, config, small)
+
+
+def _with_small_reads(config: FlashConfig, machine: Machine) -> Machine:
+    """Return the machine with the smallest reads and queue that are worth it, unless the settings name others."""
+    disk, least = machine.disk, SMALL_READ_SIZE if machine.compression is None else max(SMALL_READ_SIZE, BLOCK_BYTES)
+    read_size = disk.read_size if config.read_size_mb else min(disk.read_size, least)
+    queue_depth = disk.queue_depth if config.queue_depth else min(disk.queue_depth, SMALL_QUEUE_DEPTH)
+    return replace(machine, disk=replace(disk, read_size=read_size, queue_depth=queue_depth))
+
+
+def _plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
+    """Return the fastest plan for the reads that the disk likes best."""
     plans: list[ResidencyPlan] = []
     errors: list[BudgetError] = []
     for kv_on_disk in _places_of_kv(sizes, config, machine):

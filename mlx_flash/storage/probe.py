@@ -38,6 +38,9 @@ SAMPLE_BYTES = 64 << 20
 SMALL_READ_SIZE = 1 << 20
 """Read size for small files. Their models have small budgets, which the probe's buffers must not exceed."""
 
+SMALL_QUEUE_DEPTH = 2
+"""Queue depth for budgets that have room for little: one read is copied while the other is under way."""
+
 ROUNDS = 2
 """Measurements of each candidate. The better one counts, since other programs may use the disk."""
 

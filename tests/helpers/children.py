@@ -6,6 +6,7 @@ ending Python itself starts its own Python instead.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -81,6 +82,7 @@ def start(
 
 
 def _child(program: list[str], files: Sequence[Path], env: dict[str, str], cwd: Path) -> None:
+    gc.freeze()  # a collection would go through all that the server imported, and copy its pages
     for number, path in enumerate(files):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
     encodings = [env.get("PYTHONIOENCODING")] * 3

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib.util
 import io
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -169,10 +172,17 @@ def save(
     header_shift: int = 0,
 ) -> Path:
     """Write a random model. Every tensor starts ``header_shift`` bytes past a multiple of 64, as in files by mlx."""
-    config = dict(config)
+    mx.random.seed(7)
+    saved = _saved(json.dumps(config), dtype, bits, num_shards, header_shift)
+    return Path(shutil.copytree(saved, directory, dirs_exist_ok=True, copy_function=shutil.copyfile))
+
+
+@functools.cache
+def _saved(config_json: str, dtype: mx.Dtype, bits: int | None, num_shards: int, header_shift: int) -> Path:
+    """Return a directory with a model that :func:`save` copies: random numbers take ten times as long as a copy."""
+    directory, config = Path(tempfile.mkdtemp(dir=_kept_models())), json.loads(config_json)
     model = build(config, dtype, bits)
     weights = dict(tree_flatten(model.parameters()))
-    directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     names = list(weights)
     for i in range(num_shards):
@@ -180,6 +190,14 @@ def save(
         shard = {key: weights[key] for key in names[i::num_shards]}
         mx.save_safetensors(str(directory / name), shard, {"format": "mlx"})
         pad_header(directory / name, header_shift)
+    return directory
+
+
+@functools.cache
+def _kept_models() -> str:
+    """Return a directory that is removed when the process ends."""
+    directory = tempfile.mkdtemp(prefix="models-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
 
 

@@ -9,9 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
-
-import openai
+from typing import TYPE_CHECKING, Any
 
 from mlx_flash import FlashConfig
 from mlx_flash.model import FlashLLM
@@ -21,6 +19,9 @@ from mlx_flash.server.catalog import Catalog, Source
 from mlx_flash.server.room import EngineRoom
 from mlx_flash.server.sampling import Defaults
 from mlx_flash.server.serving import Server, take_port
+
+if TYPE_CHECKING:  # half a second, of which the workers with other tests need nothing
+    import openai
 
 TIMEOUT = 60
 """Seconds that a client waits for an answer."""
@@ -57,6 +58,8 @@ class Live:
         return next(iter(self.room.models)).model
 
     def client(self) -> openai.OpenAI:
+        import openai
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT)
 
     def post(self, path: str, body: Any, data: bytes | None = None) -> tuple[int, Any]:

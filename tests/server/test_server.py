@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -265,6 +264,8 @@ def test_responses(server: Live) -> None:
 
 
 def test_models_are_listed(server: Live, model: str) -> None:
+    import openai
+
     assert [found.id for found in server.client().models.list()] == [model]
     assert server.client().models.retrieve(model).id == model
     with pytest.raises(openai.NotFoundError, match="no model 'other' here"):
@@ -470,6 +471,8 @@ def test_a_sampler_that_fails_ends_one_request_alone(server: Live, monkeypatch: 
 
 
 def test_a_stream_that_fails_ends_with_an_error(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    import openai
+
     calls = []
     detail = loaded.detail_of
 

@@ -75,7 +75,7 @@ def _candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[Candidate
 
 def _candidates_of_cut(task: Task, budget: int, reserve: Reserve) -> Iterator[Candidate]:
     """Yield the most pinned for each number of slots, of whole layers or tensors, beside heads in tiles or pinned."""
-    tilings = (None, *TILE_BYTES) if task.sizes.all_heads else (None,)
+    tilings = (None, *_unlike_tiles(task)) if task.sizes.all_heads else (None,)
     for num_slots in [task.config.num_slots] if task.config.num_slots else range(1, MAX_SLOTS + 1):
         for whole_layers in (False,) if task.cut else (True, False):
             for tile_bytes in tilings:
@@ -85,6 +85,12 @@ def _candidates_of_cut(task: Task, budget: int, reserve: Reserve) -> Iterator[Ca
                     yield found
                     if tile_bytes and found.streaming.slot_bytes > tile_bytes + TILE_SLACK_BYTES:
                         break  # the layers' slots are larger anyway
+
+
+def _unlike_tiles(task: Task) -> tuple[int, ...]:
+    """Return the smallest tiles to try, without those that give the same slots and tiles as a smaller one."""
+    whole = max(head.nbytes for head in task.sizes.all_heads) if task.machine.exact_tiles else 0
+    return tuple({min(tile_bytes, whole): tile_bytes for tile_bytes in TILE_BYTES}.values())
 
 
 def _tiled_candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[Candidate]:

@@ -508,7 +508,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash import BudgetError, FlashConfig, load_model
 from mlx_flash.streaming.stream import WeightStream
 acquire = WeightStream.acquire
-WeightStream.acquire = lambda *args: (time.sleep(0.005), acquire(*args))[1]  # a slow disk: the processor is free
+WeightStream.acquire = lambda *args: (time.sleep(0.02), acquire(*args))[1]  # a slow disk: the processor is free
 model, least = None, 0
 while model is None:  # planning grows the process, and so what it needs at least
     try:

@@ -4,7 +4,7 @@ import pytest
 
 from models import make_random_model
 
-SHAPE = "--layers 4 --hidden-size 128 --intermediate-size 256 --heads 4 --kv-heads 2 --vocab-size 1000"
+SHAPE = "--layers 4 --hidden-size 64 --intermediate-size 128 --heads 4 --kv-heads 2 --vocab-size 1000"
 
 
 SYSTEM = "You answer in one sentence, and never say why. " * 24

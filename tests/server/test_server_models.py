@@ -36,6 +36,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(make_random_model(folder / name, *SHAPE.split(), "--seed", name)) for name in ("1", "2")]
 
 
+@pytest.fixture(scope="module")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("models")
+    shape = "--layers 2 --hidden-size 128 --intermediate-size 128 --heads 2 --kv-heads 1 --vocab-size 1000".split()
+    return [str(make_random_model(folder / name, *shape, "--seed", name)) for name in ("1", "2")]
+
+
 def budget(mb: float) -> float:
     """Return a budget of so many MB beside this process."""
     return footprint() / GB + mb / 1000
@@ -188,14 +195,14 @@ def test_a_hybrid_model_at_the_smallest_budget_answers_chats_in_a_row(hybrid: st
 
 
 @pytest.mark.parametrize("kind", ["draft", "kv_bits"])
-def test_requests_one_after_another(models: list[str], kind: str) -> None:
+def test_requests_one_after_another(small_models: list[str], kind: str) -> None:
     """With a draft model the answers are those without; quantized keys and values have answers of their own."""
     config = FlashConfig(ram_budget_gb=2.0, telemetry=False)
-    draft = models[1] if kind == "draft" else None
+    draft = small_models[1] if kind == "draft" else None
     options = BatchOptions(kv_bits=None if draft else 8, quantized_kv_start=0)
-    with live(models[0], ram_budget_gb=2.0) as server:
+    with live(small_models[0], ram_budget_gb=2.0) as server:
         expected = [server.say(text) for text in ("Hi", "Tell me of the sea")]
-    with live(Source(name="m", base=models[0], config=config, draft=draft), options=options) as server:
+    with live(Source(name="m", base=small_models[0], config=config, draft=draft), options=options) as server:
         with ThreadPoolExecutor(3) as pool:
             found = list(pool.map(server.say, ("Hi", "Tell me of the sea", "Hi")))
         assert found[0] == found[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.residency.plan import ResidencyPlan, Streaming
@@ -46,31 +45,27 @@ class Candidate:
     @property
     def peak_bytes(self) -> int:
         """Predicted peak of its plan, with the smallest pool of experts."""
-        streaming = self.streaming
-        return self.task.bare(self.reserve).peak_bytes + self.pinned_bytes + streaming.num_slots * streaming.slot_bytes
+        _, _, num_units, slot_bytes = self._slots()
+        return self.task.bare(self.reserve).peak_bytes + self.pinned_bytes + min(self.num_slots, num_units) * slot_bytes
 
-    @cached_property
+    @property
     def pinned_bytes(self) -> int:
         """Memory of the layers, heads and tables that stay."""
         layers = self.task.sizes.layer_buffer_bytes - self._layers.buffer_bytes
         return layers + sum([unit.buffer_bytes for unit in self._pinned])
 
-    @cached_property
+    @property
     def streaming(self) -> Streaming:
         """The part that passes through the slots, without the names of tensors of layers."""
-        task, layers = self.task, self._layers
-        heads = [] if self.tile_bytes is None else task.sizes.all_heads
-        slot_bytes = _slot_bytes(layers.largest, heads, self.tile_bytes or 0, is_exact=task.machine.exact_tiles)
-        rows = [tile_rows(head, slot_bytes) for head in heads]
-        num_units = layers.num_layers + sum(map(num_tiles, heads, rows))
+        task, (heads, rows, num_units, slot_bytes) = self.task, self._slots()
         pinned = {unit.name for unit in self._pinned}
         return Streaming(
             heads=tuple(zip([head.name for head in heads], rows, strict=True)),
             tables=tuple([table.unit.name for table in task.sizes.tables if table.unit.name not in pinned]),
             num_units=num_units,
             num_slots=min(self.num_slots, num_units),
-            slot_bytes=slot_bytes if num_units else 0,
-            read_bytes=layers.nbytes + sum([head.nbytes for head in heads]),
+            slot_bytes=slot_bytes,
+            read_bytes=self._layers.nbytes + sum([head.nbytes for head in heads]),
             cut=task.cut,
             is_tiled=task.is_tiled,
         )
@@ -91,11 +86,23 @@ class Candidate:
             task.sizes, task.machine, replace(bare, pinned_bytes=self.pinned_bytes, streaming=streaming, pool=pool)
         )
 
-    @cached_property
+    def _slots(self) -> tuple[Sequence[UnitSize], list[int], int, int]:
+        """Return the heads in tiles, the rows of their tiles, the number of units, and the size of a slot.
+
+        A search asks thousands of candidates, and needs nothing else of them.
+        """
+        task, layers = self.task, self._layers
+        heads = [] if self.tile_bytes is None else task.sizes.all_heads
+        slot_bytes = _slot_bytes(layers.largest, heads, self.tile_bytes or 0, is_exact=task.machine.exact_tiles)
+        rows = [tile_rows(head, slot_bytes) for head in heads]
+        num_units = layers.num_layers + sum(map(num_tiles, heads, rows))
+        return heads, rows, num_units, slot_bytes if num_units else 0
+
+    @property
     def _layers(self) -> Streamed:
         return self.task.streamed(self.target, self.whole_layers)
 
-    @cached_property
+    @property
     def _pinned(self) -> list[UnitSize]:
         """Heads and tables that stay in memory."""
         sizes = self.task.sizes

@@ -33,11 +33,11 @@ T = TypeVar("T")
 CHUNKS = [[5, 17, 900, 3, 42, 64], [12], [999]]
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MODELS: dict[str, tuple[dict[str, Any], int | None]] = {
-    "dense": (models.LLAMA, None),
-    "quantized": (models.LLAMA | {"vocab_size": 4000}, 4),
-    "tied": (models.LLAMA | {"tie_word_embeddings": True, "vocab_size": 8000}, None),
+    "dense": (models.NARROW_LLAMA, None),
+    "quantized": (models.NARROW_LLAMA | {"vocab_size": 4000}, 4),
+    "tied": (models.NARROW_LLAMA | {"tie_word_embeddings": True, "vocab_size": 8000}, None),
     "private constants": (
-        models.LLAMA | {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 8192}},
+        models.NARROW_LLAMA | {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 8192}},
         None,
     ),
     "windows": (models.GEMMA3, None),
@@ -151,7 +151,7 @@ def test_each_step_in_a_thread_of_its_own(kind: str, is_patched: bool, tmp_path:
 
 
 def test_adapters_may_be_applied_in_another_thread(tmp_path: Path) -> None:
-    base = models.save(tmp_path / "base", models.LLAMA)
+    base = models.save(tmp_path / "base", models.NARROW_LLAMA)
     adapter = str(save_adapter(tmp_path / "adapter", base, "dora", 3))
     expected = models.run(mlx_lm_utils.load_adapters(models.stock(base), adapter), CHUNKS)
     with apply_flash_patch(settings()):
@@ -187,7 +187,7 @@ def test_another_budget_is_set_in_another_thread(tmp_path: Path) -> None:
 
 def test_models_are_loaded_and_called_side_by_side(tmp_path: Path) -> None:
     """Each model has streams of its own: MLX does not serialize two threads on one."""
-    directory = models.save(tmp_path / "model", models.LLAMA)
+    directory = models.save(tmp_path / "model", models.NARROW_LLAMA)
     expected = models.run(models.stock(directory), CHUNKS)
 
     def work(seed: int) -> bool:
@@ -201,7 +201,7 @@ def test_models_are_loaded_and_called_side_by_side(tmp_path: Path) -> None:
 
 
 def test_streams_are_used_again(tmp_path: Path) -> None:
-    directory = models.save(tmp_path / "model", models.LLAMA)
+    directory = models.save(tmp_path / "model", models.NARROW_LLAMA)
 
     def load_and_forget() -> None:
         models.run(mlx_flash.load_model(directory, settings(4.0))[0].close(), CHUNKS)
@@ -215,7 +215,7 @@ def test_streams_are_used_again(tmp_path: Path) -> None:
 
 
 def test_a_reader_may_free_its_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = models.save(tmp_path / "model", models.LLAMA)
+    directory = models.save(tmp_path / "model", models.NARROW_LLAMA)
     may_collect, collected = threading.Event(), threading.Event()
     read = RangeReader.read
 
@@ -245,14 +245,14 @@ def test_a_reader_may_free_its_own_model(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.skipif(sys.platform != "linux", reason="counts system threads in /proc")
 def test_threads_that_generate_leave_no_more_system_threads_than_with_mlx_lm(tmp_path: Path) -> None:
     """MLX has a system thread for each stream and keeps it, so both leave some for each thread that generated."""
-    directory = models.save(tmp_path / "model", models.LLAMA)
+    directory = models.save(tmp_path / "model", models.NARROW_LLAMA)
     left = [int(children.run("-c", GENERATES, directory, is_patched).stdout) for is_patched in ("", "patched")]
     assert left[1] <= left[0] + 2  # its loading streams
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts system threads in /proc")
 def test_streaming_in_threads_leaves_no_more_system_threads_and_closing_starts_none(tmp_path: Path) -> None:
-    directory = models.save(tmp_path / "model", models.LLAMA)
+    directory = models.save(tmp_path / "model", models.NARROW_LLAMA)
     stock, streamed = [
         [int(word) for word in children.run("-c", SYSTEM_THREADS, directory, is_streamed).stdout.split()]
         for is_streamed in ("", "streamed")

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 import mlx_flash
 from mlx_flash import CacheError
 from mlx_flash.memory.driver import has_own_memory
-from models import GEMMA3, LLAMA, MAMBA2, same_bits, save, stock
+from models import GEMMA3, MAMBA2, NARROW_LLAMA, same_bits, save, stock
 from streamed import streamed_whole
 
 PROMPT = mx.array([5, 17, 900, 3, 3, 42, 64, 99, 128, 7, 21] * 4)
@@ -32,7 +32,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model"), LLAMA, mx.bfloat16)
+    return save(tmp_path_factory.mktemp("model"), NARROW_LLAMA, mx.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def wide(plan: Any) -> Any:
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3])
 def test_speculative_decoding(directory: Path, tmp_path: Path, num_draft_tokens: int) -> None:
-    draft_dir = save(tmp_path / "draft", {**LLAMA, "num_hidden_layers": 1}, mx.bfloat16)
+    draft_dir = save(tmp_path / "draft", {**NARROW_LLAMA, "num_hidden_layers": 1}, mx.bfloat16)
 
     def speculated(model: Any, draft: Any) -> list[int]:
         steps = speculative_generate_step(PROMPT, model, draft, num_draft_tokens=num_draft_tokens, max_tokens=16)
@@ -79,7 +79,7 @@ def test_speculative_decoding(directory: Path, tmp_path: Path, num_draft_tokens:
         assert speculated(model, draft) == expected
 
 
-@pytest.mark.parametrize("architecture", [LLAMA, GEMMA3], ids=["plain", "sliding window"])
+@pytest.mark.parametrize("architecture", [NARROW_LLAMA, GEMMA3], ids=["plain", "sliding window"])
 def test_a_saved_prompt_cache_goes_on(tmp_path: Path, architecture: dict[str, Any]) -> None:
     directory = save(tmp_path / "model", architecture, mx.bfloat16)
 
@@ -132,7 +132,7 @@ def test_a_cache_between_two_tokens_is_as_mlx_lm_leaves_it(directory: Path) -> N
         assert model.counters.num_passes == 5  # a token that is trimmed away is never computed
 
 
-@pytest.mark.parametrize("architecture", [LLAMA, GEMMA3, MAMBA2], ids=["plain", "sliding window", "recurrent"])
+@pytest.mark.parametrize("architecture", [NARROW_LLAMA, GEMMA3, MAMBA2], ids=["plain", "sliding window", "recurrent"])
 def test_the_last_token_of_an_answer_shares_a_pass_with_the_next_prompt(
     tmp_path: Path, architecture: dict[str, Any]
 ) -> None:

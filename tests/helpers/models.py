@@ -41,6 +41,9 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+NARROW_LLAMA = LLAMA | {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32}
+"""The same layers and cache with a third of the weights, for tests of many passes."""
+
 WIDE_LLAMA = LLAMA | {
     "hidden_size": 512,
     "intermediate_size": 1536,

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import FlashLLM
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed_once, saved_once, stock
+from models import GEMMA3, MAMBA2, NARROW_LLAMA, QWEN3_MOE, computed_once, saved_once, stock
 from zoo import configuration
 
 STEP = 16
@@ -22,7 +22,7 @@ NUM_TOKENS = 4
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": LLAMA,
+    "llama": NARROW_LLAMA,
     "gemma3": GEMMA3,
     "mamba2": MAMBA2,
     "qwen3_moe": QWEN3_MOE,

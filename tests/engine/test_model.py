@@ -38,7 +38,7 @@ from mlx_flash import (
     load_model,
 )
 from mlx_flash.engine.prepare import prepare
-from models import GEMMA3, LLAMA, MAMBA2, PREFILL_AND_DECODE, run, same_bits, save, stock
+from models import GEMMA3, LLAMA, MAMBA2, NARROW_LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
 from streamed import LARGE_GB, config, streamed_whole, wait_for_reads
 
 MODELS = {
@@ -58,7 +58,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def get(name: str, num_layers: int = 5) -> Path:
         if (name, num_layers) not in made:
             dtype, bits, changes = MODELS[name]
-            config = {**LLAMA, **changes, "num_hidden_layers": num_layers}
+            config = {**NARROW_LLAMA, **changes, "num_hidden_layers": num_layers}
             directory = tmp_path_factory.mktemp(f"{name}-{num_layers}")
             # An odd header length, as mlx's own writer leaves it: every tensor goes through a bounce buffer.
             made[name, num_layers] = save(
@@ -155,7 +155,7 @@ def test_generate_step_gives_stock_tokens_and_logprobs(directories: Any) -> None
 
 def test_bytes_read_are_the_plans(directories: Any) -> None:
     with streamed_whole(directories("bf16")) as model:
-        row = LLAMA["hidden_size"] * 2
+        row = NARROW_LLAMA["hidden_size"] * 2
         counts = []
         for _ in range(4):
             run(model, [[1]])
@@ -382,7 +382,7 @@ def shard_of_layers(directory: Path) -> Path:
 
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 def test_shard_cut_short_while_running_is_named(tmp_path: Path, io: Any) -> None:
-    directory = save(tmp_path / "model", LLAMA, mx.bfloat16, num_shards=2)
+    directory = save(tmp_path / "model", NARROW_LLAMA, mx.bfloat16, num_shards=2)
     expected = run(stock(directory), PREFILL_AND_DECODE)
     shard = shard_of_layers(directory)
     whole = shard.read_bytes()
@@ -402,7 +402,7 @@ def test_shard_cut_short_while_running_is_named(tmp_path: Path, io: Any) -> None
 
 
 def test_shard_missing_while_running_is_named_and_can_come_back(tmp_path: Path) -> None:
-    directory = save(tmp_path / "model", LLAMA, mx.bfloat16)
+    directory = save(tmp_path / "model", NARROW_LLAMA, mx.bfloat16)
     expected = run(stock(directory), PREFILL_AND_DECODE)
     with streamed_whole(directory) as model:
         run(model, PREFILL_AND_DECODE)
@@ -417,7 +417,7 @@ def test_shard_missing_while_running_is_named_and_can_come_back(tmp_path: Path) 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("io", ["auto", "buffered"])
 def test_shard_changed_in_one_byte_while_running_ends_the_run(tmp_path: Path, io: str, in_place: bool) -> None:
-    directory = save(tmp_path / "model", LLAMA, mx.bfloat16)
+    directory = save(tmp_path / "model", NARROW_LLAMA, mx.bfloat16)
     expected = run(stock(directory), PREFILL_AND_DECODE)
     (shard,) = directory.glob("model*.safetensors")
     whole = shard.read_bytes()

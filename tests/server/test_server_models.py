@@ -27,6 +27,7 @@ from served import serving
 from zoo import configuration
 
 SHAPE = "--layers 6 --hidden-size 512 --intermediate-size 1536 --heads 8 --kv-heads 4 --vocab-size 1000 --dtype float32"
+SMALL = "--layers 2 --hidden-size 128 --intermediate-size 128 --heads 2 --kv-heads 1 --vocab-size 1000"
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("models")
-    shape = "--layers 2 --hidden-size 128 --intermediate-size 128 --heads 2 --kv-heads 1 --vocab-size 1000".split()
-    return [str(make_random_model(folder / name, *shape, "--seed", name)) for name in ("1", "2")]
+    return [str(make_random_model(folder / name, *SMALL.split(), "--seed", name)) for name in ("1", "2")]
 
 
 def budget(mb: float) -> float:

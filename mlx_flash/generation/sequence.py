@@ -311,7 +311,7 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
 
 def _reading(engine: Engine | None) -> tuple[float, float]:
     """Return the seconds that a pass has waited for weights, and those with reads in flight, up to now."""
-    return (0.0, 0.0) if engine is None else (engine.stream.stats.wait_seconds, engine.reader.stats.busy_seconds)
+    return (0.0, 0.0) if engine is None else (engine.stream.stats.wait_seconds, engine.reader.busy_seconds)
 
 
 def _has_no_room(row: Row) -> bool:

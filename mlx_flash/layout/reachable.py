@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Hashable, Iterable
+from functools import cache
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-_LEAVES = (int, float, str, bytes, type(None), mx.Dtype, np.ndarray, nn.Module)
-_MAX_DEPTH = 8
 
 
 class Opaque:
     """Base of classes whose objects hold no arrays. Some raise when they are asked for them."""
+
+
+_LEAVES = (int, float, str, bytes, type(None), mx.Dtype, np.ndarray, nn.Module, Opaque)
+_SEQUENCES = (list, tuple, set, frozenset)
+_MAX_DEPTH = 8
 
 
 def arrays_in(*roots: Any) -> list[mx.array]:
@@ -23,7 +27,7 @@ def arrays_in(*roots: Any) -> list[mx.array]:
     A call's effects are in its result and in what it was given: caches, shared dicts, objects of any class.
     """
     found: list[mx.array] = []
-    _collect(roots, found, set(), 0)
+    _collect(roots, found, set(), 1)
     return found
 
 
@@ -35,28 +39,26 @@ def nbytes_in(*roots: Any) -> int:
     return sum({id(array): int(array.nbytes) for array in arrays_in(*roots)}.values())
 
 
-def _collect(value: Any, found: list[mx.array], seen: set[int], depth: int) -> None:
-    if isinstance(value, Opaque):  # first: it refuses to be asked for another class
-        return
-    if isinstance(value, mx.array):
-        found.append(value)
-        return
-    if isinstance(value, _LEAVES) or depth > _MAX_DEPTH or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, dict):
-        children: Any = value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        children = value
-    else:
-        children = _attributes(value)
-    for child in children:
-        _collect(child, found, seen, depth + 1)
+def _collect(values: Iterable[Any], found: list[mx.array], seen: set[int], depth: int) -> None:
+    for value in values:
+        kind = type(value)  # some objects refuse to be asked for their class
+        if issubclass(kind, mx.array):
+            found.append(value)
+        elif depth <= _MAX_DEPTH and not issubclass(kind, _LEAVES) and id(value) not in seen:
+            seen.add(id(value))
+            if issubclass(kind, dict):
+                children = value.values()
+            else:
+                children = value if issubclass(kind, _SEQUENCES) else _attributes(value)
+            _collect(children, found, seen, depth + 1)
 
 
-def _attributes(value: Any) -> Iterator[Any]:
-    yield from getattr(value, "__dict__", {}).values()
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            yield getattr(value, name, None)
+def _attributes(value: Any) -> list[Any]:
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in _slots(type(value)))]
+
+
+@cache
+def _slots(kind: Hashable) -> list[str]:
+    """Return the names of the slots of a class and those that it is derived from."""
+    slots = [base.__dict__.get("__slots__", ()) for base in cast(type, kind).__mro__]
+    return [name for names in slots for name in ((names,) if isinstance(names, str) else names)]

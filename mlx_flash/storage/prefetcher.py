@@ -107,10 +107,10 @@ class Ticket:
             ReadError: bytes could not be read, or the file changed; it names the tensor, file and offset.
             ClosedError: the prefetcher was closed meanwhile.
         """
-        reading = self._prefetcher.stats.busy_seconds
+        reading = self._prefetcher.busy_seconds
         try:
             error = self._gather()
-            reading = self._prefetcher.stats.busy_seconds - reading
+            reading = self._prefetcher.busy_seconds - reading
             self._prefetcher._check_unchanged(self._segments)  # first: it explains a failed read
             if error is not None:
                 raise error
@@ -193,10 +193,16 @@ class BackgroundPrefetcher:
     @property
     def stats(self) -> ReadStats:
         """The counters up to now. Reads in flight count as busy time."""
+        busy = self.busy_seconds
+        with self._lock:
+            return replace(self._stats, busy_seconds=busy, num_retries=self._ranges.num_retries)
+
+    @property
+    def busy_seconds(self) -> float:
+        """That of the counters, which is asked before and after each wait."""
         with self._lock:
             since = time.perf_counter() - self._busy_since if self._in_flight else 0.0
-            busy = self._stats.busy_seconds + since
-            return replace(self._stats, busy_seconds=busy, num_retries=self._ranges.num_retries)
+            return self._stats.busy_seconds + since
 
     @property
     def way(self) -> Way:
@@ -290,7 +296,9 @@ class BackgroundPrefetcher:
 
     def _read_all(self, task: Sequence[_Range], buffer: memoryview, caching: Caching, gate: Gate) -> None:
         with self._gate:
-            self._begin()
+            with self._lock:
+                self._busy_since = self._busy_since if self._in_flight else time.perf_counter()
+                self._in_flight += 1
             num_reads = nbytes = cached_bytes = 0
             try:
                 self._ranges.begin()
@@ -312,12 +320,6 @@ class BackgroundPrefetcher:
         if caching == "found" and file.direct_fd is not None:
             return is_cached(file.buffered_fd, *file.stored(start, stop))
         return caching != "none" and self.cached.holds(file.path, start, self.way.cached)
-
-    def _begin(self) -> None:
-        with self._lock:
-            if self._in_flight == 0:
-                self._busy_since = time.perf_counter()
-            self._in_flight += 1
 
     def _end(self, num_reads: int, nbytes: int, cached_bytes: int) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.callers import requested_kv_size
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.call import ForwardCall, parse_call
+from mlx_flash.engine.call import ForwardCall, parse_call, token_call
 from mlx_flash.engine.dropped import DroppedResult, result_is_dropped
 from mlx_flash.engine.engine import Progress
 from mlx_flash.engine.forecast import Forecast
@@ -137,7 +137,7 @@ class FlashLLM(ModelFacade):
                 if not call.is_bare:
                     raise
             cache = make_prompt_cache(cast(nn.Module, self))
-            return self._call(passes, call.with_cache(cache))  # in parts
+            return self._call(passes, token_call(call.arguments[0], cache, wants_logits=call.wants_logits))  # in parts
 
     def row(
         self,
@@ -168,14 +168,14 @@ class FlashLLM(ModelFacade):
         if num_guesses:
             if owed is None:
                 settle(cache)
-            whole, checkpoints = parse_call((tokens,), {"cache": cache}), Checkpoints()
+            whole, checkpoints = token_call(tokens, cache), Checkpoints()
             return Row(whole, [replace(part, checkpoints=checkpoints) for part in whole.parts(1)], owed)
         given, before = tokens, 0
         if owed is None and (owed := owed_token(cache)) is not None:
             given, before = mx.concatenate([mx.array([[owed.token]], tokens.dtype), tokens], axis=1), 1
         if given.shape[1] == 1 and wants_logits:
-            return Row(call := parse_call((given,), {"cache": cache}), [call], owed)
-        whole = parse_call((given,), {"cache": cache}, wants_logits=False)
+            return Row(call := token_call(given, cache), [call], owed)
+        whole = token_call(given, cache, wants_logits=False)
         limit = self.plan.prefill_step_size
         num_together = tokens.shape[1] - wants_logits
         if limit < min(step, num_together):
@@ -201,12 +201,13 @@ class FlashLLM(ModelFacade):
             ReadError: weights could not be read, and no row went on. Caches that can be trimmed are put back.
         """
         with self._life.turn() as passes:
-            passes.advance(self.plan, rows, lends=self._life.lends)
+            passes.advance(self._life.plan, rows, lends=self._life.lends)
 
     @property
     def is_resident(self) -> bool:
         """True if everything is in memory. Then a pass may be begun before the one before it is computed."""
-        return self.engine is not None and self._life.passes.is_resident
+        life = self._life
+        return life.engine is not None and life.passes.is_resident
 
     def has_room(self, lengths: Sequence[int]) -> bool:
         """Return whether the budget holds sequences that share passes, on every rank, until all have ended.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
 
 from mlx_flash.errors import CompilerError
 
@@ -36,11 +37,10 @@ def explained(error: Exception) -> Exception:
     return found
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Raise errors of MLX's compiler as :func:`explained`."""
+def evaluate(*arrays: Any, waits: bool) -> None:
+    """Evaluate arrays, or begin to. Raise errors of MLX's compiler as :func:`explained`."""
     try:
-        yield
+        (mx.eval if waits else mx.async_eval)(*arrays)
     except RuntimeError as error:
         if (found := explained(error)) is error:
             raise

@@ -47,11 +47,6 @@ class ForwardCall:
         """True if each sequence gets one new token."""
         return self.num_tokens == self.batch_size
 
-    def with_cache(self, cache: Sequence[Any]) -> ForwardCall:
-        """Return a bare call with a prompt cache."""
-        keywords = {"cache": cache}
-        return replace(self, arguments=self.arguments[:1], keywords=keywords, cache=cache, is_plain=True, is_bare=False)
-
     def part(self, start: int, stop: int | None = None) -> ForwardCall:
         """Return the same call with some of each sequence's new tokens; it needs ``tokens``."""
         assert self.tokens is not None
@@ -72,6 +67,13 @@ class ForwardCall:
             return None
         step = max(1, limit // max(1, self.batch_size))
         return step if step < self.tokens.shape[1] else None
+
+
+def token_call(tokens: mx.array, cache: Sequence[Any], *, wants_logits: bool = True) -> ForwardCall:
+    """Return the call of a model with tokens, ``(sequences, length)``, and a prompt cache."""
+    return ForwardCall(
+        (tokens,), {"cache": cache}, tokens.size, tokens, cache, is_plain=True, is_bare=False, wants_logits=wants_logits
+    )
 
 
 def parse_call(arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, wants_logits: bool = True) -> ForwardCall:

@@ -42,6 +42,10 @@ class Passes:
         session: its weights, and what counts beside them.
         kv: what its KV caches share; None where they are mlx-lm's own.
         counters: of its calls.
+
+    Attributes:
+        group, sharing: the calls that share a pass, and their choice.
+        is_resident: True if everything is in memory: a pass waits for nothing, and its outputs need not be known.
     """
 
     def __init__(self, model: Any, session: Session, kv: KVPool | None, counters: PassCounters) -> None:
@@ -53,6 +57,7 @@ class Passes:
         self._counters = counters
         self._under_way: dict[Row, Callable[[], None]] = {}
         self._grants = Grants()
+        self.is_resident = session.chain is None and session.prefixes is None and session.engine.is_resident
 
     def advance(self, plan: ResidencyPlan, rows: Sequence[Row], *, lends: bool) -> None:
         """Compute at least a part of each row, in as few passes as memory allows.
@@ -75,7 +80,7 @@ class Passes:
         loans = self._session.engine.lending if lends else None
         owed = [row.pending for row in waiting if row.pending is not None]
         if self._kv is not None:  # parked between two tokens, a sequence would be copied for each of them
-            self._kv.in_turns = _groups_of(waiting) if self.is_resident else frozenset()
+            self._kv.in_turns = _groups_of(waiting) if self.is_resident and len(waiting) > 1 else frozenset()
         try:
             for pending in owed:
                 pending.lift()
@@ -99,12 +104,6 @@ class Passes:
         finally:
             for pending in owed:
                 pending.put()  # if its token was not computed
-
-    @property
-    def is_resident(self) -> bool:
-        """True if everything is in memory: a pass waits for nothing, and its outputs need not be known."""
-        session = self._session
-        return session.chain is None and session.prefixes is None and session.engine.is_resident
 
     def _run(self, lanes: dict[Row, list[ForwardCall]], put_back: Callable[[], None] | None = None) -> None:
         """Compute parts of some rows in a pass. It ends with one assignment, before which an exception undoes it."""
@@ -212,10 +211,14 @@ class Passes:
 
     def _counted(self, lanes: Sequence[Sequence[ForwardCall]], run: Callable[[], Any]) -> Any:
         """Compute some calls in one pass, and count it."""
-        certain = [calls if calls[0].checkpoints is None else calls[:1] for calls in lanes]
-        sizes = [sum([call.num_tokens for call in calls]) for calls in certain]
-        num_tokens, num_sequences = sum(sizes), sum([calls[0].batch_size for calls in lanes])
-        num_decoding = sum([n for n, calls in zip(sizes, lanes, strict=True) if n == calls[0].batch_size])
+        num_tokens = num_sequences = num_decoding = num_guesses = 0
+        for calls in lanes:
+            certain = calls if calls[0].checkpoints is None else calls[:1]
+            size, batch_size = sum([call.num_tokens for call in certain]), calls[0].batch_size
+            num_tokens += size
+            num_sequences += batch_size
+            num_decoding += batch_size if size == batch_size else 0
+            num_guesses += len(calls) - len(certain)
         self._counters.begin(num_tokens, num_sequences, num_decoding)
         self._session.meter.begin(is_comparable=len(lanes) == 1 and num_tokens == num_sequences)
         try:
@@ -228,7 +231,7 @@ class Passes:
             self._kv.note()
         self._counters.end()
         if len(lanes) == 1:
-            self._session.meter.end(num_tokens, num_sequences, len(lanes[0]) - len(certain[0]))
+            self._session.meter.end(num_tokens, num_sequences, num_guesses)
         return output
 
 

@@ -29,8 +29,8 @@ class Row:
         joins: whether the logits of all parts become one array. Then the one of each part is dropped.
 
     Attributes:
-        report: called with (tokens done, tokens to do). What it raises ends a pass in which the row is alone, where the
-            cache can be put back.
+        report: called with (tokens done, tokens to do), if given. What it raises ends a pass in which the row is alone,
+            where the cache can be put back.
         left: the parts that are not computed yet.
         outputs: of the parts whose logits are wanted, or of the only part; or one array with those of all parts.
         error: the reason why it cannot be computed.
@@ -45,7 +45,7 @@ class Row:
     pending: Pending | None = None
     num_extra: int = 0
     joins: bool = False
-    report: Progress = lambda done, total: None
+    report: Progress | None = None
     left: deque[ForwardCall] = field(init=False)
     _total: int = field(init=False)
     outputs: list[Any] = field(default_factory=list)
@@ -142,7 +142,8 @@ class Row:
 
     def tell(self, more: int, share: float = 1.0) -> None:
         """Report the tokens that are done, and a share of the next ones."""
-        self.report(min(self._total, self._total - self.num_left + int(share * more)), self._total)
+        if self.report is not None:
+            self.report(min(self._total, self._total - self.num_left + int(share * more)), self._total)
 
     def finish(self, calls: Sequence[ForwardCall], outputs: Sequence[Any]) -> None:
         """Take the outputs of the next parts."""

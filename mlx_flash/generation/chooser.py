@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_flash.compat.compiler import compiling
+from mlx_flash.compat.compiler import evaluate
 
 
 class Chooser:
@@ -38,6 +38,5 @@ class Chooser:
                 logits = process(self._tokens, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         token = self._sampler(logprobs)
-        with compiling():
-            (mx.eval if waits else mx.async_eval)(token, logprobs)
+        evaluate(token, logprobs, waits=waits)
         return token, logprobs

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
-from mlx_flash.compat.compiler import compiling
+from mlx_flash.compat.compiler import evaluate
 from mlx_flash.engine.engine import Engine, Progress
 from mlx_flash.engine.pending import Pending
 from mlx_flash.engine.row import Row
@@ -288,22 +288,24 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
     for sequence in sequences:
         rows.append(sequence.begin(num_others, most=most))
         num_others += max(0, sequence.num_rows - 1)
+    counts = [sequence.num_rows for sequence in sequences]
+    are_tokens = 0 not in counts
+    if model.is_resident and max(counts) < 2:  # nothing is guessed
+        model.advance(rows)
+        if are_tokens:  # the device computes while the tokens before are handed out
+            evaluate([row.outputs for row in rows], waits=False)
+        return
     engine, num_passes, began = model.engine, model.counters.num_passes, time.perf_counter()
     waited, busy = _reading(engine)
     model.advance(rows)
-    are_tokens, is_resident = all(sequence.num_rows for sequence in sequences), model.is_resident
-    if are_tokens and is_resident:  # the device computes while the tokens before are handed out
-        with compiling():
-            mx.async_eval([row.outputs for row in rows])
     without = [each for each, row in zip(sequences, rows, strict=True) if each.num_rows > 1 and _has_no_room(row)]
     for sequence in without:
         sequence.has_room, sequence.row = False, None
     if without:
         model.advance([sequence.begin() for sequence in without])
     is_one_pass = model.engine is engine and model.counters.num_passes == num_passes + 1
-    if are_tokens and not is_resident and is_one_pass:
-        with compiling():
-            mx.eval([row.outputs for row in rows])
+    if are_tokens and is_one_pass:
+        evaluate([row.outputs for row in rows], waits=True)
         num_rows, seconds = sum(len(row.outputs) for row in rows), time.perf_counter() - began
         now_waited, now_busy = _reading(engine)
         model.times.note(max(1, num_rows), seconds, now_waited - waited, now_busy - busy)

@@ -23,6 +23,7 @@ from mlx_flash.kv.kvledger import Coming, KVLedger, no_room
 from mlx_flash.kv.layerrows import Group, LayerRows, Layers, as_pages, copied_bytes, note_copy, park, parking_pays
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.ring import KVStats, SlotRing
+from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.lazy import commits_lazily
 
@@ -40,7 +41,7 @@ class KVUsage:
     wait_seconds: float = 0.0
 
 
-class KVPool:
+class KVPool(Opaque):
     """The caches of a model, their budget, and the order in which they are used.
 
     :mod:`mlx_flash.kv.admit` prepares calls. ``count_written`` is called from another thread with the number of bytes.
@@ -77,12 +78,13 @@ class KVPool:
     @property
     def memory_bytes(self) -> int:
         """Bytes in memory now: caches, slots, and the last tokens of layers on disk."""
-        return self.ledger().now if self.layers.is_on_disk else self.layers.held_bytes + self.ring.held
+        sums = self.layers.sums
+        return self.ledger().now if sums.num_on_disk else sums.held + self.ring.held
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes that MLX counts as active for caches and slots."""
-        return self.layers.held_bytes + self.ring.nbytes
+        return self.layers.sums.held + self.ring.nbytes
 
     @property
     def limit(self) -> float:

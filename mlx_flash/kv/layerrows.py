@@ -7,7 +7,7 @@ record which layers begin with the same tokens, because one is a copy of the oth
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -54,7 +54,7 @@ class LayerRows:
     """
 
     def __init__(self, pool: Pool, group: Group, index: int) -> None:
-        self._pool: Callable[[], Pool] = lambda: pool  # hides other caches from a search for arrays in attributes
+        self.pool = pool
         self.options = pool.options
         self.store: MemoryRows | DiskRows = MemoryRows(self.options)
         self.group = group  # the list of caches that the layer belongs to
@@ -64,11 +64,6 @@ class LayerRows:
         self.stored: tuple[Page[Stored], ...] = ()
         self.planned = NOTHING_PLANNED  # pages that the prefix cache wants of the call under way, by first token
         self._no_rows = MemoryRows(self.options)
-
-    @property
-    def pool(self) -> Pool:
-        """The pool that the layer belongs to."""
-        return self._pool()
 
     def offload(self, new: Sequence[mx.array]) -> None:
         """Go to disk, without the tokens that other layers have there. The pool decides when. Raises: WriteError.
@@ -171,10 +166,10 @@ class LayerRows:
             self.replace(MemoryRows(self.options, arrays, other.length))
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
     """Sums over layers, and the number of the change and the number of layers that they hold for."""
 
-    held: int = 0
+    held: int = 0  # bytes of buffers, and of shared rows in memory
     num_on_disk: int = 0
     when: tuple[int, int] = (0, 0)
 
@@ -185,7 +180,7 @@ class Layers(weakref.WeakSet[LayerRows]):
     def __init__(self, step: int) -> None:
         super().__init__()
         self._step = step  # the fewest tokens that are worth sharing
-        self._last_sums = _Sums()
+        self._last_sums = Sums()
 
     @property
     def on_disk(self) -> dict[LayerRows, DiskRows]:
@@ -195,22 +190,17 @@ class Layers(weakref.WeakSet[LayerRows]):
     @property
     def is_on_disk(self) -> bool:
         """True if the rows of a layer are on disk."""
-        return self._sums.num_on_disk > 0
+        return self.sums.num_on_disk > 0
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of buffers and of shared rows in memory."""
-        return self._sums.held
-
-    @property
-    def _sums(self) -> _Sums:
-        """The sums. They are added up again if a layer has changed, or if there are more or fewer of them."""
+    def sums(self) -> Sums:
+        """The sums over all layers, added up again if a layer has changed, or if there are more or fewer of them."""
         when = Changes.last, len(self)
         if when != self._last_sums.when:
             layers = list(self)
             buffers = [rows.memory.buffers for rows in layers]
             held = sum([each.nbytes for each in buffers]) + sum(sizes([each.pages for each in buffers]).values())
-            self._last_sums = _Sums(held, sum([rows.disk is not None for rows in layers]), when)
+            self._last_sums = Sums(held, sum([rows.disk is not None for rows in layers]), when)
         return self._last_sums
 
     def next_to_offload(self, asking: LayerRows | None) -> LayerRows | None:

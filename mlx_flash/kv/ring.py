@@ -175,12 +175,12 @@ class SlotRing:
     @property
     def nbytes(self) -> int:
         """Bytes that MLX counts as active for the slots."""
-        return sum(slot.nbytes for slot in self.slots)
+        return sum([slot.nbytes for slot in self.slots])
 
     @property
     def held(self) -> int:
         """Bytes that the slots take."""
-        return sum(slot.touched for slot in self.slots) if commits_lazily() else self.nbytes
+        return sum([slot.touched for slot in self.slots]) if commits_lazily() else self.nbytes
 
     def resize(self, num_slots: int) -> None:
         """Use so many slots from now on; the memory of others is freed."""

@@ -11,9 +11,8 @@ import mlx.nn as nn
 import numpy as np
 
 
-
 class Opaque:
-    """Base of classes whose objects hold no arrays. Some raise when they are asked for them."""
+    """Base of classes whose objects are not searched for arrays: they hold others' or none. Some raise when asked."""
 
 
 _LEAVES = (int, float, str, bytes, type(None), mx.Dtype, np.ndarray, nn.Module, Opaque)
@@ -54,7 +53,8 @@ def _collect(values: Iterable[Any], found: list[mx.array], seen: set[int], depth
 
 
 def _attributes(value: Any) -> list[Any]:
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in _slots(type(value)))]
+    slots = [getattr(value, name, None) for name in _slots(cast(Hashable, type(value)))]
+    return [*getattr(value, "__dict__", {}).values(), *slots]
 
 
 @cache

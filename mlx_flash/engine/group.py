@@ -105,7 +105,6 @@ class CallGroup:
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why calls with one prompt cache cannot share a pass if they can be taken back; or None."""
-        pooled = [entry for entry in cache if isinstance(entry, PooledCache)]
         if self._chain is not None and not self._chain.can_share:
             return "ranks exchange parts of each layer, in the order of calls"
         if not self.can_share:
@@ -114,9 +113,10 @@ class CallGroup:
             return "layers of the model share entries of the prompt cache"
         if not can_be_viewed(cache):
             return "the model has a prompt cache of its own kind"
-        if any(entry.is_on_disk for entry in pooled):
+        rows = [entry.rows for entry in cache if isinstance(entry, PooledCache)]
+        if any(each.disk is not None for each in rows):
             return "keys and values are on disk"
-        if any(entry.pool.options.max_tokens is not None for entry in pooled):
+        if any(each.options.max_tokens is not None for each in rows):
             return "the KV cache drops tokens"
         return None
 

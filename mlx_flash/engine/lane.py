@@ -52,10 +52,10 @@ class Lane:
     def tokens(self) -> NewTokens:
         """The lane in numbers."""
         call, num_each = self.call, self.call.num_tokens // self.call.batch_size
-        quantized = [isinstance(entry, QuantizedKVCache) for entry in (*self.others, *self.own)]
+        kinds = set(map(type, [*self.others, *self.own]))
+        is_fused = not any(issubclass(kind, QuantizedKVCache) for kind in kinds)
         lengths = [_num_tokens(entry) for entry in self.others]
-        own = zip(self.own, quantized[len(lengths) :], strict=True)
-        lengths += [entry.offset if is_quantized else entry.rows.store.length for entry, is_quantized in own]
+        lengths += [entry.rows.store.length if is_fused else entry.offset for entry in self.own]
         return NewTokens(
             num_new=call.num_tokens,
             num_at_once=self.step * call.batch_size if self.step else call.num_tokens,
@@ -63,7 +63,7 @@ class Lane:
             batch_size=call.batch_size,
             all_logits=call.wants_logits,
             in_parts=bool(self.step),
-            is_fused=True not in quantized,
+            is_fused=is_fused,
             num_kept=self.num_kept,
         )
 

@@ -32,12 +32,17 @@ class OwnCaches:
         sizes = [(lane.tokens.num_new // lane.tokens.batch_size, len(lane.own)) for lane in self._lanes]
         self._num_new = [num_new for num_new, count in sizes for _ in range(count)]
 
-    @cached_property
+    @property
     def is_quiet(self) -> bool:
         """True if all layers are in memory, with room for the new tokens. Then no sum over layers is needed."""
-        if self._pool is None:
-            return True
-        return len(self._pools) == 1 and quiet_width(self._pool, self._layers, self._num_new) is not None
+        return self._pool is None or self._quiet_width is not None
+
+    @cached_property
+    def _quiet_width(self) -> int | None:
+        """The most bytes of a token in a layer if that is so; None where it is not, or there are no layers."""
+        if self._pool is None or len(self._pools) > 1:
+            return None
+        return quiet_width(self._pool, self._layers, self._num_new)
 
     @property
     def growth(self) -> int:
@@ -52,7 +57,8 @@ class OwnCaches:
         pool = self._pool
         if pool is None:
             return missing
-        if self.is_quiet and admit_quietly(pool, self._layers, self._num_new, self._rooms(pool, missing)[0]):
+        width = self._quiet_width
+        if width is not None and admit_quietly(pool, self._layers, width, self._rooms(pool, missing)[0]):
             return 0
         while True:
             held = self._slots_held if pool.layers.is_on_disk else 0

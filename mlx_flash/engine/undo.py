@@ -15,8 +15,7 @@ from typing import Any, cast
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.errors import CacheError, FlashError
-from mlx_flash.kv.checkpoints import trim_to
-from mlx_flash.kv.views import can_be_viewed, snapshot, trimmer
+from mlx_flash.kv.views import can_be_viewed, snapshot, trim_all_to, trimmable
 
 _USES = ("update_and_fetch", "make_mask", "trim", "to_quantized", "merge", "extract", "extend", "filter", "prepare")
 _SPECIAL_USES = ("__getitem__", "__setitem__")
@@ -30,29 +29,24 @@ def undo_of(calls: Sequence[ForwardCall]) -> Callable[[], None]:
         return lambda: None
     if len(calls) > 1 and calls[0].checkpoints is not None:
         return partial(calls[0].checkpoints.take_back, 0)
-    if (trim := trimmer(cache)) is not None:
-        return partial(_trim, cache, [entry.offset for entry in cache], trim)
+    if (offsets := trimmable(cache)) is not None:
+        return partial(_trim, cache, offsets)
     put_back = snapshot(cache) if can_be_viewed(cache) else None
     return put_back or partial(break_cache, cache)
 
 
-def _trim(cache: Sequence[Any], offsets: Sequence[int], trim: Callable[[], None]) -> None:
+def _trim(cache: Sequence[Any], offsets: Sequence[int]) -> None:
     if broken(cache) is not None:
         return
     with suppress(FlashError, OSError):  # tokens on disk, which may be full or gone, cannot be read
-        trim()
+        trim_all_to(cache, offsets)
     if [entry.offset for entry in cache] != offsets:
         break_cache(cache)  # or a second interrupt ended the prefix cache's own putting back, where rows were missing
 
 
 def trim_all(cache: Sequence[Any], length: int) -> None:
     """Take the tokens after a length from all entries of a prompt cache. Harmless when repeated."""
-
-    def trim() -> None:
-        for entry in cache:
-            trim_to(entry, length)
-
-    _trim(cache, [length] * len(cache), trim)
+    _trim(cache, [length] * len(cache))
 
 
 def break_cache(cache: Sequence[Any]) -> None:

@@ -35,15 +35,12 @@ def admit(
     return 0
 
 
-def admit_quietly(pool: KVPool, layers: Sequence[LayerRows], num_new: Sequence[int], limit: int) -> bool:
+def admit_quietly(pool: KVPool, layers: Sequence[LayerRows], largest: int, limit: int) -> bool:
     """Prepare a call that takes no more memory, for which :func:`admit` would do nothing else.
 
-    Most tokens are such a call: the buffers of every layer have room for them. No layer is looked at twice. Return
-    False, and change nothing, for any other call.
+    Most tokens are such a call: the buffers of every layer have room for them, as :func:`quiet_width` has found.
+    ``largest`` is what it returned. Return False, and change nothing, where the limit is too low.
     """
-    largest = quiet_width(pool, layers, num_new)
-    if largest is None:
-        return False
     offload = 0 if pool.options.budget_bytes is None else pool.options.offload_bytes([largest])
     if pool.memory_bytes + offload > limit:
         return False

@@ -20,7 +20,7 @@ from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.kvfiles import KVFiles
 from mlx_flash.kv.kvledger import Coming, KVLedger, no_room
-from mlx_flash.kv.layerrows import Group, LayerRows, Layers, as_pages, copied_bytes, note_copy, park, parking_pays
+from mlx_flash.kv.layerrows import Group, LayerRows, Layers, Sums, as_pages, copied_bytes, note_copy, park, parking_pays
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.ring import KVStats, SlotRing
 from mlx_flash.layout.reachable import Opaque
@@ -54,6 +54,7 @@ class KVPool(Opaque):
         self.stats = KVStats()
         self.usage = KVUsage()  # at the last :meth:`note`; any thread may read it
         self.layers = Layers(options.step)
+        self._noted: Sums | None = None  # those of the last :meth:`note`
         self.ring = SlotRing(options, self.stats)
         self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
@@ -98,9 +99,13 @@ class KVPool(Opaque):
         return KVLedger(self.options, layers, coming, step, *slots)
 
     def note(self) -> KVUsage:
-        """Bring :attr:`usage` up to date, and return it."""
+        """Bring :attr:`usage` up to date, and return it. While all is in memory, and no layer changes, it is."""
+        sums = self.layers.sums
+        if sums is self._noted and not sums.num_on_disk and not self.ring.nbytes:
+            return self.usage
+        self._noted = sums
         files, stats = self.files, self.stats
-        files_used = {disk.file for disk in self.layers.on_disk.values()} if self.layers.is_on_disk else ()
+        files_used = {disk.file for disk in self.layers.on_disk.values()} if sums.num_on_disk else ()
         disk_bytes = sum([file.nbytes for file in files_used]) + files.draft_bytes
         sizes = self.memory_bytes, disk_bytes, self.reserved_bytes, files.read_bytes, files.written_bytes
         self.usage = KVUsage(*sizes, stats.num_offloaded, stats.wait_seconds)
@@ -111,7 +116,10 @@ class KVPool(Opaque):
 
         Raises: BudgetError: it does not fit even with every layer on disk; WriteError.
         """
-        self.begin(self._current_groups if rows.group in self._current_groups else {rows.group})
+        if self._closed:
+            raise _closed()
+        if rows.group not in self._current_groups:
+            self.begin({rows.group})
         if self.options.always_on_disk and rows.disk is None and (new or rows.memory.length):
             rows.offload(new)
         if self.budget_bytes is None:

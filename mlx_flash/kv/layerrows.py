@@ -111,17 +111,19 @@ class LayerRows:
         Raises: BudgetError: they do not fit even with every layer on disk; WriteError, ReadError.
         """
         with self.pool.lock:
-            if forgotten := self.options.forgotten_tokens(self.length, new[0].shape[2]):
-                self.drop(self.options.kept_tokens, self.options.kept_tokens + forgotten)
+            options = self.options
+            if options.max_tokens is not None and (n := options.forgotten_tokens(self.length, new[0].shape[2])):
+                self.drop(options.kept_tokens, options.kept_tokens + n)
             self.pool.make_room(self, new)
-            if (disk := self.disk) is not None:
-                is_referred = stored is not None and self.pool.files.refer(disk, stored)
-                return [] if is_referred else self.pool.ring.append(disk, new, self.planned)
-            follows = stored is not None and num_tokens(self.stored) == self.length
-            self.memory.append(new)
+            store = self.store
+            if isinstance(store, DiskRows):
+                is_referred = stored is not None and self.pool.files.refer(store, stored)
+                return [] if is_referred else self.pool.ring.append(store, new, self.planned)
+            follows = stored is not None and num_tokens(self.stored) == store.length
+            store.append(new)
             if stored is not None and follows:
                 self.stored += (stored,)
-            return self.memory.fetch()
+            return store.fetch()
 
     def fetch(self) -> list[mx.array]:
         """Return all tokens. Raises: ReadError."""

@@ -99,12 +99,13 @@ class MemoryRows:
 
     def append(self, new: Sequence[mx.array]) -> None:
         """Add tokens, ``(batch, heads, new tokens, width)`` for each buffer."""
-        end = self.length + new[0].shape[2]
-        if self.takes_more(new[0].shape[2]):
+        num_new = new[0].shape[2]
+        if self.takes_more(num_new):
             length, grown = self.length, self._grown(new)
             self._length = length
             self.buffers = grown
-        for array, rows in zip(self.arrays, new, strict=True):
+        end = self._length + num_new
+        for array, rows in zip(self.buffers.arrays, new, strict=True):
             array[..., self._length : end, :] = rows
         self._length = end
 
@@ -123,9 +124,10 @@ class MemoryRows:
 
     def fetch(self) -> list[mx.array]:
         """Return all tokens, without the room behind them. Copy them if parked."""
-        if self.arrays and self._length == self.buffers.capacity:
-            return list(self.arrays)
-        return self.read(0, self.length)
+        arrays, length = self.buffers.arrays, self._length
+        if not arrays:
+            return self.read(0, self.length)
+        return [*arrays] if length == self.buffers.capacity else [array[..., :length, :] for array in arrays]
 
     def read(self, start: int, stop: int) -> list[mx.array]:
         """Return the rows of some tokens. Copy them if parked."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache as cached
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -121,17 +122,23 @@ def snapshot(cache: Sequence[Any]) -> Callable[[], None] | None:
 
 def trimmer(cache: Sequence[Any]) -> Callable[[], None] | None:
     """Return what trims every entry to the tokens that it has now; None if one cannot be trimmed."""
+    offsets = trimmable(cache)
+    return None if offsets is None else partial(trim_all_to, cache, offsets)
+
+
+def trimmable(cache: Sequence[Any]) -> list[int] | None:
+    """Return the offsets of all entries, to which they can be trimmed later; None if one cannot be trimmed."""
     if not all(issubclass(kind, PooledCache | KVCache | QuantizedKVCache) for kind in set(map(type, cache))):
         return None
-    if {entry.rows.options.max_tokens for entry in cache if isinstance(entry, PooledCache)} - {None}:
+    if any(isinstance(entry, PooledCache) and entry.rows.options.max_tokens is not None for entry in cache):
         return None
-    offsets = [entry.offset for entry in cache]
+    return [entry.offset for entry in cache]
 
-    def trim() -> None:
-        for entry, offset in zip(cache, offsets, strict=True):
-            trim_to(entry, offset)
 
-    return trim
+def trim_all_to(cache: Sequence[Any], offsets: Sequence[int]) -> None:
+    """Trim every entry to an offset."""
+    for entry, offset in zip(cache, offsets, strict=True):
+        trim_to(entry, offset)
 
 
 def _same_structure(cache: Sequence[Any], parts: Iterator[Any]) -> list[Any]:

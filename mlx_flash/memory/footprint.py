@@ -17,6 +17,7 @@ import mlx.core as mx
 import psutil
 
 _PROC = Path("/proc/self")
+_STATM = "/proc/self/statm"
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -24,8 +25,12 @@ def footprint() -> int:
     """Return the bytes of memory that this process holds now."""
     if sys.platform == "darwin":
         return _darwin_footprint()[0]
-    if sys.platform == "linux":  # asked before each token: a short file
-        return int((_PROC / "statm").read_bytes().split(maxsplit=2)[1]) * mmap.PAGESIZE
+    if sys.platform == "linux":  # asked before each token: a short file, and few calls for which other threads may run
+        file = os.open(_STATM, os.O_RDONLY)
+        try:
+            return int(os.read(file, 256).split(maxsplit=2)[1]) * mmap.PAGESIZE
+        finally:
+            os.close(file)
     return int(psutil.Process().memory_info().rss)
 
 

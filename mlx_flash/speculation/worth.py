@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 LEAST_GAIN = 1.05
@@ -50,10 +51,14 @@ def worth_guessing(
     expected, right = 1.0 + num_others, 1.0
     plain = expected / max(pass_seconds, expected * row_seconds, 1e-9)
     best, most = 0, LEAST_GAIN * plain
+    all_further = acceptance / (1 - acceptance) if acceptance < 1 else inf
     for number in range(1, limit + 1):
         right *= acceptance
         expected += right
-        speed = expected / max(pass_seconds, (number + 1 + num_others) * row_seconds, 1e-9)
+        seconds = max(pass_seconds, (number + 1 + num_others) * row_seconds, 1e-9)
+        if expected + right * all_further < most * seconds:  # nor do more guesses, which take no less time
+            break
+        speed = expected / seconds
         if guess_seconds:
             speed = 1 / (1 / speed + number * guess_seconds / expected)
         if speed > most:

@@ -39,7 +39,7 @@ class StreamedLayer(SwappedClass):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state: LayerState = state_of(self)
-        run = partial(own_class(cast(nn.Module, self)).__call__, self)
+        run = super().__call__  # type: ignore[misc]
         return run_resident(state.stream, state.index, run, args, kwargs)
 
 
@@ -98,8 +98,8 @@ class PinnedLayer(SwappedClass):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state, number = cast("tuple[PinnedState, int]", state_of(self))
-        result = own_class(cast(nn.Module, self)).__call__(self, *args, **kwargs)
+        state, number = state_of(self)
+        result = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if state.num_at_once is not None and (number + 1) % state.num_at_once == 0:
             compute(result, args, kwargs)
         return result

@@ -253,7 +253,7 @@ class WeightStream:
 
     def _read_ahead(self, after: int) -> None:
         """Start to fill every empty slot with the first unit expected after this one that lives in it."""
-        num_empty = sum(slot.unit is None for slot in self._slots)
+        num_empty = sum([slot.unit is None for slot in self._slots])
         index = after
         for _ in self.units:
             if not num_empty:

@@ -1,0 +1,76 @@
+"""Python calls of a decoded token: on a GPU each takes from the time in which it waits for Python."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import mlx_flash
+from mlx_flash import FlashLLM, load_model
+from models import LLAMA, QWEN3_MOE, saved_once
+from streamed import LARGE_GB, config
+
+PACKAGE = str(Path(mlx_flash.__file__).parent)
+MODELS = {"dense": LLAMA, "dense of 10 layers": LLAMA | {"num_hidden_layers": 10}, "mixture": QWEN3_MOE}
+pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="layers that may wait for a GPU have more calls")
+NUM_BEFORE = 10  # tokens, so that what happens once has happened
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return saved_once(lambda name: tmp_path_factory.mktemp(name.replace(" ", "-")), MODELS)
+
+
+@cache
+def calls_of_a_token(directory: Path, ram_budget_gb: Any) -> tuple[int, int]:
+    """Return how often functions of mlx_flash are entered for a token: up to the call of mlx-lm's model, and in all."""
+    with load_model(directory, config(ram_budget_gb=ram_budget_gb, speculation=False))[0] as model:
+        steps = mlx_flash.generate_step(mx.array([5, 17, 290, 3, 42]), model, max_tokens=2 * NUM_BEFORE)
+        for _ in range(NUM_BEFORE):
+            next(steps)
+        counted = _Calls(model)
+        sys.setprofile(counted)
+        try:
+            next(steps)
+        finally:
+            sys.setprofile(None)
+        return counted.before, counted.total
+
+
+class _Calls:
+    """A profile that counts."""
+
+    def __init__(self, model: FlashLLM) -> None:
+        self.before = self.total = 0
+        self._is_before = True
+        self._called = type(model._model).__call__.__code__
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        if event == "call":
+            self._is_before &= frame.f_code is not self._called
+            is_ours = frame.f_code.co_filename.startswith(PACKAGE)
+            self.total += is_ours
+            self.before += is_ours and self._is_before
+
+
+@pytest.mark.parametrize(("name", "most"), [("dense", 70), ("mixture", 70)])
+def test_calls_before_a_model_in_memory(saved: Callable[[str], Path], name: str, most: int) -> None:
+    assert calls_of_a_token(saved(name), LARGE_GB)[0] <= most
+
+
+@pytest.mark.parametrize(("name", "most"), [("dense", 210), ("mixture", 200)])
+def test_calls_before_a_streamed_model(saved: Callable[[str], Path], name: str, most: int) -> None:
+    assert calls_of_a_token(saved(name), "min")[0] <= most
+
+
+def test_calls_for_each_layer_in_memory(saved: Callable[[str], Path]) -> None:
+    """A layer asks twice for its position, and once adds keys and values."""
+    few, many = (calls_of_a_token(saved(name), LARGE_GB)[1] for name in ("dense", "dense of 10 layers"))
+    assert (many - few) / 5 <= 12

@@ -103,12 +103,12 @@ class KVPool(Opaque):
         sums = self.layers.sums
         if sums is self._noted and not sums.num_on_disk and not self.ring.nbytes:
             return self.usage
-        self._noted = sums
         files, stats = self.files, self.stats
         files_used = {disk.file for disk in self.layers.on_disk.values()} if sums.num_on_disk else ()
         disk_bytes = sum([file.nbytes for file in files_used]) + files.draft_bytes
         sizes = self.memory_bytes, disk_bytes, self.reserved_bytes, files.read_bytes, files.written_bytes
         self.usage = KVUsage(*sizes, stats.num_offloaded, stats.wait_seconds)
+        self._noted = sums
         return self.usage
 
     def make_room(self, rows: LayerRows, new: Sequence[mx.array]) -> None:

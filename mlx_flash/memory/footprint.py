@@ -17,7 +17,6 @@ import mlx.core as mx
 import psutil
 
 _PROC = Path("/proc/self")
-_STATM = "/proc/self/statm"
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -26,7 +25,7 @@ def footprint() -> int:
     if sys.platform == "darwin":
         return _darwin_footprint()[0]
     if sys.platform == "linux":  # asked before each token: a short file, and few calls for which other threads may run
-        file = os.open(_STATM, os.O_RDONLY)
+        file = os.open(f"{_PROC}/statm", os.O_RDONLY)
         try:
             return int(os.read(file, 256).split(maxsplit=2)[1]) * mmap.PAGESIZE
         finally:

@@ -44,8 +44,8 @@ Option = tuple[Task, ResidencyPlan]
 def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
     """Decide what stays in memory.
 
-    A budget that has no room for the buffers of the reads that the disk likes best gets small reads. So the smallest
-    budget that an error names is enough in the next run, too, in which a probe may find other reads to be the best.
+    A budget that has no room for the buffers of the reads that the disk likes best gets small reads, and so does the
+    smallest one. That is enough in the next run, too, in which a probe may find other reads to be the best.
 
     Args:
         sizes: the model in numbers.
@@ -56,12 +56,14 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
         BudgetError: the budget, or the machine, is too small; it names the smallest workable budget.
         ConfigError: settings contradict each other, or the disk has no room for the KV cache.
     """
+    plan = _plan(sizes, config, small := _with_small_reads(config, machine))
+    if small == machine:
+        return plan
     try:
-        return _plan(sizes, config, machine)
+        wanted = _plan(sizes, config, machine)
     except BudgetError:
-        if (small := _with_small_reads(config, machine)) == machine:
-            raise
-    return _plan(sizes, config, small)
+        return plan
+    return replace(wanted, minimum_bytes=plan.minimum_bytes) if wanted.budget_bytes <= plan.budget_bytes else plan
 
 
 def _with_small_reads(config: FlashConfig, machine: Machine) -> Machine:

@@ -38,8 +38,9 @@ SAMPLE_BYTES = 64 << 20
 SMALL_READ_SIZE = 1 << 20
 """Read size for small files. Their models have small budgets, which the probe's buffers must not exceed."""
 
-SMALL_QUEUE_DEPTH = 2
-"""Queue depth for budgets that have room for little: one read is copied while the other is under way."""
+SMALL_QUEUE_DEPTH = 4
+"""Reads in flight for budgets that have room for little. On the virtual disk of an EPYC, as many of 1 MiB were as fast
+as 16 MiB in flight, within a tenth."""
 
 ROUNDS = 2
 """Measurements of each candidate. The better one counts, since other programs may use the disk."""

@@ -62,7 +62,7 @@ from mlx_flash.residency.sizes import (
 from mlx_flash.residency.speed import Machine
 from mlx_flash.residency.timing import simulate
 from mlx_flash.storage.placement import padded_bytes
-from mlx_flash.storage.probe import DiskProfile
+from mlx_flash.storage.probe import CANDIDATES, DiskProfile
 
 # --- made-up models and machines -------------------------------------------------------------------------------------
 
@@ -389,6 +389,8 @@ def test_profiles_of_a_machine() -> None:
 def test_a_plan_larger_than_the_machine_is_refused(
     sizes: ModelSizes, config: FlashConfig, machine: Machine, share: float
 ) -> None:
+    small_reads = replace(machine.disk, read_size=MIB, queue_depth=min(machine.disk.queue_depth, 4))
+    machine = replace(machine, disk=small_reads)  # with larger ones, there would be a smaller plan
     (plan,) = plans_between(sizes, config, machine, [share])
     budget = with_budget(config, plan.budget_bytes)
     fits = replace(machine, total_memory=plan.peak_bytes)
@@ -396,6 +398,33 @@ def test_a_plan_larger_than_the_machine_is_refused(
     with pytest.raises(BudgetError, match="this process can have at most") as caught:
         make_plan(sizes, budget, replace(fits, total_memory=plan.peak_bytes - 1))
     assert caught.value.minimum_bytes == plan.minimum_bytes
+
+
+@some(60)
+@given(models(), configs, machines)
+def test_the_minimum_does_not_depend_on_the_reads_that_a_disk_likes(
+    sizes: ModelSizes, config: FlashConfig, machine: Machine
+) -> None:
+    """A budget that one run has named is enough for the next, whose probe may find other reads to be the best."""
+    config = replace(config, queue_depth=None, read_size_mb=None)
+    disks = [replace(machine.disk, read_size=size, queue_depth=depth) for size, depth in CANDIDATES if depth >= 4]
+    found = [replace(machine, disk=disk) for disk in disks]
+    least = {minimum_of(sizes, config, each) for each in found}
+    assert len(least) == 1
+    for each in found:
+        plan = make_plan(sizes, with_budget(config, *least), each)
+        assert plan.peak_bytes <= plan.budget_bytes
+        check(plan, sizes, config, each)
+
+
+@pytest.mark.parametrize(("more", "read_size"), [(-16 * MIB, MIB), (0, 8 * MIB)])
+def test_small_reads_where_there_is_no_room_for_large_ones(more: int, read_size: int) -> None:
+    disk = DiskProfile(2e9, 8 * MIB, 4, direct=True)
+    machine, sizes = make_machine(disk=disk), make_model(copies=True)
+    least = minimum_of(sizes, FIXED, machine) + 28 * MIB  # 32 MiB instead of 4 MiB of buffers
+    plan = make_plan(sizes, with_budget(FIXED, least + more), machine)
+    assert (plan.read_size, plan.queue_depth) == (read_size, 4)
+    assert plan.minimum_bytes == least - 28 * MIB
 
 
 # --- more memory -----------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import Group
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.prefixes.leaves import forget
+from mlx_flash.prefixes.prefixcache import PrefixCache
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.lockstep import CALL_ERRORS
 
@@ -84,9 +85,10 @@ class Passes:
         try:
             for pending in owed:
                 pending.lift()
-            for row in waiting:
-                self._take_cached(plan, row, loans)
-            waiting = [row for row in waiting if not row.is_done]
+            if self._session.prefixes is not None:
+                for row in waiting:
+                    self._take_cached(self._session.prefixes, plan, row, loans)
+                waiting = [row for row in waiting if not row.is_done]
             while waiting:
                 row, pinned = waiting[0], self._session.engine.pinned
                 if (put_back := self._grants.undo_of(plan, row.left[0])) is not None:
@@ -148,13 +150,13 @@ class Passes:
             return error
         return [output]
 
-    def _take_cached(self, plan: ResidencyPlan, row: Row, loans: Lending | None) -> None:
+    def _take_cached(self, prefixes: PrefixCache, plan: ResidencyPlan, row: Row, loans: Lending | None) -> None:
         """Take the longest cached prefix of a prompt from disk, in one go, before its parts are computed.
 
         In the mode ``exact`` nothing is taken here: a cached call stands for the same call.
         """
-        prefixes, prompt, cache = self._session.prefixes, row.prompt, row.whole.cache
-        if prefixes is None or prompt is None or cache is None or row.was_sought:
+        prompt, cache = row.prompt, row.whole.cache
+        if prompt is None or cache is None or row.was_sought:
             return
         row.was_sought = True
         if (number := prefixes.look(prompt, cache)) == 0:

@@ -23,7 +23,7 @@ from mlx_flash.residency.sizes import ModelSizes
 from mlx_flash.residency.speed import Machine
 from mlx_flash.residency.task import Reserve, Task, cache_limit_of
 from mlx_flash.storage.blocks import BLOCK_BYTES
-from mlx_flash.storage.probe import SMALL_QUEUE_DEPTH, SMALL_READ_SIZE
+from mlx_flash.storage.probe import SMALL_QUEUE_DEPTH, SMALL_READ_SIZE, SMALL_READS_SHARE
 
 PROFILE_SHARES: dict[Profile, tuple[float, float]] = {
     "safe": (0.5, 0.4),
@@ -44,8 +44,8 @@ Option = tuple[Task, ResidencyPlan]
 def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
     """Decide what stays in memory.
 
-    A budget that has no room for the buffers of the reads that the disk likes best gets small reads, and so does the
-    smallest one. That is enough in the next run, too, in which a probe may find other reads to be the best.
+    A budget gets small reads if it has no room for the buffers of those that the disk likes best, or makes more of that
+    memory. So the smallest one is enough in the next run, too, in which a probe may find other reads to be the best.
 
     Args:
         sizes: the model in numbers.
@@ -63,7 +63,9 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
         wanted = _plan(sizes, config, machine)
     except BudgetError:
         return plan
-    return replace(wanted, minimum_bytes=plan.minimum_bytes) if wanted.budget_bytes <= plan.budget_bytes else plan
+    if wanted.budget_bytes > plan.budget_bytes or plan.seconds < wanted.seconds:
+        return plan
+    return replace(wanted, minimum_bytes=plan.minimum_bytes)
 
 
 def _with_small_reads(config: FlashConfig, machine: Machine) -> Machine:
@@ -71,7 +73,10 @@ def _with_small_reads(config: FlashConfig, machine: Machine) -> Machine:
     disk, least = machine.disk, SMALL_READ_SIZE if machine.compression is None else max(SMALL_READ_SIZE, BLOCK_BYTES)
     read_size = disk.read_size if config.read_size_mb else min(disk.read_size, least)
     queue_depth = disk.queue_depth if config.queue_depth else min(disk.queue_depth, SMALL_QUEUE_DEPTH)
-    return replace(machine, disk=replace(disk, read_size=read_size, queue_depth=queue_depth))
+    if (read_size, queue_depth) == (disk.read_size, disk.queue_depth):
+        return machine
+    speed = SMALL_READS_SHARE * disk.bytes_per_second
+    return replace(machine, disk=replace(disk, bytes_per_second=speed, read_size=read_size, queue_depth=queue_depth))
 
 
 def _plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:

@@ -111,9 +111,13 @@ class Engine:
         self._streamed: set[tuple[int, object]] = set()
         trunk = layout if plan.pool is None else trunk_of(layout)
         try:
-            for parameter in [p for unit in trunk.units for p in unit.small] + trunk.resident:
-                mx.eval(parameter.array)
-            self._pin(_pinned_parts(trunk, plan), progress or (lambda done, total: None))
+            small = [p for unit in trunk.units for p in unit.small] + trunk.resident
+            for parameter in small:
+                if not parameter.is_compressed:
+                    mx.eval(parameter.array)
+            routers = [parameter for parameter in small if parameter.is_compressed]  # MLX cannot read them
+            parts = [*([routers] if routers else []), *_pinned_parts(trunk, plan)]
+            self._pin(parts, progress or (lambda done, total: None))
             slots = [Arena(plan.streaming.slot_bytes) for _ in range(plan.streaming.num_slots)]
             self.stream = WeightStream(slots, reader, poison, plan.streaming.num_units)
             self.loans = Loans(self.stream)

@@ -155,8 +155,7 @@ class Passes:
 
         In the mode ``exact`` nothing is taken here: a cached call stands for the same call.
         """
-        prompt, cache = row.prompt, row.whole.cache
-        if prompt is None or cache is None or row.was_sought:
+        if row.was_sought or (prompt := row.prompt) is None or (cache := row.whole.cache) is None:
             return
         row.was_sought = True
         if (number := prefixes.look(prompt, cache)) == 0:

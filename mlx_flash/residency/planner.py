@@ -69,10 +69,14 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
 
 
 def _with_small_reads(config: FlashConfig, machine: Machine) -> Machine:
-    """Return the machine with the smallest reads and queue that are worth it, unless the settings name others."""
+    """Return the machine with the smallest reads and queue that are worth it, unless the settings name others.
+
+    Threads that decode compressed weights are not fewer.
+    """
     disk, least = machine.disk, SMALL_READ_SIZE if machine.compression is None else max(SMALL_READ_SIZE, BLOCK_BYTES)
     read_size = disk.read_size if config.read_size_mb else min(disk.read_size, least)
-    queue_depth = disk.queue_depth if config.queue_depth else min(disk.queue_depth, SMALL_QUEUE_DEPTH)
+    keeps_depth = config.queue_depth is not None or machine.compression is not None
+    queue_depth = disk.queue_depth if keeps_depth else min(disk.queue_depth, SMALL_QUEUE_DEPTH)
     if (read_size, queue_depth) == (disk.read_size, disk.queue_depth):
         return machine
     speed = SMALL_READS_SHARE * disk.bytes_per_second

@@ -101,7 +101,7 @@ def test_routers_of_compressed_mixtures_stay_in_memory(tmp_path: Path) -> None:
     compressed(source, tmp_path / "packed")
     names = {r.name for shard in read_checkpoint(tmp_path / "packed").shards if shard.blocks for r in shard.tensors}
     assert any(name.endswith("mlp.gate.weight") for name in names)
-    settings = replace(SMALLEST, expert_pool_gb=0.003)
+    settings = replace(SMALLEST, expert_pool_gb=0.003, queue_depth=1, read_size_mb=0.5)  # or buffers outweigh experts
     with load_model(tmp_path / "packed", settings)[0] as model:
         assert model.plan.pool is not None
         assert same_bits(run(model, PREFILL_AND_DECODE), run(stock(source), PREFILL_AND_DECODE))

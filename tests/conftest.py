@@ -51,9 +51,8 @@ DURATIONS = TESTS / "durations.json"
 """How many seconds each file took in the last run with ``--write-durations``."""
 sys.path.insert(0, str(TESTS / "helpers"))
 
-# Child processes import this checkout, and start with helpers/startup/sitecustomize.py. They and pytest, which rewrites
-# the tests, keep compiled modules.
-os.environ["PYTHONPATH"] = f"{TESTS.parent}{os.pathsep}{TESTS / 'helpers' / 'startup'}"
+# Child processes import this checkout. They and pytest, which rewrites the tests, keep compiled modules.
+os.environ["PYTHONPATH"] = str(TESTS.parent)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 

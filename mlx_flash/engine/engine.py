@@ -115,8 +115,8 @@ class Engine:
             for parameter in small:
                 if not parameter.is_compressed:
                     mx.eval(parameter.array)
-            routers = [parameter for parameter in small if parameter.is_compressed]  # MLX cannot read them
-            parts = [*([routers] if routers else []), *_pinned_parts(trunk, plan)]
+            compressed = [parameter for parameter in small if parameter.is_compressed]  # MLX cannot read them
+            parts = [*([compressed] if compressed else []), *_pinned_parts(trunk, plan)]
             self._pin(parts, progress or (lambda done, total: None))
             slots = [Arena(plan.streaming.slot_bytes) for _ in range(plan.streaming.num_slots)]
             self.stream = WeightStream(slots, reader, poison, plan.streaming.num_units)

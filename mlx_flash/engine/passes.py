@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -155,7 +156,7 @@ class Passes:
 
         In the mode ``exact`` nothing is taken here: a cached call stands for the same call.
         """
-        if row.was_sought or (prompt := row.prompt) is None or (cache := row.whole.cache) is None:
+        if row.was_sought or (prompt := _prompt_of(row)) is None or (cache := row.whole.cache) is None:
             return
         row.was_sought = True
         if (number := prefixes.look(prompt, cache)) == 0:
@@ -234,6 +235,13 @@ class Passes:
         if len(lanes) == 1:
             self._session.meter.end(num_tokens, num_sequences, num_guesses)
         return output
+
+
+def _prompt_of(row: Row) -> mx.array | None:
+    """Return the tokens of the next parts of a row, up to the first whose logits are wanted; None if there are none."""
+    parts = takewhile(lambda part: not part.wants_logits and part.is_plain, row.left)
+    tokens = [part.tokens for part in parts if part.tokens is not None]
+    return mx.concatenate(tokens, axis=1) if tokens else None
 
 
 def _groups_of(rows: Iterable[Row]) -> frozenset[Group]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -47,7 +47,6 @@ class Row:
     joins: bool = False
     report: Progress | None = None
     left: deque[ForwardCall] = field(init=False)
-    _total: int = field(init=False)
     outputs: list[Any] = field(default_factory=list)
     error: Exception | None = None
     is_cut: bool = False
@@ -57,7 +56,6 @@ class Row:
 
     def __post_init__(self) -> None:
         self.left = deque(self.parts)
-        self._total = self.whole.num_tokens - self.num_extra
 
     @property
     def is_done(self) -> bool:
@@ -85,13 +83,6 @@ class Row:
         first = self.left[0]
         return first.num_tokens // first.batch_size if first.is_plain else 0
 
-    @property
-    def prompt(self) -> mx.array | None:
-        """Tokens of the next parts, up to the first whose logits are wanted; None if there are none."""
-        parts = takewhile(lambda part: not part.wants_logits and part.is_plain, self.left)
-        tokens = [part.tokens for part in parts if part.tokens is not None]
-        return mx.concatenate(tokens, axis=1) if tokens else None
-
     def skip(self, number: int) -> None:
         """Let go of so many tokens of each sequence that are left: they were restored."""
         self.num_restored += number
@@ -106,6 +97,10 @@ class Row:
     def num_done(self) -> int:
         """Tokens of each sequence that are computed."""
         return (self._total - self.num_left) // self.whole.batch_size
+
+    @property
+    def _total(self) -> int:
+        return self.whole.num_tokens - self.num_extra
 
     def cut(self) -> int:
         """Cut the parts that are left to half or a little more. Return the new tokens of each sequence in a part."""

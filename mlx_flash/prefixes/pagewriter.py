@@ -72,20 +72,18 @@ class PageWriter:
         those of a state, which a model replaces and does not change.
         """
         nbytes, is_asked = sum(memoryview(blob.data).nbytes for blob in blobs.values()), False
-        is_large = waits and bool(key.kind) and nbytes > self._queue_bytes
+        room = max(self._queue_bytes, nbytes) if waits and key.kind else self._queue_bytes
         while True:
             with self._lock:
                 if self._has(key.page):
                     return not only_new
-                is_full = bool(self._pending) if is_large else self._queued_bytes + nbytes > self._queue_bytes
-                may_wait = waits and not self._is_closed and (is_large or nbytes <= self._queue_bytes)
-                if reason := self._reason_against(key, nbytes) or (
-                    "queue" if (is_full or self._is_closed) and not may_wait else ""
-                ):
+                is_full = self._is_closed or self._queued_bytes + nbytes > room
+                may_wait = waits and not self._is_closed and nbytes <= room
+                if reason := self._reason_against(key, nbytes) or ("queue" if is_full and not may_wait else ""):
                     self._count(reason)
                     return False
                 if not is_full:
-                    if not is_large:
+                    if nbytes <= self._queue_bytes:
                         blobs = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
                     self._pending[key.page] = _Pending(key, blobs, nbytes, draft)
                     self._start_writing()
@@ -94,7 +92,7 @@ class PageWriter:
                     self._start_writing()
                 is_asked = True
             time.sleep(_POLL_SECONDS)
-        if is_large:
+        if nbytes > self._queue_bytes:
             self.flush()
         return True
 

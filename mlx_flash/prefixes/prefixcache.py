@@ -61,7 +61,7 @@ class PrefixCache:
         In the mode ``exact`` that depends on the calls in which they will be computed, so there are none.
         """
         call = None if self._is_exact else self._known(tokens, cache, is_prompt=True)
-        return 0 if call is None else max(0, self._find(call).num_tokens - call.history.length)
+        return 0 if call is None else max(0, self._find(call, call.end).num_tokens - call.history.length)
 
     def begin(self, tokens: mx.array, cache: Sequence[Any], *, is_prompt: bool) -> Call | None:
         """Restore the cached part of a call with new tokens, ``(sequences, length)``, on mlx-lm's prompt cache.
@@ -129,10 +129,10 @@ class PrefixCache:
             ends.append(end)
         return Call(leaves, history, tokens, form_of(leaves, of_batches=is_exact), is_prompt, ends, is_exact)
 
-    def _find(self, call: Call, most: int | None = None) -> Prefix:
+    def _find(self, call: Call, most: int) -> Prefix:
         """Return the longest cached prefix of at most so many tokens, among them those of a call."""
         history = call.history.with_labels(call.labels, call.ends)
-        ends = [end for end in history.ends if most is None or end <= most]
+        ends = [end for end in history.ends if end <= most]
         return self.store.find(history.labels, ends=ends, snapshot=STATE if call.states else "")
 
     def _restore(self, call: Call) -> int:

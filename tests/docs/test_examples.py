@@ -232,10 +232,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return python, site_packages
 
 
-OWN_START = {**ENV, "PYTHONPATH": str(ROOT)}
-"""Variables with which that environment's sitecustomize starts, and not that of the tests."""
-
-
 def engine_like(python: Path, model_dir: Path, **variables: str) -> Any:
     env = {key: value for key, value in ENV.items() if key != "PYTHONPATH"} | variables
     command = [python, "-c", ENGINE, model_dir]
@@ -271,7 +267,7 @@ def test_a_hook_that_cannot_start_steps_aside(model_dir: Path, environment: tupl
         (code, {"MLX_FLASH_RAM_BUDGET_GB": "much"}, "ConfigError"),
     ):
         command = [python, "-c", program, model_dir]
-        done = subprocess.run(command, capture_output=True, text=True, env=OWN_START | variables, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=ENV | variables, check=True)
         assert done.stdout == "Model\n"
         assert done.stderr.count("mlx-flash does not stream models here: " + reason) == 1
 
@@ -282,5 +278,5 @@ def test_the_hook_imports_nothing_before_mlx_lm(environment: tuple[Path, Path]) 
     (site_packages / "mlx_flash_hook.pth").write_text("import mlx_flash_hook\n")
     code = "import sys; print('mlx_flash_hook' in sys.modules, [m for m in sys.modules if m.split('.')[0] in HEAVY])"
     code = code.replace("HEAVY", "('mlx', 'mlx_lm', 'mlx_flash', 'numpy', 'transformers')")
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=OWN_START, check=True)
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=ENV, check=True)
     assert done.stdout == "True []\n"

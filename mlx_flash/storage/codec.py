@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -128,34 +130,50 @@ class Decoder:
         self._decompressor = self._library.ZstdDecompressor()
         self._planes = np.empty(BLOCK_BYTES, np.uint8)
 
-    def decode(self, stored: memoryview, target: memoryview, itemsize: int) -> None:
-        """Write the contents of a block to memory of their size. Releases the GIL most of the time.
+    def decode(self, stored: memoryview, target: memoryview, itemsize: int, sizes: Sequence[int] = ()) -> None:
+        """Write the contents of blocks to memory of their size. Releases the GIL most of the time.
+
+        Threads that decode hand the GIL to each other, which takes longer than what they do with it. So several blocks
+        are decoded at once.
+
+        Args:
+            stored: the coded blocks, one after another.
+            target: the memory.
+            itemsize: of the tensor.
+            sizes: bytes of the contents of each block; none for a single one.
 
         Raises:
-            CodecError: the block is damaged, or its contents have another size.
+            CodecError: a block is damaged, or the contents have another size.
         """
         if len(target) > len(self._planes):
             self._planes = np.empty(len(target), np.uint8)
-        planes = self._planes[: len(target)]
+        planes, sizes = self._planes[: len(target)], sizes or [len(target)]
         try:
             size = self._library.get_frame_parameters(stored).content_size
-            if size != len(target):
-                raise CodecError(f"it has {size} bytes, expected {len(target)}")
-            with self._decompressor.stream_reader(stored) as reader:  # one step, as the whole frame is there
+            if size != sizes[0]:
+                raise CodecError(f"it has {size} bytes, expected {sizes[0]}")
+            # each block is decoded in one step, as it is there as a whole and has room
+            with self._decompressor.stream_reader(stored, read_across_frames=True) as reader:
                 got = reader.readinto(planes.data)
+                is_longer = got == len(target) and bool(reader.read(1))
         except self._library.ZstdError as error:
             raise CodecError(str(error)) from error
-        if got != len(target):
-            raise CodecError(f"{got} of {len(target)} bytes came")
-        _join(planes.reshape(itemsize, -1), np.frombuffer(target, f"<u{itemsize}"))
+        if got != len(target) or is_longer:
+            raise CodecError(f"it has {'more' if is_longer else got} bytes, expected {len(target)}")
+        items, begin = np.frombuffer(target, f"<u{itemsize}"), 0
+        for size, group in groupby(sizes):
+            end = begin + size * len(list(group))
+            _join(planes[begin:end].reshape(-1, itemsize, size // itemsize), items[begin // itemsize : end // itemsize])
+            begin = end
 
 
 def _join(planes: np.ndarray[Any, Any], items: np.ndarray[Any, Any]) -> None:
-    """Put items together from their bytes, the least significant first in ``planes``."""
-    np.copyto(items, planes[-1])
-    for plane in planes[-2::-1]:
+    """Put items together from their bytes: ``planes`` has those of each block, the least significant first."""
+    items = items.reshape(len(planes), -1)
+    np.copyto(items, planes[:, -1])
+    for number in range(planes.shape[1] - 2, -1, -1):
         np.left_shift(items, 8, out=items)
-        np.bitwise_or(items, plane, out=items)
+        np.bitwise_or(items, planes[:, number], out=items)
 
 
 def decode_speed() -> float:

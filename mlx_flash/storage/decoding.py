@@ -19,7 +19,7 @@ Fetch = Callable[[str, int, int, memoryview], None]
 
 def decoding_bytes(read_size: int) -> int:
     """Return the memory that a thread needs to read and decode ranges of a size."""
-    return _room(read_size) + 2 * BLOCK_BYTES
+    return _room(read_size) + max(read_size, BLOCK_BYTES) + BLOCK_BYTES
 
 
 def _room(read_size: int) -> int:
@@ -70,29 +70,36 @@ class BlockReader:
             return
         for part in self._chunks(table, blocks):
             first = table.offsets[part.start] // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-            end = table.offsets[part.stop]
-            fetch(name, first, end - first, self._coded)
-            for number in part:
-                coded = self._coded[table.offsets[number] - first : table.offsets[number + 1] - first]
-                low, high = max(start, table.starts[number]), min(stop, table.ends[number])
-                landing = land(target[low - start : high - start])
-                try:
-                    self._decode(table, number, coded, low, landing)
-                except CodecError as error:
-                    raise ReadError(
-                        f"cannot read '{name}' in {path}: the block of {len(coded)} bytes at offset "
-                        f"{table.offsets[number]} is damaged: {error}. Hint: check the disk, and pack the model again."
-                    ) from error
+            fetch(name, first, table.offsets[part.stop] - first, self._coded)
+            for some in _whole_and_cut(table, part, start, stop):
+                low, high = max(start, table.starts[some.start]), min(stop, table.ends[some.stop - 1])
+                coded = self._coded[table.offsets[some.start] - first : table.offsets[some.stop] - first]
+                self._decode(path, table, name, some, coded, low, land(target[low - start : high - start]))
 
-    def _decode(self, table: BlockTable, number: int, coded: memoryview, low: int, landing: memoryview) -> None:
-        nbytes = table.ends[number] - table.starts[number]
-        if len(landing) == nbytes:
-            self._decoder.decode(coded, landing, table.itemsize(number))
-            return
-        self._last = None
-        self._decoder.decode(coded, self._block[:nbytes], table.itemsize(number))
-        self._last = table, number
-        self._copy(table, number, low, landing)
+    def _decode(
+        self, path: Path, table: BlockTable, name: str, blocks: range, coded: memoryview, low: int, landing: memoryview
+    ) -> None:
+        """Decode whole blocks, or a part of one from the logical offset ``low`` on."""
+        sizes = [table.ends[number] - table.starts[number] for number in blocks]
+        itemsize = table.itemsize(blocks.start)
+        try:
+            if len(landing) == sum(sizes):
+                self._decoder.decode(coded, landing, itemsize, sizes)
+                return
+            self._last = None
+            self._decoder.decode(coded, self._block[: sizes[0]], itemsize)
+        except CodecError as error:
+            if len(blocks) > 1:
+                for number in blocks:  # one of them has the error
+                    at, end = (table.offsets[i] - table.offsets[blocks.start] for i in (number, number + 1))
+                    place = landing[table.starts[number] - low : table.ends[number] - low]
+                    self._decode(path, table, name, range(number, number + 1), coded[at:end], low, place)
+            raise ReadError(
+                f"cannot read '{name}' in {path}: the block of {len(coded)} bytes at offset "
+                f"{table.offsets[blocks.start]} is damaged: {error}. Hint: check the disk, and pack the model again."
+            ) from error
+        self._last = table, blocks.start
+        self._copy(table, blocks.start, low, landing)
 
     def _copy(self, table: BlockTable, number: int, low: int, landing: memoryview) -> None:
         at = low - table.starts[number]
@@ -108,3 +115,16 @@ class BlockReader:
                 first = number
         if first < blocks.stop:
             yield range(first, blocks.stop)
+
+
+def _whole_and_cut(table: BlockTable, blocks: range, start: int, stop: int) -> Iterator[range]:
+    """Yield the blocks that are wanted as a whole together, and those at the ends that are not, by themselves."""
+    first, last = blocks.start, blocks.stop
+    if first < last and (table.starts[first] < start or table.ends[first] > stop):
+        yield range(first, first + 1)
+        first += 1
+    is_cut = first < last and table.ends[last - 1] > stop
+    if first < last - is_cut:
+        yield range(first, last - is_cut)
+    if is_cut:
+        yield range(last - 1, last)

@@ -101,10 +101,15 @@ class CallGroup:
 
     def fits(self, cache: Sequence[Any]) -> bool:
         """Return whether several calls with one prompt cache can share a pass."""
-        return self.refusal(cache) is None and (self._is_proven or snapshot(cache) is not None)
+        return self._refusal(cache) is None and (self._is_proven or snapshot(cache) is not None)
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why calls with one prompt cache cannot share a pass if they can be taken back; or None."""
+        if any(isinstance(entry, PooledCache) and entry.rows.disk is not None for entry in cache):
+            return "keys and values are on disk"
+        return self._refusal(cache)
+
+    def _refusal(self, cache: Sequence[Any]) -> str | None:
         if self._chain is not None and not self._chain.can_share:
             return "ranks exchange parts of each layer, in the order of calls"
         if not self.can_share:
@@ -113,10 +118,7 @@ class CallGroup:
             return "layers of the model share entries of the prompt cache"
         if not can_be_viewed(cache):
             return "the model has a prompt cache of its own kind"
-        rows = [entry.rows for entry in cache if isinstance(entry, PooledCache)]
-        if any(each.disk is not None for each in rows):
-            return "keys and values are on disk"
-        if any(each.options.max_tokens is not None for each in rows):
+        if any(isinstance(entry, PooledCache) and entry.rows.options.max_tokens is not None for entry in cache):
             return "the KV cache drops tokens"
         return None
 

@@ -31,12 +31,19 @@ _LITTLE_BYTES = 16_000_000
 
 
 def check_headroom(
-    plan: ResidencyPlan, lanes: Sequence[Lane], loans: Lending | None = None, wish: int = 0, *, may_shrink: bool = False
+    plan: ResidencyPlan,
+    lanes: Sequence[Lane],
+    loans: Lending | None = None,
+    wish: int = 0,
+    *,
+    may_shrink: bool = False,
+    offloads: bool = False,
 ) -> int:
     """Refuse a pass that would take the process over its budget; only loans have changed when it raises.
 
     Loans end as far as the pass needs their memory. What it does not need is lent. If it ``may_shrink``, nothing goes
-    to disk to make room for more activations than were planned: the caller tries fewer tokens.
+    to disk to make room for more activations than were planned: the caller tries fewer tokens. If it ``offloads``,
+    layers go to disk before loans end for their sake, and before a part of the wish is refused.
 
     Returns:
         The part of ``wish``, bytes that would make the pass faster, that it may use.
@@ -51,7 +58,9 @@ def check_headroom(
     _settle_batches([entry for lane in lanes for entry in lane.others], loans)
     need = needed(plan, lanes)
     missing = need.total - plan.budget_bytes
-    growth_of_own = own.growth if wish or loans is not None or may_shrink else 0
+    growth_of_own = 0
+    if wish or loans is not None or may_shrink:
+        growth_of_own = own.growth_on_disk if offloads else own.growth
     room = (max(0, loans.nbytes) if loans is not None else 0) - missing - growth_of_own
     granted = max(0, min(wish, room))
     missing += granted
@@ -74,6 +83,12 @@ def check_least(plan: ResidencyPlan, lane: Lane, loans: Lending | None = None) -
     missing = OwnCaches(plan, lanes).room(missing)[1]
     if missing > 0:
         raise too_large(plan, lanes, need, missing)
+
+
+def goes_to_disk(plan: ResidencyPlan, lanes: Sequence[Lane], loans: Lending | None) -> bool:
+    """Return whether layers go to disk for so many tokens, or stay there. Changes nothing."""
+    recallable = loans.recallable if loans is not None else 0
+    return OwnCaches(plan, lanes).goes_to_disk(needed(plan, lanes).total - plan.budget_bytes - recallable)
 
 
 def layers_at_once(plan: ResidencyPlan, lanes: Sequence[Lane], num_layers: int) -> int | None:

@@ -11,6 +11,7 @@ from mlx_flash.kv.admit import admit, admit_quietly, ledger_of, quiet_width, way
 from mlx_flash.kv.kvledger import KVLedger
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import LayerRows
+from mlx_flash.kv.options import NUM_SLOTS
 from mlx_flash.residency.plan import ResidencyPlan
 
 
@@ -50,7 +51,21 @@ class OwnCaches:
         if self.is_quiet or self._pool is None:
             return 0
         growth, limit = self._call.growth, self._plan.kv.limit
-        return growth if limit is None else min(growth, max(0, limit - self._pool.memory_bytes))
+        growth = growth if limit is None else min(growth, max(0, limit - self._pool.memory_bytes))
+        return max(growth, self.growth_on_disk) if self._pool.layers.is_on_disk else growth
+
+    @property
+    def growth_on_disk(self) -> int:
+        """The bytes that a pass adds with every layer on disk."""
+        return 0 if self._pool is None else max(0, self._call.least_with(NUM_SLOTS) - self._pool.memory_bytes)
+
+    def goes_to_disk(self, missing: int) -> bool:
+        """Return whether some layers go to disk, or stay there, if so many bytes are missing for the pass."""
+        pool = self._pool
+        if pool is None or pool.options.budget_bytes is None:
+            return False
+        way = self._call.way(self._rooms(pool, missing)[-1])
+        return bool(way.num_slots) and not way.missing
 
     def admit(self, missing: int) -> int:
         """Offload layers for the pass, if so many bytes are missing. Return the bytes that are still missing."""

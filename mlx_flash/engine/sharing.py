@@ -3,6 +3,9 @@
 Each row computes its next part. If all of them do not fit the budget, half of the rows wait; if one alone does not fit,
 its parts get smaller. What the budget has left goes to more parts of the same prompts. Within a pass such a part waits
 while another one computes, and takes memory meanwhile.
+
+Where keys and values of a prompt do not fit into memory, they go to disk in the pass that its parts share, and not only
+once memory is full: a pass over the weights costs more.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ from typing import Any, NamedTuple
 from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import ForwardCall
 from mlx_flash.engine.group import CallGroup
-from mlx_flash.engine.headroom import check_headroom, check_least
+from mlx_flash.engine.headroom import check_headroom, check_least, goes_to_disk
 from mlx_flash.engine.lane import Lane
 from mlx_flash.engine.lending import Lending
 from mlx_flash.engine.row import Row
 from mlx_flash.engine.session import Session
 from mlx_flash.errors import BudgetError, FlashError
 from mlx_flash.kv.checkpoints import kept_bytes
+from mlx_flash.residency.ledger import shares_on_disk
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
 
 _log = logging.getLogger("mlx_flash")
@@ -109,17 +113,54 @@ class Sharing:
     ) -> dict[Row, list[ForwardCall]]:
         """Return the first part of each row, and as many more as memory allows on every rank."""
         num_granted = sum(total <= granted for total in accumulate(each.cost for each in more))
-        tried = number = self._least(num_granted) if more else 0
-        while number:
-            chosen = {row: [row.left[0], *(each.part for each in more[:number] if each.row is row)] for row in rows}
-            waiting = sum(each.waiting for each in more[:number])
-            if self._least(_fits(plan, chosen, waiting, loans)):
-                return chosen
-            number //= 2
-        if tried:
+        offloads = num_granted < len(more) and self._offloads(plan, rows, loans)
+        if offloads and (chosen := self._on_disk(plan, rows, more, num_granted, loans)) is not None:
+            return chosen
+        waits = list(accumulate(each.waiting for each in more))
+        chosen = self._most(plan, rows, more, waits, self._least(num_granted) if more else 0, loans)
+        if chosen is not None:
+            return chosen
+        if num_granted or offloads:  # since it was checked with more of them
             with self._all_have_room():
                 check_headroom(plan, [row.lane() for row in rows], loans)
         return {row: [row.left[0]] for row in rows}
+
+    def _offloads(self, plan: ResidencyPlan, rows: Sequence[Row], loans: Lending | None) -> bool:
+        """Return whether keys and values of the tokens that are left go to disk sooner or later."""
+        if self._session.chain is not None or not shares_on_disk(plan.ledger):
+            return False
+        return goes_to_disk(plan, [row.lane(len(row.left)) for row in rows], loans)
+
+    def _on_disk(
+        self, plan: ResidencyPlan, rows: Sequence[Row], more: Sequence[_More], num_granted: int, loans: Lending | None
+    ) -> dict[Row, list[ForwardCall]] | None:
+        """Return more parts than fit beside their keys and values, with these on disk; None if no more do."""
+        waits = [_waiting_on_disk(plan, _with_first(rows, more[: i + 1])) for i in range(len(more))]
+        try:
+            granted = check_headroom(plan, [row.lane() for row in rows], loans, waits[-1], offloads=True)
+        except BudgetError:
+            return None
+        number = sum(waiting <= granted for waiting in waits)
+        return self._most(plan, rows, more, waits, number, loans, offloads=True) if number > num_granted else None
+
+    def _most(
+        self,
+        plan: ResidencyPlan,
+        rows: Sequence[Row],
+        more: Sequence[_More],
+        waits: Sequence[int],
+        number: int,
+        loans: Lending | None,
+        *,
+        offloads: bool = False,
+    ) -> dict[Row, list[ForwardCall]] | None:
+        """Return the first parts, and so many more or half of them, and so on, as fit; None if not even one does."""
+        while number:
+            chosen = _with_first(rows, more[:number])
+            if self._least(_fits(plan, chosen, waits[number - 1], loans, offloads=offloads)):
+                return chosen
+            number //= 2
+        return None
 
     def _tell_step(self, row: Row, step: int) -> None:
         """Log that the parts of a row get smaller; warn once of each size."""
@@ -134,23 +175,46 @@ class Sharing:
         )
 
 
-def _fits(plan: ResidencyPlan, chosen: dict[Row, list[ForwardCall]], waiting: int, loans: Lending | None) -> bool:
+def _with_first(rows: Sequence[Row], more: Sequence[_More]) -> dict[Row, list[ForwardCall]]:
+    """Return the first part of each row, and some that may share the pass."""
+    return {row: [row.left[0], *(each.part for each in more if each.row is row)] for row in rows}
+
+
+def _fits(
+    plan: ResidencyPlan, chosen: dict[Row, list[ForwardCall]], waiting: int, loans: Lending | None, *, offloads: bool
+) -> bool:
     """Return whether parts of rows may share a pass. What is lent, and on disk, is as they need it then."""
     lanes = [row.lane(len(parts)) for row, parts in chosen.items()]
     try:
-        return check_headroom(plan, lanes, loans, waiting, may_shrink=True) == waiting
+        return check_headroom(plan, lanes, loans, waiting, may_shrink=True, offloads=offloads) == waiting
     except BudgetError:
         return False
 
 
-def waiting_bytes(plan: ResidencyPlan, parts: Sequence[ForwardCall]) -> list[int]:
-    """Return the bytes of each part after the first while it waits and another one computes."""
+def _waiting_on_disk(plan: ResidencyPlan, chosen: dict[Row, list[ForwardCall]]) -> int:
+    """Return the bytes of all parts but one while they wait, each with a slot for the tokens after the pass."""
+    total = 0
+    for row, parts in chosen.items():
+        if len(parts) > 1:
+            slot = plan.ledger.slot_held(row.lane(len(parts)).tokens.context, parts[0].batch_size)
+            total += sum(waiting_bytes(plan, parts, slot))
+    return total
+
+
+def waiting_bytes(plan: ResidencyPlan, parts: Sequence[ForwardCall], slot_bytes: int | None = None) -> list[int]:
+    """Return the bytes of each part after the first while it waits and another one computes.
+
+    ``slot_bytes`` are those of a slot that each holds, with layers on disk.
+    """
     first, *others = parts
-    found, num_before = list[int](), first.num_tokens
+    found, num_before, cache = list[int](), first.num_tokens, list(entries_of(first.cache or ()))
+    context = Lane(first).tokens.context - first.num_tokens // first.batch_size
     for part in others:
-        kept = () if part.checkpoints is None else (kept_bytes(entry) for entry in entries_of(part.cache or ()))
-        context = Lane(part).tokens.context + num_before // part.batch_size
-        each = plan.ledger.part_waiting(part.num_tokens, part.batch_size, context, is_first=not found)
-        found.append(sum(kept) + each)
+        kept = () if part.checkpoints is None else (kept_bytes(entry) for entry in cache)
         num_before += part.num_tokens
+        end = context + num_before // part.batch_size
+        each = plan.ledger.part_waiting(
+            part.num_tokens, part.batch_size, end, is_first=not found, slot_bytes=slot_bytes
+        )
+        found.append(sum(kept) + each)
     return found

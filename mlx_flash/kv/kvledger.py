@@ -144,14 +144,19 @@ class KVLedger:
         offload = options.offload_bytes(sizes)
         if not self._is_on_disk and needed + offload <= limit:
             return Way(0, offload)
-        tokens = max([each.held for each in self.coming.values()], default=0)
         for num_slots in (NUM_SLOTS, 1):
-            under_way = options.under_way_bytes(sizes, tokens, self.step, num_slots)
-            least = self.least(num_slots) + under_way
+            least = self.least_with(num_slots)
+            under_way = least - self.least(num_slots)
             if least <= limit:
                 fresh = [each.num_new * each.nbytes for key, each in self.coming.items() if self.layers[key].is_on_disk]
                 return Way(0, under_way, num_slots, sum(fresh) + max(0, needed + under_way - limit))
         return Way(max(0, min(least, needed + under_way * self._is_on_disk) - limit))  # nothing can be offloaded
+
+    def least_with(self, num_slots: int) -> int:
+        """Return the memory with every layer on disk, after the tokens came, and what is under way then."""
+        sizes = [each.nbytes for each in self.coming.values()]
+        tokens = max([each.held for each in self.coming.values()], default=0)
+        return self.least(num_slots) + self.options.under_way_bytes(sizes, tokens, self.step, num_slots)
 
     @property
     def _grows_several_times(self) -> bool:

@@ -124,11 +124,14 @@ class Slot:
         self._reading = None
         return waited
 
-    def claim(self) -> None:
-        """Make sure that no pending computation reads the memory. If one does, the slot becomes empty and moves."""
+    def claim(self, *, keeps: bool = False) -> None:
+        """Make sure that no pending computation reads the memory. If one does, the slot moves.
+
+        It becomes empty then. If it ``keeps`` its tokens, all of its new memory counts as written to.
+        """
         if not self._is_handed_out or self._pages is None or self._arena is None:
             return
-        nbytes, address = self._arena.nbytes, address_of(self._arena.memory)
+        nbytes, address, start = self._arena.nbytes, address_of(self._arena.memory), self._arena.start
         owner, self._owner = self._owner, None
         self._arena = None
         pages = self._pages
@@ -137,10 +140,13 @@ class Slot:
         self._arena, self._is_handed_out = Arena(nbytes, pages), False
         if address_of(self._arena.memory) != address:
             self.num_moved += 1
-            self.tokens = 0  # the copy may have another offset in its page
-            self._is_large, self.touched = False, 0
-            if commits_lazily():
-                give_back(pages)  # a copy is committed as a whole
+            self._is_large = False
+            if keeps and self._arena.start == start:  # the copy has the same offset in its page
+                self.touched = nbytes
+            else:
+                self.tokens = self.touched = 0
+                if commits_lazily():
+                    give_back(pages)  # a copy is committed as a whole
         self._owner = owner
 
     def write(self, layout: RowLayout, rows: RowBytes, at: int) -> None:
@@ -171,6 +177,7 @@ class SlotRing:
         self._options = options
         self._successor: weakref.WeakKeyDictionary[DiskRows, weakref.ref[DiskRows]] = weakref.WeakKeyDictionary()
         self._last: weakref.ref[DiskRows] | None = None
+        self.expected = 0  # tokens of a layer after the pass, if parts of a prompt share it; else 0
 
     @property
     def nbytes(self) -> int:
@@ -230,7 +237,7 @@ class SlotRing:
         arrays = slot.hand_out(disk.layout, disk.length)
         self._stats.num_fetched += 1
         last = self._last() if self._last is not None else None
-        if last is not None:
+        if last is not None and last is not disk:  # parts of a prompt use a layer one after another
             self._successor[last] = weakref.ref(disk)
         self._last = weakref.ref(disk)
         self._read_ahead(disk, slot, num_new)
@@ -244,18 +251,21 @@ class SlotRing:
         if not slot.belongs_to(disk) or slot.capacity < end:
             self._assign(slot, disk, end)
         self._stats.wait_seconds += slot.wait()
-        slot.claim()
+        slot.claim(keeps=bool(self.expected))
         if slot.tokens < disk.length:
             self._fill(slot, disk)
         return slot
 
     def _assign(self, slot: Slot, disk: DiskRows, tokens: int) -> None:
-        """Empty a slot for a layer of so many tokens."""
+        """Empty a slot for a layer of so many tokens. Parts that wait hold a slot each, which fits the last one."""
+        tokens = max(tokens, self.expected)
         most, least = self._options.slot_tokens(tokens), round_up(max(tokens, 1), self._options.step)
         # Lazily committed large pages would be committed for the room behind each head too.
         has_room = not commits_lazily() or disk.layout.slot_bytes(least) < LARGE_SLOT_BYTES
-        if len(self.slots) == 1:  # memory is short
+        if len(self.slots) == 1 or self.expected:  # memory is short
             has_room, most = False, least
+        if self.expected and slot.nbytes > disk.layout.slot_bytes(least):
+            slot.release()
         slot.assign(disk, most if has_room else least, most)
 
     def _fill(self, slot: Slot, disk: DiskRows) -> None:

@@ -163,13 +163,19 @@ class Ledger:
         Where units are smaller than layers, a sequence waits inside its attention. It holds the slot, which the pool
         replaces.
         """
-        if not self.cut or self.options is None:
-            return 0
-        tokens = [new.batch_size * round_up(new.context, self.options.step) for new in together]
-        sizes = [slot_memory(self.cache.largest_row * count + SLOT_PADDING) for count in tokens]
+        sizes = [self.slot_held(new.context, new.batch_size) for new in together]
         return sum(sizes) - min(sizes)
 
-    def part_waiting(self, num_new: int, batch_size: int, context: int, *, is_first: bool = False) -> int:
+    def slot_held(self, context: int, batch_size: int) -> int:
+        """Return the bytes of such a slot; 0 where units are whole layers."""
+        if not self.cut or self.options is None:
+            return 0
+        tokens = batch_size * round_up(context, self.options.step)
+        return slot_memory(self.cache.largest_row * tokens + SLOT_PADDING)
+
+    def part_waiting(
+        self, num_new: int, batch_size: int, context: int, *, is_first: bool = False, slot_bytes: int | None = None
+    ) -> int:
         """Return the memory of a part of a prompt that waits while another one computes.
 
         Where units are smaller than layers, the part before waits inside its attention, with its keys and values. So
@@ -182,16 +188,12 @@ class Ledger:
             context: tokens that the newest one attends to, of this part and those before it.
             is_first: whether it is the only one that waits, or one of several. It counts as much as its widest layer:
                 attention that makes keys of latent ones takes more than :meth:`active` knows.
+            slot_bytes: what it holds of layers on disk, as in :meth:`slot_held`; None where they are in memory.
         """
         sizes, cut = self.activations, None if self.is_tiled or is_first else self.cut
         row = self.cache.token_bytes if sizes.held.has_keys else self.cache.largest_row if self.cut else 0
-        return sizes.held_bytes(num_new, context, cut) + row * (context + CACHE_STEP) * batch_size
-
-    def parts_waiting(self, number: int, step: int, context: int) -> int:
-        """Return the memory of some equal parts of one prompt that wait."""
-        if number <= 0:
-            return 0
-        return self.part_waiting(step, 1, context, is_first=True) + (number - 1) * self.part_waiting(step, 1, context)
+        keys = row * (context + CACHE_STEP) * batch_size if slot_bytes is None else slot_bytes
+        return sizes.held_bytes(num_new, context, cut) + keys
 
     def of_a_layer(self, new: NewTokens) -> int:
         """Return the memory of the intermediate results of one layer."""
@@ -201,9 +203,23 @@ class Ledger:
         return replace(self, activations=sizes).active(new)
 
 
-def parts_together(ledger: Ledger, room: int, step: int, context: int) -> int:
+def shares_on_disk(ledger: Ledger) -> bool:
+    """Return whether parts of a prompt may share a pass with layers on disk: none waits with the slots of all layers."""
+    return ledger.may_offload and not ledger.activations.held.has_keys
+
+
+def parts_waiting(ledger: Ledger, number: int, step: int, context: int, *, on_disk: bool = False) -> int:
+    """Return the memory of some equal parts of one prompt that wait, with its keys and values on disk or not."""
+    if number <= 0:
+        return 0
+    slot = ledger.slot_held(context, 1) if on_disk else None
+    first = ledger.part_waiting(step, 1, context, is_first=True, slot_bytes=slot)
+    return first + (number - 1) * ledger.part_waiting(step, 1, context, slot_bytes=slot)
+
+
+def parts_together(ledger: Ledger, room: int, step: int, context: int, *, on_disk: bool = False) -> int:
     """Return how many equal parts of one prompt share a pass, if so many bytes are left for those that wait."""
-    first, two = (ledger.parts_waiting(number, step, context) for number in (1, 2))
+    first, two = (parts_waiting(ledger, number, step, context, on_disk=on_disk) for number in (1, 2))
     return 1 if room < first else 2 + (room - first) // max(1, two - first)
 
 

@@ -8,7 +8,7 @@ from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.residency.kv import KVShare
-from mlx_flash.residency.ledger import Ledger, parts_together
+from mlx_flash.residency.ledger import Ledger, parts_together, shares_on_disk
 from mlx_flash.residency.sizes import ActivationSizes
 from mlx_flash.storage.codec import Compression
 
@@ -216,14 +216,20 @@ class ResidencyPlan:
         """Return the passes over the weights in which a prompt of so many tokens is computed.
 
         Parts of ``prefill_step_size`` tokens share a pass as far as the budget has room for their intermediate results
-        beside the prompt's own keys and values. Where units are smaller than layers, each takes a copy of a layer's.
+        beside the prompt's own keys and values, which go to disk if they do not fit. Where units are smaller than
+        layers, each takes a copy of a layer's.
         """
-        step = self.prefill_step_size
+        step, ledger = self.prefill_step_size, self.ledger
         num_parts = -(-num_tokens // step)
-        if not shares_parts(self) or not self.read_bytes:
+        if self.prefix_bytes or not self.read_bytes:
             return num_parts
-        room = self.budget_bytes - self.peak_bytes + self.kv_bytes + self.spare_bytes - self.cache.nbytes(num_tokens)
-        return -(-num_parts // parts_together(self.ledger, room, step, num_tokens))
+        free = self.budget_bytes - self.peak_bytes + self.kv_bytes + self.spare_bytes
+        room = free - self.cache.nbytes(num_tokens)
+        together = parts_together(ledger, room, step, num_tokens)
+        if room < 0 and shares_on_disk(ledger):
+            room = free - ledger.on_disk(num_tokens, step) - ledger.others.nbytes(num_tokens)
+            together = max(together, parts_together(ledger, room, step, num_tokens, on_disk=True))
+        return -(-num_parts // together)
 
     def tokens_per_second(self, num_sequences: int) -> float | None:
         """Return the predicted tokens a second of sequences that share passes; None where nothing is known.

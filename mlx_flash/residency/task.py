@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from mlx_flash.config import FlashConfig
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.kv import in_memory, on_disk, prefix_bytes, promised_bytes
-from mlx_flash.residency.ledger import Ledger, reader_bytes
+from mlx_flash.residency.ledger import Ledger, parts_waiting, reader_bytes
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, ResidencyPlan, Streaming
 from mlx_flash.residency.selection import Streamed, add_up, choose
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes
@@ -125,7 +125,7 @@ class Task:
 
     def parts_bytes(self, reserve: Reserve) -> int:
         """Return the memory of the parts of a prompt that wait while another one computes."""
-        return self.ledger.parts_waiting(reserve.num_parts - 1, reserve.prefill_step_size, reserve.context_length)
+        return parts_waiting(self.ledger, reserve.num_parts - 1, reserve.prefill_step_size, reserve.context_length)
 
     def most_slots(self, experts: ExpertSizes) -> int:
         """Return the most slots that a pool may have: it is one array."""

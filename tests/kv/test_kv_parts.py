@@ -1,0 +1,110 @@
+"""Parts of a prompt share a pass with keys and values on disk: mlx-lm's bits, and no more memory than is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx_flash
+import zoo
+from kv_settings import SMALL, least_share, settings
+from mlx_flash import FlashLLM
+from mlx_flash.engine.headroom import needed
+from mlx_flash.engine.sharing import _waiting_on_disk
+from models import saved_once, stock
+from streamed import streamed_whole
+
+STEP, LENGTH, NUM_TOKENS = 64, 640, 3
+PROMPT = mx.array([(7 * i * i + 3 * i) % 300 for i in range(LENGTH)])
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"num_hidden_layers": 3, "head_dim": 128},
+    "gpt_oss": zoo.configuration("gpt_oss") | {"num_hidden_layers": 4, "layer_types": None},
+    "qwen3_next": zoo.configuration("qwen3_next") | {"num_hidden_layers": 4, "full_attention_interval": 2},
+}
+"""Plain caches; with sliding windows beside them; with recurrent states."""
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return saved_once(tmp_path_factory.mktemp, MODELS)
+
+
+@pytest.fixture(autouse=True)
+def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers of reads and writes are larger than the caches of tiny models."""
+    monkeypatch.setattr("mlx_flash.kv.options.KVOptions.under_way_bytes", lambda *_: 4096)
+
+
+def streamed(directory: Path, cut: Any, more_bytes: int = 10**9) -> FlashLLM:
+    """Return a model whose keys and values have just the room that they need on disk, and parts some more."""
+    context = {"context_length": LENGTH + NUM_TOKENS, "kv_step": 16, "speculation": False}
+    share = least_share(directory, settings(directory, **context))
+    model = streamed_whole(
+        directory, cut=cut, prefill_step_size=STEP, kv_cache="disk", kv_ram_gb=share / 1e9, **context
+    )
+    model.plan = replace(model.plan, budget_bytes=model.plan.budget_bytes + more_bytes)
+    return model
+
+
+@pytest.mark.parametrize(("name", "cut"), [("llama", 0), ("llama", 1), ("llama", 2), ("gpt_oss", 2), ("qwen3_next", 0)])
+def test_a_prompt_on_disk_takes_one_pass(directories: Callable[[str], Path], name: str, cut: int) -> None:
+    directory = directories(name)
+    with streamed(directory, cut) as model:
+        steps = mlx_flash.generate_step(PROMPT, model, max_tokens=NUM_TOKENS, prefill_step_size=STEP)
+        found = [(int(token), logprobs) for token, logprobs in steps]
+        assert model.kv is not None and model.kv.stats.num_offloaded
+        assert model.counters.num_passes == NUM_TOKENS
+    expected = generate_step(PROMPT, stock(directory), max_tokens=NUM_TOKENS, prefill_step_size=STEP)
+    for (token, logprobs), (other, theirs) in zip(found, expected, strict=True):
+        assert token == int(other) and bool(mx.array_equal(logprobs, theirs))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_slots_that_waiting_parts_hold_count(directories: Callable[[str], Path], cut: int) -> None:
+    with streamed(directories("llama"), cut) as model:
+        assert model.kv is not None
+        cache = model.make_cache()
+        model.advance([model.row(PROMPT[None, : 4 * STEP], cache, STEP, wants_logits=False)])
+        for entry in cache:
+            if entry.rows.disk is None:
+                entry.rows.offload(())
+        row = model.row(PROMPT[None, 4 * STEP :], cache, STEP, wants_logits=False)
+        num_parts = len(row.left)
+        counted = (
+            _waiting_on_disk(model.plan, {row: list(row.left)}) + needed(model.plan, [row.lane(num_parts)]).activations
+        )
+        counted += (model.plan.kv.limit or 0) - model.kv.memory_bytes
+        num_passes, active = model.counters.num_passes, mx.get_active_memory()
+        mx.reset_peak_memory()
+        model.advance([row])
+        assert row.is_done and row.error is None and model.counters.num_passes == num_passes + 1
+        peak = mx.get_peak_memory() - active
+        slot = model.plan.cache.largest_row * LENGTH
+        assert peak <= counted
+        assert counted < (num_parts + 4 if cut else 4) * slot
+
+
+@pytest.mark.parametrize(("num_slots", "most_passes"), [(1, 6), (3, 4), (6, 2)])
+def test_as_many_parts_share_a_pass_as_memory_allows(
+    directories: Callable[[str], Path], num_slots: int, most_passes: int
+) -> None:
+    directory = directories("llama")
+    with streamed(directory, 2) as model:
+        row = model.row(PROMPT[None], model.make_cache(), STEP)
+        least = needed(model.plan, [row.lane()]).total + (model.plan.kv.limit or 0)
+        each = model.plan.ledger.part_waiting(STEP, 1, LENGTH, slot_bytes=model.plan.ledger.slot_held(LENGTH, 1))
+        model.plan = replace(model.plan, budget_bytes=least + num_slots * each)
+        while not row.is_done:
+            model.advance([row])
+        assert row.error is None
+        assert LENGTH // STEP / (num_slots + 2) <= model.counters.num_passes <= most_passes
+    caches = make_prompt_cache(resident := stock(directory))
+    logits = [resident(PROMPT[None, start : start + STEP], cache=caches) for start in range(0, LENGTH, STEP)]
+    assert mx.array_equal(row.outputs[-1][:, -1], logits[-1][:, -1])

@@ -204,7 +204,7 @@ class Ledger:
 
 
 def shares_on_disk(ledger: Ledger) -> bool:
-    """Return whether parts of a prompt may share a pass with layers on disk: none waits with the slots of all layers."""
+    """Return whether parts of a prompt may share a pass with layers on disk: none holds the slots of all layers."""
     return ledger.may_offload and not ledger.activations.held.has_keys
 
 

@@ -29,6 +29,7 @@ from mlx_flash.residency.speed import Machine, Speed, load_speed, save_speed
 from mlx_flash.storage.blocks import BLOCK_BYTES
 from mlx_flash.storage.codec import Compression, decode_speed
 from mlx_flash.storage.placement import padded_bytes
+from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH
 from mlx_flash.storage.probe import DiskProfile, disk_profile
 from mlx_flash.storage.safetensors import Checkpoint
 from mlx_flash.storage.selftest import reads_directly, way_of_reading
@@ -37,8 +38,12 @@ _PROBE_BYTES = {mx.cpu: 4 << 20, mx.gpu: 32 << 20}
 _QUANTIZED_SHARE = 16
 """MLX's CPU back end is far slower with packed weights."""
 
-LEAST_DECODED = 1 << 20
-"""The smallest read of compressed weights that is chosen for the sake of more threads."""
+DECODED_READ_SIZE = 2 << 20
+"""Reads of compressed weights, as far as the best reads of the disk are as many bytes together: threads that decode
+hand Python's lock to each other after each step, which takes them longer than what they do with it."""
+
+DECODED_IN_FLIGHT = 8 << 20
+"""Bytes of them in flight that are enough: more threads make each other wait."""
 
 _PROMPT_TOKENS = 16
 _NUM_PRODUCTS = 16
@@ -116,8 +121,9 @@ def _reads(config: FlashConfig, disk: DiskProfile, compression: Compression | No
     """Return read size and queue depth. Threads that decode are as many as keep up with the disk."""
     read_size, depth = disk.read_size, config.queue_depth or disk.queue_depth
     if compression is not None and config.queue_depth is None:
-        depth += compression.num_decoding
-        read_size = max(LEAST_DECODED, read_size * disk.queue_depth // depth)  # the same memory for their buffers
+        while read_size < DECODED_READ_SIZE and depth > DEFAULT_QUEUE_DEPTH:
+            read_size, depth = 2 * read_size, depth // 2
+        depth = min(depth, max(DEFAULT_QUEUE_DEPTH, DECODED_IN_FLIGHT // read_size)) + compression.num_decoding
     read_size = int(config.read_size_mb * 1e6) if config.read_size_mb else read_size
     return (read_size if compression is None else max(read_size, BLOCK_BYTES)), depth
 

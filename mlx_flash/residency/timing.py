@@ -13,13 +13,19 @@ from mlx_flash.streaming.stream import take_turns
 DISK_UNEVENNESS = 0.3
 """Disks do not deliver evenly; a third slot evens that out. Measured: docs/lab/weights.md."""
 
+DECODING_BESIDE_OTHERS = 1.5
+"""A thread that decodes beside others takes so many times as long as alone. Measured: docs/lab/cuda.md."""
+
 
 def with_times(sizes: ModelSizes, machine: Machine, plan: ResidencyPlan) -> ResidencyPlan:
     """Return the plan with the predicted time of a decoding pass. The sizes have their layers cut as in the plan."""
     streaming, disk = plan.streaming, machine.disk.bytes_per_second
     steps = _steps(sizes, machine, streaming)
     starting = sizes.num_operations * machine.operation_seconds  # while the GPU computes those before
-    seconds = max(starting, simulate(steps, streaming.num_slots, unevenness=DISK_UNEVENNESS))
+    late, compression = 0.0, machine.compression
+    if compression is not None:
+        late = DECODING_BESIDE_OTHERS * machine.disk.read_size / compression.decode_bytes_per_second
+    seconds = max(starting, simulate(steps, streaming.num_slots, unevenness=DISK_UNEVENNESS, late=late))
     computing = max(starting, sum([seconds for _, seconds in steps]))
     plan = replace(
         plan,
@@ -62,7 +68,11 @@ def _steps(sizes: ModelSizes, machine: Machine, streaming: Streaming) -> list[tu
 
 
 def simulate(
-    steps: Sequence[tuple[float, float]], num_slots: int, num_passes: int = 4, unevenness: float = 0.0
+    steps: Sequence[tuple[float, float]],
+    num_slots: int,
+    num_passes: int = 4,
+    unevenness: float = 0.0,
+    late: float = 0.0,
 ) -> float:
     """Return the seconds of one pass in the steady state.
 
@@ -72,6 +82,7 @@ def simulate(
         num_passes: passes to run before the last two are taken, whose mean is returned.
         unevenness: every other read takes longer by this share of its time, the others as much less; in the next pass
             it is the other way round.
+        late: seconds from the end of a unit's reads until it can be computed: its last bytes are decoded.
     """
     if num_slots == 0:
         return sum(compute for _, compute in steps)
@@ -86,9 +97,9 @@ def simulate(
                 now += compute
                 continue
             slot = turns[turn]
-            late = unevenness if (turn + number) % 2 else -unevenness
-            disk = max(disk, released[slot]) + read * (1 + late)
-            now = released[slot] = max(now, disk) + compute
+            slower = unevenness if (turn + number) % 2 else -unevenness
+            disk = max(disk, released[slot]) + read * (1 + slower)
+            now = released[slot] = max(now, disk + late) + compute
             turn += 1
         ends.append(now)
     return (ends[-1] - ends[-3]) / 2

@@ -641,6 +641,12 @@ def test_a_slow_processor_is_never_idle(computes: Sequence[float], share: float,
     assert simulate(steps, min(num_slots, len(computes))) == pytest.approx(sum(computes))
 
 
+def test_a_second_slot_hides_what_comes_after_the_reads() -> None:
+    steps = [(1.0, 0.1)] * 6
+    assert simulate(steps, 1, late=0.2) == pytest.approx(6 * 1.3)
+    assert simulate(steps, 2, late=0.2) == pytest.approx(6)
+
+
 @some(200)
 @given(steps_some_pinned, st.integers(1, 12))
 def test_neither_disk_nor_processor_is_faster_than_it_is(steps: Sequence[tuple[float, float]], num_slots: int) -> None:

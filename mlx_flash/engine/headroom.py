@@ -60,7 +60,7 @@ def check_headroom(
     missing = need.total - plan.budget_bytes
     growth_of_own = 0
     if wish or loans is not None or may_shrink:
-        growth_of_own = own.growth_on_disk if offloads else own.growth
+        growth_of_own = own.growth_on_disk() if offloads else own.growth  # one slot will do for a prompt
     room = (max(0, loans.nbytes) if loans is not None else 0) - missing - growth_of_own
     granted = max(0, min(wish, room))
     missing += granted

@@ -52,12 +52,11 @@ class OwnCaches:
             return 0
         growth, limit = self._call.growth, self._plan.kv.limit
         growth = growth if limit is None else min(growth, max(0, limit - self._pool.memory_bytes))
-        return max(growth, self.growth_on_disk) if self._pool.layers.is_on_disk else growth
+        return max(growth, self.growth_on_disk(NUM_SLOTS)) if self._pool.layers.is_on_disk else growth
 
-    @property
-    def growth_on_disk(self) -> int:
-        """The bytes that a pass adds with every layer on disk."""
-        return 0 if self._pool is None else max(0, self._call.least_with(NUM_SLOTS) - self._pool.memory_bytes)
+    def growth_on_disk(self, num_slots: int = 1) -> int:
+        """Return the bytes that a pass adds with every layer on disk."""
+        return 0 if self._pool is None else max(0, self._call.least_with(num_slots) - self._pool.memory_bytes)
 
     def goes_to_disk(self, missing: int) -> bool:
         """Return whether some layers go to disk, or stay there, if so many bytes are missing for the pass."""

@@ -154,12 +154,12 @@ class Sharing:
         *,
         offloads: bool = False,
     ) -> dict[Row, list[ForwardCall]] | None:
-        """Return the first parts, and so many more or half of them, and so on, as fit; None if not even one does."""
+        """Return the first parts, and so many more as fit: few less than it could be; None if not even one does."""
         while number:
             chosen = _with_first(rows, more[:number])
             if self._least(_fits(plan, chosen, waits[number - 1], loans, offloads=offloads)):
                 return chosen
-            number //= 2
+            number -= max(1, number // 8)
         return None
 
     def _tell_step(self, row: Row, step: int) -> None:

@@ -39,11 +39,13 @@ from interrupt_points import Program, durations, interrupted_at_random
 from interrupting import CHANGES, Strike, Victim, outcomes
 from mlx_flash import FlashError, FlashLLM, load_model
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save, stock
-from streamed import LARGE_GB, config, streamed_whole
+from streamed import LARGE_GB, config, streamed_on_disk, streamed_whole
 
 KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], FlashLLM]]] = {
     "dense": (LLAMA | {"num_hidden_layers": 2}, lambda folder: streamed_whole(folder, tile_rows=10**9)),
     "finer cut": (LLAMA | {"num_hidden_layers": 2}, lambda folder: streamed_whole(folder, cut=1)),
+    "on disk": (LLAMA | {"num_hidden_layers": 2}, streamed_on_disk),
+    "finer cut on disk": (LLAMA | {"num_hidden_layers": 2}, lambda folder: streamed_on_disk(folder, cut=2)),
     "sliding window": (GEMMA3 | {"num_hidden_layers": 3}, streamed_whole),
     "recurrent": (MAMBA2 | {"num_hidden_layers": 2}, streamed_whole),
     "mixture": (QWEN3_MOE | {"num_hidden_layers": 2}, lambda folder: with_pool(folder, 6)),

@@ -36,7 +36,7 @@ from mlx_flash.streaming.loans import Loans
 from mlx_flash.streaming.stream import WeightStream, _Slot
 from mlx_flash.telemetry import Publisher
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, computed, guessed, run, same_bits, save, stock
-from streamed import LARGE_GB, config, streamed_whole
+from streamed import LARGE_GB, config, streamed_on_disk, streamed_whole
 
 CALLS = [[1, 2, 3]]
 SMALL = LLAMA | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 300}
@@ -145,6 +145,7 @@ def test_a_model_that_a_reader_thread_frees(directory: Path, monkeypatch: pytest
 
 KINDS: dict[str, dict[str, Any]] = {
     "dense": LLAMA | {"num_hidden_layers": 2},
+    "on disk": LLAMA | {"num_hidden_layers": 2},
     "sliding window": GEMMA3 | {"num_hidden_layers": 3},
     "recurrent": MAMBA2 | {"num_hidden_layers": 2},
     "mixture": QWEN3_MOE | {"num_hidden_layers": 2},
@@ -154,6 +155,8 @@ KINDS: dict[str, dict[str, Any]] = {
 def opened(name: str, folder: Path) -> FlashLLM:
     if name.startswith("in memory"):
         return load_model(folder, config(ram_budget_gb=LARGE_GB))[0]
+    if name == "on disk":
+        return streamed_on_disk(folder, cut=2)
     return with_pool(folder, 6) if name == "mixture" else streamed_whole(folder, tile_rows=10**9)
 
 

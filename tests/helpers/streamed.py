@@ -102,3 +102,12 @@ def wait_for_reads(model: FlashLLM) -> None:
     for slot in model.engine.stream._slots:
         if slot.ticket is not None:
             slot.ticket.wait()
+
+
+def streamed_on_disk(directory: Path, **settings: Any) -> FlashLLM:
+    """Such a model, whose keys and values are on disk from their first tokens on, in pages of two tokens."""
+    model = streamed_whole(directory, kv_cache="disk", kv_step=2, **settings)
+    model.start()
+    assert model.kv is not None
+    model.kv.options = replace(model.kv.options, always_on_disk=True)
+    return model

@@ -5,8 +5,8 @@
 Needs an NVIDIA GPU that nothing else uses. Each run is a process of its own. Meanwhile this process asks ``nvidia-smi``
 for the memory in use (NVML), and ``/proc`` for what the run has in the host's: its resident pages, and those of them
 that are managed memory (``/dev/nvidia-uvm``), which NVML counts too, so they are left out of the host's. The context is
-what an MLX process takes that has computed next to nothing. *Device* is the rise of NVML's count above that; *both* adds
-the host's pages of the same moment.
+what an MLX process takes that has computed next to nothing. *Device* is the rise of NVML's count above that; *both*
+adds the host's pages of the same moment.
 """
 
 from __future__ import annotations

@@ -141,6 +141,20 @@ def slow_disk(model: Path, bytes_per_second: int) -> Iterator[Path]:
         group.rmdir()
 
 
+@contextmanager
+def slowed(model: Path, mb_per_second: float | None) -> Iterator[None]:
+    """Limit what this process and those that it starts read a second, if a limit is wanted."""
+    if mb_per_second is None:
+        yield
+        return
+    with slow_disk(model, int(mb_per_second * 1e6)) as entry:
+        entry.write_text(str(os.getpid()))
+        try:
+            yield
+        finally:
+            (entry.parents[1] / entry.name).write_text(str(os.getpid()))
+
+
 def in_group(entry: Path, command: Sequence[object]) -> list[object]:
     """Return a command that runs in the group that a file takes processes in for."""
     return ["bash", "-c", f'echo $$ > {entry} && exec "$@"', "bash", *command]

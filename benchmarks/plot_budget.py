@@ -2,9 +2,9 @@
 
     python benchmarks/plot_budget.py out.json docs/images/budget.png
 
-It draws mlx-flash in each budget, on a logarithmic scale. Beside it are stock mlx-lm and llama.cpp with memory-mapped
-weights, each in the kernel memory limit of that budget. A run that the kernel killed is a cross above the axis. Needs
-the extra ``plots``.
+It draws mlx-flash in each budget, on a logarithmic scale, and with ``--compressed`` the same from a compressed copy.
+Beside it are stock mlx-lm and llama.cpp with memory-mapped weights, each in the kernel memory limit of that budget. A
+run that the kernel killed is a cross above the axis. Needs the extra ``plots``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,17 @@ def best_runs(summary: dict[str, Any]) -> dict[float, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def draw(axes: Axes, result: dict[str, Any]) -> None:
+def draw(axes: Axes, result: dict[str, Any], compressed: dict[str, Any] | None = None) -> None:
     """Draw all series, the model's size and the labels."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     summary, model = result["summary"], result["model"]
     ours = best_runs(summary)
     axes.plot([*ours], [run["tokens_per_second"] for run in ours.values()], "o-", color="C0", label="mlx-flash")
+    if compressed is not None:
+        runs = best_runs(compressed["summary"])
+        speeds = [run["tokens_per_second"] for run in runs.values()]
+        axes.plot([*runs], speeds, "D-", color="C3", label="mlx-flash, compressed copy")
     draw_other(axes, summary, "llama_cpp", "llama.cpp, mmap", "s--", "C1")
     draw_other(axes, summary, "stock", "stock mlx-lm", "^:", "C2")
     size = model["nbytes"] / GB
@@ -43,8 +49,9 @@ def draw(axes: Axes, result: dict[str, Any]) -> None:
     axes.set_title(title(result), fontsize=9)
     axes.set_xlim(left=0)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.legend()
 
 
@@ -65,8 +72,10 @@ def title(result: dict[str, Any]) -> str:
     machine, versions, model = result["machine"], result["versions"], result["model"]
     disk = " ".join(word for word in (machine["disk"]["device"], machine["disk"]["file_system"]) if word)
     rates = [entry["best"] for entry in result["summary"]["probe"]]
+    if limit := result.get("disk_mb_per_second"):
+        disk += f", limited to {limit:g} MB/s"
     first = f"{model['name']}, {model['nbytes'] / GB:.2f} GB; {machine['cpu']}, {machine['threads']} threads"
-    speed = f", {max(rates) / GB:.1f} GB/s" if rates else ""
+    speed = f", {max(rates) / GB:.1f} GB/s" if rates and not limit else ""
     return f"{first}\n{disk}{speed}; MLX {versions['mlx']} on {machine['device']}; {result['date'][:10]}"
 
 
@@ -88,9 +97,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", type=Path, help="from streaming.py --json")
     parser.add_argument("picture", type=Path, help="file to write: .png, .svg or .pdf")
+    parser.add_argument("--compressed", type=Path, help="the same from a compressed copy")
     options = parser.parse_args()
     result = json.loads(options.json.read_text())
-    write_picture(options.picture, lambda axes: draw(axes, result))
+    compressed = json.loads(options.compressed.read_text()) if options.compressed else None
+    write_picture(options.picture, lambda axes: draw(axes, result, compressed))
 
 
 if __name__ == "__main__":

@@ -17,24 +17,21 @@ nothing then.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-from harness import describe, describe_cold, describe_model, write_json
+from harness import describe, describe_cold, describe_model, slowed, write_json
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load_model as load_stock_model
 from passes import FreeRows
-from ranks import slow_disk
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -174,20 +171,6 @@ def streamed(args: argparse.Namespace, tasks: Sequence[Task]) -> tuple[dict[str,
     return answers, plan
 
 
-@contextmanager
-def slowed(args: argparse.Namespace) -> Iterator[None]:
-    """Limit what this process reads a second, if a limit is wanted."""
-    if args.disk_mb_per_second is None:
-        yield
-        return
-    with slow_disk(args.model, int(args.disk_mb_per_second * 1e6)) as entry:
-        entry.write_text(str(os.getpid()))
-        try:
-            yield
-        finally:
-            (entry.parent.parent / entry.name).write_text(str(os.getpid()))
-
-
 def by_stock(args: argparse.Namespace, tasks: Sequence[Task], step: int) -> list[Answer]:
     """Return the answers of stock mlx-lm, in memory."""
     model, tokenizer = mlx_lm.load(str(args.model))[:2]
@@ -259,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Count and time passes, compare tokens, print a table."""
     args = parse(arguments)
     tasks = make_tasks(args.text.read_text(), args.passages, args.temperature)
-    with slowed(args):
+    with slowed(args.model, args.disk_mb_per_second):
         answers, plan = streamed(args, tasks)
     expected = by_stock(args, tasks, plan["step"])
     if differ := differences(tasks, answers, expected):

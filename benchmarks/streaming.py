@@ -47,6 +47,7 @@ from harness import (
     describe_model,
     make_cold,
     may_drop_caches,
+    slowed,
     take_memory,
     write_json,
 )
@@ -86,6 +87,7 @@ class Bench:
     paths: Sequence[Path]
     drop_caches: bool
     limit_share: float | None
+    with_stock: bool
     llama: LlamaBench | None
     say: Callable[[str], None]
 
@@ -124,7 +126,7 @@ class Bench:
         found = {
             "budget": budget,
             "limit_bytes": limit,
-            "stock": self._stock(limit),
+            "stock": self._stock(limit) if self.with_stock else None,
             "llama_cpp": self.llama.run(limit) if self.llama is not None else None,
         }
         for name in ("stock", "llama_cpp"):
@@ -258,6 +260,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--llama-bench", type=Path, metavar="PATH", help="llama.cpp's llama-bench, run in each limit")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model for llama-bench")
+    parser.add_argument("--disk-mb-per-second", type=float, help="limit all reads, probes included; needs root")
     parser.add_argument("--json", type=Path, help="file for all the numbers")
     options = parser.parse_args(arguments)
     if options.tokens < 2 or options.rounds < 1 or options.prompt_tokens < 1:
@@ -281,14 +284,15 @@ def _settings(text: str) -> dict[str, Any]:
 
 def make_bench(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[Bench, list[str]]:
     """Return the bench, and notes on the runs that it leaves out."""
-    shards = read_checkpoint(options.model).shards
+    checkpoint = read_checkpoint(options.model)
+    shards, is_compressed = checkpoint.shards, bool(checkpoint.tables)
     paths = [shard.path for shard in shards]
     nbytes = sum(shard.nbytes for shard in shards)
     profile = disk_profile(max(shards, key=lambda shard: shard.nbytes).path, direct=True)
     read_size = int(options.read_size_mb * 1e6) if options.read_size_mb else profile.read_size
     settings = dict.fromkeys([(read_size, options.queue_depth or profile.queue_depth), *OTHER_PROBES])
     notes = []
-    with_resident = not options.no_resident
+    with_resident = not options.no_resident and not is_compressed
     if with_resident and nbytes + RESIDENT_SLACK > available_memory():
         with_resident = False
         notes.append(f"no resident run: the model has {nbytes / GB:.2f} GB, {available_memory() / GB:.2f} GB are free")
@@ -308,7 +312,9 @@ def make_bench(options: argparse.Namespace, say: Callable[[str], None]) -> tuple
     if llama is not None and (missing := llama.missing()) is not None:
         notes.append(missing)
         llama = None
-    bench = Bench(job, budgets, options.variants, with_resident, probe, paths, drop_caches, options.limit, llama, say)
+    with_stock = options.limit is not None and not is_compressed
+    conditions = (probe, paths, drop_caches, options.limit, with_stock, llama, say)
+    bench = Bench(job, budgets, options.variants, with_resident, *conditions)
     return bench, notes
 
 
@@ -330,6 +336,7 @@ def run_bench(options: argparse.Namespace, say: Callable[[str], None]) -> dict[s
         "model": describe_model(options.model),
         "tokens": options.tokens,
         "prompt_tokens": options.prompt_tokens,
+        "disk_mb_per_second": options.disk_mb_per_second,
         "compute_seconds": options.compute_seconds,
         "notes": notes,
         "summary": summarize(rounds),
@@ -341,7 +348,8 @@ def main() -> None:
     options = parse_arguments(sys.argv[1:])
     console = Console(width=max(100, Console().width))  # the table's width
     try:
-        result = run_bench(options, lambda line: console.print(line, highlight=False))
+        with slowed(options.model, options.disk_mb_per_second):
+            result = run_bench(options, lambda line: console.print(line, highlight=False))
     except FlashError as error:
         raise SystemExit(str(error)) from None
     write_json(options.json, result)

@@ -32,7 +32,7 @@ NOT_RUN = {
         *["needs root, gigabytes and minutes"] * 2,
         "needs 72 GB of disk",
         "needs a GPU and streamlx",
-        *["needs a GPU"] * 2,
+        *["needs a GPU"] * 3,
         "minutes",
         *["needs root and minutes"] * 2,
         "needs a GPU",
@@ -43,7 +43,7 @@ NOT_RUN = {
     "docs/lmstudio_integration.md": ["installs", "needs the engine"],
     "docs/long-contexts.md": ["needs a model and minutes"],
     "docs/monitor.md": ["needs running engines, a shell and an optional package"],
-    "docs/packing.md": ["needs root and minutes"],
+    "docs/packing.md": ["needs root and minutes", "needs root, gigabytes and minutes"],
     "docs/ranks.md": [
         "needs several machines",
         "needs two GPUs",

@@ -94,6 +94,7 @@ def test_json_describes_model_machine_and_command(model: Path, bench: Bench) -> 
         "model",
         "tokens",
         "prompt_tokens",
+        "disk_mb_per_second",
         "compute_seconds",
         "cold",
         "notes",

@@ -34,7 +34,18 @@ def admit(
         pool.files.limit_queue(way.num_slots)
     if layers:
         pool.free(lambda: pool.ledger(call.coming, step).peak, layers[0].group)
+    pool.grant = None
+    if not way.num_slots:
+        _grant(pool, call)
     return 0
+
+
+def _grant(pool: KVPool, call: KVLedger) -> None:
+    """Note that all tokens of a call have room in memory, so that no layer has to ask again."""
+    grant = object()
+    for rows, each in call.coming.items():
+        rows.granted = grant, each.held
+    pool.grant = grant
 
 
 def admit_quietly(pool: KVPool, layers: Sequence[LayerRows], largest: int, limit: int) -> bool:

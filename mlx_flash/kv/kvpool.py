@@ -59,6 +59,7 @@ class KVPool(Opaque):
         self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
         self._numbers = count()
+        self.grant: object = None  # while it stays the same, layers with it have room in memory for their tokens
         self._current_groups: frozenset[Group] = frozenset()
         self.in_turns: frozenset[Group] = frozenset()  # computed in turns now: none is parked while it waits
         self._clock = count(1)
@@ -126,7 +127,7 @@ class KVPool(Opaque):
             return
         if not new:
             self._make_fit(lambda: self.memory_bytes, rows.group, rows, new)
-        elif rows.store.takes_more(num_new := new[0].shape[2]):
+        elif rows.store.takes_more(num_new := new[0].shape[2]) and not _is_granted(rows, self.grant, num_new):
             nbytes = sum(rows.store.in_numbers.widths) or sum(array.nbytes for array in new) // num_new
             coming = {rows: Coming(nbytes, num_new, rows.length + num_new)}
             self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)
@@ -174,6 +175,9 @@ class KVPool(Opaque):
 
     def _make_fit(self, needed: Callable[[], int], group: Group, rows: LayerRows, new: Sequence[mx.array]) -> None:
         """Free memory until a need fits. Raises: BudgetError, WriteError."""
+        self.grant = None
+        if needed() <= self.limit:
+            return
         self.free(needed, group, rows, new)
         num_new = new[0].shape[2] if new else 0
         if needed() > self.limit and self.ring.held > self.ledger().slots_needed({rows: num_new}):
@@ -208,6 +212,12 @@ class KVPool(Opaque):
             self._closed = True
             self.ring.release()
             self.files.close()
+
+
+def _is_granted(rows: LayerRows, grant: object, num_new: int) -> bool:
+    """Return whether new tokens surely have room: a sum over all layers, for each of them, takes milliseconds."""
+    granted = rows.granted
+    return rows.disk is None and granted is not None and granted[0] is grant and rows.length + num_new <= granted[1]
 
 
 def _closed() -> ClosedError:

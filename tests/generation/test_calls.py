@@ -19,6 +19,7 @@ from streamed import LARGE_GB, config
 
 PACKAGE = str(Path(mlx_flash.__file__).parent)
 MODELS = {"dense": LLAMA, "dense of 10 layers": LLAMA | {"num_hidden_layers": 10}, "mixture": QWEN3_MOE}
+MODELS |= {"dense of 20 layers": LLAMA | {"num_hidden_layers": 20}}
 pytestmark = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="layers that may wait for a GPU have more calls")
 NUM_BEFORE = 10  # tokens, so that what happens once has happened
 
@@ -74,3 +75,25 @@ def test_calls_for_each_layer_in_memory(saved: Callable[[str], Path]) -> None:
     """A layer asks twice for its position, and once adds keys and values."""
     few, many = (calls_of_a_token(saved(name), LARGE_GB)[1] for name in ("dense", "dense of 10 layers"))
     assert (many - few) / 5 <= 12
+
+
+def calls_of_a_prompt(directory: Path) -> int:
+    """Return how often functions of mlx_flash are entered for a prompt, with its first token, in memory."""
+    with load_model(directory, config(ram_budget_gb=LARGE_GB, speculation=False))[0] as model:
+        prompt = mx.array([5, 17, 290, 3, 42])
+        for _ in range(2):
+            steps = mlx_flash.generate_step(prompt, model, max_tokens=2)
+            counted = _Calls(model)
+            sys.setprofile(counted)
+            try:
+                next(steps)
+            finally:
+                sys.setprofile(None)
+            steps.close()
+        return counted.total
+
+
+def test_calls_of_a_prompt_grow_with_its_layers_alone(saved: Callable[[str], Path]) -> None:
+    """Each layer that got its first tokens had all layers added up: 10 ms of a prompt on a GPU."""
+    few, many = (calls_of_a_prompt(saved(f"dense of {number} layers")) for number in (10, 20))
+    assert (many - few) / 10 <= 220

@@ -135,7 +135,7 @@ class Sharing:
         self, plan: ResidencyPlan, rows: Sequence[Row], more: Sequence[_More], num_granted: int, loans: Lending | None
     ) -> dict[Row, list[ForwardCall]] | None:
         """Return more parts than fit beside their keys and values, with these on disk; None if no more do."""
-        waits = [_waiting_on_disk(plan, _with_first(rows, more[: i + 1])) for i in range(len(more))]
+        waits = waits_on_disk(plan, list(_with_first(rows, more).values()))
         try:
             granted = check_headroom(plan, [row.lane() for row in rows], loans, waits[-1], offloads=True)
         except BudgetError:
@@ -191,14 +191,20 @@ def _fits(
         return False
 
 
-def _waiting_on_disk(plan: ResidencyPlan, chosen: dict[Row, list[ForwardCall]]) -> int:
-    """Return the bytes of all parts but one while they wait, each with a slot for the tokens after the pass."""
-    total = 0
-    for row, parts in chosen.items():
-        if len(parts) > 1:
-            slot = plan.ledger.slot_held(row.lane(len(parts)).tokens.context, parts[0].batch_size)
-            total += sum(waiting_bytes(plan, parts, slot))
-    return total
+def waits_on_disk(plan: ResidencyPlan, rows: Sequence[Sequence[ForwardCall]]) -> list[int]:
+    """Return the bytes of waiting parts: if one shares the pass with the first ones of the rows, if two do, and so on.
+
+    Each holds a slot of a layer on disk, with room for the tokens after the pass.
+    """
+    found, before = list[int](), 0
+    for first, *others in rows:
+        context, held = Lane(first).tokens.context, 0
+        for number, (part, nbytes) in enumerate(zip(others, waiting_bytes(plan, [first, *others], 0), strict=True), 1):
+            context += part.num_tokens // part.batch_size
+            held += nbytes
+            found.append(before + held + number * plan.ledger.slot_held(context, part.batch_size))
+        before = found[-1] if found else 0
+    return found
 
 
 def waiting_bytes(plan: ResidencyPlan, parts: Sequence[ForwardCall], slot_bytes: int | None = None) -> list[int]:

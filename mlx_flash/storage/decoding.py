@@ -35,6 +35,7 @@ class BlockReader:
 
     def __init__(self, read_size: int) -> None:
         self._decoder = Decoder()
+        self._most = max(read_size, BLOCK_BYTES)
         self._coded = memoryview(mmap.mmap(-1, _room(read_size)))
         self._block = memoryview(bytearray(BLOCK_BYTES))
         self._last: tuple[BlockTable, int] | None = None
@@ -106,11 +107,12 @@ class BlockReader:
         np.copyto(np.frombuffer(landing, np.uint8), np.frombuffer(self._block[at : at + len(landing)], np.uint8))
 
     def _chunks(self, table: BlockTable, blocks: range) -> Iterator[range]:
-        """Yield runs of blocks that are fetched at once."""
+        """Yield runs of blocks that are fetched and decoded at once."""
         first = blocks.start
         for number in blocks:
             begin = table.offsets[first] // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-            if number > first and table.offsets[number + 1] - begin > len(self._coded) - DIRECT_ALIGNMENT:
+            is_long = table.offsets[number + 1] - begin > len(self._coded) - DIRECT_ALIGNMENT
+            if number > first and (is_long or table.ends[number] - table.starts[first] > self._most):
                 yield range(first, number)
                 first = number
         if first < blocks.stop:

@@ -17,7 +17,7 @@ import zoo
 from kv_settings import SMALL, least_share, settings
 from mlx_flash import FlashLLM
 from mlx_flash.engine.headroom import needed
-from mlx_flash.engine.sharing import _waiting_on_disk
+from mlx_flash.engine.sharing import waits_on_disk
 from models import saved_once, stock
 from streamed import streamed_whole
 
@@ -77,9 +77,7 @@ def test_slots_that_waiting_parts_hold_count(directories: Callable[[str], Path],
                 entry.rows.offload(())
         row = model.row(PROMPT[None, 4 * STEP :], cache, STEP, wants_logits=False)
         num_parts = len(row.left)
-        counted = (
-            _waiting_on_disk(model.plan, {row: list(row.left)}) + needed(model.plan, [row.lane(num_parts)]).activations
-        )
+        counted = waits_on_disk(model.plan, [row.left])[-1] + needed(model.plan, [row.lane(num_parts)]).activations
         counted += (model.plan.kv.limit or 0) - model.kv.memory_bytes
         num_passes, active = model.counters.num_passes, mx.get_active_memory()
         mx.reset_peak_memory()

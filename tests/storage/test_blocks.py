@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import sys
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from mlx_flash.storage import codec
 from mlx_flash.storage.blocks import BlockTable, join_head, make_head, read_head, runs_of
 from mlx_flash.storage.codec import CodecError, Compression, Decoder, Encoder
 from mlx_flash.storage.placement import place
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching
 from mlx_flash.storage.ranges import Way
 from mlx_flash.storage.safetensors import Shard, TensorRecord, read_shard
 
@@ -143,15 +144,22 @@ def shard(tmp_path: Path, contents: dict[str, bytes]) -> Shard:
     return read_shard(tmp_path / plan.name)
 
 
-def read(shard: Shard, records: list[TensorRecord], *, way: Way | None = None, **options: object) -> list[bytes]:
+def read(
+    shard: Shard,
+    records: Sequence[TensorRecord],
+    caching: Caching = "shared",
+    *,
+    way: Way | None = None,
+    **options: object,
+) -> list[bytes]:
     """Read some records with the reader's threads."""
     assert shard.blocks is not None
-    placement = place(records, 16)
+    placement = place(list(records), 16)
     buffer = memoryview(mmap.mmap(-1, placement.nbytes))
     reader = BackgroundPrefetcher([shard.path], tables={shard.path: shard.blocks}, **options)  # type: ignore[arg-type]
     try:
         reader.way = way or reader.way
-        reader.submit(placement.segments, buffer).wait()
+        reader.submit(placement.segments, buffer, caching=caching).wait()
         assert reader.stats.nbytes == sum(record.nbytes for record in records)
     finally:
         reader.close()
@@ -180,6 +188,15 @@ def test_tensors_rows_and_experts_are_read_alone(
     ):
         assert read(shard, records, **options) == expected
     assert bool(driver.num_copies) == (mode == "driver")
+
+
+@pytest.mark.parametrize("arrival", ["in place", "bounced", "copied by the driver"])
+def test_what_is_kept_may_be_longer_than_a_read(
+    shard: Shard, contents: dict[str, bytes], arrival: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_flash.memory.driver.load_driver", FakeDriver)
+    found = read(shard, shard.tensors, "kept", read_size=DIRECT_ALIGNMENT, direct=True, arrival=arrival)
+    assert found == [contents[record.name] for record in shard.tensors]
 
 
 def test_each_expert_begins_a_block(shard: Shard) -> None:

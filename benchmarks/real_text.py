@@ -33,14 +33,13 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import psutil
-from harness import Run, describe, describe_cold, describe_model, write_json
+from harness import Run, describe, describe_cold, describe_model, slowed, write_json
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_stock_model
 from passes import FreeRows
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from speculation import slowed
 
 import mlx_flash
 from mlx_flash import FlashConfig, FlashLLM
@@ -287,7 +286,7 @@ def stream(args: argparse.Namespace) -> int:
     num_tokens = args.tokens or recorded["max_tokens"]
     answers = [replace(each, tokens=each.tokens[:num_tokens]) for each in answers_of(recorded)]
     plans, rows = {}, []
-    with tempfile.TemporaryDirectory() as folder, slowed(args):
+    with tempfile.TemporaryDirectory() as folder, slowed(args.model, args.disk_mb_per_second):
         if limit is not None:
             os.environ["XDG_CACHE_HOME"] = folder  # other programs have other speeds
         for way in args.ways:

@@ -87,9 +87,9 @@ class Bench:
     paths: Sequence[Path]
     drop_caches: bool
     limit_share: float | None
-    with_stock: bool
     llama: LlamaBench | None
     say: Callable[[str], None]
+    with_stock: bool = True
 
     def run_round(self, number: int) -> dict[str, Any]:
         """Run everything once."""
@@ -312,8 +312,7 @@ def make_bench(options: argparse.Namespace, say: Callable[[str], None]) -> tuple
     if llama is not None and (missing := llama.missing()) is not None:
         notes.append(missing)
         llama = None
-    with_stock = options.limit is not None and not is_compressed
-    conditions = (probe, paths, drop_caches, options.limit, with_stock, llama, say)
+    conditions = (probe, paths, drop_caches, options.limit, llama, say, not is_compressed)
     bench = Bench(job, budgets, options.variants, with_resident, *conditions)
     return bench, notes
 

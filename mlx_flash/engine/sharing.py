@@ -113,11 +113,12 @@ class Sharing:
     ) -> dict[Row, list[ForwardCall]]:
         """Return the first part of each row, and as many more as memory allows on every rank."""
         num_granted = sum(total <= granted for total in accumulate(each.cost for each in more))
+        num_granted = self._least(num_granted) if more else 0
         offloads = num_granted < len(more) and self._offloads(plan, rows, loans)
         if offloads and (chosen := self._on_disk(plan, rows, more, num_granted, loans)) is not None:
             return chosen
         waits = list(accumulate(each.waiting for each in more))
-        chosen = self._most(plan, rows, more, waits, self._least(num_granted) if more else 0, loans)
+        chosen = self._most(plan, rows, more, waits, num_granted, loans)
         if chosen is not None:
             return chosen
         if num_granted or offloads:  # since it was checked with more of them

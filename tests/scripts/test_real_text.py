@@ -52,7 +52,7 @@ def test_a_streamed_model_takes_the_passes_of_the_replay(answers: Path, tmp_path
 
 
 def test_the_clock_stands_beside_a_limited_disk(answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real_text, "slowed", lambda args: nullcontext())  # limits need root
+    monkeypatch.setattr(real_text, "slowed", lambda *_: nullcontext())  # limits need root
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = ["stream", str(answers), "--model", str(PAIR / "target"), "--budget", "min", "--row-seconds", "0.001"]
     limit = ["--disk-mb-per-second", "1", "--ways", "none", "lookup and draft", "--draft", str(PAIR / "draft")]

@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, budget: str, before: int, context: int)
 
 
 def print_table(console: Console, result: Run) -> None:
-    table = Table("budget", "device", "both", "managed in host", "both, of the budget", "tokens/s", box=SIMPLE_HEAD)
+    table = Table("budget", "device", "both", "both, of the budget", "managed in host", "tokens/s", box=SIMPLE_HEAD)
     for run in result["runs"]:
         gigabytes = (f"{run[name] / GB:.2f} GB" for name in ("budget_bytes", "device_bytes", "both_bytes"))
         share = f"{run['both_bytes'] / run['budget_bytes']:.2f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 from mlx_flash.kv.kvledger import Coming, KVLedger, Way
@@ -34,18 +35,9 @@ def admit(
         pool.files.limit_queue(way.num_slots)
     if layers:
         pool.free(lambda: pool.ledger(call.coming, step).peak, layers[0].group)
-    pool.grant = None
-    if not way.num_slots:
-        _grant(pool, call)
+    stays = {} if way.num_slots else {rows: each.held for rows, each in call.coming.items()}
+    pool.granted = weakref.WeakKeyDictionary(stays)
     return 0
-
-
-def _grant(pool: KVPool, call: KVLedger) -> None:
-    """Note that all tokens of a call have room in memory, so that no layer has to ask again."""
-    grant = object()
-    for rows, each in call.coming.items():
-        rows.granted = grant, each.held
-    pool.grant = grant
 
 
 def admit_quietly(pool: KVPool, layers: Sequence[LayerRows], largest: int, limit: int) -> bool:

@@ -59,7 +59,8 @@ class KVPool(Opaque):
         self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
         self._numbers = count()
-        self.grant: object = None  # while it stays the same, layers with it have room in memory for their tokens
+        # tokens of layers that surely have room in memory: a sum over all layers, for each of them, takes milliseconds
+        self.granted: Mapping[LayerRows, int] = {}
         self._current_groups: frozenset[Group] = frozenset()
         self.in_turns: frozenset[Group] = frozenset()  # computed in turns now: none is parked while it waits
         self._clock = count(1)
@@ -127,7 +128,7 @@ class KVPool(Opaque):
             return
         if not new:
             self._make_fit(lambda: self.memory_bytes, rows.group, rows, new)
-        elif rows.store.takes_more(num_new := new[0].shape[2]) and not _is_granted(rows, self.grant, num_new):
+        elif rows.store.takes_more(num_new := new[0].shape[2]) and rows.length + num_new > self.granted.get(rows, 0):
             nbytes = sum(rows.store.in_numbers.widths) or sum(array.nbytes for array in new) // num_new
             coming = {rows: Coming(nbytes, num_new, rows.length + num_new)}
             self._make_fit(lambda: self.ledger(coming).peak, rows.group, rows, new)
@@ -175,7 +176,7 @@ class KVPool(Opaque):
 
     def _make_fit(self, needed: Callable[[], int], group: Group, rows: LayerRows, new: Sequence[mx.array]) -> None:
         """Free memory until a need fits. Raises: BudgetError, WriteError."""
-        self.grant = None
+        self.granted = {}
         if needed() <= self.limit:
             return
         self.free(needed, group, rows, new)
@@ -212,12 +213,6 @@ class KVPool(Opaque):
             self._closed = True
             self.ring.release()
             self.files.close()
-
-
-def _is_granted(rows: LayerRows, grant: object, num_new: int) -> bool:
-    """Return whether new tokens surely have room: a sum over all layers, for each of them, takes milliseconds."""
-    granted = rows.granted
-    return rows.disk is None and granted is not None and granted[0] is grant and rows.length + num_new <= granted[1]
 
 
 def _closed() -> ClosedError:

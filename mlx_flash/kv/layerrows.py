@@ -62,7 +62,6 @@ class LayerRows:
         self.lineages: list[Lineage] = []  # the layers with the same first tokens
         # the first tokens in files of the prefix cache, while the rows are in memory: they go to disk without a copy
         self.stored: tuple[Page[Stored], ...] = ()
-        self.granted: tuple[object, int] | None = None  # a grant of the pool, and the tokens that it is for
         self.planned = NOTHING_PLANNED  # pages that the prefix cache wants of the call under way, by first token
         self._no_rows = MemoryRows(self.options)
 

@@ -39,11 +39,11 @@ _QUANTIZED_SHARE = 16
 """MLX's CPU back end is far slower with packed weights."""
 
 DECODED_READ_SIZE = 2 << 20
-"""Reads of compressed weights, as far as the best reads of the disk are as many bytes together: threads that decode
-hand Python's lock to each other after each step, which takes them longer than what they do with it."""
+"""Smaller reads are joined up to this size where weights are compressed; the bytes in flight stay as many. Threads that
+decode hand Python's lock to each other after each step, which takes longer than what they do with it."""
 
 DECODED_IN_FLIGHT = 8 << 20
-"""Bytes of them in flight that are enough: more threads make each other wait."""
+"""So many bytes in flight are enough for compressed weights: more threads make each other wait."""
 
 _PROMPT_TOKENS = 16
 _NUM_PRODUCTS = 16

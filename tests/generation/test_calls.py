@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -36,12 +36,7 @@ def calls_of_a_token(directory: Path, ram_budget_gb: Any) -> tuple[int, int]:
         steps = mlx_flash.generate_step(mx.array([5, 17, 290, 3, 42]), model, max_tokens=2 * NUM_BEFORE)
         for _ in range(NUM_BEFORE):
             next(steps)
-        counted = _Calls(model)
-        sys.setprofile(counted)
-        try:
-            next(steps)
-        finally:
-            sys.setprofile(None)
+        counted = calls_of_a_step(model, steps)
         return counted.before, counted.total
 
 
@@ -59,6 +54,16 @@ class _Calls:
             is_ours = frame.f_code.co_filename.startswith(PACKAGE)
             self.total += is_ours
             self.before += is_ours and self._is_before
+
+
+def calls_of_a_step(model: FlashLLM, steps: Iterator[Any]) -> _Calls:
+    counted = _Calls(model)
+    sys.setprofile(counted)
+    try:
+        next(steps)
+    finally:
+        sys.setprofile(None)
+    return counted
 
 
 @pytest.mark.parametrize(("name", "most"), [("dense", 70), ("mixture", 70)])
@@ -83,17 +88,12 @@ def calls_of_a_prompt(directory: Path) -> int:
         prompt = mx.array([5, 17, 290, 3, 42])
         for _ in range(2):
             steps = mlx_flash.generate_step(prompt, model, max_tokens=2)
-            counted = _Calls(model)
-            sys.setprofile(counted)
-            try:
-                next(steps)
-            finally:
-                sys.setprofile(None)
+            counted = calls_of_a_step(model, steps)
             steps.close()
         return counted.total
 
 
 def test_calls_of_a_prompt_grow_with_its_layers_alone(saved: Callable[[str], Path]) -> None:
-    """Each layer that got its first tokens had all layers added up: 10 ms of a prompt on a GPU."""
+    """Each layer that got its first tokens had all layers added up: milliseconds of a prompt."""
     few, many = (calls_of_a_prompt(saved(f"dense of {number} layers")) for number in (10, 20))
     assert (many - few) / 10 <= 220

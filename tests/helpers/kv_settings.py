@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mlx_flash import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.arena import kernel_alignment
@@ -50,3 +52,9 @@ def least_share(directory: Path, config: FlashConfig) -> int:
     """Return the share that is just enough with every layer on disk."""
     sizes = measure(prepare(directory, config).layout, {}, kernel_alignment())
     return least_bytes(sizes, config, config.context_length or 0, config.prefill_step_size or 0)
+
+
+@pytest.fixture(autouse=True)
+def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers of reads and writes are larger than the caches of tiny models: these would never leave memory."""
+    monkeypatch.setattr("mlx_flash.kv.options.KVOptions.under_way_bytes", lambda *_: 4096)

@@ -19,7 +19,7 @@ import children
 import exact_answers as exact_serving
 from batches import alone, check_equal
 from conversations import model
-from kv_settings import SMALL, least_share, settings
+from kv_settings import SMALL, least_share, little_under_way, settings
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.engine.row import Row
 from mlx_flash.generation import RowGenerator
@@ -32,7 +32,7 @@ from models import save, stock
 from served import serving, stock_serving
 from streamed import streamed_whole
 
-__all__ = ["model"]
+__all__ = ["little_under_way", "model"]
 
 STEP, NUM_TOKENS = 64, 6
 LENGTHS = [400, 130, 300, 70, 222, 350]
@@ -70,12 +70,6 @@ def stock_logits(wide: Path) -> list[mx.array]:
         found.append(model(mx.array([[number]]), cache=cache)[0, -1])
     mx.eval(found)
     return found
-
-
-@pytest.fixture(autouse=True)
-def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffers of reads and writes are larger than the caches of tiny models."""
-    monkeypatch.setattr("mlx_flash.kv.options.KVOptions.under_way_bytes", lambda *_: 4096)
 
 
 def advance(model: FlashLLM, *rows: Row) -> None:

@@ -14,12 +14,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_flash
 import zoo
-from kv_settings import SMALL, least_share, settings
+from kv_settings import SMALL, least_share, little_under_way, settings
 from mlx_flash import FlashLLM
 from mlx_flash.engine.headroom import needed
 from mlx_flash.engine.sharing import waits_on_disk
 from models import saved_once, stock
 from streamed import streamed_whole
+
+__all__ = ["little_under_way"]
 
 STEP, LENGTH, NUM_TOKENS = 64, 640, 3
 PROMPT = mx.array([(7 * i * i + 3 * i) % 300 for i in range(LENGTH)])
@@ -34,12 +36,6 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return saved_once(tmp_path_factory.mktemp, MODELS)
-
-
-@pytest.fixture(autouse=True)
-def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffers of reads and writes are larger than the caches of tiny models."""
-    monkeypatch.setattr("mlx_flash.kv.options.KVOptions.under_way_bytes", lambda *_: 4096)
 
 
 def streamed(directory: Path, cut: Any, more_bytes: int = 10**9) -> FlashLLM:
@@ -106,3 +102,17 @@ def test_as_many_parts_share_a_pass_as_memory_allows(
     caches = make_prompt_cache(resident := stock(directory))
     logits = [resident(PROMPT[None, start : start + STEP], cache=caches) for start in range(0, LENGTH, STEP)]
     assert mx.array_equal(row.outputs[-1][:, -1], logits[-1][:, -1])
+
+
+def test_keys_and_values_that_do_not_fit_go_to_disk_in_the_shared_pass(directories: Callable[[str], Path]) -> None:
+    """A prompt is longer than the plan had in mind: they take what is free, which is less than all of them need."""
+    with streamed_whole(directories("llama"), cut=2, prefill_step_size=STEP, kv_step=16, context_length=STEP) as model:
+        ledger, row = model.plan.ledger, model.row(PROMPT[None], model.make_cache(), STEP)
+        each = ledger.part_waiting(STEP, 1, LENGTH, slot_bytes=ledger.slot_held(LENGTH, 1))
+        least = needed(model.plan, [row.lane()]).total + ledger.on_disk(LENGTH, STEP, 1)
+        model.plan = replace(model.plan, budget_bytes=least + 6 * each)
+        assert model.plan.kv.limit is None and model.kv is not None
+        while not row.is_done:
+            model.advance([row])
+        assert row.error is None and model.kv.stats.num_offloaded
+        assert model.counters.num_passes <= 2

@@ -32,7 +32,7 @@ import children
 import zoo
 from children import HELPERS
 from faulty import FailingDisk
-from kv_settings import CONTEXT, FORMS, SMALL, STEP, settings
+from kv_settings import CONTEXT, FORMS, SMALL, STEP, little_under_way, settings
 from mlx_flash import (
     BudgetError,
     CacheError,
@@ -51,6 +51,8 @@ from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
 from models import save, saved_once, stock
 
+__all__ = ["little_under_way"]
+
 PROMPT = mx.array([i * 7 % 300 for i in range(1, 200)])
 
 
@@ -68,12 +70,6 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return saved_once(tmp_path_factory.mktemp, MODELS)
-
-
-@pytest.fixture(autouse=True)
-def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffers of reads and writes are larger than the caches of tiny models: these would never leave memory."""
-    monkeypatch.setattr("mlx_flash.kv.options.KVOptions.under_way_bytes", lambda *_: 4096)
 
 
 def generated(model: Any, num_tokens: int = 10, **options: Any) -> list[tuple[int, mx.array]]:

@@ -22,7 +22,18 @@ from statistics import median
 from typing import Any
 
 import runs
-from harness import Run, describe, describe_model, in_group, last_json, make_cold, run_command, slow_disk, write_json
+from harness import (
+    Run,
+    describe,
+    describe_cold,
+    describe_model,
+    in_group,
+    last_json,
+    make_cold,
+    run_command,
+    slow_disk,
+    write_json,
+)
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -127,7 +138,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     result = {
-        **describe(options.model, "reads bypass the page cache"),
+        **describe(options.model, describe_cold(is_direct=True)),
         "model": describe_model(options.model, copies["plain"]["nbytes"]),
         "copies": copies,
         "decode_bytes_per_second": decode_speed(),

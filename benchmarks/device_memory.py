@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import runs
-from harness import Run, describe, describe_model, last_json, make_cold, run_command, write_json
+from harness import Run, describe, describe_cold, describe_model, last_json, make_cold, run_command, write_json
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -151,7 +151,7 @@ def main() -> None:
     console.print(f"in use before: {before / GB:.2f} GB; context: {context / GB:.2f} GB", highlight=False)
     found = [measure(options, budget, before, context) for budget in options.budgets]
     result = {
-        **describe(options.model, "the page cache was dropped before each run"),
+        **describe(options.model, describe_cold(drop_caches=True)),
         "model": describe_model(options.model),
         "context_bytes": context,
         "runs": found,

@@ -12,6 +12,7 @@ from mlx_flash.kv.kvledger import KVLedger
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.layerrows import LayerRows
 from mlx_flash.kv.options import NUM_SLOTS
+from mlx_flash.memory.lazy import commits_lazily
 from mlx_flash.residency.plan import ResidencyPlan
 
 
@@ -112,7 +113,14 @@ class OwnCaches:
 
     @property
     def _slots_held(self) -> int:
-        return self._plan.ledger.slots_held([lane.tokens for lane in self._lanes])
+        ledger, together = self._plan.ledger, [lane.tokens for lane in self._lanes]
+        held = ledger.slots_held(together)
+        if self._pool is None or not held or commits_lazily() or any(lane.step for lane in self._lanes):
+            return held
+        # one slot serves all, with room for the longest and for tokens to come, and MLX replaces it as a whole
+        longest = max(together, key=lambda new: new.context * new.batch_size)
+        slot = ledger.slot_held(self._pool.options.slot_tokens(longest.context), longest.batch_size)
+        return max(slot, *[each.nbytes for each in self._pool.ring.slots]) * (len(together) - 1)
 
     @cached_property
     def _call(self) -> KVLedger:

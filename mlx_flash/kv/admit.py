@@ -28,8 +28,9 @@ def admit(
     if way.missing or pool.options.budget_bytes is None:
         return way.missing
     pool.budget_bytes, pool.under_way_bytes = limit, way.under_way_bytes
-    in_parts = [each.held for each in call.coming.values() if each.num_new > step]
-    pool.ring.expected = max(in_parts, default=0)
+    in_parts = any(each.num_new > step for each in call.coming.values())
+    for rows, each in call.coming.items():
+        rows.expect(each.held if in_parts else 0)
     if way.num_slots:
         pool.ring.resize(way.num_slots)
         pool.files.limit_queue(way.num_slots)

@@ -51,6 +51,7 @@ class DiskRows(Opaque):
         self.file = file  # the layer's own
         self.layout = file.layout
         self.num_forgotten = num_forgotten  # tokens that were dropped from between the others
+        self.expected = 0  # tokens after the pass, if parts of a prompt share it, this one's or another's; else 0
         components, step = self.layout.components, self.layout.step
         self._held = _Held([np.empty((c.heads, step, c.width_bytes), np.uint8) for c in components])
 

@@ -62,6 +62,7 @@ class LayerRows:
         self.lineages: list[Lineage] = []  # the layers with the same first tokens
         # the first tokens in files of the prefix cache, while the rows are in memory: they go to disk without a copy
         self.stored: tuple[Page[Stored], ...] = ()
+        self.expected = 0  # as in DiskRows
         self.planned = NOTHING_PLANNED  # pages that the prefix cache wants of the call under way, by first token
         self._no_rows = MemoryRows(self.options)
 
@@ -77,8 +78,16 @@ class LayerRows:
 
     def replace(self, store: MemoryRows | DiskRows) -> None:
         """Hold other rows from now on."""
+        if isinstance(store, DiskRows):
+            store.expected = self.expected
         Changes.note()
         self.store = store
+
+    def expect(self, length: int) -> None:
+        """Note the tokens after a pass that parts of a prompt share; 0 for another pass."""
+        self.expected = length
+        if (disk := self.disk) is not None:
+            disk.expected = length
 
     def cut(self, length: int) -> None:
         """Record that the tokens from ``length`` on were changed or removed."""

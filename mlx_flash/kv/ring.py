@@ -177,7 +177,6 @@ class SlotRing:
         self._options = options
         self._successor: weakref.WeakKeyDictionary[DiskRows, weakref.ref[DiskRows]] = weakref.WeakKeyDictionary()
         self._last: weakref.ref[DiskRows] | None = None
-        self.expected = 0  # tokens of a layer after the pass, if parts of a prompt share it; else 0
 
     @property
     def nbytes(self) -> int:
@@ -251,20 +250,20 @@ class SlotRing:
         if not slot.belongs_to(disk) or slot.capacity < end:
             self._assign(slot, disk, end)
         self._stats.wait_seconds += slot.wait()
-        slot.claim(keeps=bool(self.expected))
+        slot.claim(keeps=bool(disk.expected))
         if slot.tokens < disk.length:
             self._fill(slot, disk)
         return slot
 
     def _assign(self, slot: Slot, disk: DiskRows, tokens: int) -> None:
-        """Empty a slot for a layer of so many tokens. Parts that wait hold a slot each, which fits the last one."""
-        tokens = max(tokens, self.expected)
+        """Empty a slot for a layer of so many tokens. Calls that wait hold a slot each, which fits the last one."""
+        tokens = max(tokens, disk.expected)
         most, least = self._options.slot_tokens(tokens), round_up(max(tokens, 1), self._options.step)
         # Lazily committed large pages would be committed for the room behind each head too.
         has_room = not commits_lazily() or disk.layout.slot_bytes(least) < LARGE_SLOT_BYTES
-        if len(self.slots) == 1 or self.expected:  # memory is short
+        if len(self.slots) == 1 or disk.expected:  # memory is short
             has_room, most = False, least
-        if self.expected and slot.nbytes > disk.layout.slot_bytes(least):
+        if disk.expected and slot.nbytes > disk.layout.slot_bytes(least):
             slot.release()
         slot.assign(disk, most if has_room else least, most)
 

@@ -151,6 +151,32 @@ def test_slots_that_waiting_rows_hold_count(wide: Path, stock_logits: list[mx.ar
         assert mx.array_equal(row.outputs[0][0, -1], logits)
 
 
+def test_slots_that_are_committed_whole_count_whole(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a GPU, where sequences that wait hold a slot for the longest each, however short they are."""
+    for module in ("kv.kvpool", "kv.ring", "engine.owncaches"):
+        monkeypatch.setattr(f"mlx_flash.{module}.commits_lazily", lambda: False)
+    options = {"kv_cache": "disk", "kv_step": 16, "kv_ram_gb": 0.1, "context_length": 1500}
+    with streamed_whole(wide, cut=2, prefill_step_size=STEP, **options) as model:
+        assert model.kv is not None
+        caches = [make_prompt_cache(model) for _ in range(NUM_CONTEXTS)]
+        for number, cache in enumerate(caches):
+            fill(cache, number)
+            for entry in cache:
+                entry.rows.offload(())
+                entry.trim(680 if number else 0)
+        slot = model.plan.cache.largest_row * model.kv.options.slot_tokens(700)
+        before = mx.get_active_memory() - model.kv.reserved_bytes
+        room = 5 * slot + model.kv.options.step * sum(model.plan.kv.rows) * NUM_CONTEXTS
+        model.plan = replace(model.plan, budget_bytes=10**9, kv=replace(model.plan.kv, limit=room))
+        rows = [model.row(mx.array([[k]]), cache, STEP) for k, cache in enumerate(caches)]
+        num_passes = model.counters.num_passes
+        mx.reset_peak_memory()
+        model.advance(rows)
+        assert all(row.is_done and row.error is None for row in rows)
+        assert model.counters.num_passes > num_passes + 1
+        assert mx.get_peak_memory() - before <= room + slot  # and what computes
+
+
 BUDGET = """
 import json, sys
 from dataclasses import replace

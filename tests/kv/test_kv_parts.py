@@ -85,6 +85,31 @@ def test_slots_that_waiting_parts_hold_count(directories: Callable[[str], Path],
         assert counted < (num_parts + 4 if cut else 4) * slot
 
 
+@pytest.mark.parametrize("cut", [0, 2])
+def test_slots_of_short_sequences_are_as_short(directories: Callable[[str], Path], cut: int) -> None:
+    """They share a pass with the parts of a long prompt, whose slots are thirty times as large."""
+    with streamed(directories("llama"), cut) as model:
+        assert model.kv is not None
+        caches = [model.make_cache() for _ in range(9)]
+        for cache, length in zip(caches, [2 * STEP, *[16] * 8], strict=True):
+            model.advance([model.row(PROMPT[None, :length], cache, STEP, wants_logits=False)])
+            for entry in cache:
+                if entry.rows.disk is None:
+                    entry.rows.offload(())
+        long = model.row(PROMPT[None, 2 * STEP :], caches[0], STEP, wants_logits=False)
+        rows = [long, *(model.row(PROMPT[None, :1], cache, STEP) for cache in caches[1:])]
+        lanes = [row.lane(len(row.left)) for row in rows]
+        waits = waits_on_disk(model.plan, [row.left for row in rows])[-1]
+        held = model.plan.ledger.slots_held([lane.tokens for lane in lanes])
+        counted = waits + held + needed(model.plan, lanes).activations + (model.plan.kv.limit or 0)
+        model.plan = replace(model.plan, kv=replace(model.plan.kv, limit=10**9))
+        num_passes, active = model.counters.num_passes, mx.get_active_memory() - model.kv.reserved_bytes
+        mx.reset_peak_memory()
+        model.advance(rows)
+        assert all(row.is_done and row.error is None for row in rows) and model.counters.num_passes == num_passes + 1
+        assert mx.get_peak_memory() - active <= counted
+
+
 @pytest.mark.parametrize(("num_slots", "most_passes"), [(1, 6), (3, 4), (6, 2)])
 def test_as_many_parts_share_a_pass_as_memory_allows(
     directories: Callable[[str], Path], num_slots: int, most_passes: int

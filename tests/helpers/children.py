@@ -30,15 +30,7 @@ ENV = {
 """Variables of all programs. Those that start with ``HF_`` are read by the server process, before it forks."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "mlx_lm",
-        "mlx_lm.server",
-        "transformers.models.auto.tokenization_auto",
-        "mlx_flash.commands.generate",
-        "mlx_flash.commands.serve",
-    ]
-)
+_CONTEXT.set_forkserver_preload(["preloaded"])
 
 
 def run(
@@ -73,7 +65,7 @@ def start(
 
     Unless it ``forks``, Python starts anew, and ends as it does for users: a fork skips the end of the interpreter.
     """
-    with patch.dict(os.environ, ENV):
+    with patch.dict(os.environ, ENV | {"PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}"}):
         forkserver.ensure_running()
     context = _CONTEXT if forks else multiprocessing.get_context("spawn")
     process = context.Process(target=_child, args=(list(map(str, program)), files, {**os.environ, **ENV, **env}, cwd))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
+import stat
+import struct
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+
+import mlx.core as mx
 
 import children
 
@@ -23,6 +29,24 @@ def ring(num_ranks: int, folder: Path) -> list[dict[str, str]]:
         hosts = [[f"127.0.0.1:{one.getsockname()[1]}"] for one in sockets]
     (folder / "hosts.json").write_text(json.dumps(hosts))
     return [{"MLX_HOSTFILE": str(folder / "hosts.json"), "MLX_RANK": str(rank)} for rank in range(num_ranks)]
+
+
+def join() -> mx.distributed.Group:
+    """Join the other ranks, in the program of a rank.
+
+    MLX's threads ask for data over and over while they wait, which takes the processor from the ranks that compute. So
+    their sockets wait for a millisecond before they say that there is none.
+    """
+    group = mx.distributed.init()
+    for path in Path("/dev/fd").iterdir():
+        with contextlib.suppress(OSError):  # the listing's own file, or a socket without a peer
+            if stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
+                with socket.socket(fileno=os.dup(int(path.name))) as one:
+                    one.getpeername()
+                    if one.family == socket.AF_INET:
+                        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
+                        one.setblocking(True)
+    return group
 
 
 def run_ranks(

@@ -24,6 +24,7 @@ from mlx_lm.models.llama import LlamaModel
 
 import mlx_flash
 import shared_passes
+from local_ranks import join
 from lockstep_calls import PROMPT, by_mlx_lm
 from mlx_flash import FlashLLM
 from mlx_flash.compat.generation import stock_generate_step
@@ -35,7 +36,7 @@ from models import same_bits, stock
 from shared_passes import PROMPTS, STEP, solo, together
 from streamed import config, streamed_whole
 
-GROUP = mx.distributed.init()
+GROUP = join()
 Case = Callable[[Path], dict[str, Any]]
 
 

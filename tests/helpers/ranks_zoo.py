@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 
 import children
-from local_ranks import ring
+from local_ranks import join, ring
 from mlx_flash.engine import prepare
 from mlx_flash.errors import ConfigError, PeerError, StreamedWeightsError
 from models import stock
@@ -137,7 +137,7 @@ def _judge(said: Sequence[tuple[int, str, str]], num_ranks: int) -> tuple[str, s
 
 def main(folder: Path, names: Sequence[str]) -> None:
     """Compare architectures on this rank, one after another."""
-    group = mx.distributed.init()
+    group = join()
     prepare.share_layers = lambda layers, ranks: _take_turns(len(layers), len(ranks))
     for name in names:
         expected = stock_digest(folder / name.replace(":", "-"), name) if group.rank() == 0 else ""

@@ -1,0 +1,21 @@
+"""What the server process of ``children.py`` imports and computes, once for all programs that it forks."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from mlx_flash.commands import arguments, dispatch
+
+for name in (
+    "mlx_flash.commands.serve",
+    "mlx_lm.models.llama",
+    "mlx_lm.models.qwen3_moe",
+    "mlx_lm.server",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.configuration_llama",
+    "transformers.models.qwen3_moe.configuration_qwen3_moe",
+):
+    import_module(name)
+dispatch._load_commands_of_models()
+for command in ("generate", "serve"):
+    arguments.make_parser(command)  # the flags of mlx-lm's programs are read from their source

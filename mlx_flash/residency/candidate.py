@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.residency.plan import ResidencyPlan, Streaming
@@ -45,8 +46,24 @@ class Candidate:
     @property
     def peak_bytes(self) -> int:
         """Predicted peak of its plan, with the smallest pool of experts."""
-        _, _, num_units, slot_bytes = self._slots()
-        return self.task.bare(self.reserve).peak_bytes + self.pinned_bytes + min(self.num_slots, num_units) * slot_bytes
+        return self.peak_of(self.target)
+
+    @cached_property
+    def peak_of(self) -> Callable[[int], int]:
+        """The predicted peak for any target. A search asks for thousands: what all have in common is added up once."""
+        task, whole_layers, most_slots = self.task, self.whole_layers, self.num_slots
+        common = task.bare(self.reserve).peak_bytes + task.sizes.layer_buffer_bytes
+        common += sum([unit.buffer_bytes for unit in self._pinned])
+        slots: dict[int, tuple[int, int]] = {}  # tiles of heads and bytes of a slot, by the largest part of a layer
+
+        def peak(target: int) -> int:
+            layers = task.streamed(target, whole_layers)
+            if layers.largest not in slots:
+                slots[layers.largest] = self._slots(layers.largest)[2:]
+            in_heads, slot_bytes = slots[layers.largest]
+            return common - layers.buffer_bytes + min(most_slots, layers.num_layers + in_heads) * slot_bytes
+
+        return peak
 
     @property
     def pinned_bytes(self) -> int:
@@ -57,15 +74,17 @@ class Candidate:
     @property
     def streaming(self) -> Streaming:
         """The part that passes through the slots, without the names of tensors of layers."""
-        task, (heads, rows, num_units, slot_bytes) = self.task, self._slots()
+        task, layers = self.task, self._layers
+        heads, rows, in_heads, slot_bytes = self._slots(layers.largest)
+        num_units = layers.num_layers + in_heads
         pinned = {unit.name for unit in self._pinned}
         return Streaming(
             heads=tuple(zip([head.name for head in heads], rows, strict=True)),
             tables=tuple([table.unit.name for table in task.sizes.tables if table.unit.name not in pinned]),
             num_units=num_units,
             num_slots=min(self.num_slots, num_units),
-            slot_bytes=slot_bytes,
-            read_bytes=self._layers.nbytes + sum([head.nbytes for head in heads]),
+            slot_bytes=slot_bytes if num_units else 0,
+            read_bytes=layers.nbytes + sum([head.nbytes for head in heads]),
             cut=task.cut,
             is_tiled=task.is_tiled,
         )
@@ -86,17 +105,13 @@ class Candidate:
             task.sizes, task.machine, replace(bare, pinned_bytes=self.pinned_bytes, streaming=streaming, pool=pool)
         )
 
-    def _slots(self) -> tuple[Sequence[UnitSize], list[int], int, int]:
-        """Return the heads in tiles, the rows of their tiles, the number of units, and the size of a slot.
-
-        A search asks thousands of candidates, and needs nothing else of them.
-        """
-        task, layers = self.task, self._layers
-        heads = [] if self.tile_bytes is None else task.sizes.all_heads
-        slot_bytes = _slot_bytes(layers.largest, heads, self.tile_bytes or 0, is_exact=task.machine.exact_tiles)
+    def _slots(self, largest_layer: int) -> tuple[Sequence[UnitSize], list[int], int, int]:
+        """Return the heads in tiles, the rows of their tiles, the number of tiles, and the size of a slot."""
+        heads = [] if self.tile_bytes is None else self.task.sizes.all_heads
+        is_exact = self.task.machine.exact_tiles
+        slot_bytes = _slot_bytes(largest_layer, heads, self.tile_bytes or 0, is_exact=is_exact)
         rows = [tile_rows(head, slot_bytes) for head in heads]
-        num_units = layers.num_layers + sum(map(num_tiles, heads, rows))
-        return heads, rows, num_units, slot_bytes if num_units else 0
+        return heads, rows, sum(map(num_tiles, heads, rows)), slot_bytes
 
     @property
     def _layers(self) -> Streamed:

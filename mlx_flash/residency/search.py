@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from mlx_flash.residency.candidate import TILE_SLACK_BYTES, Candidate
 from mlx_flash.residency.plan import ResidencyPlan, shares_parts
@@ -75,16 +74,23 @@ def _candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[Candidate
 
 def _candidates_of_cut(task: Task, budget: int, reserve: Reserve) -> Iterator[Candidate]:
     """Yield the most pinned for each number of slots, of whole layers or tensors, beside heads in tiles or pinned."""
+    if task.bare(reserve).peak_bytes > budget:
+        return
     tilings = (None, *_unlike_tiles(task)) if task.sizes.all_heads else (None,)
     for num_slots in [task.config.num_slots] if task.config.num_slots else range(1, MAX_SLOTS + 1):
+        has_room = False
         for whole_layers in (False,) if task.cut else (True, False):
             for tile_bytes in tilings:
-                streaming = partial(Candidate, task, reserve, num_slots, whole_layers, tile_bytes)
-                found = _most_pinned(streaming, task.sizes.layer_bytes, budget)
-                if found is not None:
+                all_streamed = Candidate(task, reserve, num_slots, whole_layers, tile_bytes, task.sizes.layer_bytes)
+                target = _fewest_bytes(all_streamed.peak_of, all_streamed.target, budget)
+                if target is not None:
+                    has_room = True
+                    found = replace(all_streamed, target=target)
                     yield found
                     if tile_bytes and found.streaming.slot_bytes > tile_bytes + TILE_SLACK_BYTES:
                         break  # the layers' slots are larger anyway
+        if not has_room:
+            break  # nor for more slots
 
 
 def _unlike_tiles(task: Task) -> tuple[int, ...]:
@@ -97,24 +103,28 @@ def _tiled_candidates(task: Task, budget: int, reserve: Reserve) -> Iterator[Can
     """Yield linear layers in row tiles, as few of them as the budget allows, for each number of slots."""
     most = sum(unit.nbytes for unit in task.sizes.linears)
     for num_slots in [task.config.num_slots] if task.config.num_slots else range(2, MAX_SLOTS + 1):
-        found = _most_pinned(partial(_tiled, task, reserve, num_slots), most, budget)
-        if found is not None:
-            yield found
+
+        def peak_of(target: int, num_slots: int = num_slots) -> int:
+            return _tiled(task, reserve, num_slots, target).peak_bytes
+
+        target = _fewest_bytes(peak_of, most, budget)
+        if target is None:
+            break  # more slots take more
+        yield _tiled(task, reserve, num_slots, target)
 
 
-def _most_pinned(streaming: Callable[[int], Candidate], most: int, budget: int) -> Candidate | None:
+def _fewest_bytes(peak_of: Callable[[int], int], most: int, budget: int) -> int | None:
     """Find by bisection how few bytes, of ``most``, can be streamed within the budget; None if even all cannot."""
-    low, high, found = 0, most, streaming(most)
-    if found.peak_bytes > budget:
+    low, high = 0, most
+    if peak_of(most) > budget:
         return None
     for _ in range(SEARCH_STEPS):
         middle = (low + high) // 2
-        tried = streaming(middle)
-        if tried.peak_bytes <= budget:
-            high, found = middle, tried
+        if peak_of(middle) <= budget:
+            high = middle
         else:
             low = middle
-    return found
+    return high
 
 
 def _can_be_tiled(task: Task) -> bool:
@@ -126,9 +136,8 @@ def _tiled(task: Task, reserve: Reserve, num_slots: int, target: int | None = No
     """Return the candidate with linear layers in row tiles: so many bytes, spread evenly, or all of them."""
     sizes = task.sizes
     chosen = sizes.linears if target is None else spread_whole(sizes.linears, target)
-    tiled = sizes.tiled({unit.name for unit in chosen})
-    task = replace(task, sizes=tiled, cut=len(sizes.finer), is_tiled=True)
-    return Candidate(task, reserve, num_slots, True, LEAST_TILE_BYTES, tiled.layer_bytes)
+    tiled = task.tiled(chosen)
+    return Candidate(tiled, reserve, num_slots, True, LEAST_TILE_BYTES, tiled.sizes.layer_bytes)
 
 
 def _least_seconds(task: Task, budget: int) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
+from typing import Any, cast
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.memory.pagecache import round_up
@@ -12,7 +13,7 @@ from mlx_flash.residency.kv import in_memory, on_disk, prefix_bytes, promised_by
 from mlx_flash.residency.ledger import Ledger, parts_waiting, reader_bytes
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, ResidencyPlan, Streaming
 from mlx_flash.residency.selection import Streamed, add_up, choose
-from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes
+from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, UnitSize
 from mlx_flash.residency.speed import Machine
 from mlx_flash.residency.timing import pool_of
 
@@ -69,15 +70,30 @@ class Task:
         return promised_bytes(self.sizes, self.config)
 
     @cached_property
-    def streamed(self) -> Callable[[int, bool], Streamed]:
-        """Sums for a number of bytes spread over the layers. Bisections ask for the same again and again."""
-        layers = self.sizes.layers
-        return cache(lambda target, whole_layers: add_up(choose(layers, target, whole_layers)))
+    def _kept(self) -> dict[Any, Any]:
+        """What the methods below have returned, by what they were asked for: bisections ask for the same often."""
+        return {}
 
-    @cached_property
-    def bare(self) -> Callable[[Reserve], ResidencyPlan]:
-        """The plan for a reserve without the weights of layers and heads, and with the smallest pool of experts."""
-        return cache(self._bare)
+    def streamed(self, target: int, whole_layers: bool) -> Streamed:
+        """Return sums for a number of bytes spread over the layers."""
+        key, kept = (target, whole_layers), self._kept
+        if key not in kept:
+            kept[key] = add_up(choose(self.sizes.layers, target, whole_layers))
+        return cast(Streamed, kept[key])
+
+    def tiled(self, units: Sequence[UnitSize]) -> Task:
+        """Return the task in its finest cut, with some linear layers in row tiles."""
+        key, kept, sizes = tuple([unit.name for unit in units]), self._kept, self.sizes
+        if key not in kept:
+            kept[key] = replace(self, sizes=sizes.tiled(set(key)), cut=len(sizes.finer), is_tiled=True)
+        return cast(Task, kept[key])
+
+    def bare(self, reserve: Reserve) -> ResidencyPlan:
+        """Return the plan for a reserve without weights of layers and heads, and with the smallest pool of experts."""
+        kept = self._kept
+        if reserve not in kept:
+            kept[reserve] = self._bare(reserve)
+        return cast(ResidencyPlan, kept[reserve])
 
     def _bare(self, reserve: Reserve) -> ResidencyPlan:
         sizes, machine, experts = self.sizes, self.machine, self.sizes.experts

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mlx_flash.config import GB
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.parts import ModelLayout
+from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.kv import KVShare
 from mlx_flash.residency.ledger import Ledger, parts_together, shares_on_disk
 from mlx_flash.residency.sizes import ActivationSizes
@@ -224,12 +225,20 @@ class ResidencyPlan:
         if self.prefix_bytes or not self.read_bytes:
             return num_parts
         free = self.budget_bytes - self.peak_bytes + self.kv_bytes + self.spare_bytes
-        room = free - self.cache.nbytes(num_tokens)
-        together = parts_together(ledger, room, step, num_tokens)
-        if room < 0 and shares_on_disk(ledger):
-            room = free - ledger.on_disk(num_tokens, step) - ledger.others.nbytes(num_tokens)
+        together = parts_together(ledger, free - self.cache.nbytes(num_tokens), step, num_tokens)
+        if self._goes_to_disk(num_tokens, free):
+            room = free - ledger.on_disk(num_tokens, step, num_slots=1) - ledger.others.nbytes(num_tokens)
             together = max(together, parts_together(ledger, room, step, num_tokens, on_disk=True))
         return -(-num_parts // together)
+
+    def _goes_to_disk(self, num_tokens: int, free: int) -> bool:
+        """Return whether parts of a prompt share passes with its keys and values on disk, given their free memory."""
+        ledger, rows = self.ledger, self.cache.rows
+        if not shares_on_disk(ledger) or ledger.options is None:
+            return False
+        in_memory = ledger.in_memory([round_up(num_tokens, ledger.options.step)]) + ledger.options.offload_bytes(rows)
+        limit = self.kv.limit if self.kv.is_fixed else None
+        return in_memory > free or (limit is not None and in_memory - ledger.others.nbytes(num_tokens) > limit)
 
     def tokens_per_second(self, num_sequences: int) -> float | None:
         """Return the predicted tokens a second of sequences that share passes; None where nothing is known.

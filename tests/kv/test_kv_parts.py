@@ -141,3 +141,24 @@ def test_keys_and_values_that_do_not_fit_go_to_disk_in_the_shared_pass(directori
             model.advance([row])
         assert row.error is None and model.kv.stats.num_offloaded
         assert model.counters.num_passes <= 2
+
+
+@pytest.mark.parametrize("cut", [0, 2])
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 5, 9])
+def test_prompts_on_disk_take_the_passes_that_the_plan_predicts(
+    directories: Callable[[str], Path], cut: int, num_slots: int
+) -> None:
+    """Parts at the beginning wait with shorter slots than those at the end, for which all are counted."""
+    with streamed(directories("llama"), cut) as model:
+        ledger = model.plan.ledger
+        each = ledger.part_waiting(STEP, 1, LENGTH, slot_bytes=ledger.slot_held(LENGTH, 1))
+        model.plan = replace(model.plan, budget_bytes=model.plan.peak_bytes + num_slots * each)
+        for length in (100, 400, LENGTH):
+            before = model.counters.num_passes
+            row = model.row(PROMPT[None, :length], model.make_cache(), STEP, wants_logits=False)
+            while not row.is_done:
+                model.advance([row])
+            counted, predicted = model.counters.num_passes - before, model.plan.prompt_passes(length)
+            assert row.error is None
+            assert counted - 1 <= predicted <= 2 * counted + 1
+    assert model.kv is not None and model.kv.stats.num_offloaded

@@ -195,24 +195,13 @@ def _fits(
 def waits_on_disk(plan: ResidencyPlan, rows: Sequence[Sequence[ForwardCall]]) -> list[int]:
     """Return the bytes of waiting parts: if one shares the pass with the first ones of the rows, if two do, and so on.
 
-    Each holds a slot of a layer on disk, with room for the tokens after the pass.
+    Those of a row use one slot, which counts with the layers on disk.
     """
-    found, before = list[int](), 0
-    for first, *others in rows:
-        context, held = Lane(first).tokens.context, 0
-        for number, (part, nbytes) in enumerate(zip(others, waiting_bytes(plan, [first, *others], 0), strict=True), 1):
-            context += part.num_tokens // part.batch_size
-            held += nbytes
-            found.append(before + held + number * plan.ledger.slot_held(context, part.batch_size))
-        before = found[-1] if found else 0
-    return found
+    return list(accumulate(nbytes for parts in rows for nbytes in waiting_bytes(plan, parts, on_disk=True)))
 
 
-def waiting_bytes(plan: ResidencyPlan, parts: Sequence[ForwardCall], slot_bytes: int | None = None) -> list[int]:
-    """Return the bytes of each part after the first while it waits and another one computes.
-
-    ``slot_bytes`` are those of a slot that each holds, with layers on disk.
-    """
+def waiting_bytes(plan: ResidencyPlan, parts: Sequence[ForwardCall], *, on_disk: bool = False) -> list[int]:
+    """Return the bytes of each part after the first while it waits and another one computes."""
     first, *others = parts
     found, num_before, cache = list[int](), first.num_tokens, list(entries_of(first.cache or ()))
     context = Lane(first).tokens.context - first.num_tokens // first.batch_size
@@ -220,8 +209,6 @@ def waiting_bytes(plan: ResidencyPlan, parts: Sequence[ForwardCall], slot_bytes:
         kept = () if part.checkpoints is None else (kept_bytes(entry) for entry in cache)
         num_before += part.num_tokens
         end = context + num_before // part.batch_size
-        each = plan.ledger.part_waiting(
-            part.num_tokens, part.batch_size, end, is_first=not found, slot_bytes=slot_bytes
-        )
+        each = plan.ledger.part_waiting(part.num_tokens, part.batch_size, end, is_first=not found, on_disk=on_disk)
         found.append(sum(kept) + each)
     return found

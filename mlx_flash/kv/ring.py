@@ -4,8 +4,10 @@ While attention reads one slot, pages of the next layer are prefetched into the 
 one slot, and nothing is prefetched.
 
 MLX does not report when it is done with an array. But it writes in place only while nothing else refers to the array's
-memory, and into a copy otherwise. So before a slot is reused, MLX writes one byte of it: if a pending computation needs
-the slot, that computation keeps the old memory, and the slot continues in the copy.
+memory, and into a copy otherwise. So before tokens in a slot are replaced, MLX writes one byte of it: if a pending
+computation needs the slot, that computation keeps the old memory, and the slot continues in the copy. New tokens of the
+same layer are written behind those that were handed out, which stay as they are. So parts of a prompt that wait inside
+their attention share one slot.
 
 A slot that is interrupted while it changes belongs to no layer until it is assigned again.
 """
@@ -48,12 +50,12 @@ class Slot:
     def __init__(self) -> None:
         self.tokens = 0  # of the owner, in the slot, or there after :meth:`wait`
         self.capacity = 0  # tokens that there is room for, in the owner's layout
+        self.handed_out = 0  # tokens of the owner in arrays that may still be in use
         self.used_at = 0.0  # seconds
         self.touched = 0  # bytes written to since the memory was allocated
         self.num_moved = 0  # times that a pending computation kept the old memory
         self._pages: mx.array | None = None
         self._arena: Arena | None = None
-        self._is_handed_out = False
         self._is_large = False
         self._owner: weakref.ref[DiskRows] | None = None
         self._reading: tuple[Ticket, DiskRows] | None = None
@@ -82,7 +84,7 @@ class Slot:
             needed = max(needed, rows.layout.slot_bytes(most))
             self._pages = reserve((needed // DIRECT_ALIGNMENT + 1, DIRECT_ALIGNMENT), mx.uint8)
             mx.eval(self._pages)
-            self._arena, self._is_handed_out = Arena(needed, self._pages), False
+            self._arena, self.handed_out = Arena(needed, self._pages), 0
         self.claim()
         if commits_lazily() and not self._is_large and rows.layout.slot_bytes(capacity) >= LARGE_SLOT_BYTES:
             use_huge_pages(self.memory, at_once=False)
@@ -94,7 +96,7 @@ class Slot:
         """Empty the slot, and free its memory."""
         self.clear()
         if self._pages is not None:
-            self._arena, self._pages, self._is_handed_out, self.touched, self._is_large = None, None, False, 0, False
+            self._arena, self._pages, self.handed_out, self.touched, self._is_large = None, None, 0, 0, False
             release_freed_memory()
 
     def clear(self) -> None:
@@ -124,33 +126,27 @@ class Slot:
         self._reading = None
         return waited
 
-    def claim(self, *, keeps: bool = False) -> None:
-        """Make sure that no pending computation reads the memory. If one does, the slot moves.
-
-        It becomes empty then. If it ``keeps`` its tokens, all of its new memory counts as written to.
-        """
-        if not self._is_handed_out or self._pages is None or self._arena is None:
+    def claim(self) -> None:
+        """Make sure that no pending computation reads the memory. If one does, the slot moves, and is empty then."""
+        if not self.handed_out or self._pages is None or self._arena is None:
             return
-        nbytes, address, start = self._arena.nbytes, address_of(self._arena.memory), self._arena.start
+        nbytes, address = self._arena.nbytes, address_of(self._arena.memory)
         owner, self._owner = self._owner, None
         self._arena = None
         pages = self._pages
         pages[-1:, -1:] = mx.array(0, mx.uint8)  # the last byte is unused: an extra page aligns the others
         mx.eval(pages)
-        self._arena, self._is_handed_out = Arena(nbytes, pages), False
+        self._arena, self.handed_out = Arena(nbytes, pages), 0
         if address_of(self._arena.memory) != address:
             self.num_moved += 1
             self._is_large = False
-            if keeps and self._arena.start == start:  # the copy has the same offset in its page
-                self.touched = nbytes
-            else:
-                self.tokens = self.touched = 0
-                if commits_lazily():
-                    give_back(pages)  # a copy is committed as a whole
+            self.tokens = self.touched = 0
+            if commits_lazily():
+                give_back(pages)  # a copy is committed as a whole
         self._owner = owner
 
     def write(self, layout: RowLayout, rows: RowBytes, at: int) -> None:
-        """Write rows, ``(heads, tokens, bytes)`` for each array, from token ``at`` on. The slot must be claimed."""
+        """Write rows, ``(heads, tokens, bytes)`` for each array, from token ``at`` on. No array may need those there."""
         for offset, component, new in zip(layout.slot_offsets(self.capacity), layout.components, rows, strict=True):
             size = component.heads * self.capacity * component.width_bytes
             whole = np.frombuffer(self.memory, np.uint8)[offset : offset + size]
@@ -164,7 +160,7 @@ class Slot:
         for offset, component in zip(layout.slot_offsets(self.capacity), layout.components, strict=True):
             shape = (*component.shape, self.capacity, component.width)
             arrays.append(self._arena.view(offset, shape, component.dtype)[..., :length, :])
-        self._is_handed_out, self.used_at = True, time.perf_counter()
+        self.handed_out, self.used_at = max(self.handed_out, length), time.perf_counter()
         return arrays
 
 
@@ -243,14 +239,15 @@ class SlotRing:
         return arrays
 
     def _filled_slot(self, disk: DiskRows, end: int) -> Slot:
-        """Return a slot with all tokens of a layer and room up to ``end``, which no pending computation reads."""
+        """Return a slot with all tokens of a layer, and room up to ``end`` that no pending computation reads."""
         slot = next((slot for slot in self.slots if slot.belongs_to(disk)), None)
         if slot is None:
             slot = min(self.slots, key=lambda slot: slot.used_at)
         if not slot.belongs_to(disk) or slot.capacity < end:
             self._assign(slot, disk, end)
         self._stats.wait_seconds += slot.wait()
-        slot.claim(keeps=bool(disk.expected))
+        if slot.tokens < disk.length or disk.length < slot.handed_out:  # not only what follows is written
+            slot.claim()
         if slot.tokens < disk.length:
             self._fill(slot, disk)
         return slot

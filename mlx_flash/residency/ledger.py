@@ -174,13 +174,13 @@ class Ledger:
         return slot_memory(self.cache.largest_row * tokens + SLOT_PADDING)
 
     def part_waiting(
-        self, num_new: int, batch_size: int, context: int, *, is_first: bool = False, slot_bytes: int | None = None
+        self, num_new: int, batch_size: int, context: int, *, is_first: bool = False, on_disk: bool = False
     ) -> int:
         """Return the memory of a part of a prompt that waits while another one computes.
 
         Where units are smaller than layers, the part before waits inside its attention, with its keys and values. So
         MLX copies them when a part adds to them, instead of writing in place. Where a call holds those of all layers,
-        they are copied in each.
+        they are copied in each. In the slot of a layer on disk they are not copied.
 
         Args:
             num_new: new tokens, over all sequences.
@@ -188,11 +188,11 @@ class Ledger:
             context: tokens that the newest one attends to, of this part and those before it.
             is_first: whether it is the only one that waits, or one of several. It counts as much as its widest layer:
                 attention that makes keys of latent ones takes more than :meth:`active` knows.
-            slot_bytes: what it holds of layers on disk, as in :meth:`slot_held`; None where they are in memory.
+            on_disk: whether layers are on disk.
         """
         sizes, cut = self.activations, None if self.is_tiled or is_first else self.cut
         row = self.cache.token_bytes if sizes.held.has_keys else self.cache.largest_row if self.cut else 0
-        keys = row * (context + CACHE_STEP) * batch_size if slot_bytes is None else slot_bytes
+        keys = 0 if on_disk else row * (context + CACHE_STEP) * batch_size
         return sizes.held_bytes(num_new, context, cut) + keys
 
     def of_a_layer(self, new: NewTokens) -> int:
@@ -212,9 +212,8 @@ def parts_waiting(ledger: Ledger, number: int, step: int, context: int, *, on_di
     """Return the memory of some equal parts of one prompt that wait, with its keys and values on disk or not."""
     if number <= 0:
         return 0
-    slot = ledger.slot_held(context, 1) if on_disk else None
-    first = ledger.part_waiting(step, 1, context, is_first=True, slot_bytes=slot)
-    return first + (number - 1) * ledger.part_waiting(step, 1, context, slot_bytes=slot)
+    first = ledger.part_waiting(step, 1, context, is_first=True, on_disk=on_disk)
+    return first + (number - 1) * ledger.part_waiting(step, 1, context, on_disk=on_disk)
 
 
 def parts_together(ledger: Ledger, room: int, step: int, context: int, *, on_disk: bool = False) -> int:

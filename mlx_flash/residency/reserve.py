@@ -87,7 +87,7 @@ def _prompt_passes(task: Task, budget: int, reserve: Reserve) -> float:
         process = round_up(machine.base_bytes, DRIVER_STEP)
     room = _room(task, budget, reserve, process)
     room -= next((taken for n in (SLOTS_FIRST, 1) if (taken := _least_taken(task, reserve, n)) <= room), room)
-    return -(-num_parts // parts_together(task.ledger, room, step, context))
+    return -(-num_parts // parts_together(task.ledger, room, step, context, on_disk=task.parts_on_disk))
 
 
 def _least_taken(task: Task, reserve: Reserve, num_slots: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from mlx_flash.config import FlashConfig
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.kv import in_memory, on_disk, prefix_bytes, promised_bytes
-from mlx_flash.residency.ledger import Ledger, parts_waiting, reader_bytes
+from mlx_flash.residency.ledger import Ledger, parts_waiting, reader_bytes, shares_on_disk
 from mlx_flash.residency.plan import MB, PREFILL_STEPS, ResidencyPlan, Streaming
 from mlx_flash.residency.selection import Streamed, add_up, choose
 from mlx_flash.residency.sizes import CACHE_STEP, ExpertSizes, ModelSizes, UnitSize
@@ -141,7 +141,13 @@ class Task:
 
     def parts_bytes(self, reserve: Reserve) -> int:
         """Return the memory of the parts of a prompt that wait while another one computes."""
-        return parts_waiting(self.ledger, reserve.num_parts - 1, reserve.prefill_step_size, reserve.context_length)
+        step, context = reserve.prefill_step_size, reserve.context_length
+        return parts_waiting(self.ledger, reserve.num_parts - 1, step, context, on_disk=self.parts_on_disk)
+
+    @property
+    def parts_on_disk(self) -> bool:
+        """True if parts of a prompt share a pass with its keys and values on disk."""
+        return self.kv_on_disk and shares_on_disk(self.ledger)
 
     def most_slots(self, experts: ExpertSizes) -> int:
         """Return the most slots that a pool may have: it is one array."""

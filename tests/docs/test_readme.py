@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,9 @@ def blocks_of(document: str) -> list[Block]:
     ]
 
 
+PLAIN_COMMAND = re.compile(r"mlx-flash( +([\w./-]+|\"[\w ?.]+\"))+ *(#.*)?")
+"""A line that asks a shell for no more than to start the program."""
+
 BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
 
 
@@ -124,11 +128,20 @@ class Desk:
         text, given = self.own(block.text), "Hello\nq\n"
         if block.language == "python":
             done = children.run("-c", text, stdin=given, cwd=self.folder, env=self.environment)
+        elif all(PLAIN_COMMAND.fullmatch(line) for line in text.splitlines()):
+            return "".join([self._run_plainly(line) for line in text.splitlines()])
         else:
             command = ["bash", "-euo", "pipefail", "-c", text]
             options = {"cwd": self.folder, "env": self.environment, "timeout": 200}
             done = subprocess.run(command, input=given.encode(), capture_output=True, **options)
         assert done.returncode == 0, f"{text}\n{done.stdout.decode()}\n{done.stderr.decode()}"
+        return done.stdout.decode()
+
+    def _run_plainly(self, line: str) -> str:
+        """Run what a shell would run, in a process that has imported mlx-lm."""
+        words = shlex.split(line, comments=True)
+        done = children.run("-m", "mlx_flash", *words[1:], stdin="Hello\nq\n", cwd=self.folder, env=self.environment)
+        assert done.returncode == 0, f"{line}\n{done.stdout.decode()}\n{done.stderr.decode()}"
         return done.stdout.decode()
 
 

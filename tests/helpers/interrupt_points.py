@@ -33,6 +33,9 @@ THOROUGH = int(os.environ.get("MLX_FLASH_INTERRUPTS", "0"))
 _BEFORE_POINT = ("CALL", "RESUME", "JUMP_BACKWARD", "STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "DELETE_ATTR")
 
 
+Trace = Callable[[FrameType, str, Any], Any]
+
+
 class Interrupt(KeyboardInterrupt):
     """An interrupt that a test raises."""
 
@@ -54,6 +57,7 @@ class Tracer:
         self.where: str | None = None
         self._number = number
         self._paths = tuple(str(PACKAGE / folder) for folder in folders)
+        self._steps: dict[int, tuple[CodeType, Trace | None]] = {}  # by address of the code
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -74,19 +78,29 @@ class Tracer:
             return True
         return False
 
-    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(self._paths):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._step
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Trace | None:
+        key = id(frame.f_code)
+        if key not in self._steps:
+            is_inside = frame.f_code.co_filename.startswith(self._paths)
+            self._steps[key] = frame.f_code, self._step_of(frame.f_code) if is_inside else None
+        step = self._steps[key][1]
+        if step is not None:
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return step
 
-    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "opcode" and frame.f_lasti in _points(frame.f_code):
-            self.count += 1
-            if self.count - 1 == self._number:
-                self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}" if sys.version_info >= (3, 11) else "?"
-                raise Interrupt(self.where)
-        return self._step
+    def _step_of(self, code: CodeType) -> Trace:
+        """Return what is called before each instruction of a function. To find its points by code would take longer."""
+        points = _points(code)
+
+        def step(frame: FrameType, event: str, argument: Any) -> Trace:
+            if event == "opcode" and frame.f_lasti in points:
+                self.count += 1
+                if self.count - 1 == self._number:
+                    self.where = f"{code.co_qualname}:{frame.f_lineno}" if sys.version_info >= (3, 11) else "?"
+                    raise Interrupt(self.where)
+            return step
+
+        return step
 
 
 @functools.cache

@@ -15,6 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash import CacheError, FlashLLM, generate_step
 from models import computed, guessed, run, same_bits
 
+Trace = Callable[[FrameType, str, object], Any]
+
 
 class Strike:
     """A trace that counts the instructions of some functions, and raises ``KeyboardInterrupt`` before one of them.
@@ -37,25 +39,36 @@ class Strike:
         if functions is not None:
             self._codes = {code for function in functions for code in _codes(_code_of(function))}
         self._at = at
+        self._steps: dict[int, tuple[CodeType, Trace | None]] = {}  # by address of the code
 
     def _watches(self, code: CodeType) -> bool:
         if self._codes is not None:
             return code in self._codes
         return "/mlx_flash/" in code.co_filename
 
-    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if event == "call":
-            frame.f_trace_opcodes, frame.f_trace_lines = self._watches(frame.f_code), False
-            return self._trace if frame.f_trace_opcodes else None
-        if event == "opcode":
-            if frame.f_lasti in _around_with(frame.f_code):
-                return self._trace
-            self.count += 1
-            if self.count - 1 == self._at:
-                self.where = frame.f_code.co_qualname if sys.version_info >= (3, 11) else "", frame.f_lineno
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._trace
+    def _trace(self, frame: FrameType, event: str, _: object) -> Trace | None:
+        """Trace a function that is called, if it is watched."""
+        key = id(frame.f_code)
+        if key not in self._steps:
+            self._steps[key] = frame.f_code, self._step_of(frame.f_code) if self._watches(frame.f_code) else None
+        step = self._steps[key][1]
+        frame.f_trace_opcodes, frame.f_trace_lines = step is not None, False
+        return step
+
+    def _step_of(self, code: CodeType) -> Trace:
+        """Return what is called before each instruction of a function. To find things by code would take longer."""
+        left_out = _around_with(code)
+
+        def step(frame: FrameType, event: str, _: object) -> Trace:
+            if event == "opcode" and frame.f_lasti not in left_out:
+                self.count += 1
+                if self.count - 1 == self._at:
+                    self.where = code.co_qualname if sys.version_info >= (3, 11) else "", frame.f_lineno
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return step
+
+        return step
 
     def run(self, change: Callable[[], Any]) -> bool:
         """Run a change. Return whether it was interrupted."""

@@ -63,9 +63,14 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
         wanted = _plan(sizes, config, machine)
     except BudgetError:
         return plan
-    if wanted.budget_bytes > plan.budget_bytes or plan.seconds < wanted.seconds:
+    if wanted.budget_bytes > plan.budget_bytes or plan.seconds < wanted.seconds or _tokens(wanted) != _tokens(plan):
         return plan
     return replace(wanted, minimum_bytes=plan.minimum_bytes)
+
+
+def _tokens(plan: ResidencyPlan) -> tuple[int, int]:
+    """Return the prefill step and the context of a plan, which do not depend on the reads that a disk likes."""
+    return plan.prefill_step_size, plan.context_length
 
 
 def _with_small_reads(config: FlashConfig, machine: Machine) -> Machine:

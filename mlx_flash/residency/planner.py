@@ -60,10 +60,10 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
     if small == machine:
         return plan
     try:
-        wanted = _plan(sizes, config, machine)
+        wanted = _plan(sizes, config, machine, most=plan.budget_bytes)
     except BudgetError:
         return plan
-    if wanted.budget_bytes > plan.budget_bytes or plan.seconds < wanted.seconds or _tokens(wanted) != _tokens(plan):
+    if plan.seconds < wanted.seconds or _tokens(wanted) != _tokens(plan):
         return plan
     return replace(wanted, minimum_bytes=plan.minimum_bytes)
 
@@ -88,14 +88,14 @@ def _with_small_reads(config: FlashConfig, machine: Machine) -> Machine:
     return replace(machine, disk=replace(disk, bytes_per_second=speed, read_size=read_size, queue_depth=queue_depth))
 
 
-def _plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
-    """Return the fastest plan for the reads that the disk likes best."""
+def _plan(sizes: ModelSizes, config: FlashConfig, machine: Machine, most: int | None = None) -> ResidencyPlan:
+    """Return the fastest plan for the reads that the disk likes best, of those whose budget is ``most`` at most."""
     plans: list[ResidencyPlan] = []
     errors: list[BudgetError] = []
     for kv_on_disk in _places_of_kv(sizes, config, machine):
         task = Task(sizes, config, machine, cache_limit_of(machine, 0), kv_on_disk=kv_on_disk)
         try:
-            plans.append(_plan_with_kv(task, like_memory=bool(plans)))
+            plans.append(_plan_with_kv(task, most, like_memory=bool(plans)))
         except BudgetError as error:
             errors.append(error)
     if not plans:
@@ -128,7 +128,7 @@ def _preferred(plans: Sequence[ResidencyPlan]) -> ResidencyPlan:
     return min([plan, *(o for o in others if o.seconds < WORTH_THE_DISK * plan.seconds)], key=lambda p: p.seconds)
 
 
-def _plan_with_kv(task: Task, *, like_memory: bool) -> ResidencyPlan:
+def _plan_with_kv(task: Task, most: int | None, *, like_memory: bool) -> ResidencyPlan:
     """Return the fastest plan, given the place of the KV cache.
 
     ``like_memory`` takes the prefill step and context of a plan with the cache in memory: times decide between the two.
@@ -139,6 +139,8 @@ def _plan_with_kv(task: Task, *, like_memory: bool) -> ResidencyPlan:
     minimum = max(reached, least)
     # A word is never a budget at which whole layers would be read because a pool is a little too large for it.
     budget = _budget(task.config, machine, max(reached, options[0][1].peak_bytes))
+    if most is not None and budget > most:
+        raise BudgetError("a smaller budget is enough", minimum)
     if budget < machine.reached_bytes and least < reached:
         raise BudgetError(
             f"ram_budget_gb is {budget / GB:g}, but loading the tokenizer took this process to "
